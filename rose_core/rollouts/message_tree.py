@@ -10,7 +10,8 @@ later request that begins with these messages gets the very tokens; only what is
     root of a sub-agent                -> turn
 
 Messages are compared by what they say (``fingerprint``): harnesses trim words, write arguments of
-calls with other spaces, number calls anew and leave out what a model thought.
+calls with other spaces and leave out what a model thought. Two turns may have said the same; then
+the one counts whose id stands in a call's, else the last.
 
 Next step: ``rose_router.http.history`` asks ``find`` before a turn and tells ``note`` after it;
 ``rows`` is what a trainer learns from.
@@ -39,7 +40,11 @@ MOST_TOKENS = 1 << 23
 MOST_TURNS = 1 << 15
 """Turns kept, of all sessions: a turn's own objects take about 2 KiB."""
 
-_THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+_PART = 4
+"""One session may have a quarter of all: then it is forgotten, and not its neighbours."""
+
+# The template may have opened the thought.
+_THOUGHT = re.compile(r"\A\s*(?:<think>)?.*?</think>", re.DOTALL)
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +60,7 @@ class TurnNode:
         logprobs: of those; empty where none were asked for.
         spans: which version sampled which of them.
         finish: why it ended.
+        semantics: which distribution the log-probs belong to.
         digest: of all messages up to and with the answer.
         path: digests of the messages since the parent, the answer's last.
         altered_at: index of the request's first message that is not what this session has seen
@@ -70,6 +76,7 @@ class TurnNode:
     logprobs: array[float]
     spans: tuple[Span, ...]
     finish: str
+    semantics: str
     digest: Digest
     path: tuple[Digest, ...]
     altered_at: int | None
@@ -93,12 +100,14 @@ class Match:
         node: the last turn that the messages contain as it was sampled; ``None`` = none.
         messages: how many of them that covers.
         digests: of the messages up to each one, for ``note``.
+        root: of the conversation.
         altered_at: see ``TurnNode``.
     """
 
     node: TurnNode | None
     messages: int
     digests: tuple[Digest, ...]
+    root: bytes = b""
     altered_at: int | None = None
 
 
@@ -110,6 +119,7 @@ class TurnRange:
     start: int
     end: int
     finish: str
+    semantics: str
     altered_at: int | None
 
 
@@ -134,10 +144,18 @@ class TrainingRow:
 
 @dataclass(slots=True)
 class _Session:
-    """Turns of a session, in the order in which they ended."""
+    """Turns of a session, in the order in which they ended.
+
+    Attributes:
+        known: the same by id and what was said.
+        seen: digests of all messages.
+        roots: what stands before its conversations.
+    """
 
     nodes: list[TurnNode] = field(default_factory=list)
+    known: dict[tuple[str, Digest], TurnNode] = field(default_factory=dict)
     seen: set[Digest] = field(default_factory=set)
+    roots: set[bytes] = field(default_factory=set)
     tokens: int = 0
 
 
@@ -155,7 +173,9 @@ class MessageTree:
     def __init__(self, most_tokens: int = MOST_TOKENS, most_turns: int = MOST_TURNS) -> None:
         self._most_tokens, self._most_turns = most_tokens, most_turns
         self._sessions: OrderedDict[Owner, _Session] = OrderedDict()
-        self._nodes: dict[tuple[str, Digest], TurnNode] = {}
+        # Of a job: all turns that end with these words.
+        self._nodes: dict[tuple[str, Digest], list[TurnNode]] = {}
+        self._given: tuple[Match | None, array[int]] = (None, array("I"))
         self._tokens = self._turns = 0
         self.forgotten = 0
 
@@ -176,20 +196,37 @@ class MessageTree:
         digests = tuple(_chain(root, messages))
         answers = [n for n, one in enumerate(messages) if one.get("role") == "assistant"]
         for index in reversed(answers):
-            node = self._nodes.get((job, digests[index]))
-            if node is not None and session in {"", node.owner[1]}:
+            node = self._said(job, digests[index], session, messages[index])
+            if node is not None:
                 self._sessions.move_to_end(node.owner)
-                altered = self._altered(node.owner, digests, answers, index + 1)
-                return Match(node, index + 1, digests, altered)
-        altered = self._altered((job, session), digests, answers, 0) if session else None
-        return Match(None, 0, digests, altered)
+                altered = self._altered(node.owner, root, digests, answers, index + 1)
+                return Match(node, index + 1, digests, root, altered)
+        altered = self._altered((job, session), root, digests, answers, 0) if session else None
+        return Match(None, 0, digests, root, altered)
+
+    def _said(
+        self, job: str, digest: Digest, session: str, answer: Mapping[str, Any]
+    ) -> TurnNode | None:
+        """The turn that said so; of several the one that the answer's calls name."""
+        found = [
+            node for node in self._nodes.get((job, digest), ()) if session in {"", node.owner[1]}
+        ]
+        if len(found) > 1:
+            ids = " ".join(_call_ids(answer))
+            found = [node for node in found if node.rid in ids] or found
+        return found[-1] if found else None
 
     def _altered(
-        self, owner: Owner, digests: Sequence[Digest], answers: Sequence[int], known: int
+        self,
+        owner: Owner,
+        root: bytes,
+        digests: Sequence[Digest],
+        answers: Sequence[int],
+        known: int,
     ) -> int | None:
         """Where a history departs from its session; answers before the first turn are examples."""
         session = self._sessions.get(owner)
-        if session is None or not answers or answers[-1] < known:
+        if session is None or root not in session.roots or not answers or answers[-1] < known:
             return None
         return next((n for n in range(known, len(digests)) if digests[n] not in session.seen), None)
 
@@ -205,6 +242,7 @@ class MessageTree:
         logprobs: Sequence[float] = (),
         spans: tuple[Span, ...] = (),
         finish: str = "stop",
+        semantics: str = "",
     ) -> TurnNode:
         """A turn has ended.
 
@@ -218,23 +256,28 @@ class MessageTree:
             logprobs: one for each of them, or none.
             spans: over them.
             finish: why it ended.
+            semantics: of the log-probs.
         """
         parent = match.node
         before = parent.total if parent is not None else 0
-        last = match.digests[-1]
-        digest = _linked(last, fingerprint(answer))
-        known = self._nodes.get((owner[0], digest))
-        if known is not None and known.rid == rid:
-            return known  # its caller asked for the same turn again
+        digest = _linked(match.digests[-1], fingerprint(answer))
+        session = self._sessions.setdefault(owner, _Session())
+        self._sessions.move_to_end(owner)
+        if (found := session.known.get((rid, digest))) is not None:
+            return found  # its caller asked for the same turn again
+        given = self._given[1] if self._given[0] is match else array("I", prompt[before:])
+        shared = self._given[0] is match  # several answers to one request
+        self._given = match, given
         node = TurnNode(
             owner,
             rid,
             parent,
-            array("I", prompt[before:]),
+            given,
             array("I", sampled),
             array("f", logprobs),
             spans,
             finish,
+            semantics,
             digest,
             (*match.digests[match.messages :], digest),
             match.altered_at,
@@ -242,16 +285,16 @@ class MessageTree:
         )
         if parent is not None:
             parent.children += 1
-        session = self._sessions.setdefault(owner, _Session())
-        self._sessions.move_to_end(owner)
         session.nodes.append(node)
+        session.known[rid, digest] = node
         session.seen.update(node.path)
-        self._nodes[owner[0], digest] = node
-        size = len(node.given) + len(node.sampled)
+        session.roots.add(match.root)
+        self._nodes.setdefault((owner[0], digest), []).append(node)
+        size = len(sampled) + (0 if shared else len(given))
         session.tokens += size
         self._tokens += size
         self._turns += 1
-        self._make_room()
+        self._make_room(owner)
         return node
 
     def rows(self, owner: Owner) -> list[TrainingRow]:
@@ -262,21 +305,23 @@ class MessageTree:
         seen: set[int] = set()
         return [_row(node, seen) for node in session.nodes if not node.children]
 
-    def knows(self, owner: Owner) -> bool:
-        """Whether a turn of the session is kept."""
-        return owner in self._sessions
+    def _make_room(self, owner: Owner) -> None:
+        mine = self._sessions[owner]
+        if mine.tokens * _PART > self._most_tokens or len(mine.nodes) * _PART > self._most_turns:
+            self._forget(owner)
+        while self._tokens > self._most_tokens or self._turns > self._most_turns:
+            self._forget(next(iter(self._sessions)))
 
-    def _make_room(self) -> None:
-        while len(self._sessions) > 1 and (
-            self._tokens > self._most_tokens or self._turns > self._most_turns
-        ):
-            _, session = self._sessions.popitem(last=False)
-            for node in session.nodes:
-                if self._nodes.get((node.owner[0], node.digest)) is node:
-                    del self._nodes[node.owner[0], node.digest]
-            self._tokens -= session.tokens
-            self._turns -= len(session.nodes)
-            self.forgotten += 1
+    def _forget(self, owner: Owner) -> None:
+        session = self._sessions.pop(owner)
+        for node in session.nodes:
+            key = node.owner[0], node.digest
+            self._nodes[key].remove(node)
+            if not self._nodes[key]:
+                del self._nodes[key]
+        self._tokens -= session.tokens
+        self._turns -= len(session.nodes)
+        self.forgotten += 1
 
 
 def fingerprint(message: Mapping[str, Any]) -> bytes:
@@ -301,9 +346,24 @@ def _call(call: object) -> object:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = arguments.strip()
-    return [function.get("name"), arguments or {}]
+    return [function.get("name"), _whole(arguments or {})]
+
+
+def _whole(value: object) -> object:
+    """The same with 5.0 as 5: JavaScript's harnesses know no other number."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: _whole(one) for name, one in value.items()}
+    return [_whole(one) for one in value] if isinstance(value, list) else value
+
+
+def _call_ids(answer: Mapping[str, Any]) -> Iterator[str]:
+    for call in answer.get("tool_calls") or ():
+        if isinstance(call, Mapping):
+            yield str(call.get("id", ""))
 
 
 def root_of(*parts: object) -> bytes:
@@ -350,5 +410,7 @@ def _row(last: TurnNode, seen: set[int]) -> TrainingRow:
         logprobs.extend([math.nan] * given)
         logprobs.extend(node.logprobs if len(node.logprobs) == made else [math.nan] * made)
         spans += shifted(node.spans, start)
-        turns.append(TurnRange(node.rid, start, start + made, node.finish, node.altered_at))
+        turns.append(
+            TurnRange(node.rid, start, start + made, node.finish, node.semantics, node.altered_at)
+        )
     return TrainingRow(ids, mask, logprobs, tuple(spans), tuple(turns))

@@ -49,6 +49,16 @@ CLASS_PREFILL_SECONDS = Gauge(
     ["device"],
     registry=REGISTRY,
 )
+HISTORY_TURNS = Gauge(
+    "rose_router_history_turns",
+    "Turns whose tokens are kept under their messages, for exact prompts and training rows.",
+    registry=REGISTRY,
+)
+HISTORY_FORGOTTEN = Gauge(
+    "rose_router_history_forgotten_sessions",
+    "Sessions of harnesses that were forgotten for room: their next request is rendered anew.",
+    registry=REGISTRY,
+)
 MOVES = Counter(
     "rose_router_moves",
     "Turns that left an engine before their end, by reason.",

@@ -94,7 +94,8 @@ def test_a_retry_is_a_branch_and_what_both_share_is_learnt_from_once() -> None:
 def test_a_sub_agent_and_other_tools_begin_rows_of_their_own() -> None:
     harness = Harness(MessageTree())
     harness.turn([user("go")], says("x"))
-    harness.turn([user("go"), says("x"), user("y")], says("z"), root=root_of(["tool"], {}))
+    node = harness.turn([user("go"), says("x"), user("y")], says("z"), root=root_of(["tool"], {}))
+    assert node.altered_at is None, "nothing was altered: it is another conversation"
     assert [len(row.ids) for row in harness.tree.rows(OWNER)] == [5, 5]
 
 
@@ -104,6 +105,7 @@ def test_a_sub_agent_and_other_tools_begin_rows_of_their_own() -> None:
         says(" words \n", ("look", '{"b": 2, "a": 1}')),
         says("words", ("look", '{"a":1,"b":2}')),
         says("<think>hm</think>\nwords", ("look", {"a": 1, "b": 2})),
+        says("hm</think>\nwords", ("look", {"a": 1.0, "b": 2})),
     ],
 )
 def test_what_harnesses_change_in_writing_is_the_same_message(sent: Message) -> None:
@@ -167,13 +169,53 @@ def test_a_turn_that_is_told_again_is_kept_once() -> None:
 
 
 def test_the_least_recently_used_session_is_forgotten_whole() -> None:
-    harness = Harness(MessageTree(most_tokens=12))
-    for session in ("a", "b", "a2"):
+    harness = Harness(MessageTree(most_tokens=22))
+    for session in ("a", "b", "c", "d", "e"):
         harness.turn([user(session)], says(session), session=session)
     assert harness.tree.forgotten == 1
-    assert not harness.tree.knows(("job", "a"))
+    assert harness.tree.rows(("job", "a")) == []
     assert harness.tree.find("job", ROOT, [user("a"), says("a"), user("x")]).node is None
-    assert len(harness.tree) == 2
+    assert len(harness.tree) == 4
+
+
+def test_a_session_that_takes_too_much_is_forgotten_and_not_its_neighbours() -> None:
+    harness = Harness(MessageTree(most_tokens=80))
+    harness.turn([user("small")], says("small"), session="small")
+    talk = [user("large")]
+    for number in range(12):
+        harness.turn(talk, says(str(number)), session="large")
+        talk += [says(str(number)), user("on")]
+    assert harness.tree.forgotten >= 1
+    assert len(harness.tree.rows(("job", "small"))) == 1
+    assert len(harness.tree) <= 5
+
+
+def test_sessions_that_say_the_same_do_not_take_each_others_turns() -> None:
+    """Rollouts of one task begin alike: the same prompt, often the same first answer."""
+    harness = Harness(MessageTree())
+    talk = [user("go"), says("ls"), user("result")]
+    first = harness.turn(talk[:1], talk[1], session="a")
+    other = harness.turn(talk[:1], talk[1], session="b")
+    assert harness.tree.find("job", ROOT, talk, "a").node is first
+    assert harness.tree.find("job", ROOT, talk, "b").node is other
+
+
+def test_of_turns_that_said_the_same_the_one_counts_whose_id_a_call_names() -> None:
+    harness = Harness(MessageTree())
+    answer = says("", ("look", "{}"))
+    first = harness.turn([user("go")], answer)
+    harness.turn([user("go")], answer)
+    answer["tool_calls"][0]["id"] = f"call_{first.rid}_0"
+    assert harness.tree.find("job", ROOT, [user("go"), answer, user("so")]).node is first
+
+
+def test_several_answers_to_one_request_share_what_they_were_given() -> None:
+    tree = MessageTree()
+    match = tree.find("job", ROOT, [user("go")], "s")
+    nodes = [
+        tree.note(OWNER, f"r{n}", match, [1, 2, 3], says(str(n)), sampled=[9]) for n in range(4)
+    ]
+    assert all(node.given is nodes[0].given for node in nodes)
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=30))

@@ -17,13 +17,14 @@ from rose_dev.scripted import Script
 from rose_dev.waiting import until
 from rose_engines.fake.model import next_token
 from tests.router.conftest import VERSION, Stage
-from tests.router.scripts import Follows, folder
+from tests.router.scripts import Follows, call, folder
 
 pytestmark = pytest.mark.asyncio
 
 TOOL = {"name": "bash", "description": "runs", "input_schema": {"type": "object"}}
 FUNCTION = {"type": "function", "name": "bash", "parameters": {"type": "object"}}
 Json = dict[str, Any]
+UUID = "0191f3a0-7c4e-7d2b-9a51-3f6f1f0c2a10"
 Staging = Callable[..., AbstractAsyncContextManager[Stage]]
 
 
@@ -79,7 +80,7 @@ async def task(stage: Stage, **more: Any) -> list[Json]:  # noqa: ANN401  # of r
 async def test_a_harness_of_anthropics_plays_a_task_with_tools(stage: Staging) -> None:
     async with stage(tokenizer=folder()) as s:
         await s.engine(script=Follows())
-        first, second, third = await task(s, metadata={"user_id": "kim_session_7"})
+        first, second, third = await task(s, metadata={"user_id": f"kim_session_{UUID}"})
     assert [block["type"] for block in first["content"]] == ["text", "tool_use"]
     assert first["content"][0]["text"] == "I shall look."
     assert first["content"][1]["input"] == {"command": "echo one > a.txt"}
@@ -282,9 +283,10 @@ async def test_an_altered_history_is_located_in_reply_and_row(stage: Staging) ->
     ("headers", "more", "by", "session"),
     [
         ({"X-Session-ID": "h"}, {"metadata": {"session_id": "m"}}, "X-Session-ID", "h"),
-        ({"session_id": "codex"}, {"prompt_cache_key": "k"}, "session_id", "codex"),
+        ({"session_id": "codex"}, {"prompt_cache_key": UUID}, "session_id", "codex"),
         ({}, {"metadata": {"session_id": "m"}}, "metadata.session_id", "m"),
-        ({}, {"prompt_cache_key": "k"}, "prompt_cache_key", "k"),
+        ({}, {"prompt_cache_key": UUID}, "prompt_cache_key", UUID),
+        ({}, {"prompt_cache_key": "my-app"}, "rid", None),
         ({}, {"user": "everybody"}, "rid", None),
     ],
 )
@@ -297,7 +299,7 @@ async def test_a_session_is_known_by_what_harnesses_send(
         answer = await ask(s, "/v1/responses", body, headers=headers)
     rose = answer["rose"]
     assert rose["session_by"] == by
-    assert rose["session"] == (session or answer["id"].removeprefix("resp_"))
+    assert session is None or rose["session"] == session
 
 
 async def test_anthropics_key_is_a_token_and_counting_runs_no_turn(stage: Staging) -> None:
@@ -326,6 +328,9 @@ _BAD: list[tuple[str, Json, str]] = [
     ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
     ("/v1/responses", {"input": [{"type": "function_call", "name": "x"}]}, "call_id"),
     ("/v1/responses", {"input": [user([{"type": "input_image"}])]}, "input_image"),
+    ("/v1/responses", {"input": [{"type": []}]}, "[]"),
+    ("/v1/responses", {"input": [{"role": {}, "content": "x"}]}, "{}"),
+    ("/v1/responses", {"input": [user([{"type": [], "text": "x"}])]}, "[]"),
     ("/v1/responses", {"input": "x", "background": True}, "background"),
     ("/v1/responses", {"input": "x", "conversation": "c"}, "conversation"),
     ("/v1/responses", {"input": "x", "previous_response_id": "resp_9"}, "resp_9"),
@@ -408,3 +413,94 @@ async def test_a_forced_call_runs_under_a_grammar_where_it_need_not_move(
     items = answer.get("content") or answer["output"]
     assert [item["type"] for item in items] in (["tool_use"], ["function_call"])
     assert json.dumps(told).count("command") >= 1
+
+
+async def test_rollouts_of_one_task_that_answer_alike_keep_their_own_turns(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        rows = {}
+        for key in ("a", "b"):
+            await task(s, rose={"session": key})
+        for key in ("a", "b"):
+            rows[key] = (await s.get(f"/sessions/{key}/rows"))["rows"]
+    assert [len(row["turns"]) for key in rows for row in rows[key]] == [3, 3]
+    semantics = {turn["logprob_semantics"] for turn in rows["a"][0]["turns"]}
+    assert semantics == {"log_softmax(logits) before top-k, top-p and min-p"}
+
+
+async def test_a_responses_developer_messages_are_gone_on_from_too(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        said = [{"role": "developer", "content": "Be kind."}, user("Look.")]
+        first = await ask(s, "/v1/responses", responses(said))
+        call_id = first["output"][-1]["call_id"]
+        output = {"type": "function_call_output", "call_id": call_id, "output": "x"}
+        second = await ask(
+            s, "/v1/responses", responses([output], previous_response_id=first["id"])
+        )
+    assert second["rose"]["history"]["known_messages"] == 3
+    assert second["rose"]["history"]["exact_tokens"] > 0
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
+async def test_fields_that_are_null_are_left_out(stage: Staging, path: str) -> None:
+    nulls: Json = {"tools": None, "temperature": None, "top_p": None, "stream": None, "rose": None}
+    if path == "/v1/messages":
+        text = {"type": "text", "text": "go", "cache_control": None, "citations": None}
+        body = {"messages": [user([text])], "max_tokens": 2, "system": None, "stop_sequences": None}
+    elif path == "/v1/responses":
+        body = {"input": [{"type": "message", "id": None, **user("go")}], "instructions": None}
+    else:
+        body = {"messages": [user("go")], "max_tokens": 2, "stop": None}
+    async with stage(tokenizer=folder(), context_tokens=400) as s:
+        await s.engine()
+        await ask(s, path, {**body, **nulls})
+
+
+async def test_an_answer_that_is_begun_is_continued(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine()
+        talk = [user("go"), {"role": "assistant", "content": "Well"}]
+        body = {"max_tokens": 3, "rose": {"session": "p"}}
+        await ask(s, "/v1/messages", messages(*talk, **body))
+        (row,) = (await s.get("/sessions/p/rows"))["rows"]
+    given = bytes(one for one in row["ids"][: row["turns"][0]["start"]] if one < 256)
+    assert given.endswith(b"Well")
+
+
+WORDY = "\n\nI look.\n" + call("bash", '{"command": "x"}') + "after"
+HALF = "Half: " + call("bash", '{"command": "\\ud83d"}')
+NAN = "None: " + call("bash", "NaN")
+
+
+@pytest.mark.parametrize("said", [WORDY, HALF, NAN])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
+async def test_a_stream_shows_the_words_of_the_whole_answer(
+    stage: Staging, path: str, said: str
+) -> None:
+    recipe = scripted_recipe("wordy", Script("", (said,)))
+    body = messages(user("go"))
+    if path == "/v1/responses":
+        body = responses("go")
+    elif path == "/v1/chat/completions":
+        tools = [{"type": "function", "function": {"name": "bash"}}]
+        body = {"messages": [user("go")], "tools": tools, "max_tokens": 200}
+    async with stage(tokenizer=folder(recipe), context_tokens=4000) as s:
+        await s.engine(script=Follows(recipe))
+        whole = await ask(s, path, body)
+        async with s.post(path, {**body, "stream": True}) as reply:
+            text = (await reply.read()).decode()
+    told = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    if path == "/v1/messages":
+        shown = "".join(one["text"] for one in _blocks(told) if one["type"] == "text")
+        expected = "".join(one["text"] for one in whole["content"] if one["type"] == "text")
+    elif path == "/v1/responses":
+        kind = "response.output_text.delta"
+        shown = "".join(one["delta"] for one in told if one["type"] == kind)
+        parts = [one["content"][0]["text"] for one in whole["output"] if one["type"] == "message"]
+        expected = "".join(parts)
+    else:
+        shown = "".join(one["choices"][0]["delta"].get("content") or "" for one in told)
+        expected = whole["choices"][0]["message"]["content"]
+    assert shown == expected
+    assert ("tool_call" in expected) == (said is NAN), "what is no JSON stays among the words"

@@ -134,3 +134,30 @@ def test_a_call_of_no_tool_cannot_be_forced(tmp_path: Path, choice: object) -> N
     body = {"messages": [{"role": "user", "content": "hi"}], "tool_choice": choice}
     with pytest.raises(InvalidTurn, match="tool_choice"):
         chat.read(body, {}, made, lambda: "r")
+
+
+# The results of calls begin with a word that no other message has, as in DeepSeek's template.
+BY_CALLS = (
+    "{% set ns = namespace(called=false) %}{% for m in messages %}"
+    "{% if m.role == 'tool' and ns.called %}<results>{% endif %}<{{ m.role }}>{{ m.content }}"
+    "{% set ns.called = m.tool_calls is defined %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_what_follows_an_answer_with_calls_is_taken_only_where_the_template_goes_on_alike(
+    tmp_path: Path,
+) -> None:
+    made = speaker(tmp_path, BY_CALLS)
+    talk: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "words"},
+        {"role": "user", "content": "so"},
+    ]
+    after = made.chat_after(talk, 1, [], {})
+    assert after is not None
+    assert made.decode(after) == "<user>so<assistant>"
+    talk[1]["tool_calls"] = [{"function": CALL}]
+    assert made.chat_after(talk, 1, [], {}) == after
+    talk[2]["role"] = "tool"
+    assert made.chat_after(talk, 1, [], {}) is None

@@ -50,7 +50,7 @@ class ChatReplies:
     def events(self, turn: Turn, index: int = 0) -> Events:
         """Pieces as they come; calls of tools whole, at the end."""
         tokens = words = 0
-        over = False
+        over, first = False, True
         while not over:
             over = turn.is_over
             typed_abort(turn)
@@ -58,8 +58,9 @@ class ChatReplies:
             message = self._message(turn, shown) if over else {}
             text = self._words(turn, shown, message)
             delta: dict[str, Any] = {"content": text[words:]}
-            if not tokens and not words:
+            if first:
                 delta["role"] = "assistant"
+                first = False
             if message.get("tool_calls"):
                 calls = enumerate(message["tool_calls"])
                 delta["tool_calls"] = [{"index": place, **call} for place, call in calls]
@@ -92,8 +93,8 @@ class ChatReplies:
         return chat.message_of(text, self._body, turn.request.rid)
 
     def _words(self, turn: Turn, shown: VisibleOutput, message: Mapping[str, Any]) -> str:
-        if message and not message.get("tool_calls"):
-            return str(message["content"])
+        if message:
+            return str(message["content"] or "")
         text = replies.text_of(turn, shown, self._tokenizer)
         # A character that is not whole yet will look different in the next event.
         return chat.shown_words(text, self._body).rstrip("\ufffd")

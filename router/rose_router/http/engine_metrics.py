@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from rose_router import metrics
 from rose_router.turns.service import Service
 
+_Load = tuple[int, int, int, int]
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
@@ -39,12 +40,13 @@ class _Both(Collector):
     def collect(self) -> Iterator[Metric]:
         """What a scrape gets."""
         yield from metrics.REGISTRY.collect()
-        yield from _vllm(self._service)
-        yield from _sglang(self._service)
+        load = _load(self._service)
+        yield from _vllm(self._service, load)
+        yield from _sglang(self._service, load)
 
 
-def _vllm(service: Service) -> Iterator[Metric]:
-    running, waiting, capacity, used = _load(service)
+def _vllm(service: Service, load: _Load) -> Iterator[Metric]:
+    running, waiting, capacity, used = load
     totals = service.ledger.totals
     labels = {"engine": "0", "model_name": service.settings.model}
     gauge, counter = GaugeMetricFamily, CounterMetricFamily
@@ -64,8 +66,8 @@ def _vllm(service: Service) -> Iterator[Metric]:
         yield _family(kind, f"vllm:{name}", text, value, {**labels, **more})
 
 
-def _sglang(service: Service) -> Iterator[Metric]:
-    running, waiting, capacity, used = _load(service)
+def _sglang(service: Service, load: _Load) -> Iterator[Metric]:
+    running, waiting, capacity, used = load
     totals = service.ledger.totals
     labels = {"model_name": service.settings.model}
     gauge, counter = GaugeMetricFamily, CounterMetricFamily
@@ -81,12 +83,15 @@ def _sglang(service: Service) -> Iterator[Metric]:
         yield _family(kind, f"sglang:{name}", text, value, labels)
 
 
-def _load(service: Service) -> tuple[int, int, int, int]:
+def _load(service: Service) -> _Load:
     """Turns running and waiting; KV tokens that there are, and that are in use."""
     live = list(service.ledger)
     legs = [turn for turn in live if turn.leg is not None]
     capacity = sum(engine.update.kv_tokens for engine in service.fleet if engine.gate_open)
-    used = sum(len(turn.request.prompt) + len(turn.shown().tokens) for turn in legs)
+    used = sum(
+        len(turn.request.prompt) + turn.held + (turn.leg.placed if turn.leg is not None else 0)
+        for turn in legs
+    )
     return len(legs), len(live) - len(legs), capacity, min(used, capacity)
 
 

@@ -69,7 +69,7 @@ def calls_of(text: str) -> list[dict[str, Any]]:
     """The calls of such an answer, in OpenAI's form; none where it was cut short."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     told = found if isinstance(found, list) else []
     return [

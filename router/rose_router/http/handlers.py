@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from rose_core.rollouts.message_tree import MessageTree
+from rose_router import metrics
 from rose_router.errors import BadRequest, Forbidden, TurnLost
 from rose_router.http import replies
 from rose_router.http.bearer import JOB, LIMITED
@@ -46,6 +48,7 @@ class TurnHandlers:
     def __init__(self, service: Service, tokenizer: Tokenizer | None, tree: MessageTree) -> None:
         self._service = service
         self._tokenizer = tokenizer
+        self._tree = tree
         self._history = None if tokenizer is None else History(tree, tokenizer)
         self._stored = StoredResponses()
 
@@ -84,9 +87,10 @@ class TurnHandlers:
             self._service.settings.model, self._tokenizer, body, ask, self._names(body)
         )
         with self._turns(request, ask) as turns:
+            told = partial(partial, answering.message)
             if ask.stream:
                 voices = [
-                    (turn, self._noting(request, ask, turn, answering.events(turn, n), answering))
+                    (turn, self._noting(ask, turn, answering.events(turn, n), told(turn)))
                     for n, turn in enumerate(turns)
                 ]
                 counted = partial(answering.counted, turns) if len(turns) > 1 else None
@@ -95,7 +99,7 @@ class TurnHandlers:
             _raise_if_all_failed(turns)
             for turn in turns:
                 typed_abort(turn)
-                self._note(request, ask, turn, answering.message(turn))
+                self._note(ask, turn, answering.message(turn))
             return _json(answering.answer(turns))
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
@@ -106,7 +110,7 @@ class TurnHandlers:
             reader = OutputReader(turn, tokenizer, body)
             beside = partial(replies.conversation_json, turn, ask)
             answering = MessageReplies(self._service.settings.model, turn, reader, beside)
-            return await self._agent(request, ask, turn, answering, reader)
+            return await self._agent(request, ask, turn, answering)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Anthropic's ``/v1/messages/count_tokens``."""
@@ -116,20 +120,20 @@ class TurnHandlers:
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/responses``."""
         body = await read_body(request)
-        job = request.get(JOB, "") or Hints(body, request.headers).job
+        job = self._job(request, Hints(body, request.headers).job)
         previous = responses.previous_of(body)
         read = responses.read(body, self._stored.find(job, previous) if previous else ())
         ask, tokenizer = self._read_chat(request, read.chat), self._words()
         with self._turns(request, ask) as (turn,):
             reader = OutputReader(turn, tokenizer, read.chat)
             beside = partial(replies.conversation_json, turn, ask, read.not_shown)
-            identity = f"resp_{turn.request.rid}"
+            identity = f"resp_{secrets.token_hex(16)}"  # nobody else's can be guessed
             model = self._service.settings.model
             answering = ResponseReplies(model, read, identity, turn, reader=reader, beside=beside)
-            reply = await self._agent(request, ask, turn, answering, reader)
+            reply = await self._agent(request, ask, turn, answering)
             if read.asked.store is not False and turn.is_over and not turn.abandoned:
-                before = messages_of(read.chat["messages"])
-                self._stored.keep(job, identity, [*before, reader.read().message()])
+                said = messages_of(read.said) if read.said else []
+                self._stored.keep(job, identity, [*said, answering.message()])
             return reply
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -197,7 +201,13 @@ class TurnHandlers:
             context=self._service.bounds().context,
             history=self._history,
             job=request.get(JOB, ""),
+            believed=not request.get(LIMITED),
         )
+
+    @staticmethod
+    def _job(request: web.Request, hinted: str) -> str:
+        """Whose turns these are; a harness's token does not choose."""
+        return request.get(JOB, "") or ("" if request.get(LIMITED) else hinted)
 
     def _words(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -211,36 +221,32 @@ class TurnHandlers:
         ask: ParsedRequest,
         turn: Turn,
         answering: MessageReplies | ResponseReplies,
-        reader: OutputReader,
     ) -> web.StreamResponse:
         """Answer an agent's harness."""
         if ask.stream:
-            events = answering.events()
-            noting = self._noting(request, ask, turn, events, reader)
+            noting = self._noting(ask, turn, answering.events(), answering.message)
             return await self._stream(request, turn, lambda _: noting, NAMED)
         await turn.wait_over()
         _raise_if_all_failed([turn])
-        self._note(request, ask, turn, reader.message(turn))
-        return _json(answering.answer())
+        answer = answering.answer()
+        self._note(ask, turn, answering.message())
+        return _json(answer)
 
     def _noting(
-        self,
-        request: web.Request,
-        ask: ParsedRequest,
-        turn: Turn,
-        events: Iterable[Any],
-        told: OutputReader | ChatReplies,
+        self, ask: ParsedRequest, turn: Turn, events: Iterable[Any], told: Callable[[], Message]
     ) -> Events:
         """The events; after the last one the turn is noted as it was told."""
         yield from events
-        self._note(request, ask, turn, told.message(turn))
+        self._note(ask, turn, told())
 
-    def _note(self, request: web.Request, ask: ParsedRequest, turn: Turn, answer: Message) -> None:
+    def _note(self, ask: ParsedRequest, turn: Turn, answer: Message) -> None:
         if ask.conversation is None or self._history is None:
             return
-        job = request.get(JOB, "") or turn.request.job
-        session = ask.session or turn.request.rid
-        self._history.note(ask.conversation, job, session, turn, answer)
+        owner = turn.request.job, ask.session or turn.request.rid
+        semantics = replies.rose_json(turn, turn.shown().spans)["logprob_semantics"]
+        self._history.note(ask.conversation, owner, turn, answer, semantics)
+        metrics.HISTORY_TURNS.set(len(self._tree))
+        metrics.HISTORY_FORGOTTEN.set(self._tree.forgotten)
 
     @contextlib.contextmanager
     def _turns(self, request: web.Request, ask: ParsedRequest) -> Iterator[list[Turn]]:

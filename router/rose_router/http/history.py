@@ -5,15 +5,19 @@ Next step: ``rose_core.rollouts.message_tree`` holds the turns; ``tokenization``
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rose_core.rollouts.message_tree import Match, MessageTree, root_of
+from rose_core.rollouts.message_tree import Match, MessageTree, Owner, root_of
 from rose_router.http.conversation import Message
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.turn import Turn
+
+_NOT_TOLD = frozenset({"", "abort"})
+"""Turns that were cut short: their callers ask again."""
 
 _NOT_COMMON = ("add_generation_prompt",)  # a variable that changes what comes after the messages
 
@@ -84,60 +88,56 @@ class History:
         """
         common = {name: value for name, value in variables.items() if name not in _NOT_COMMON}
         match = self._tree.find(job, root_of(tools, common), messages, session)
-        after = self._after(match, messages, tools, variables)
-        if after is None:
+        node, new = match.node, None
+        if node is not None:
+            new = self._tokenizer.chat_after(messages, match.messages - 1, tools, variables)
+        if node is None or new is None:
             # A template that does not show an answer as it is told: nothing can be taken over.
-            match = Match(None, 0, match.digests, match.altered_at)
+            match = replace(match, node=None, messages=0)
             ids, exact, found = self._tokenizer.chat(messages, tools, variables), 0, session
         else:
-            node, new = after
             before = node.ids()
             exact, found = len(before), session or node.owner[1]
             # A turn that ended by itself holds the token that ends an answer; one that was cut
             # does not, and the template's own is then part of what is given.
-            ids = before + (new[1:] if new and before[-1] == new[0] else new)
+            ended = node.finish == "stop" and new[:1] == before[-1:]
+            ids = before + (new[1:] if ended else new)
         if begun:
             ids = ids + self._tokenizer.encode(begun, special=False)
         return Conversation(tuple(ids), match, exact, begun, found)
 
     def note(
-        self, conversation: Conversation, job: str, session: str, turn: Turn, answer: Message
+        self,
+        conversation: Conversation,
+        owner: Owner,
+        turn: Turn,
+        answer: Message,
+        semantics: str,
     ) -> None:
         """A turn of the conversation is over.
 
         Args:
             conversation: its prompt.
-            job: whose.
-            session: of its trajectory, by its caller's name.
+            owner: its job, and its trajectory by its caller's name.
             turn: the turn.
-            answer: the assistant's message as its caller is shown it.
+            answer: the assistant's message as its caller will send it back.
+            semantics: which distribution its log-probs belong to.
         """
-        shown = turn.shown()
-        if not shown.tokens or turn.abandoned:
+        shown, finish = turn.shown(), str((turn.finish or {}).get("type", ""))
+        if not shown.tokens or turn.abandoned or finish in _NOT_TOLD:
             return
         if conversation.begun:
             answer = {**answer, "content": conversation.begun + str(answer.get("content") or "")}
         entries = shown.per_token.get("output_token_logprobs") or ()
         self._tree.note(
-            (job, session),
+            owner,
             turn.request.rid,
             conversation.match,
             conversation.ids,
             answer,
             sampled=shown.tokens,
-            logprobs=array("f", (entry[0] for entry in entries)),
+            logprobs=array("f", (math.nan if one[0] is None else one[0] for one in entries)),
             spans=shown.spans,
-            finish=str((turn.finish or {}).get("type", "")),
+            finish=finish,
+            semantics=semantics,
         )
-
-    def _after(
-        self,
-        match: Match,
-        messages: Sequence[Message],
-        tools: Sequence[Any],
-        variables: Mapping[str, Any],
-    ) -> tuple[Any, list[int]] | None:
-        if match.node is None:
-            return None
-        new = self._tokenizer.chat_after(messages, match.messages - 1, tools, variables)
-        return None if new is None else (match.node, new)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rose_router.errors import TurnLost
+from rose_router.http.conversation import Message
 from rose_router.http.model_output import ModelOutput, OutputReader
-from rose_router.turns.turn import Turn
+from rose_router.turns.turn import Turn, typed_abort
 
 ERRORS: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -52,6 +54,7 @@ class MessageReplies:
             TurnLost: the turn was cut short; asking again is right.
         """
         turn, output = self._turn, self._reader.read()
+        typed_abort(turn)
         if (turn.finish or {}).get("type") == "abort":
             raise aborted(turn)
         return {
@@ -60,6 +63,11 @@ class MessageReplies:
             "usage": self._usage(),
             **self._beside(),
         }
+
+    def message(self) -> Message:
+        """The answer as its caller will send it back."""
+        output = self._reader.read()
+        return replace(output, calls=tuple(map(_read_back, output.calls))).message()
 
     def events(self) -> Iterator[list[Event]]:
         """Pieces as they come; calls of tools whole, at the end."""
@@ -72,6 +80,7 @@ class MessageReplies:
         over = False
         while not over:
             over = turn.is_over
+            typed_abort(turn)
             output = self._reader.read()
             said: list[Event] = []
             for name, text in (("thinking", output.thoughts), ("text", output.words)):
@@ -155,11 +164,20 @@ def _empty(name: str) -> Event:
 def _calls(output: ModelOutput) -> Iterator[Event]:
     for call in output.calls:
         function = call["function"]
-        arguments = json.loads(function["arguments"])
-        if not isinstance(arguments, dict):
-            arguments = {"value": arguments}  # a model's mistake that its harness is to see
+        arguments = _input(function["arguments"])
         identity = f"toolu_{call['id']}"
         yield {"type": "tool_use", "id": identity, "name": function["name"], "input": arguments}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """What a tool gets; a model's mistake is told as a value, for its harness to see."""
+    found = json.loads(arguments)
+    return found if isinstance(found, dict) else {"value": found}
+
+
+def _read_back(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _input(function["arguments"])}}
 
 
 def _start(index: int, block: Event) -> Event:

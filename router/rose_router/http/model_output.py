@@ -58,15 +58,14 @@ class OutputReader:
         self._turn, self._tokenizer, self._body = turn, tokenizer, body
         end = tokenizer.decode(turn.request.prompt[-_TAIL:], skip_special=False)
         self._opened = end.rstrip().endswith(_OPEN)
-
-    def message(self, _turn: Turn) -> Message:
-        """The answer as a message of the conversation."""
-        return self.read().message()
+        self._whole: ModelOutput | None = None
 
     def read(self) -> ModelOutput:
         """What may be shown now."""
         turn = self._turn
         over = turn.is_over
+        if self._whole is not None:
+            return self._whole
         text = replies.text_of(turn, turn.shown(), self._tokenizer)
         thoughts, rest = split_thoughts(text, opened=self._opened, over=over)
         if not over:
@@ -74,9 +73,9 @@ class OutputReader:
             shown = chat.shown_words(rest, self._body).rstrip("\ufffd")
             return ModelOutput(thoughts.rstrip("\ufffd"), shown)
         message = chat.message_of(rest, self._body, turn.request.rid)
-        return ModelOutput(
-            thoughts, str(message["content"] or ""), tuple(message.get("tool_calls", ()))
-        )
+        calls = tuple(message.get("tool_calls", ()))
+        self._whole = ModelOutput(thoughts, str(message["content"] or ""), calls)
+        return self._whole
 
 
 def split_thoughts(text: str, *, opened: bool, over: bool) -> tuple[str, str]:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from rose_router.http.conversation import Message
 from rose_router.http.dialects.responses import CUSTOM_INPUT, ReadResponses
 from rose_router.http.message_replies import aborted
 from rose_router.http.model_output import ModelOutput, OutputReader
-from rose_router.turns.turn import Turn
+from rose_router.turns.turn import Turn, typed_abort
 
 Event = dict[str, Any]
 Beside = Callable[[], dict[str, Any]]
@@ -54,9 +56,22 @@ class ResponseReplies:
         Raises:
             TurnLost: the turn was cut short; asking again is right.
         """
+        typed_abort(self._turn)
         if (self._turn.finish or {}).get("type") == "abort":
             raise aborted(self._turn)
         return self._ended(self._items(self._reader.read()))
+
+    def message(self) -> Message:
+        """The answer as its caller will send it back."""
+        output = self._reader.read()
+        return replace(output, calls=tuple(map(self._read_back, output.calls))).message()
+
+    def _read_back(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = call["function"]
+        if function["name"] not in self._read.custom:
+            return call
+        arguments = {CUSTOM_INPUT: _custom_text(function["arguments"])}
+        return {**call, "function": {**function, "arguments": arguments}}
 
     def events(self) -> Iterator[list[Event]]:
         """Pieces as they come."""
@@ -71,6 +86,7 @@ class ResponseReplies:
         over = False
         while not over:
             over = turn.is_over
+            typed_abort(turn)
             output = self._reader.read()
             said: list[Event] = []
             for name, text in (("reasoning", output.thoughts), ("message", output.words)):
@@ -222,12 +238,12 @@ class ResponseReplies:
             "temperature": asked.temperature,
             "text": msgspec.to_builtins(asked.text) if asked.text else {"format": {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",
-            "tools": [msgspec.to_builtins(one) for one in asked.tools or ()],
+            "tools": self._read.tools,
             "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": {
                 "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": made,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + made,

@@ -53,6 +53,7 @@ def row_json(row: TrainingRow, labels: dict[str, str]) -> dict[str, Any]:
                 "start": one.start,
                 "end": one.end,
                 "finish_reason": one.finish,
+                "logprob_semantics": one.semantics,
                 "altered_at": one.altered_at,
             }
             for one in row.turns

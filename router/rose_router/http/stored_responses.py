@@ -17,6 +17,9 @@ from rose_router.http.conversation import Message
 MOST_BYTES = 32 << 20
 """Of all conversations, as JSON; a forgotten one costs its caller a request with all messages."""
 
+_PART = 8
+"""One conversation may have an eighth of it."""
+
 
 class StoredResponses:
     """The conversations most recently gone on with.
@@ -31,8 +34,13 @@ class StoredResponses:
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
 
     def keep(self, job: str, identity: str, messages: Sequence[Message]) -> None:
-        """Keep a response's conversation, its answer the last of the messages."""
-        raw = msgspec.json.encode([one for one in messages if one["role"] != "system"])
+        """Keep a response's conversation, its answer the last of the messages.
+
+        One that would push out too many others is not kept.
+        """
+        raw = msgspec.json.encode(messages)
+        if len(raw) * _PART > self._most:
+            return
         self._bytes += len(raw) - len(self._kept.pop((job, identity), b""))
         self._kept[job, identity] = raw
         while self._bytes > self._most:
@@ -48,7 +56,7 @@ class StoredResponses:
         if raw is None:
             message = (
                 f"previous_response_id: {identity!r:.80} is not kept here (forgotten, never "
-                "stored, or another job's); send the whole conversation as input"
+                "stored, too long, or another job's); send the whole conversation as input"
             )
             raise NotFound("UnknownResponse", message)
         self._kept.move_to_end((job, identity))

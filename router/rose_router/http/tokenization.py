@@ -20,9 +20,8 @@ from rose_router.errors import BadRequest
 if TYPE_CHECKING:
     from rose_router.http.templates import Template
 
-_MOST_WORDS = (
-    1 << 16
-)  # tokens whose text is remembered: log-probs name the same ones again and again
+# Tokens whose text is remembered: log-probs name the same ones again and again.
+_MOST_WORDS = 1 << 16
 
 _SAMPLED_WITH = ("temperature", "top_p", "top_k", "min_p")
 
@@ -35,6 +34,9 @@ class Tokenizer:
 
     Args:
         path: the file, or the folder it stands in.
+
+    Attributes:
+        sampling_defaults: what the model's makers sample with (``generation_config.json``).
 
     Raises:
         BadRequest: it cannot be read.
@@ -55,6 +57,7 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing narrower
             message = f"{file} is no tokenizer.json: {error}"
             raise BadRequest("NoTokenizer", message) from error
+        self.sampling_defaults = _sampling_defaults(self._folder / "generation_config.json")
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Text to token ids, by default with the special tokens the tokenizer adds by itself.
@@ -123,7 +126,29 @@ class Tokenizer:
         before, mark, after = text.partition(_MARK)
         if not mark or _MARK in before or _MARK in after:
             return None
+        if messages[answer].get("tool_calls") and not self._follows(
+            messages, answer, tools, more, after
+        ):
+            return None
         return self.encode(after, special=False)
+
+    def _follows(
+        self,
+        messages: Sequence[Any],
+        answer: int,
+        tools: Sequence[Any],
+        more: Mapping[str, Any],
+        after: str,
+    ) -> bool:
+        """Whether the template goes on alike after an answer that made calls.
+
+        Some begin the results of calls otherwise. Where an answer is shown otherwise once it is
+        not the last one, its end cannot be found, and what was told of it is believed.
+        """
+        whole = self._rendered(messages, tools, more)
+        upto = {**more, "add_generation_prompt": False}
+        until = self._rendered(messages[: answer + 1], tools, upto)
+        return not whole.startswith(until) or after.endswith(whole[len(until) :])
 
     def _rendered(
         self, messages: Sequence[Any], tools: Sequence[Any], more: Mapping[str, Any]
@@ -133,19 +158,6 @@ class Tokenizer:
             raise BadRequest("NoTemplate", message)
         names = {"add_generation_prompt": True, **self._special, **more}
         return self._template.render(messages=messages, tools=list(tools) or None, **names)
-
-    @cached_property
-    def sampling_defaults(self) -> dict[str, float]:
-        """What the model's makers sample with (``generation_config.json``), as engines take it.
-
-        Penalties are left out: a turn with one cannot move between engines, and nobody asked.
-        """
-        file = self._folder / "generation_config.json"
-        found: Any = json.loads(file.read_text()) if file.is_file() else {}
-        if not isinstance(found, dict):
-            return {}
-        told = {name: found[name] for name in _SAMPLED_WITH if _is_number(found.get(name))}
-        return told | ({"temperature": 0.0} if found.get("do_sample") is False else {})
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -172,6 +184,25 @@ class Tokenizer:
         from rose_router.http.templates import Template  # noqa: PLC0415  # jinja, where asked for
 
         return Template(text)
+
+
+def _sampling_defaults(file: Path) -> dict[str, float]:
+    """What a model's makers sample with, as engines take it where a request does not say.
+
+    Penalties are left out: a turn with one cannot move between engines, and nobody asked.
+
+    Raises:
+        BadRequest: the file is no JSON.
+    """
+    try:
+        found: Any = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        message = f"{file} is no JSON: {error}"
+        raise BadRequest("NoTokenizer", message) from error
+    if not isinstance(found, dict):
+        return {}
+    told = {name: found[name] for name in _SAMPLED_WITH if _is_number(found.get(name))}
+    return told | ({"temperature": 0.0} if found.get("do_sample") is False else {})
 
 
 def _is_number(value: object) -> bool:

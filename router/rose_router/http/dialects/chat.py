@@ -9,9 +9,8 @@ answer's ids, log-probs and versions come back as in ``/v1/completions``. Calls 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.http.conversation import begun, messages_of
@@ -23,7 +22,7 @@ from rose_router.http.history import Conversation, History
 from rose_router.http.tokenization import Tokenizer
 
 TOOL_BEGINS = "<tool_call>"
-_TOOL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+TOOL_ENDS = "</tool_call>"
 _DEFAULT_TOKENS = 2048
 """Where nobody has said how long an answer may become."""
 
@@ -37,6 +36,7 @@ def read(
     context: int = 0,
     history: History | None = None,
     job: str = "",
+    believed: bool = True,
 ) -> ParsedRequest:
     """Read a request.
 
@@ -47,7 +47,8 @@ def read(
         new_rid: names turns that the caller has not named.
         context: tokens of prompt and answer that the lease's engines bear; 0 = unknown.
         history: what is known of conversations; ``None`` = every prompt is rendered whole.
-        job: of the caller's token; empty = the request's own word counts.
+        job: of the caller's token; empty = the request's own word counts, where it is believed.
+        believed: the caller may say whose the turn is.
 
     Raises:
         InvalidTurn: something is wrong with it; names the field.
@@ -57,6 +58,8 @@ def read(
     answers = whole_number(body, "n", 1, least=1, most=MOST_ANSWERS)
     stream = bool(body.get("stream"))
     hints = Hints(body, headers)
+    if not believed:
+        hints.job = ""
     talk = None
     if history is not None and hints.record and body.get("input_ids") is None:
         talk = _conversation(body, history, job or hints.job, hints.session)
@@ -162,23 +165,50 @@ def message_of(text: str, body: Mapping[str, Any], rid: str) -> dict[str, Any]:
     if forced_by(body) is not None:
         calls, words = calls_of(text), ""
     else:
-        calls = [call for call in map(_call, _TOOL.findall(text)) if call]
-        words = _TOOL.sub("", text).strip()
+        calls, words = _called(text)
     if not calls:
         return {"role": "assistant", "content": text}
     named = [{"id": f"call_{rid}_{number}", **call} for number, call in enumerate(calls)]
     return {"role": "assistant", "content": words or None, "tool_calls": named}
 
 
+def _called(text: str) -> tuple[list[dict[str, Any]], str]:
+    """Calls, and the words around them; what is no call stays among the words."""
+    calls, words, place = [], [], 0
+    while (begun := text.find(TOOL_BEGINS, place)) >= 0:
+        ended = text.find(TOOL_ENDS, begun)
+        if ended < 0:
+            break
+        call = _call(text[begun + len(TOOL_BEGINS) : ended])
+        ended += len(TOOL_ENDS)
+        words.append(text[place : begun if call else ended])
+        calls += [call] if call else []
+        place = ended
+    words.append(text[place:])
+    # What a stream has shown already stays as it is: words up to the first call.
+    return calls, "\n".join(filter(None, (word.rstrip() for word in words)))
+
+
 def _call(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
         return None  # stays in the text, where the caller sees what the model wrote
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None
     arguments = json.dumps(found.get("arguments", {}), ensure_ascii=False)
-    return {"type": "function", "function": {"name": found["name"], "arguments": arguments}}
+    function = {"name": whole_text(found["name"]), "arguments": whole_text(arguments)}
+    return {"type": "function", "function": function}
+
+
+def _no_number(word: str) -> NoReturn:
+    """NaN and the infinities are no JSON, and no client reads them."""
+    raise ValueError(word)
+
+
+def whole_text(text: str) -> str:
+    """The text without halves of characters, which JSON may escape and no reply can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def shown_words(text: str, body: Mapping[str, Any]) -> str:

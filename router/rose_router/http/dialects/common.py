@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -23,9 +24,11 @@ SESSION_FIELDS = ("session_id", "routing_key")
 _HARNESS_HEADERS = ("session-id", "session_id", "X-Claude-Code-Session-Id", "conversation_id")
 _METADATA = ("session_id", "trajectory_id", "conversation_id")
 _HARNESS_FIELDS = ("prompt_cache_key", "conversation_id")
-# Not ``user``: that is whom a harness serves, and all its trajectories may share it. Claude Code's
-# ``metadata.user_id`` names the session too.
-_SESSION_IN_USER = "session"
+# A cache key or a user may be the same for all of a harness's trajectories: one that has a UUID in
+# it is not. ``user`` is never one: that is whom a harness serves.
+_UUID = re.compile(
+    r"[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}", re.IGNORECASE
+)
 
 # Said about a request and not about its answer: read here or nowhere, and never sent on.
 WITHOUT_EFFECT = frozenset(
@@ -95,6 +98,27 @@ def json_object(raw: bytes) -> dict[str, Any]:
         message = f"the body must be a JSON object, not {type(body).__name__}"
         raise BadRequest("Malformed", message)
     return body
+
+
+_AS_WRITTEN = frozenset({"input_schema", "parameters", "schema", "arguments", "metadata"})
+
+
+def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with fields that are null left out, as clients mean it; schemas stay as written."""
+    return {
+        name: value if name in _AS_WRITTEN else _cleaned(value)
+        for name, value in body.items()
+        if value is not None
+    }
+
+
+def _cleaned(value: object) -> object:
+    if isinstance(value, dict):
+        # A call's input belongs to its tool; a request's holds items.
+        call = value.get("type") in ("tool_use", "custom_tool_call")
+        cleaned = without_nulls({k: v for k, v in value.items() if not (call and k == "input")})
+        return cleaned | ({"input": value["input"]} if call and "input" in value else {})
+    return [_cleaned(one) for one in value] if isinstance(value, list) else value
 
 
 def token_ids(value: object, field: str) -> tuple[int, ...]:
@@ -197,9 +221,14 @@ def _session(
     given += [(name, body.get(name)) for name in SESSION_FIELDS]
     given += [(name, headers.get(name)) for name in _HARNESS_HEADERS]
     given += [(f"metadata.{name}", more.get(name)) for name in _METADATA]
-    given += [(name, body.get(name)) for name in _HARNESS_FIELDS]
-    if _SESSION_IN_USER in str(more.get("user_id", "")):
-        given.append(("metadata.user_id", more["user_id"]))
+    given += [
+        (name, value)
+        for name, value in (
+            *((name, body.get(name)) for name in _HARNESS_FIELDS),
+            ("metadata.user_id", more.get("user_id")),
+        )
+        if _UUID.search(str(value))
+    ]
     name, value = next(((name, value) for name, value in given if value), ("", ""))
     return _text(value, f"session key ({name})"), name
 

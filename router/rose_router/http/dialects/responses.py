@@ -21,7 +21,7 @@ import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.http.conversation import Message
-from rose_router.http.dialects.common import SESSION_FIELDS
+from rose_router.http.dialects.common import SESSION_FIELDS, without_nulls
 
 CUSTOM_INPUT = "input"
 """The argument in which a custom tool gets its text."""
@@ -73,7 +73,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
     background: Literal[False] | None = None
     conversation: None = None
     prompt: None = None
-    # About the request and not about its answer.
+    # Without effect here: about the request, or what a lease does not do and no harness relies on.
     include: object = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: object = None
@@ -100,12 +100,16 @@ class ReadResponses:
     Attributes:
         asked: as it came.
         chat: what it is as a chat.
+        said: its conversation without the request's own instructions.
+        tools: as they came.
         custom: names of tools that take a text.
         not_shown: types of tools that nobody here runs.
     """
 
     asked: ResponsesRequest
     chat: dict[str, Any]
+    said: list[Message]
+    tools: list[Any]
     custom: frozenset[str]
     not_shown: tuple[str, ...]
 
@@ -121,20 +125,21 @@ def read(body: Mapping[str, Any], before: Sequence[Message] = ()) -> ReadRespons
 
     Args:
         body: of the request.
-        before: the conversation it goes on from, without instructions: those are a request's own.
+        before: the conversation it goes on from (``said``): instructions are each request's own.
 
     Raises:
         InvalidTurn: it is none; names the field.
     """
+    body = without_nulls(body)
     try:
         asked = msgspec.convert(body, ResponsesRequest)
     except msgspec.ValidationError as error:
         raise InvalidTurn(str(error)) from error
     items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else None
-    new = list(_messages(asked.input if items is None else items))  # type: ignore[arg-type]
+    said = [*before, *_messages(asked.input if items is None else items)]  # type: ignore[arg-type]
     tools = asked.tools or []
     chat = {
-        "messages": _with_instructions(asked.instructions, [*before, *new]),
+        "messages": _with_instructions(asked.instructions, said),
         "max_tokens": asked.max_output_tokens,
         "stream": bool(asked.stream),
         "temperature": asked.temperature,
@@ -154,6 +159,8 @@ def read(body: Mapping[str, Any], before: Sequence[Message] = ()) -> ReadRespons
     return ReadResponses(
         asked,
         {name: value for name, value in chat.items() if value is not None},
+        said,
+        body.get("tools", []),
         frozenset(one.name for one in tools if one.type == "custom"),
         tuple(sorted({one.type for one in tools} - {"function", "custom"})),
     )
@@ -171,7 +178,7 @@ def _messages(items: Iterable[Mapping[str, Any]]) -> Iterator[Message]:
     """Items as messages; what a model wrote in several is one answer."""
     answer: Message | None = None
     for index, item in enumerate(items):
-        kind, where = item.get("type", "message"), f"input[{index}]"
+        kind, where = _word(item.get("type", "message")), f"input[{index}]"
         part = _part_of_answer(kind, item, where)
         if part is not None:
             answer = part if answer is None else _joined(answer, part)
@@ -222,12 +229,17 @@ def _other(kind: object, item: Mapping[str, Any], where: str) -> Message:
     if kind in {"function_call_output", "custom_tool_call_output"}:
         text = _text(item.get("output"), f"{where}.output")
         return {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text}
-    role = item.get("role")
+    role = _word(item.get("role"))
     if kind != "message" or role not in _SYSTEM | {"user"}:
         message = f"{where}: {kind!r:.60} of role {role!r:.40} is nothing that can be answered here"
         raise InvalidTurn(message)
     text = _text(item.get("content"), f"{where}.content")
     return {"role": "system" if role in _SYSTEM else "user", "content": text}
+
+
+def _word(value: object) -> str:
+    """A type or a role; anything else than text is none that is known."""
+    return value if isinstance(value, str) else repr(value)[:60]
 
 
 def _text(content: object, where: str, kinds: frozenset[str] = _TEXTS) -> str:
@@ -238,7 +250,7 @@ def _text(content: object, where: str, kinds: frozenset[str] = _TEXTS) -> str:
         raise InvalidTurn(message)
     texts = []
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        kind = _word(part.get("type")) if isinstance(part, dict) else type(part).__name__
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
         if kind not in kinds or not isinstance(text, str):
             message = f"{where}[{index}]: {kind!r:.60} is no text; a turn is continued from tokens"
@@ -261,7 +273,7 @@ def _tool(one: ToolDefinition) -> dict[str, Any]:
 
 
 def _choice(asked: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(asked, dict) and asked.get("type") in {"function", "custom"}:
+    if isinstance(asked, dict) and _word(asked.get("type")) in {"function", "custom"}:
         return {"type": "function", "function": {"name": asked.get("name")}}
     return asked
 
