@@ -1,15 +1,21 @@
-"""One rank of a sharded trainer: ``python -m tests.trainer.ranks ADDRESS OUT MODE`` under gloo.
+"""Ranks of a sharded trainer under gloo: ``python -m tests.trainer.ranks`` starts them as told.
 
-Trains nothing: moves bits of sharded tensors the same way on every rank and publishes them, in mode
-``resume`` from the checkpoint of step 2 on. Rank 0 writes the full tensors of every version to
-``OUT`` for the test to compare.
+They train nothing: they move bits of sharded tensors the same way on every rank and publish them,
+in mode ``resume`` from the checkpoint of step 2 on. Rank 0 writes the full tensors of every version
+for the test to compare.
+
+PyTorch with FSDP takes longer to import than the ranks run, so one process imports it and forks
+every rank of every job. Only what no fork may inherit (threads, connections) is made by the ranks.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import traceback
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -58,14 +64,44 @@ def placed(whole: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh) -> torch.T
     return distribute_tensor(whole, mesh, like.placements) if isinstance(like, DTensor) else whole
 
 
-def main(address: str, out: Path, mode: str) -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+@dataclass(frozen=True)
+class Job:
+    """Ranks that are started together.
+
+    Attributes:
+        address: of the store.
+        out: folder for the full tensors and for what each rank says.
+        mode: ``publish``, ``resume``, ``in place`` or ``die``.
+    """
+
+    address: str
+    out: str
+    mode: str
+    world: int
+
+    def order(self) -> str:
+        """A line for ``main``."""
+        return json.dumps(asdict(self)) + "\n"
+
+    def said(self, rank: int) -> tuple[Path, Path]:
+        """Files with a rank's standard output and error."""
+        name = f"{self.mode.replace(' ', '-')}-{self.world}-{rank}"
+        return Path(self.out) / f"{name}.out", Path(self.out) / f"{name}.err"
+
+
+def publish(job: Job, rank: int) -> None:
+    """What one rank does."""
+    torch.set_num_threads(1)
+    meeting = Path(job.out) / f"rendezvous-{job.mode.replace(' ', '-')}-{job.world}"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=job.world
+    )
+    out, mode = Path(job.out), job.mode
+    mesh = init_device_mesh("cpu", (job.world,))
     state = model(mesh)
     patience = 4.0 if mode == "die" else 60
     with ShardedPublisher(
-        address,
+        job.address,
         "run",
         patience_seconds=patience,
         compare_on="device" if mode == "in place" else "auto",
@@ -91,5 +127,32 @@ def main(address: str, out: Path, mode: str) -> None:
     dist.destroy_process_group()
 
 
+def fork(job: Job, rank: int) -> int:
+    """Start a rank; returns its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    for number, path in enumerate(job.said(rank), start=1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+    try:
+        publish(job, rank)
+    except BaseException:  # noqa: BLE001  # a rank never comes back into its parent's loop
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def main() -> None:
+    """One job a line; answers with a line when all its ranks have ended."""
+    for line in sys.stdin:
+        job = Job(**json.loads(line))
+        for pid in [fork(job, rank) for rank in range(job.world)]:
+            os.waitpid(pid, 0)
+        sys.stdout.write("ended\n")
+        sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    main()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,34 +21,51 @@ from rose_trainer.staging import bits_of
 from rose_weights.bundle import Bundle
 from rose_weights.store.sharded_parts import PartOutcome, Parts
 from rose_weights.store.store import Store
+from tests.trainer.ranks import Job
 from tests.trainer.test_publisher import RunningStore
 from tests.weights.models import apply_bundle
 from tests.weights.test_service import version
 
+ROOT = Path(__file__).parents[2]
 WORLD = 2
 
 
-def ranks(
-    tmp_path: Path, address: str, mode: str, world: int = WORLD
-) -> list[subprocess.Popen[str]]:
-    rendezvous = tmp_path / f"rendezvous-{mode.replace(' ', '-')}-{world}"
-    program = (
-        "import sys, torch.distributed as d, tests.trainer.ranks as r, functools; "
-        f"r.dist.init_process_group = functools.partial(d.init_process_group, "
-        f"init_method='file://{rendezvous}', rank=int(sys.argv[4]), world_size={world}); "
-        "r.main(sys.argv[1], r.Path(sys.argv[2]), sys.argv[3])"
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", program, address, str(tmp_path), mode, str(rank)],
+class Ranks:
+    """Starts the ranks of jobs (``tests.trainer.ranks``); nobody waits for a job that hangs."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer.ranks"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             text=True,
+            start_new_session=True,
         )
-        for rank in range(world)
-    ]
+
+    def run(self, out: Path, address: str, mode: str, world: int = WORLD) -> list[tuple[str, str]]:
+        """What each rank has written to standard output and error."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        job = Job(address, str(out), mode, world)
+        self._process.stdin.write(job.order())
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "ended\n"
+        files = [job.said(rank) for rank in range(world)]
+        return [(said.read_text(), errors.read_text()) for said, errors in files]
+
+    def end(self) -> None:
+        """With what it has started."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    made.end()
 
 
 def wanted(path: Path) -> dict[str, np.ndarray]:
@@ -69,10 +88,9 @@ def open_store(tmp_path: Path) -> RunningStore:
 
 @pytest.mark.slow
 def test_each_rank_publishes_its_part_and_a_dead_one_publishes_nothing(
-    tmp_path: Path, open_store: RunningStore
+    tmp_path: Path, open_store: RunningStore, ranks: Ranks
 ) -> None:
-    processes = ranks(tmp_path, open_store.address, "die")
-    said = [process.communicate(timeout=120) for process in processes]
+    said = ranks.run(tmp_path, open_store.address, "die")
     lines = [line.split() for out, _ in said for line in out.splitlines()]
     first, second = (
         {(rank, digest) for rank, name, digest, *_ in lines if name == f"run@1.{number}"}
@@ -96,10 +114,9 @@ def test_each_rank_publishes_its_part_and_a_dead_one_publishes_nothing(
 
 @pytest.mark.slow
 def test_shards_that_are_compared_where_they_lie_make_the_same_versions(
-    tmp_path: Path, open_store: RunningStore
+    tmp_path: Path, open_store: RunningStore, ranks: Ranks
 ) -> None:
-    processes = ranks(tmp_path, open_store.address, "in place")
-    said = [process.communicate(timeout=120) for process in processes]
+    said = ranks.run(tmp_path, open_store.address, "in place")
     assert open_store.store.state("run").head == version(2), said
     check(open_store, tmp_path, 2)
     open_store.close()
@@ -107,13 +124,10 @@ def test_shards_that_are_compared_where_they_lie_make_the_same_versions(
 
 @pytest.mark.slow
 def test_ranks_that_start_again_continue_what_they_published_and_others_send_it_in_full(
-    tmp_path: Path, open_store: RunningStore
+    tmp_path: Path, open_store: RunningStore, ranks: Ranks
 ) -> None:
     def run(mode: str, world: int) -> list[str]:
-        said = [
-            process.communicate(timeout=120)
-            for process in ranks(tmp_path, open_store.address, mode, world)
-        ]
+        said = ranks.run(tmp_path, open_store.address, mode, world)
         assert all("Traceback" not in errors for _, errors in said), said
         return [line for out, _ in said for line in out.splitlines()]
 
