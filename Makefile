@@ -12,7 +12,8 @@ BIN := $(VENV)/bin
 CONTAINED := $(BIN)/python -m rose_dev.contained
 RUN := $(CONTAINED) $(BIN)
 ARGS ?=
-LANE := -v -n 1 --dist loadfile
+# In the order of collection: xdist would run files with many tests first, whatever they share.
+LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-gpu-node unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \

@@ -21,6 +21,7 @@ pytest_plugins = [
     "rose_dev.engine_testing",
     "rose_dev.gpu.testing",
     "rose_dev.kernel_cache",
+    "rose_dev.lanes",
 ]
 
 # Without this, pytest-asyncio asks Python 3.11 for "the current loop", which makes one that nobody

@@ -88,17 +88,23 @@ def node(node_session: NodeSession) -> Node:
     return node_session.ensure()
 
 
+@pytest.fixture(scope="session")
+def gpu_session(node_session: NodeSession) -> NodeSession:
+    """``node_session`` for what needs GPUs on the node; such files run last (``lanes``)."""
+    return node_session
+
+
 @pytest.fixture
-def gpu_node(node_session: NodeSession) -> Node:
+def gpu_node(gpu_session: NodeSession) -> Node:
     """The same with eight GPUs behind NVIDIA's own programs (``rose_dev.gpu_node``)."""
-    return with_gpus(node_session)
+    return with_gpus(gpu_session)
 
 
-def with_gpus(node_session: NodeSession) -> Node:
+def with_gpus(gpu_session: NodeSession) -> Node:
     """The session's node as the machine of the tests with GPUs."""
-    if not node_session.ours and profile_of(node_session.node) != MACHINE:
+    if not gpu_session.ours and profile_of(gpu_session.node) != MACHINE:
         pytest.skip(f"a node of yours is up with other GPUs than {MACHINE}")
-    return node_session.ensure(MACHINE)
+    return gpu_session.ensure(MACHINE)
 
 
 def _take(handle: int, lock: Path) -> None:

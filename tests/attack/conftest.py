@@ -15,10 +15,10 @@ from tests.chart.installation import RESEARCH, SERVING, SYSTEM, make_models, nam
 
 @pytest.fixture(scope="module")
 def installed(
-    node_session: NodeSession, tmp_path_factory: pytest.TempPathFactory
+    gpu_session: NodeSession, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Installed]:
     """ROSE with the values that pages tell people to write, a victim, and a tenant who attacks."""
-    node = with_gpus(node_session)
+    node = with_gpus(gpu_session)
 
     def clean() -> None:
         remove(node)

@@ -33,10 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="package")
 def installed(
-    node_session: NodeSession, tmp_path_factory: pytest.TempPathFactory
+    gpu_session: NodeSession, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Lending]:
     """The default installation on the GPU node, and serving beside it."""
-    yield from installation(with_gpus(node_session), tmp_path_factory.mktemp("models"))
+    yield from installation(with_gpus(gpu_session), tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture

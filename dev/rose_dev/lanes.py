@@ -1,0 +1,67 @@
+"""Which files a lane of ``make test`` imports, and in which order it runs them; a pytest plugin.
+
+Each lane is a run of pytest that asks for a marker which few files have. To import all files only
+to deselect what is in them costs a minute of CPU time, so a file that does not name the marker is
+left out. One that had the marker without naming it would be lost that way; a run that imports it
+says so, and ``make unit`` imports every file.
+
+What needs the node with GPUs comes last and together, because a node is replaced by the other kind
+whenever a test wants it. Next step: ``testing`` has both kinds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+MARKERS = ("engine", "cluster")
+GPUS = "gpu_session"
+"""The fixture behind everything that needs the node with GPUs."""
+_PLAIN = re.compile(r"(not )?\w+( and (not )?\w+)*")
+
+
+def wanted(expression: str) -> tuple[str, ...]:
+    """Markers of a lane that every test of a run must have, by its ``-m``."""
+    if not _PLAIN.fullmatch(expression):
+        return ()
+    return tuple(name for name in MARKERS if name in expression.split(" and "))
+
+
+@cache
+def names(path: Path, marker: str) -> bool:
+    """Whether a file names a marker, itself or by a list ``MARKS`` that it imports."""
+    return re.search(rf"\bmark\.{marker}\b|\bMARKS\b", path.read_text()) is not None
+
+
+def by_node(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The same tests, files that need the node with GPUs last."""
+    listed = list(items)
+    last = {item.path for item in listed if GPUS in getattr(item, "fixturenames", ())}
+    return sorted(listed, key=lambda item: item.path in last)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what the run would import in vain."""
+    if not re.fullmatch(r"test_.*\.py", collection_path.name):
+        return None
+    markers = wanted(config.getoption("markexpr") or "")
+    return True if not all(names(collection_path, marker) for marker in markers) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before anything is deselected.
+
+    Raises:
+        UsageError: a file has a marker that it does not name.
+    """
+    for item in items:
+        for marker in MARKERS:
+            if item.get_closest_marker(marker) and not names(item.path, marker):
+                message = f"{item.path}: name the marker {marker} of its tests in this file"
+                raise pytest.UsageError(message)
+    items[:] = by_node(items)

@@ -1,0 +1,75 @@
+"""A lane imports what names its marker, and runs what needs the node with GPUs together."""
+
+from __future__ import annotations
+
+import pytest
+
+from rose_dev.lanes import names, wanted
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "markers"),
+    [
+        ("cluster", ("cluster",)),
+        ("engine and not cluster", ("engine",)),
+        ("not engine and not cluster", ()),
+        ("engine or cluster", ()),
+        ("not (engine and cluster)", ()),
+        ("slow", ()),
+        ("", ()),
+    ],
+)
+def test_a_marker_is_wanted_when_no_test_without_it_can_run(
+    expression: str, markers: tuple[str, ...]
+) -> None:
+    assert wanted(expression) == markers
+
+
+CONFTEST = 'pytest_plugins = ["rose_dev.lanes"]\n'
+INI = "[pytest]\nmarkers =\n    cluster: c\n    engine: e\n"
+
+
+@pytest.fixture(autouse=True)
+def no_other_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer to import than these runs last."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
+def run(pytester: pytest.Pytester, *flags: str, **files: str) -> pytest.RunResult:
+    names.cache_clear()
+    pytester.makeconftest(CONFTEST)
+    pytester.makeini(INI)
+    pytester.makepyfile(**files)
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", *flags)
+
+
+MARKED = "import pytest\n@pytest.mark.cluster\ndef test_a(): pass\ndef test_b(): pass\n"
+BROKEN = "raise SystemError('nobody asked for this file')\n"
+
+
+def test_a_file_that_does_not_name_the_marker_is_not_imported(pytester: pytest.Pytester) -> None:
+    found = run(pytester, "-m", "cluster", test_marked=MARKED, test_other=BROKEN)
+    found.assert_outcomes(passed=1, deselected=1)
+    run(pytester, test_other=BROKEN).assert_outcomes(errors=1)
+
+
+def test_a_marker_that_a_file_has_without_naming_it_is_refused(pytester: pytest.Pytester) -> None:
+    hidden = "from marks import mine\n@mine\ndef test_a(): pass\n"
+    pytester.makepyfile(marks="import pytest\nmine = getattr(pytest.mark, 'cluster')\n")
+    pytester.syspathinsert()
+    found = run(pytester, test_hidden=hidden)
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+    found.stderr.fnmatch_lines(["*test_hidden.py: name the marker cluster*"])
+
+
+def test_files_that_need_the_node_with_gpus_come_last(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        shared="import pytest\n@pytest.fixture\ndef gpu_session(): pass\n"
+        "@pytest.fixture\ndef installed(gpu_session): pass\n"
+    )
+    pytester.syspathinsert()
+    both = "from shared import *\ndef test_a(): pass\ndef test_b(installed): pass\n"
+    found = run(pytester, "-v", test_first=both, test_second="def test_c(): pass\n")
+    found.stdout.fnmatch_lines(["*test_second*test_c*", "*test_first*test_a*", "*::test_b*"])
