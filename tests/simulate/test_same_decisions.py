@@ -55,6 +55,7 @@ NOT_SIMULATED = {
     "rose_core.rollouts.fields": "requests are well-formed here",
     "rose_core.rollouts.inclusion": "counted from fates, in bench/rollouts",
     "rose_core.rollouts.logprobs": "tokens have no content here",
+    "rose_core.rollouts.message_tree": "turns have no messages here",
     "rose_core.rollouts.prefixes": "trajectories have names here",
     "rose_core.rollouts.quorum": "dedicated engines all take a version after link.dedicated_s",
     "rose_core.rollouts.replicas": "one router per job",
