@@ -16,6 +16,7 @@ from rose_dev.waiting import wait_until
 from rose_weights.serve import tenants
 from tests.chart.installation import CHART, RESEARCH, SERVING, SYSTEM, field, secret, seen
 from tests.faults import doors
+from tests.gpu_node.lending import UP
 from tests.gpu_node.serving_pods import ServingPod, hold, serving_pods
 
 HERE = Path(__file__).parent
@@ -67,7 +68,7 @@ class Installed:
         self.wait(lambda: len(serving_pods(self.node, SERVING)) == 1, "the victim serves")
         (self.victim,) = serving_pods(self.node, SERVING)
         hold(self.state, self.victim, 30)
-        self.wait(lambda: self.slot()[1] == "Syncing", "the victim's GPU is lent")
+        self.wait(lambda: self.slot()[1] in UP, "the victim's GPU is lent")
 
     def apply(self, *objects: Object, as_eve: bool = False) -> None:
         """Make objects, as the platform or as the tenant."""

@@ -1,7 +1,7 @@
 """The installation that the tests on the GPU node share, and what can be asked of it.
 
-A slot whose engine is up waits in the state Syncing, since no run is published; that it does says
-that guard, operator and engine host saw the same GPUs.
+That a slot's engine is up says that guard, operator and engine host saw the same GPUs. It waits in
+the state Syncing where its store cannot be reached; where no run is published it has version 0.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tests.gpu_node.serving_pods import ServingPod, hold, serving_pods
 
 MARKS = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
+UP = frozenset({"Syncing", "Running"})
 HERE = Path(__file__).parent
 SECONDS = 150.0
 USUAL = {"chat_1": 5, "chat_2": 1}
@@ -107,7 +108,7 @@ class Lending:
 
     def lent(self) -> set[str]:
         """Pods on whose GPUs an engine is up."""
-        return {name for name, (state, _) in self.slots().items() if state == "Syncing"}
+        return {name for name, (state, _) in self.slots().items() if state in UP}
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """A failure says what the lease, the guard and the cluster say."""
