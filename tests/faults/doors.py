@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ import psutil
 from rose_core.delta.manifest import Manifest
 from rose_core.delta.parts import Part
 from rose_core.identity import WeightVersion
+from rose_router.errors import REASON
 from rose_weights import methods as weight_plane
 from rose_wire import services
 from rose_wire.method import Method, encode
@@ -116,14 +118,16 @@ def _channel(place: str, trust: Trust | None) -> grpc.aio.Channel:
 
 async def _page(http: aiohttp.ClientSession, place: str, verb: str, found: Knocked) -> None:
     method, _, path = verb.partition(" ")
-    url = f"http://{place}{path.replace('{uid}', 'x')}"
+    url = f"http://{place}{re.sub('{.*?}', 'x', path)}"
     try:
         async with http.request(method, url, json={} if method == "POST" else None) as answer:
             text = await answer.text()
     except aiohttp.ClientError:
         return  # it speaks something else
     found.answered.add(verb)
-    if answer.status not in {401, 403, 404, 405}:
+    # A route that looked for something of that name and knows none was open.
+    looked = answer.headers.get(REASON, "").startswith("Unknown")
+    if looked or answer.status not in {401, 403, 404, 405}:
         found.heard.add(verb)
     if answer.status == 200:
         found.bodies[verb] = text
