@@ -26,6 +26,7 @@ from rose_demo.collect import Collector, gate_intervals, stop_seconds
 from rose_demo.errors import SetUpFailed
 from rose_demo.load import burst, span_seconds
 from rose_demo.options import Options
+from rose_demo.pieces import DEDICATED
 from rose_demo.reaper import Reaper
 from rose_demo.records import Recording, Request, Sample
 from rose_demo.stack import Addresses, Stack
@@ -266,7 +267,7 @@ async def _calibrate(stack: Stack, url: str) -> tuple[Scale, str]:
 
 
 async def _until_published(stack: Stack, collector: Collector) -> None:
-    """Wait until an engine carries the trainer's first weights, and not only its own checkpoint.
+    """Wait until the dedicated engine carries the trainer's first weights, not its own checkpoint.
 
     Before live traffic: a trainer's start, and the first build of the weight plane's kernels, take
     whole cores for a while, which nobody's serving machine would have to spare.
@@ -276,7 +277,7 @@ async def _until_published(stack: Stack, collector: Collector) -> None:
     """
     await _until(
         stack,
-        lambda seen: any(published(version) for version in seen.versions.values()),
+        lambda seen: published(seen.versions.get(DEDICATED, "")) is not None,
         collector,
         "the dedicated engine carries the trainer's weights",
     )

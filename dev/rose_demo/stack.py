@@ -271,6 +271,7 @@ class Stack:
 
     def _router_token(self) -> Object:
         """What the dedicated engine's host shows to the lease's router."""
+        self._until(lambda: bool(self.installation_token()), "the installation's token")
         token = lease_token(self.installation_token(), f"{RESEARCH}/{LEASE}")
         return manifests.secret(DEDICATED, SYSTEM, {"token": token})
 
@@ -280,7 +281,10 @@ class Stack:
         return self._scratch / "store-credential"
 
     def installation_token(self) -> str:
-        """What the platform's own pages ask for: the guard's report and flight recorder."""
+        """What the platform's own pages ask for: the guard's report and flight recorder.
+
+        The operator makes it; until then it is empty.
+        """
         path = "jsonpath={.data.token}"
         encoded = self._kubectl("get", "secret", "rose-token", "-n", SYSTEM, "-o", path)
         return base64.b64decode(encoded).decode().strip()
