@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rose_dev.gpu.state import State
 from rose_dev.node import Node
@@ -27,12 +28,17 @@ class ServingPod:
 
 
 def serving_pods(node: Node, namespace: str, selector: str = "") -> list[ServingPod]:
-    """The namespace's running pods, by name."""
+    """The namespace's pods whose containers run."""
     words = ["get", "pods", f"--namespace={namespace}", "--output=json"]
     words += [f"--selector={selector}"] if selector else []
     listed = json.loads(node.kubectl(*words))["items"]
-    running = [item for item in listed if "deletionTimestamp" not in item["metadata"]]
-    return [_pod(node, namespace, item["metadata"]) for item in running]
+    return [_pod(node, namespace, item["metadata"]) for item in listed if _runs(item)]
+
+
+def _runs(item: dict[str, Any]) -> bool:
+    containers = item["status"].get("containerStatuses", [])
+    alive = "deletionTimestamp" not in item["metadata"]
+    return alive and bool(containers) and all("running" in one["state"] for one in containers)
 
 
 def _pod(node: Node, namespace: str, metadata: dict[str, str]) -> ServingPod:
