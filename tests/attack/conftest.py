@@ -10,7 +10,15 @@ from rose_dev.gpu_node.starting import state_of
 from rose_dev.testing import NodeSession, with_gpus
 from rose_dev.waiting import wait_until
 from tests.attack.installed import EVIL, SECONDS, Installed
-from tests.chart.installation import RESEARCH, SERVING, SYSTEM, make_models, namespaces, remove
+from tests.chart.installation import (
+    RESEARCH,
+    ROUTERS,
+    SERVING,
+    SYSTEM,
+    make_models,
+    namespaces,
+    remove,
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +32,11 @@ def installed(
         remove(node)
         node.kubectl("delete", "tenantpolicy", "research", EVIL, check=False)
         node.kubectl("delete", "namespace", EVIL, "--ignore-not-found", "--wait=false")
+        # Whoever installs next on this node cannot while one of them is on its way out.
+        gone = {SYSTEM, ROUTERS, SERVING, RESEARCH, EVIL}
+        wait_until(lambda: not gone & set(namespaces(node)), "a clean cluster", seconds=SECONDS)
 
     clean()
-    gone = {SYSTEM, SERVING, RESEARCH, EVIL}
-    wait_until(lambda: not gone & set(namespaces(node)), "a clean cluster", seconds=SECONDS)
     models = tmp_path_factory.mktemp("models")
     models.parent.chmod(0o755)
     with state_of(node) as state:
