@@ -61,8 +61,8 @@ test: check unit engine cluster  ## everything that CI runs
 test-engines:
 	$(BIN)/pytest $(LANE) -m "engine and not cluster" --ignore=tests/router/test_real_affinity.py $(AGAIN) $(ARGS)
 
-# Twelve minutes more, which a bare machine has not: make attack, make test-gpu-node.
-LONG := tests/attack/test_on_the_node.py $(addprefix tests/gpu_node/test_,widths.py failures.py recovery.py slow_answers.py real_engines.py)
+# A quarter of an hour more, which a bare machine has not: make test-gpu-node.
+LONG := $(addprefix tests/gpu_node/test_,widths.py failures.py recovery.py slow_answers.py real_engines.py)
 
 test-cluster:
 	$(BIN)/pytest $(LANE) -m cluster $(addprefix --ignore=,$(LONG)) $(AGAIN) $(ARGS)
@@ -185,7 +185,7 @@ fuzz: venv  ## bytes of hostile serving pods, made by a coverage-guided fuzzer; 
 		$(RUN)/python -m tests.fuzz.run $(ARGS); \
 	else echo "SKIPPED fuzz: atheris cannot be had here; make unit tries its corpus"; fi
 
-# What each party could try (docs/threat-model.md); `make test` runs all but those on the node.
+# What each party could try (docs/threat-model.md); `make test` runs all of them too.
 ATTACKS := tests/attack tests/faults/test_listeners.py tests/faults/test_threats.py tests/faults/test_retention.py \
 	tests/agent/test_gpu_owners.py tests/agent/test_readers.py tests/devices/test_ownership.py \
 	tests/lending/test_tenancy.py tests/operator/test_tenancy.py tests/operator/test_enrolment.py \
