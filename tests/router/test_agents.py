@@ -504,3 +504,25 @@ async def test_a_stream_shows_the_words_of_the_whole_answer(
         expected = whole["choices"][0]["message"]["content"]
     assert shown == expected
     assert ("tool_call" in expected) == (said is NAN), "what is no JSON stays among the words"
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_pieces_of_each_part_add_up_to_what_is_said_at_its_end(
+    stage: Staging, at_once: bool
+) -> None:
+    said = "<think>Was it written? I think so.</think>\nIt was."
+    recipe = scripted_recipe("thinks", Script("", (said,)))
+    body = responses("Look.", rid="asked twice")
+    async with stage(tokenizer=folder(recipe)) as s:
+        await s.engine(script=Follows(recipe))
+        if at_once:  # a turn that is over says everything in one event
+            await ask(s, "/v1/responses", body)
+        told = await events(s, "/v1/responses", body)
+    for kind, text in (
+        ("reasoning_text", "Was it written? I think so."),
+        ("output_text", "It was."),
+    ):
+        pieces = [one["delta"] for one in told if one["type"] == f"response.{kind}.delta"]
+        (done,) = [one["text"] for one in told if one["type"] == f"response.{kind}.done"]
+        assert "".join(pieces) == done == text
+        assert (len(pieces) == 1) == at_once

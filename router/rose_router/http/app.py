@@ -45,6 +45,7 @@ from rose_router.http.dialects.common import BODY_SECONDS
 from rose_router.http.handlers import TurnHandlers
 from rose_router.http.memory import MemoryLimiter, limit_of_process
 from rose_router.http.message_replies import error_json
+from rose_router.http.stored_responses import StoredResponses
 from rose_router.http.tokenization import Tokenizer
 from rose_router.listener import ConnectionLimiter
 from rose_router.turns.barrier import Barrier
@@ -53,9 +54,10 @@ from rose_wire.observability import pages as process_pages
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-# Of the memory that the process may have: what was sampled under which messages, and as much again
-# for the objects of its turns. Requests leave more than that free (``memory.PART``).
-_TREE_PART = 1 / 16
+# Of the memory that the process may have, each: tokens sampled under messages, the objects of their
+# turns, conversations behind responses. Requests leave more than that free (``memory.PART``).
+_KEPT_PART = 1 / 16
+_TOKEN_BYTES, _TURN_BYTES = 8, 2048  # an id and a log-prob; a node with its digests and spans
 
 
 def create(
@@ -97,9 +99,9 @@ def create(
         ],
     )
     app[BODY_SECONDS] = settings.limits.body_seconds
-    # Log-probs are as large as ids.
-    tree = MessageTree(int(room.limit * _TREE_PART) // 8, int(room.limit * _TREE_PART) // 2048)
-    answering = TurnHandlers(service, tokenizer, tree)
+    kept = int(room.limit * _KEPT_PART)
+    tree = MessageTree(kept // _TOKEN_BYTES, kept // _TURN_BYTES)
+    answering = TurnHandlers(service, tokenizer, tree, StoredResponses(kept))
     app.add_routes(process_pages(engine_metrics.registry(service)))
     app.add_routes(pages.routes(service))
     app.add_routes(facade.routes(service))

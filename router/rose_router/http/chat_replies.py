@@ -68,8 +68,8 @@ class ChatReplies:
             choice |= {"index": index, "delta": delta, "finish_reason": self._finish(turn, message)}
             tokens, words = len(shown.tokens), max(words, len(text))
             piece = self._frame(turn, "chat.completion.chunk", [choice])
-            one = len(self._ask.turns) == 1
-            yield piece | ({"usage": replies.usage([turn])} if over and one else {})
+            alone = over and len(self._ask.turns) == 1  # several are counted together
+            yield piece | ({"usage": replies.usage([turn])} if alone else {})
 
     def counted(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """The last event of a stream of several answers."""

@@ -43,14 +43,21 @@ class TurnHandlers:
         service: runs turns.
         tokenizer: for text; ``None`` = token ids only.
         tree: of what was sampled under which messages.
+        stored: conversations behind responses.
     """
 
-    def __init__(self, service: Service, tokenizer: Tokenizer | None, tree: MessageTree) -> None:
+    def __init__(
+        self,
+        service: Service,
+        tokenizer: Tokenizer | None,
+        tree: MessageTree,
+        stored: StoredResponses,
+    ) -> None:
         self._service = service
         self._tokenizer = tokenizer
         self._tree = tree
         self._history = None if tokenizer is None else History(tree, tokenizer)
-        self._stored = StoredResponses()
+        self._stored = stored
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """SGLang's ``/generate``."""

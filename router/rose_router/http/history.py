@@ -9,6 +9,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rose_core.rollouts.message_tree import Match, MessageTree, Owner, root_of
@@ -40,8 +41,9 @@ class Conversation:
     begun: str = ""
     session: str = ""
 
+    @cached_property
     def told(self) -> dict[str, Any]:
-        """For replies."""
+        """For replies; a stream says it with every event."""
         return {
             "messages": len(self.match.digests),
             "known_messages": self.match.messages,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rose_router.errors import TurnLost
 from rose_router.http.conversation import Message
-from rose_router.http.model_output import ModelOutput, OutputReader
-from rose_router.turns.turn import Turn, typed_abort
+from rose_router.http.model_output import Beside, ModelOutput, OutputReader, Part
+from rose_router.http.replies import cut_short
+from rose_router.turns.turn import Turn
 
 ERRORS: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -25,7 +25,8 @@ ERRORS: Mapping[int, str] = {
 """Anthropic's words; ``api_error`` for any other status."""
 
 Event = dict[str, Any]
-Beside = Callable[[], dict[str, Any]]
+
+_BLOCKS = {Part.THOUGHTS: "thinking", Part.WORDS: "text"}
 
 
 def error_json(status: int, message: str, reason: str) -> dict[str, Any]:
@@ -41,7 +42,7 @@ class MessageReplies:
         model: name to show.
         turn: the turn.
         reader: of its output.
-        beside: what only the router knows, as it stands now.
+        beside: what stands beside the answer.
     """
 
     def __init__(self, model: str, turn: Turn, reader: OutputReader, beside: Beside) -> None:
@@ -53,13 +54,12 @@ class MessageReplies:
         Raises:
             TurnLost: the turn was cut short; asking again is right.
         """
-        turn, output = self._turn, self._reader.read()
-        typed_abort(turn)
-        if (turn.finish or {}).get("type") == "abort":
-            raise aborted(turn)
+        if (lost := cut_short(self._turn)) is not None:
+            raise lost
+        output = self._reader.read()
         return {
             **self._head(list(_blocks(output))),
-            **_end(turn, output),
+            **_end(self._turn, output),
             "usage": self._usage(),
             **self._beside(),
         }
@@ -76,33 +76,26 @@ class MessageReplies:
             {"type": "message_start", "message": self._head([]) | self._unfinished()},
             {"type": "ping"},
         ]
-        index, kind, told = -1, "", 0
-        over = False
+        index, over = -1, False
         while not over:
             over = turn.is_over
-            typed_abort(turn)
-            output = self._reader.read()
             said: list[Event] = []
-            for name, text in (("thinking", output.thoughts), ("text", output.words)):
-                if not text or (name == "thinking" and kind == "text"):
-                    continue
-                if kind != name:
+            for piece in self._reader.pieces():
+                name = _BLOCKS[piece.part]
+                if piece.begins:
                     said += _stop(index)
-                    index, kind, told = index + 1, name, 0
+                    index += 1
                     said.append(_start(index, _empty(name)))
-                if len(text) > told:
-                    delta = {"type": f"{name}_delta", name: text[told:]}
-                    said.append({"type": "content_block_delta", "index": index, "delta": delta})
-                    told = len(text)
+                delta = {"type": f"{name}_delta", name: piece.text}
+                said.append({"type": "content_block_delta", "index": index, "delta": delta})
             if over:
-                said += self._last(output, index)
+                said += self._last(index)
             yield said
 
-    def _last(self, output: ModelOutput, index: int) -> Iterator[Event]:
-        turn = self._turn
+    def _last(self, index: int) -> Iterator[Event]:
+        turn, output = self._turn, self._reader.read()
         yield from _stop(index)
-        if (turn.finish or {}).get("type") == "abort":
-            lost = aborted(turn)
+        if (lost := cut_short(turn)) is not None:
             yield error_json(lost.status, str(lost), lost.reason)
             return
         for block in _calls(output):
@@ -139,13 +132,6 @@ class MessageReplies:
             "cache_read_input_tokens": 0,
             "output_tokens": self._turn.held,
         }
-
-
-def aborted(turn: Turn) -> TurnLost:
-    """A turn that was cut short, as an error: a harness cannot tell it from an answer."""
-    finish = turn.finish or {}
-    message = f"the turn was cut short ({finish.get('message', 'aborted')}); ask again"
-    return TurnLost("Aborted", message, retry_after=1)
 
 
 def _blocks(output: ModelOutput) -> Iterator[Event]:

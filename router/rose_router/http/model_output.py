@@ -7,8 +7,9 @@ shown that may still become another part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from rose_router.http import replies
@@ -16,6 +17,9 @@ from rose_router.http.conversation import Message
 from rose_router.http.dialects import chat
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.turn import Turn
+
+Beside = Callable[[], dict[str, Any]]
+"""What only the router knows of an answer, as it stands now."""
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _TAIL = 8  # ids at a prompt's end that are looked at for an open thought
@@ -45,8 +49,24 @@ class ModelOutput:
         return message
 
 
+class Part(Enum):
+    """What is told piece by piece; calls are told whole."""
+
+    THOUGHTS = "thoughts"
+    WORDS = "words"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of a part; ``begins`` = nothing of the part was told before."""
+
+    part: Part
+    text: str
+    begins: bool
+
+
 class OutputReader:
-    """Reads one turn's output.
+    """Reads one turn's output, for one caller.
 
     Args:
         turn: the turn.
@@ -59,13 +79,28 @@ class OutputReader:
         end = tokenizer.decode(turn.request.prompt[-_TAIL:], skip_special=False)
         self._opened = end.rstrip().endswith(_OPEN)
         self._whole: ModelOutput | None = None
+        self._part: Part | None = None
+        self._told = 0
+
+    def pieces(self) -> Iterator[Piece]:
+        """What may be shown now and was not yet: thoughts first, and none once there are words."""
+        output = self.read()
+        for kind, text in ((Part.THOUGHTS, output.thoughts), (Part.WORDS, output.words)):
+            if not text or (kind is Part.THOUGHTS and self._part is Part.WORDS):
+                continue
+            begins = kind is not self._part
+            if begins:
+                self._part, self._told = kind, 0
+            if begins or len(text) > self._told:
+                yield Piece(kind, text[self._told :], begins)
+                self._told = len(text)
 
     def read(self) -> ModelOutput:
         """What may be shown now."""
-        turn = self._turn
-        over = turn.is_over
         if self._whole is not None:
             return self._whole
+        turn = self._turn
+        over = turn.is_over
         text = replies.text_of(turn, turn.shown(), self._tokenizer)
         thoughts, rest = split_thoughts(text, opened=self._opened, over=over)
         if not over:

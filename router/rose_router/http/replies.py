@@ -15,9 +15,10 @@ from rose_core.rollouts.logprobs import SCALE, semantics
 from rose_core.rollouts.spans import Kv, Span
 from rose_core.rollouts.stops import sure, trimmed
 from rose_core.rollouts.transcript import PER_TOKEN
+from rose_router.errors import TurnLost
 from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.http.tokenization import Tokenizer
-from rose_router.turns.turn import Turn, TurnMove, VisibleOutput
+from rose_router.turns.turn import Turn, TurnMove, VisibleOutput, typed_abort
 
 # Facts about one leg that would be wrong for a turn of several, or that the router answers itself.
 _OWN = frozenset(
@@ -59,6 +60,16 @@ def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
     }
 
 
+def cut_short(turn: Turn) -> TurnLost | None:
+    """A turn that was cut short, as an error: a harness cannot tell it from an answer."""
+    typed_abort(turn)
+    finish = turn.finish or {}
+    if finish.get("type") != "abort":
+        return None
+    message = f"the turn was cut short ({finish.get('message', 'aborted')}); ask again"
+    return TurnLost("Aborted", message, retry_after=1)
+
+
 def conversation_json(
     turn: Turn,
     ask: ParsedRequest,
@@ -76,7 +87,7 @@ def conversation_json(
     shown = shown or turn.shown()
     rose = rose_json(turn, shown.spans)
     if ask.conversation is not None:
-        rose["history"] = ask.conversation.told()
+        rose["history"] = ask.conversation.told
         # By its messages, a session without a key is its first turn.
         rose["session"] = ask.session or turn.request.rid
         rose["session_by"] = ask.session_by or "rid"

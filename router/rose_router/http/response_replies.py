@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,17 @@ import msgspec
 
 from rose_router.http.conversation import Message
 from rose_router.http.dialects.responses import CUSTOM_INPUT, ReadResponses
-from rose_router.http.message_replies import aborted
-from rose_router.http.model_output import ModelOutput, OutputReader
-from rose_router.turns.turn import Turn, typed_abort
+from rose_router.http.model_output import Beside, ModelOutput, OutputReader, Part, Piece
+from rose_router.http.replies import cut_short
+from rose_router.turns.turn import Turn
 
 Event = dict[str, Any]
-Beside = Callable[[], dict[str, Any]]
+
+# OpenAI's names of the two, and what beside their text its clients look for.
+_TEXTS: Mapping[Part, tuple[str, Event]] = {
+    Part.THOUGHTS: ("reasoning_text", {}),
+    Part.WORDS: ("output_text", {"logprobs": []}),
+}
 
 
 class ResponseReplies:
@@ -32,7 +37,7 @@ class ResponseReplies:
         identity: of the response.
         turn: the turn.
         reader: of its output.
-        beside: what only the router knows, as it stands now.
+        beside: what stands beside the answer.
     """
 
     def __init__(
@@ -56,9 +61,8 @@ class ResponseReplies:
         Raises:
             TurnLost: the turn was cut short; asking again is right.
         """
-        typed_abort(self._turn)
-        if (self._turn.finish or {}).get("type") == "abort":
-            raise aborted(self._turn)
+        if (lost := cut_short(self._turn)) is not None:
+            raise lost
         return self._ended(self._items(self._reader.read()))
 
     def message(self) -> Message:
@@ -81,35 +85,25 @@ class ResponseReplies:
             self._event("response.created", response=begun),
             self._event("response.in_progress", response=begun),
         ]
-        place, kind, told = -1, "", 0
-        before = ModelOutput("", "")
+        place, part = -1, None
         over = False
         while not over:
             over = turn.is_over
-            typed_abort(turn)
-            output = self._reader.read()
             said: list[Event] = []
-            for name, text in (("reasoning", output.thoughts), ("message", output.words)):
-                if not text or (name == "reasoning" and kind == "message"):
-                    continue
-                if kind != name:
-                    if kind:
-                        said += self._closed(place, kind, before)
-                    place, kind, told = place + 1, name, 0
-                    said += self._opened(place, name)
-                if len(text) > told:
-                    said.append(self._delta(place, name, text[told:]))
-                    told = len(text)
-            before = output
+            for piece in self._reader.pieces():
+                if piece.begins:
+                    said += self._closed(place, part)
+                    place, part = place + 1, piece.part
+                    said += self._opened(place, part)
+                said.append(self._delta(place, piece))
             if over:
-                said += self._closed(place, kind, output) if kind else []
-                said += self._last(output, place)
+                said += self._closed(place, part)
+                said += self._last(place)
             yield said
 
-    def _last(self, output: ModelOutput, place: int) -> Iterator[Event]:
-        turn = self._turn
-        if (turn.finish or {}).get("type") == "abort":
-            lost = aborted(turn)
+    def _last(self, place: int) -> Iterator[Event]:
+        output = self._reader.read()
+        if (lost := cut_short(self._turn)) is not None:
             error = {"code": "server_error", "message": str(lost)}
             failed = self._response("failed", self._items(output)) | {"error": error}
             yield self._event("response.failed", response=failed)
@@ -117,9 +111,9 @@ class ResponseReplies:
         for item in self._calls(output):
             place += 1
             named = {"item_id": item["id"], "output_index": place}
-            field, word = ("input", "custom_tool_call_input")
-            if item["type"] == "function_call":
-                field, word = "arguments", "function_call_arguments"
+            custom = item["type"] == "custom_tool_call"
+            field = "input" if custom else "arguments"
+            word = "custom_tool_call_input" if custom else "function_call_arguments"
             empty = {**item, field: "", "status": "in_progress"}
             yield self._event("response.output_item.added", output_index=place, item=empty)
             yield self._event(f"response.{word}.delta", **named, delta=item[field])
@@ -128,32 +122,34 @@ class ResponseReplies:
         ended = self._ended(self._items(output))
         yield self._event(f"response.{ended['status']}", response=ended)
 
-    def _opened(self, place: int, kind: str) -> Iterator[Event]:
-        item = self._thoughts("") if kind == "reasoning" else self._words("", "in_progress")
-        item["content"] = []
+    def _opened(self, place: int, part: Part) -> Iterator[Event]:
+        item = self._item(part, "", "in_progress") | {"content": []}
         yield self._event("response.output_item.added", output_index=place, item=item)
-        part = _part(kind, "")
-        yield self._event("response.content_part.added", **self._where(place, kind), part=part)
+        where = self._where(place, part)
+        yield self._event("response.content_part.added", **where, part=_part(part, ""))
 
-    def _delta(self, place: int, kind: str, text: str) -> Event:
-        more: Event = {"logprobs": []} if kind == "message" else {}
-        return self._event(
-            f"response.{_word(kind)}.delta", **self._where(place, kind), delta=text, **more
-        )
+    def _delta(self, place: int, piece: Piece) -> Event:
+        kind, more = _TEXTS[piece.part]
+        where = self._where(place, piece.part)
+        return self._event(f"response.{kind}.delta", **where, delta=piece.text, **more)
 
-    def _closed(self, place: int, kind: str, output: ModelOutput) -> Iterator[Event]:
-        text = output.thoughts if kind == "reasoning" else output.words
-        where = self._where(place, kind)
-        more: Event = {"logprobs": []} if kind == "message" else {}
-        yield self._event(f"response.{_word(kind)}.done", **where, text=text, **more)
-        yield self._event("response.content_part.done", **where, part=_part(kind, text))
-        item = self._thoughts(text) if kind == "reasoning" else self._words(text, self._status())
+    def _closed(self, place: int, part: Part | None) -> Iterator[Event]:
+        if part is None:
+            return
+        output = self._reader.read()
+        text = output.thoughts if part is Part.THOUGHTS else output.words
+        where, (kind, more) = self._where(place, part), _TEXTS[part]
+        yield self._event(f"response.{kind}.done", **where, text=text, **more)
+        yield self._event("response.content_part.done", **where, part=_part(part, text))
+        item = self._item(part, text, self._status())
         yield self._event("response.output_item.done", output_index=place, item=item)
 
-    def _where(self, place: int, kind: str) -> dict[str, Any]:
-        prefix = "rs" if kind == "reasoning" else "msg"
-        identity = f"{prefix}_{self._turn.request.rid}"
-        return {"item_id": identity, "output_index": place, "content_index": 0}
+    def _where(self, place: int, part: Part) -> dict[str, Any]:
+        return {"item_id": self._item_id(part), "output_index": place, "content_index": 0}
+
+    def _item_id(self, part: Part) -> str:
+        prefix = "rs" if part is Part.THOUGHTS else "msg"
+        return f"{prefix}_{self._turn.request.rid}"
 
     def _event(self, kind: str, **more: Any) -> Event:  # noqa: ANN401  # as OpenAI names it
         made = {"type": kind, "sequence_number": self._number, **more}
@@ -161,48 +157,28 @@ class ResponseReplies:
         return made
 
     def _items(self, output: ModelOutput) -> list[dict[str, Any]]:
-        items = [self._thoughts(output.thoughts)] if output.thoughts else []
+        status = self._status()
+        items = [self._item(Part.THOUGHTS, output.thoughts, status)] if output.thoughts else []
         if output.words or not (items or output.calls):
-            items.append(self._words(output.words, self._status()))
+            items.append(self._item(Part.WORDS, output.words, status))
         return items + list(self._calls(output))
 
-    def _thoughts(self, text: str) -> dict[str, Any]:
-        return {
-            "id": f"rs_{self._turn.request.rid}",
-            "type": "reasoning",
-            "summary": [],
-            "content": [_part("reasoning", text)],
-        }
-
-    def _words(self, text: str, status: str) -> dict[str, Any]:
-        return {
-            "id": f"msg_{self._turn.request.rid}",
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [_part("message", text)],
-        }
+    def _item(self, part: Part, text: str, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._item_id(part), "content": [_part(part, text)]}
+        if part is Part.THOUGHTS:
+            return item | {"type": "reasoning", "summary": []}
+        return item | {"type": "message", "role": "assistant", "status": status}
 
     def _calls(self, output: ModelOutput) -> Iterator[dict[str, Any]]:
         for call in output.calls:
             function: Mapping[str, Any] = call["function"]
             named = {"call_id": call["id"], "name": function["name"], "status": "completed"}
             if function["name"] in self._read.custom:
-                text = _custom_text(function["arguments"])
-                yield {
-                    "id": f"ctc_{call['id']}",
-                    "type": "custom_tool_call",
-                    **named,
-                    "input": text,
-                }
+                named |= {"id": f"ctc_{call['id']}", "type": "custom_tool_call"}
+                yield {**named, "input": _custom_text(function["arguments"])}
             else:
-                arguments = function["arguments"]
-                yield {
-                    "id": f"fc_{call['id']}",
-                    "type": "function_call",
-                    **named,
-                    "arguments": arguments,
-                }
+                named |= {"id": f"fc_{call['id']}", "type": "function_call"}
+                yield {**named, "arguments": function["arguments"]}
 
     def _status(self) -> str:
         finish = self._turn.finish or {}
@@ -252,14 +228,9 @@ class ResponseReplies:
         }
 
 
-def _word(kind: str) -> str:
-    return "reasoning_text" if kind == "reasoning" else "output_text"
-
-
-def _part(kind: str, text: str) -> dict[str, Any]:
-    if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(part: Part, text: str) -> dict[str, Any]:
+    kind, more = _TEXTS[part]
+    return {"type": kind, "text": text} | ({"annotations": [], **more} if more else {})
 
 
 def _custom_text(arguments: str) -> str:

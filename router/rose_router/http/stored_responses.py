@@ -14,9 +14,6 @@ import msgspec
 from rose_router.errors import NotFound
 from rose_router.http.conversation import Message
 
-MOST_BYTES = 32 << 20
-"""Of all conversations, as JSON; a forgotten one costs its caller a request with all messages."""
-
 _PART = 8
 """One conversation may have an eighth of it."""
 
@@ -25,10 +22,11 @@ class StoredResponses:
     """The conversations most recently gone on with.
 
     Args:
-        most_bytes: of all of them.
+        most_bytes: of all of them, as JSON; a forgotten one costs its caller a request with all
+            messages.
     """
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
         self._bytes = 0
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()

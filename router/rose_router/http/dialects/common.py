@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -98,6 +98,27 @@ def json_object(raw: bytes) -> dict[str, Any]:
         message = f"the body must be a JSON object, not {type(body).__name__}"
         raise BadRequest("Malformed", message)
     return body
+
+
+Read = TypeVar("Read", bound=msgspec.Struct)
+
+
+def read_as(body: Mapping[str, Any], kind: type[Read]) -> Read:
+    """A body as its dialect's struct; fields that are null count as left out.
+
+    Raises:
+        InvalidTurn: it is none; names the field.
+    """
+    try:
+        return msgspec.convert(without_nulls(body), kind)
+    except msgspec.ValidationError as error:
+        raise InvalidTurn(str(error)) from error
+
+
+def ours(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a body is the router's own, whatever the dialect."""
+    names = ("rose", "rid", "priority", *SESSION_FIELDS)
+    return {name: body[name] for name in names if body.get(name) is not None}
 
 
 _AS_WRITTEN = frozenset({"input_schema", "parameters", "schema", "arguments", "metadata"})

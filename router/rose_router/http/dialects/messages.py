@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_router.http.dialects.common import SESSION_FIELDS, without_nulls
+from rose_router.http.dialects.common import ours, read_as
 
 # Claude Code puts one before its own instructions; it is another one in every request, and would
 # make every prompt a new conversation.
@@ -143,11 +143,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidTurn: it is none; names the field.
     """
-    body = without_nulls(body)
-    try:
-        asked = msgspec.convert(body, MessagesRequest)
-    except msgspec.ValidationError as error:
-        raise InvalidTurn(str(error)) from error
+    asked = read_as(body, MessagesRequest)
     made: dict[str, Any] = {
         "messages": [*_system(asked), *(one for said in asked.messages for one in _messages(said))],
         "max_tokens": asked.max_tokens,
@@ -167,9 +163,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     last = made["messages"][-1]
     if last["role"] == "assistant" and not last.get("tool_calls"):
         made["continue_final_message"] = True  # its clients begin an answer so
-    ours = ("rose", "rid", "priority", *SESSION_FIELDS)
-    made |= {name: body[name] for name in ours if body.get(name) is not None}
-    return {name: value for name, value in made.items() if value is not None}
+    return {name: value for name, value in made.items() if value is not None} | ours(body)
 
 
 def _system(asked: MessagesRequest) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.http.conversation import Message
-from rose_router.http.dialects.common import SESSION_FIELDS, without_nulls
+from rose_router.http.dialects.common import ours, read_as
 
 CUSTOM_INPUT = "input"
 """The argument in which a custom tool gets its text."""
@@ -130,11 +130,7 @@ def read(body: Mapping[str, Any], before: Sequence[Message] = ()) -> ReadRespons
     Raises:
         InvalidTurn: it is none; names the field.
     """
-    body = without_nulls(body)
-    try:
-        asked = msgspec.convert(body, ResponsesRequest)
-    except msgspec.ValidationError as error:
-        raise InvalidTurn(str(error)) from error
+    asked = read_as(body, ResponsesRequest)
     items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else None
     said = [*before, *_messages(asked.input if items is None else items)]  # type: ignore[arg-type]
     tools = asked.tools or []
@@ -154,13 +150,11 @@ def read(body: Mapping[str, Any], before: Sequence[Message] = ()) -> ReadRespons
         "prompt_cache_key": asked.prompt_cache_key,
         "model": asked.model,
     }
-    ours = ("rose", "rid", "priority", *SESSION_FIELDS)
-    chat |= {name: body[name] for name in ours if body.get(name) is not None}
     return ReadResponses(
         asked,
-        {name: value for name, value in chat.items() if value is not None},
+        {name: value for name, value in chat.items() if value is not None} | ours(body),
         said,
-        body.get("tools", []),
+        body.get("tools") or [],
         frozenset(one.name for one in tools if one.type == "custom"),
         tuple(sorted({one.type for one in tools} - {"function", "custom"})),
     )
