@@ -9,7 +9,7 @@ from dataclasses import replace
 from rose_core.api.reasons import Reason
 from rose_core.identity import PodUid
 from rose_core.lending.answers import LeaseDecision, ReplicaDecision
-from rose_core.lending.facts import Lease, Pool, Replica, Sort
+from rose_core.lending.facts import Lease, Pool, Replica, Traits
 from rose_core.lending.gate import not_worth
 from rose_core.lending.loan import pool_shares
 from rose_core.lending.planning_pass import PlanningPass
@@ -80,7 +80,7 @@ def outcomes(world: PlanningPass, members: Members) -> dict[str, LeaseDecision]:
     """Lease key -> outcome."""
     counted = {key: _counted(verdicts) for key, verdicts in members.items()}
     shares = _shares(world)
-    sorts = {
+    traits = {
         key: frozenset((one.device_class, one.models) for one in found)
         for key, found in world.members.items()
     }
@@ -89,7 +89,7 @@ def outcomes(world: PlanningPass, members: Members) -> dict[str, LeaseDecision]:
         told: list[ReplicaDecision] = []
         texts: list[str] = []
         for key in lease.pools:
-            mine = _for(world, lease, members, key, sorts.get(key, frozenset()))
+            mine = _for(world, lease, members, key, traits.get(key, frozenset()))
             shared = mine is members.get(key, mine)
             told += mine
             texts.append(counted.get(key, _NONE) if shared else _counted(mine))
@@ -98,11 +98,11 @@ def outcomes(world: PlanningPass, members: Members) -> dict[str, LeaseDecision]:
 
 
 def _for(
-    world: PlanningPass, lease: Lease, members: Members, pool: str, sorts: frozenset[Sort]
+    world: PlanningPass, lease: Lease, members: Members, pool: str, traits: frozenset[Traits]
 ) -> tuple[ReplicaDecision, ...]:
-    """A pool's verdicts as this lease should read them; ``sorts`` are those of its replicas."""
+    """A pool's verdicts as this lease should read them; ``traits`` are those of its replicas."""
     found = members.get(pool, ())
-    if not lease.needs.nodes and all(lease.takes_sort(*sort) for sort in sorts):
+    if not lease.needs.nodes and all(lease.takes_traits(*one) for one in traits):
         return found
     replicas = {replica.name: replica for replica in world.members.get(pool, ())}
     return tuple(
@@ -113,7 +113,7 @@ def _for(
 
 def _unsuited(lease: Lease, replica: Replica) -> ReplicaDecision | None:
     """Why a replica that could be lent is nothing for this lease."""
-    if not lease.takes_sort(replica.device_class, None):
+    if not lease.takes_traits(replica.device_class, None):
         text = f"its GPU is {replica.device_class or 'of an unknown class'}"
         return ReplicaDecision(replica.name, Reason.OTHER_DEVICE_CLASS, text)
     if not lease.takes(replica):

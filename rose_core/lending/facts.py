@@ -139,7 +139,7 @@ def devices_of(node: str, gpus: tuple[str, ...]) -> frozenset[str]:
     return frozenset(f"{node}/{gpu}" for gpu in gpus)
 
 
-Sort = tuple[str, frozenset[str] | None]
+Traits = tuple[str, frozenset[str] | None]
 """What leases choose replicas by: the class of their GPUs, and the models on their node."""
 
 
@@ -290,10 +290,10 @@ class Lease:
         return (self.pool, *self.more_pools)
 
     def takes(self, replica: Replica) -> bool:
-        """Whether it can use the replica's GPUs (``takes_sort``)."""
-        return self.takes_sort(replica.device_class, replica.models)
+        """Whether it can use the replica's GPUs (``takes_traits``)."""
+        return self.takes_traits(replica.device_class, replica.models)
 
-    def takes_sort(self, device_class: str, models: frozenset[str] | None) -> bool:
+    def takes_traits(self, device_class: str, models: frozenset[str] | None) -> bool:
         """Whether GPUs are of a class that it asks for, unknown is none, and its model is there.
 
         A node that does not say which models it has is tried.

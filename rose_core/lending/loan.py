@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from rose_core.api.poollending import Spread
 from rose_core.identity import PodUid
-from rose_core.lending.facts import Lease, Pool, Replica, Sort
+from rose_core.lending.facts import Lease, Pool, Replica, Traits
 from rose_core.lending.gate import not_worth
 from rose_core.lending.planning_pass import PlanningPass
 from rose_core.lending.radius import blocked, refusal
@@ -26,23 +26,23 @@ from rose_core.lending.whole import refused
 _UNKNOWN_KV = 1001
 
 
-class Kind(NamedTuple):
+class ReplicaGroup(NamedTuple):
     """Replicas that the same leases take.
 
     Attributes:
-        sort: class of their GPUs and models of their node.
+        traits: class of their GPUs and models of their node.
         too_small_for: keys of leases whose engines need more memory than may be lent there.
     """
 
-    sort: Sort
+    traits: Traits
     too_small_for: frozenset[str]
 
     def suits(self, lease: Lease) -> bool:
         """Whether the lease takes such a replica."""
-        return lease.key not in self.too_small_for and lease.takes_sort(*self.sort)
+        return lease.key not in self.too_small_for and lease.takes_traits(*self.traits)
 
 
-Place = tuple[Kind, str]
+Place = tuple[ReplicaGroup, str]
 Entry = tuple[int, tuple[int, PodUid], Place]
 
 
@@ -127,7 +127,7 @@ def _lend_in(world: PlanningPass, pool: Pool, leases: list[Lease], *, whole: boo
 
 
 class _Shelf:
-    """Replicas that may be lent now, best first; those of each kind on their own.
+    """Replicas that may be lent now, best first; those of each group on their own.
 
     Args:
         asking: leases whose engines must fit into what may be lent.
@@ -142,11 +142,11 @@ class _Shelf:
         for replica in replicas:
             if world.unrested(replica) is None:
                 small = frozenset(one.key for one in sized if not one.fits(replica))
-                kind = Kind((replica.device_class, replica.models), small)
-                self._places[kind, _place(replica, pool.spread)].append(_preference(replica))
+                group = ReplicaGroup((replica.device_class, replica.models), small)
+                self._places[group, _place(replica, pool.spread)].append(_preference(replica))
         for found in self._places.values():
             heapq.heapify(found)
-        self._queues: dict[Kind, list[Entry]] = defaultdict(list)
+        self._queues: dict[ReplicaGroup, list[Entry]] = defaultdict(list)
         for where in self._places:
             self._queues[where[0]].append(self._entry(where))
         for queue in self._queues.values():
@@ -155,7 +155,7 @@ class _Shelf:
     def take(self, lease: Lease) -> Replica | None:
         """The next replica that the lease takes, None when there is none."""
         while True:
-            able = [queue for kind, queue in self._queues.items() if queue and kind.suits(lease)]
+            able = [queue for group, queue in self._queues.items() if queue and group.suits(lease)]
             if not able:
                 return None
             found = self._next(min(able, key=lambda queue: queue[0]))
