@@ -210,21 +210,31 @@ def installed(client: Client) -> bool:
     return shutil.which(name, path=search_path()) is not None
 
 
-@pytest.mark.parametrize("client", SDKS + AGENTS, ids=lambda client: client.name)
-async def test_a_client_ends_its_task_and_every_token_of_its_rows_is_the_engines_own(
-    stage: Staging, client: Client, tmp_path: Path
-) -> None:
+@dataclass(frozen=True)
+class Played:
+    """What a client did.
+
+    Attributes:
+        turns: of the router, as it tells them.
+        rows: of all their sessions.
+    """
+
+    turns: list[dict[str, Any]]
+    rows: list[dict[str, Any]]
+
+
+async def play_while_an_engine_dies(
+    client: Client, recipe: Recipe, script: Follows, stage: Staging, at: Path
+) -> Played:
+    """The client's task on two engines, one of which dies in the middle of a later answer."""
     if not installed(client):
         pytest.skip(f"{client.name} is not installed; make test-clients")
-    other = Script("", ("A title of two words.",))
-    recipe = scripted_recipe(f"client-{client.tool}", client.script(), other)
-    watched = Watched(recipe)
     async with stage(tokenizer=folder(recipe), turn_token="good", context_tokens=200_000) as s:
         s.http.headers["Authorization"] = "Bearer good"
         engines = {
-            name: await s.engine(name, token_seconds=0.01, script=watched) for name in ("a", "b")
+            name: await s.engine(name, token_seconds=0.01, script=script) for name in ("a", "b")
         }
-        playing = asyncio.create_task(play(client, s.router.http_port, tmp_path, folder(recipe)))
+        playing = asyncio.create_task(play(client, s.router.http_port, at, folder(recipe)))
         await until(lambda: playing.done() or bool(_in_a_later_answer(s)), seconds=SECONDS)
         for name in _in_a_later_answer(s)[:1]:
             await engines[name].die()
@@ -235,16 +245,28 @@ async def test_a_client_ends_its_task_and_every_token_of_its_rows_is_the_engines
     assert status == 0, said
     assert client.last in said, said
     assert sum(len(turn["moves"]) for turn in turns) >= 1, "an engine died in mid-answer"
+    return Played(turns, rows)
+
+
+@pytest.mark.parametrize("client", SDKS + AGENTS, ids=lambda client: client.name)
+async def test_a_client_ends_its_task_and_every_token_of_its_rows_is_the_engines_own(
+    stage: Staging, client: Client, tmp_path: Path
+) -> None:
+    other = Script("", ("A title of two words.",))
+    recipe = scripted_recipe(f"client-{client.tool}", client.script(), other)
+    watched = Watched(recipe)
+    played = await play_while_an_engine_dies(client, recipe, watched, stage, tmp_path)
     text = Tokenizer(folder(recipe))
-    longest = max(rows, key=lambda row: len(row["turns"]))
+    longest = max(played.rows, key=lambda row: len(row["turns"]))
     assert len(longest["turns"]) == len(client.answers()), "one row"
-    for row in rows:
+    for row in played.rows:
         for turn in row["turns"]:
             assert turn["altered_at"] is None
             assert tuple(row["ids"][: turn["start"]]) in watched.prompts, "what the engine read"
     for turn, expected in zip(longest["turns"], client.answers(), strict=True):
         assert text.decode(longest["ids"][turn["start"] : turn["end"]]) == expected
-    assert sum(sum(row["mask"]) for row in rows) == sum(turn["tokens"] for turn in turns)
+    learnt = sum(sum(row["mask"]) for row in played.rows)
+    assert learnt == sum(turn["tokens"] for turn in played.turns)
 
 
 def _in_a_later_answer(stage: Stage) -> list[str]:
@@ -270,23 +292,8 @@ async def test_verifiers_train_client_gets_its_tokens_and_is_one_session(
 ) -> None:
     """It sends token ids: what it trains on is its own, and the router keeps no rows."""
     client = Client("verifiers", ("verifiers_train.py",), environment="openai2")
-    if not installed(client):
-        pytest.skip("verifiers is not installed; make test-clients")
     recipe = scripted_recipe("client-verifiers", Script("", client.answers()))
-    async with stage(tokenizer=folder(recipe), turn_token="good", context_tokens=200_000) as s:
-        s.http.headers["Authorization"] = "Bearer good"
-        script = Follows(recipe)
-        engines = {
-            name: await s.engine(name, token_seconds=0.01, script=script) for name in ("a", "b")
-        }
-        playing = asyncio.create_task(play(client, s.router.http_port, tmp_path, folder(recipe)))
-        await until(lambda: playing.done() or bool(_in_a_later_answer(s)), seconds=SECONDS)
-        for name in _in_a_later_answer(s)[:1]:
-            await engines[name].die()
-        status, said = await playing
-        turns = (await s.get("/turns"))["recent"]
-    assert status == 0, said
-    assert client.last in said
-    assert {turn["session"] for turn in turns} == {"a-trace"}
-    assert sum(len(turn["moves"]) for turn in turns) >= 1
-    assert len(turns) == len(client.answers())
+    played = await play_while_an_engine_dies(client, recipe, Follows(recipe), stage, tmp_path)
+    assert {turn["session"] for turn in played.turns} == {"a-trace"}
+    assert len(played.turns) == len(client.answers())
+    assert played.rows == []

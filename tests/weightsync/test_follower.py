@@ -86,7 +86,14 @@ class World:
 
 @contextlib.asynccontextmanager
 async def world(rundir: Path, models: Path, store: Path) -> AsyncIterator[World]:
-    async with store_at(store) as address, running(rundir, models) as host:
+    async with store_at(store) as address, serving_from(address, rundir, models) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def serving_from(address: str, rundir: Path, models: Path) -> AsyncIterator[World]:
+    """An engine that serves and is to follow a store; the store's life is the caller's."""
+    async with running(rundir, models) as host:
         run = PublishedRun(address, models / "small")
         with guarding(rundir) as guard:
             made = World(run, host, guard, RunDir(rundir), address)
@@ -157,14 +164,7 @@ async def test_a_store_that_does_not_answer_has_not_said_that_nothing_is_publish
 ) -> None:
     async with store_at(tmp_path / "store") as address:
         pass
-    async with running(rundir, models) as host, contextlib.AsyncExitStack() as stack:
-        run = PublishedRun(address, models / "small")
-        stack.push_async_callback(run.close)
-        guard = stack.enter_context(guarding(rundir))
-        here = World(run, host, guard, RunDir(rundir), address)
-        stack.push_async_callback(here.stop_sync)
-        await host.host.ensure(weighted(address))
-        await serving(host)
+    async with serving_from(address, rundir, models) as here:
         here.sync()
         await here.says(address)
         assert (here.weights.version, here.weights.attested) == ("", False)
@@ -228,17 +228,11 @@ async def test_a_store_that_goes_away_leaves_the_old_version_serving(
         return dialled[-1]
 
     monkeypatch.setattr(follower, "WeightsClient", dial)
-    async with running(rundir, models) as host, contextlib.AsyncExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         async with store_at(tmp_path / "store") as address:
-            run = PublishedRun(address, models / "small")
-            stack.push_async_callback(run.close)
-            guard = stack.enter_context(guarding(rundir))
-            here = World(run, host, guard, RunDir(rundir), address)
-            stack.push_async_callback(here.stop_sync)
-            await host.host.ensure(weighted(address))
-            await serving(host)
+            here = await stack.enter_async_context(serving_from(address, rundir, models))
             here.sync()
-            await run.publish()
+            await here.run.publish()
             await here.serves("grpo@1.0")
         file = await here.says(address)
         assert (file.version, file.attested) == ("grpo@1.0", True)
@@ -253,7 +247,7 @@ async def test_a_store_that_goes_away_leaves_the_old_version_serving(
         await until(dials_anew, "the store is dialled with the certificate and authorities of now")
         assert (here.weights.version, here.weights.attested) == ("grpo@1.0", True)
         async with store_at(tmp_path / "store", address):
-            await run.publish()
+            await here.run.publish()
             await here.serves("grpo@1.1")
 
 

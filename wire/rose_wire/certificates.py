@@ -23,6 +23,18 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 # Clocks of nodes differ by less.
 _SLACK = dt.timedelta(minutes=5)
+SIGNS_CERTIFICATES = x509.KeyUsage(
+    key_cert_sign=True,
+    crl_sign=True,
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
+"""What the key of an authority is for."""
 
 
 def request(common_name: str) -> tuple[bytes, bytes]:
@@ -121,17 +133,6 @@ def make_authority(common_name: str, life: dt.timedelta, now: dt.datetime) -> tu
             x509.NameAttribute(NameOID.SERIAL_NUMBER, f"{number:x}"),
         ]
     )
-    usage = x509.KeyUsage(
-        key_cert_sign=True,
-        crl_sign=True,
-        digital_signature=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -141,7 +142,7 @@ def make_authority(common_name: str, life: dt.timedelta, now: dt.datetime) -> tu
         .not_valid_before(now - _SLACK)
         .not_valid_after(now + life)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
+        .add_extension(SIGNS_CERTIFICATES, critical=True)
         .sign(key, hashes.SHA256())
     )
     return _pem(key), certificate.public_bytes(serialization.Encoding.PEM)
