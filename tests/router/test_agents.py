@@ -526,3 +526,14 @@ async def test_pieces_of_each_part_add_up_to_what_is_said_at_its_end(
         (done,) = [one["text"] for one in told if one["type"] == f"response.{kind}.done"]
         assert "".join(pieces) == done == text
         assert (len(pieces) == 1) == at_once
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses"])
+async def test_without_a_tokenizer_a_harness_is_told_who_gives_one(
+    stage: Staging, path: str
+) -> None:
+    body = {"input": "go"} if path == "/v1/responses" else messages(user("go"))
+    async with stage() as s, s.post(path, body) as reply:
+        error = (await reply.json())["error"]
+    assert reply.status == 400
+    assert "router.template" in error["message"]

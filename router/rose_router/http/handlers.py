@@ -111,8 +111,9 @@ class TurnHandlers:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """Anthropic's ``/v1/messages``."""
+        tokenizer = self._words()
         body = messages.chat_of(await read_body(request))
-        ask, tokenizer = self._read_chat(request, body), self._words()
+        ask = self._read_chat(request, body)
         with self._turns(request, ask) as (turn,):
             reader = OutputReader(turn, tokenizer, body)
             beside = partial(replies.conversation_json, turn, ask)
@@ -121,16 +122,18 @@ class TurnHandlers:
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Anthropic's ``/v1/messages/count_tokens``."""
+        tokenizer = self._words()
         body = messages.chat_of(await read_body(request))
-        return _json({"input_tokens": len(chat.prompt_of(body, self._tokenizer))})
+        return _json({"input_tokens": len(chat.prompt_of(body, tokenizer))})
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/responses``."""
+        tokenizer = self._words()
         body = await read_body(request)
         job = self._job(request, Hints(body, request.headers).job)
         previous = responses.previous_of(body)
         read = responses.read(body, self._stored.find(job, previous) if previous else ())
-        ask, tokenizer = self._read_chat(request, read.chat), self._words()
+        ask = self._read_chat(request, read.chat)
         with self._turns(request, ask) as (turn,):
             reader = OutputReader(turn, tokenizer, read.chat)
             beside = partial(replies.conversation_json, turn, ask, read.not_shown)
@@ -218,7 +221,10 @@ class TurnHandlers:
 
     def _words(self) -> Tokenizer:
         if self._tokenizer is None:
-            message = "this router has no tokenizer; start it with --tokenizer"
+            message = (
+                "this router has no tokenizer, and answers token ids only; the platform gives it "
+                "one by router.template of the chart, or --tokenizer"
+            )
             raise BadRequest("NoTokenizer", message)
         return self._tokenizer
 
