@@ -18,6 +18,7 @@ from rose_router.callers import NamedCallers
 from rose_router.http.bearer import CONTROL
 from rose_wire.service_accounts import ServiceAccounts
 from tests.router.conftest import Stage
+from tests.router.scripts import folder
 
 Make = Callable[..., AbstractAsyncContextManager[Stage]]
 KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
@@ -178,3 +179,23 @@ async def test_who_changes_what_concerns_all_turns_is_written_down(
         f"/continue_generation {lease} by {account} from 127.0.0.1: 403 TurnsOnly",
         f"/pause_generation {lease} by nobody known from 127.0.0.1: 401 NotAllowed",
     ]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/messages"])
+@pytest.mark.parametrize(("audience", "job"), [(LEASE, "alpha"), (TURNS, "")])
+async def test_a_token_for_turns_does_not_choose_whose_they_are(
+    stage: Make, path: str, audience: str, job: str
+) -> None:
+    body = ASK if path == "/generate" else {"messages": [{"role": "user", "content": "go"}]}
+    async with stage(accounts=keys(), tokenizer=folder(), context_tokens=600) as s:
+        await s.engine()
+        hinted = {**body, "rose": {"job": "alpha", "session": "s"}}
+        async with s.post(path, hinted, headers=bearer(audience)) as reply:
+            assert reply.status == 200, await reply.text()
+        (turn,) = s.router.service.ledger.recent
+        rows = s.url + "/sessions/s/rows"
+        asking = {**bearer(), "X-Rose-Job": "alpha"}
+        async with s.http.get(rows, headers=asking) as reply:
+            found = reply.status == 200
+    assert turn["job"] == job
+    assert found == (path == "/v1/messages" and bool(job)), "rows of a job are its own"

@@ -130,7 +130,9 @@ class TurnHandlers:
         """OpenAI's ``/v1/responses``."""
         tokenizer = self._words()
         body = await read_body(request)
-        job = self._job(request, Hints(body, request.headers).job)
+        job = _job_of(request)
+        if job is None:
+            job = Hints(body, request.headers).job
         previous = responses.previous_of(body)
         read = responses.read(body, self._stored.find(job, previous) if previous else ())
         ask = self._read_chat(request, read.chat)
@@ -210,14 +212,8 @@ class TurnHandlers:
             random_rid,
             context=self._service.bounds().context,
             history=self._history,
-            job=request.get(JOB, ""),
-            believed=not request.get(LIMITED),
+            job=_job_of(request),
         )
-
-    @staticmethod
-    def _job(request: web.Request, hinted: str) -> str:
-        """Whose turns these are; a harness's token does not choose."""
-        return request.get(JOB, "") or ("" if request.get(LIMITED) else hinted)
 
     def _words(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -263,8 +259,8 @@ class TurnHandlers:
 
     @contextlib.contextmanager
     def _turns(self, request: web.Request, ask: ParsedRequest) -> Iterator[list[Turn]]:
-        """The turns asked for, of the job that the caller's token names."""
-        job = request.get(JOB, "")
+        """The turns asked for, each of its job."""
+        job = _job_of(request)
         turns: list[Turn] = []
         if (room := request.get(ROOM)) is not None:
             room.resize(held_by(ask.turns))
@@ -272,7 +268,7 @@ class TurnHandlers:
         interval = 1 if ask.stream else self._service.settings.interval
         try:
             for one in ask.turns:
-                asked = one.but(interval=interval).of_job(job or one.job)
+                asked = one.but(interval=interval, job="").of_job(one.job if job is None else job)
                 turns.append(self._service.submit(asked))  # must hold those begun
             yield turns
         finally:
@@ -338,6 +334,14 @@ def _vllm_answer(turns: list[Turn]) -> dict[str, Any]:
         typed_abort(turn)
     choices = [replies.vllm_choice(turn, index) for index, turn in enumerate(turns)]
     return {"request_id": turns[0].request.rid, "choices": choices, "prompt_logprobs": None}
+
+
+def _job_of(request: web.Request) -> str | None:
+    """Whose turns the caller's token says that these are; ``None`` = the caller may say it.
+
+    A token for turns alone, an agent's, does not choose.
+    """
+    return request.get(JOB, "") or ("" if request.get(LIMITED) else None)
 
 
 async def _begun(turn: Turn) -> None:

@@ -35,8 +35,7 @@ def read(
     *,
     context: int = 0,
     history: History | None = None,
-    job: str = "",
-    believed: bool = True,
+    job: str | None = None,
 ) -> ParsedRequest:
     """Read a request.
 
@@ -47,8 +46,7 @@ def read(
         new_rid: names turns that the caller has not named.
         context: tokens of prompt and answer that the lease's engines bear; 0 = unknown.
         history: what is known of conversations; ``None`` = every prompt is rendered whole.
-        job: of the caller's token; empty = the request's own word counts, where it is believed.
-        believed: the caller may say whose the turn is.
+        job: whose the conversation is; ``None`` = as the request says.
 
     Raises:
         InvalidTurn: something is wrong with it; names the field.
@@ -58,11 +56,9 @@ def read(
     answers = whole_number(body, "n", 1, least=1, most=MOST_ANSWERS)
     stream = bool(body.get("stream"))
     hints = Hints(body, headers)
-    if not believed:
-        hints.job = ""
     talk = None
     if history is not None and hints.record and body.get("input_ids") is None:
-        talk = _conversation(body, history, job or hints.job, hints.session)
+        talk = _conversation(body, history, hints.job if job is None else job, hints.session)
     prompt = prompt_of(body, tokenizer) if talk is None else token_ids(list(talk.ids), "messages")
     rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
     asked = ((f"{rid}_{answer}" if answers > 1 else rid, prompt) for answer in range(answers))
