@@ -1,4 +1,4 @@
-"""The digest of ``rose_core.delta.digest`` where the weights are, by plain torch operations.
+"""The digest of ``rose_core.delta.digest`` where the weights are, by Triton or torch.
 
 Nothing but two sums leaves the device, so attesting an engine costs its memory's bandwidth a few
 times over and not a copy of the model to the host. The same golden vectors hold it to the host's
@@ -8,7 +8,9 @@ shift is an arithmetic one with the sign's copies masked out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rose_core.delta import loops
@@ -60,6 +62,9 @@ def digest_rows(name: str, source: tuple[int, int], rows: torch.Tensor) -> Diges
 def rows_by_key(key: int, source: tuple[int, int], rows: torch.Tensor) -> Digest:
     """The same for a tensor whose key is known."""
     first, stride = source
+    if rows.is_cuda and (kernel := _kernel()) is not None:
+        low, high = kernel.lanes(rows, first, stride, _signed(key)).tolist()
+        return Digest(low & _EVERY, high & _EVERY)
     found = NOTHING
     height, width = max(1, CHUNK // max(rows.shape[1], 1)), min(rows.shape[1], CHUNK)
     for row in range(0, rows.shape[0], height):
@@ -67,6 +72,16 @@ def rows_by_key(key: int, source: tuple[int, int], rows: torch.Tensor) -> Digest
             part = rows[row : row + height, column : column + width]
             found = found.plus(_lanes(part, first + row * stride + column, stride, key))
     return found
+
+
+@functools.cache
+def _kernel() -> ModuleType | None:
+    """The same in one kernel, where torch brought Triton with it."""
+    try:
+        from rose_engines import digest_kernel  # noqa: PLC0415  # compiles at import
+    except ImportError:
+        return None
+    return digest_kernel
 
 
 def _lanes(part: torch.Tensor, first: int, stride: int, key: int) -> Digest:
