@@ -16,6 +16,7 @@ RouterError                 status, reason (closed word), retry_after
 LegLost                     a leg ended without its last event; the turn goes on elsewhere
 EngineRefused               the engine says the request itself is wrong; goes to the caller
 Unreachable                 nobody takes connections at an engine's address
+LoopEnded                   a loop that watches turns, demand or replicas; the router ends too
 """
 
 REASON = "X-Rose-Reason"
@@ -135,3 +136,7 @@ class EngineRefused(Exception):
 
 class Unreachable(OSError):
     """Nobody takes connections at an engine's address."""
+
+
+class LoopEnded(Exception):
+    """A loop of the router that only its end may end."""

@@ -22,7 +22,7 @@ from rose_router.engines.attach import Attachments
 from rose_router.engines.connections import Connections
 from rose_router.engines.engine_client import EngineClient, HttpEngineClient
 from rose_router.enrolment import enrolled
-from rose_router.errors import BadRequest
+from rose_router.errors import BadRequest, LoopEnded
 from rose_router.flags import parser, settings
 from rose_router.http import app, forward
 from rose_router.http.tokenization import Tokenizer
@@ -47,12 +47,25 @@ class RunningRouter:
     Attributes:
         http_port, attach_port: where; of interest when port 0 was asked for.
         peer_port: of the other replicas, 0 where they speak plain text.
+        loops: what watches turns, demand and replicas; while the router serves, none ends.
     """
 
     service: Service
     http_port: int
     attach_port: int
     peer_port: int = 0
+    loops: frozenset[asyncio.Task[None]] = frozenset()
+
+    def check_loops(self) -> None:
+        """Turns would wait for ever, or the lease lose its slots, and nobody would see why.
+
+        Raises:
+            LoopEnded: one of the loops has ended.
+        """
+        for loop in self.loops:
+            if loop.done():
+                name = getattr(loop.get_coro(), "__qualname__", loop.get_name())
+                raise LoopEnded(f"{name} has ended") from loop.exception()
 
 
 def _peers(config: Settings, service: Service, session: aiohttp.ClientSession) -> Peers | None:
@@ -143,9 +156,9 @@ async def running(
         await runner.setup()
         if runner.server is None:
             raise RuntimeError("aiohttp made no server")
+        looking = asyncio.create_task(asked.run())
         try:
             await service.start()
-            looking = asyncio.create_task(asked.run())
             async with (
                 listening(runner.server, doors, http_address, config.http_tls_dir) as port,
                 _listening_to_peers(runner.server, doors, peer_address, config) as peer_port,
@@ -153,7 +166,8 @@ async def running(
                 attach_port = await server.start(attach_address)
                 if peers:
                     await peers.start()
-                yield RunningRouter(service, port, attach_port, peer_port)
+                loops = frozenset([looking, *service.loops, *(peers.loops if peers else ())])
+                yield RunningRouter(service, port, attach_port, peer_port, loops)
                 await service.drain()
         finally:
             looking.cancel()
@@ -177,7 +191,11 @@ def spare_collections() -> None:
 
 
 async def serve(given: argparse.Namespace) -> int:
-    """Run until SIGTERM or SIGINT; exit code 0."""
+    """Run until SIGTERM or SIGINT; exit code 0.
+
+    Raises:
+        LoopEnded: the router could not go on; whoever started it starts it again.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -201,13 +219,15 @@ async def serve(given: argparse.Namespace) -> int:
             LOG.info("turns on port %d, engines on port %d", router.http_port, router.attach_port)
             outdated = asyncio.create_task(identity.outdated.wait())
             until.callback(outdated.cancel)
-            await asyncio.wait({stopped, outdated}, return_when=asyncio.FIRST_COMPLETED)
+            until_then = {stopped, outdated, *router.loops}
+            await asyncio.wait(until_then, return_when=asyncio.FIRST_COMPLETED)
+            router.check_loops()
             LOG.info("draining %d turns", len(router.service.ledger))
     return 0
 
 
 def main(argv: list[str]) -> int:
-    """``rose router``: 0 stopped, 1 could not start."""
+    """``rose router``: 0 stopped, 1 could not start or go on."""
     given = parser().parse_args(argv)
     logging.basicConfig(
         level=given.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -218,4 +238,7 @@ def main(argv: list[str]) -> int:
             return runner.run(serve(given))
     except (OSError, ValueError, Unavailable, BadRequest) as error:
         sys.stderr.write(f"rose router: {complaint(error, argv)}\n")
+        return 1
+    except LoopEnded:
+        LOG.exception("rose router: a loop has ended; turns in flight were aborted")
         return 1

@@ -15,6 +15,7 @@ from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
 from rose_router.flags import parser, settings
 from rose_router.main import main
+from rose_router.turns.supervisor import Supervisor
 
 
 async def ports(child: asyncio.subprocess.Process) -> tuple[int, int]:
@@ -68,6 +69,23 @@ async def test_it_starts_and_drains_on_sigterm(tmp_path: Path) -> None:
         if child.returncode is None:
             child.kill()
             await child.wait()
+
+
+def test_a_router_ends_when_a_loop_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its supervisor gone, turns on a closed gate would wait for ever."""
+
+    async def break_down(_self: Supervisor) -> None:
+        raise KeyError("engine-7")
+
+    monkeypatch.setattr(Supervisor, "run", break_down)
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    addresses = [f"--{name}-address=127.0.0.1:0" for name in ("http", "attach", "peer")]
+    assert main(["--lease=team/grpo", f"--token-file={token}", *addresses]) == 1
+    assert "break_down has ended" in caplog.text
+    assert "engine-7" in caplog.text
 
 
 async def test_flags_become_settings(tmp_path: Path) -> None:

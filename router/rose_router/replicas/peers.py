@@ -130,6 +130,7 @@ class Peers:
 
     Attributes:
         pulse: who of them answers.
+        loops: what looks at them, from ``start`` to ``close``.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Peers:
         self._peers: dict[str, Peer] = {}
         self._down: dict[str, float] = {}
         self._relays: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self.loops: list[asyncio.Task[None]] = []
 
     def http(self) -> dict[str, Any]:
         """What a request of aiohttp to a replica must be given."""
@@ -190,13 +191,13 @@ class Peers:
     async def start(self) -> None:
         """Look once, then keep looking."""
         await self._look()
-        self._tasks = [asyncio.create_task(self._run())]
+        self.loops = [asyncio.create_task(self._run())]
         if self._ask is not None:
-            self._tasks.append(asyncio.create_task(self._beat()))
+            self.loops.append(asyncio.create_task(self._beat()))
 
     async def close(self) -> None:
         """Let go of the others."""
-        tasks = [*self._relays.values(), *self._tasks]
+        tasks = [*self._relays.values(), *self.loops]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

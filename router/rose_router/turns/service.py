@@ -62,6 +62,7 @@ class Service:
 
     Attributes:
         on_turn: called when a turn begins.
+        loops: what watches the turns, from ``start`` to ``close``.
     """
 
     def __init__(
@@ -122,13 +123,13 @@ class Service:
             clock=clock,
             new_rid=new_rid,
         )
-        self._loops: list[asyncio.Task[None]] = []
+        self.loops: list[asyncio.Task[None]] = []
         self._ends: deque[float] = deque(maxlen=64)
 
     async def start(self) -> None:
         """Begin to watch."""
         loops = (self._supervisor.run(), self._warmer.run())
-        self._loops = [asyncio.create_task(loop) for loop in loops]
+        self.loops = [asyncio.create_task(loop) for loop in loops]
 
     async def close(self) -> None:
         """End every turn with a typed abort and stop."""
@@ -136,9 +137,9 @@ class Service:
         for turn in turns:
             self._end(turn, "the router stops")
         await asyncio.gather(*(turn.task for turn in turns if turn.task), return_exceptions=True)
-        for loop in self._loops:
+        for loop in self.loops:
             loop.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        await asyncio.gather(*self.loops, return_exceptions=True)
         await self._warmer.close()
         await self._fences.close()
 
