@@ -44,14 +44,18 @@ vllm: venv  ## the environment of a real vLLM on CPU, as another serving engine 
 cluster: venv  ## the parts of the one-node Kubernetes (cached; about 12 minutes the first time)
 	@$(BIN)/rose dev build
 
-demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
+# Set-up side by side: one compiles while the other downloads.
+demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
+	@$(MAKE) --no-print-directory -j 2 engine cluster
 	@$(BIN)/rose demo $(ARGS)
 
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest
 # says so; generated examples are the same every time, so that a change is judged by what it does. While you
 # work (`make unit`) nothing is tried twice, and examples are new each time.
 test test-engines test-cluster: AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci
-test: check unit engine cluster  ## everything that CI runs
+test: venv  ## everything that CI runs
+	$(MAKE) --no-print-directory -j 3 check engine cluster
+	$(MAKE) --no-print-directory unit AGAIN='$(AGAIN)'
 	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-engines test-cluster
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
