@@ -3,8 +3,8 @@
 RolloutError
 ├── InvalidTurn       the request is wrong in itself; names the field
 │   └── UnsafeTurn    it asks of an engine what no engine may be asked; names the field
-├── UnknownVersion    the request is pinned to a version nobody has announced
-├── VersionGone       the pinned version exists no more on any engine
+├── UnknownVersion    the request is pinned to a version nobody has announced; it may yet come
+│   └── VersionGone   the pinned version exists no more on any engine, or never will
 ├── InvalidRound      tail batching was asked for what its states do not allow
 ├── InvalidBound      sizes that no trainer could have
 └── BrokenStream      an engine's events contradict what it sent before
@@ -27,8 +27,8 @@ class UnknownVersion(RolloutError):
     """The request is pinned to a version that nobody has announced (yet)."""
 
 
-class VersionGone(RolloutError):
-    """The exact version the request is pinned to runs on no engine any more."""
+class VersionGone(UnknownVersion):
+    """The version the request is pinned to runs on no engine, and waiting brings none."""
 
 
 class BrokenStream(RolloutError):

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.errors import InvalidTurn, UnknownVersion
+from rose_core.rollouts.errors import InvalidTurn, UnknownVersion, VersionGone
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,15 @@ def satisfies(version: WeightVersion, pin: Pin) -> bool:
     return version.run == pin.minimum.run and not older(version, pin.minimum)
 
 
+def _may_come(wanted: WeightVersion, head: WeightVersion | None) -> bool:
+    """Whether a version that nobody has may still be published."""
+    if head is None:
+        return True
+    if wanted.is_base:
+        return False
+    return head.is_base or (wanted.run == head.run and not older(wanted, head))
+
+
 def check_pin(pin: Pin, head: WeightVersion | None, live: Iterable[WeightVersion]) -> None:
     """Refuse a pin that cannot be met by waiting a moment.
 
@@ -158,12 +167,15 @@ def check_pin(pin: Pin, head: WeightVersion | None, live: Iterable[WeightVersion
         live: attested versions of the engines that are attached.
 
     Raises:
-        UnknownVersion: nobody has announced such a version, or it runs nowhere any more.
+        UnknownVersion: nobody has announced such a version yet.
+        VersionGone: nobody will: it runs nowhere any more, or is another run's.
     """
+    wanted = pin.exact or pin.minimum
+    refusal = UnknownVersion if wanted is None or _may_come(wanted, head) else VersionGone
     known = f"the newest version known here is {head}" if head else "no version is known here yet"
     if pin.exact is not None and pin.exact != head and pin.exact not in set(live):
         message = f"no engine has version {pin.exact}; {known}"
-        raise UnknownVersion(message)
+        raise refusal(message)
     if pin.minimum is not None and (head is None or not satisfies(head, Pin(pin.minimum))):
         message = f"version {pin.minimum} or newer is not known here; {known}"
-        raise UnknownVersion(message)
+        raise refusal(message)

@@ -1,11 +1,11 @@
 """Exceptions of the router; each is one HTTP answer.
 
 RouterError                 status, reason (closed word), retry_after
-├── BadRequest      400     wrong in itself, names the field
+├── BadRequest      400     wrong in itself, names the field; an id twice, a version that is gone
 ├── NotAllowed      401     bearer token missing or wrong
 ├── Forbidden       403     the token is for turns only
 ├── NotFound        404     no such session or response is kept here
-├── Conflict        409     pinned version unknown, duplicate id with another body
+├── Conflict        409     pinned version not announced yet; Retry-After: it may be
 ├── TooLarge        413     would not fit into the router's memory
 ├── Unprocessable   422     not spliceable, ended engines: asking again does not help
 ├── SlowCaller      408     the body did not come in time
@@ -65,7 +65,7 @@ class NotFound(RouterError):
 
 
 class Conflict(RouterError):
-    """The request cannot be met as things stand."""
+    """The request cannot be met as things stand, and may be met soon: clients ask again."""
 
     status = 409
 

@@ -9,7 +9,7 @@ import pytest
 from rose_core.identity import WeightVersion
 from rose_core.rollouts import splice
 from rose_core.rollouts.admission import QueueLimits, has_room, rank, retry_after
-from rose_core.rollouts.errors import InvalidTurn, UnknownVersion
+from rose_core.rollouts.errors import InvalidTurn, UnknownVersion, VersionGone
 from rose_core.rollouts.estimates import Hazard, Speed
 from rose_core.rollouts.versions import (
     Pin,
@@ -226,8 +226,13 @@ def test_a_pin_must_be_known() -> None:
     check_pin(Pin(exact=version(5)), version(5), [])
     with pytest.raises(UnknownVersion, match=r"run@1\.6 or newer"):
         check_pin(Pin(minimum=version(6)), version(5), [])
-    with pytest.raises(UnknownVersion, match=r"no engine has version run@1\.2"):
-        check_pin(Pin(exact=version(2)), version(5), [version(3)])
+    for gone in (version(2), version(9, run="other"), base()):
+        with pytest.raises(VersionGone, match="no engine has version"):
+            check_pin(Pin(exact=gone), version(5), [version(3)])
+    for coming in (version(9), version(0, incarnation=2)):
+        with pytest.raises(UnknownVersion, match="no engine has version") as found:
+            check_pin(Pin(exact=coming), version(5), [version(3)])
+        assert not isinstance(found.value, VersionGone)
     with pytest.raises(UnknownVersion, match="no version is known"):
         check_pin(Pin(minimum=version(0)), None, [])
 

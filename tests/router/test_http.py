@@ -249,7 +249,7 @@ MALFORMED: list[tuple[str, object, int, str]] = [
     ("/generate", ask(custom_logit_processor="gASV"), 400, "custom_logit_processor: it is code"),
     ("/v1/completions", {"prompt": PROMPT, "logprobs": 1000}, 422, "top_logprobs_num"),
     ("/generate", ask(rose={"min_version": "run@1.9"}), 409, "run@1.9"),
-    ("/generate", ask(rose={"version": "other@1.0"}), 409, "other@1.0"),
+    ("/generate", ask(rose={"version": "other@1.0"}), 400, "other@1.0"),
     ("/v1/completions", {"prompt": "text"}, 400, "no tokenizer"),
     ("/v1/completions", {"prompt": PROMPT, "echo": True}, 400, "echo"),
     ("/v1/completions", {"prompt": PROMPT, "max_tokens": "x"}, 400, "max_tokens"),

@@ -12,7 +12,7 @@ from rose_core.rollouts.terms import LeaseTerms
 from rose_core.rollouts.versions import Pin
 from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind
-from rose_router.errors import Busy, Conflict, Overloaded, Unprocessable
+from rose_router.errors import BadRequest, Busy, Conflict, Overloaded, Unprocessable
 from rose_router.turns.turn import TurnState
 from tests.router.world import (
     SimEngine,
@@ -108,6 +108,28 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         w.attach(SimEngine("a"))
         for turn in waiting:
             judge_whole(await over(turn))
+
+
+@pytest.mark.parametrize(
+    ("answers", "refusal", "words"),
+    [
+        (8, Busy, "asks for 8 answers at once; engines have 2 places free, .* 4 turns"),
+        (6, None, ""),
+        (20, Unprocessable, "asks for 20 answers .* ask for 9 answers at most"),
+    ],
+)
+async def test_answers_that_do_not_fit_are_refused_with_what_would(
+    answers: int, refusal: type[Exception] | None, words: str
+) -> None:
+    engines = SimEngine("a", cap=2), SimEngine("b", cap=3, gate_open=False)
+    async with world(*engines, queue=QueueLimits(most=4, seconds=100)) as w:
+        await asyncio.sleep(0.1)
+        room = w.service.room
+        if refusal is None:
+            room.check_room(more=answers)
+        else:
+            with pytest.raises(refusal, match=words):
+                room.check_room(more=answers)
 
 
 async def test_a_turn_that_waited_too_long_names_the_nearest_obstacle() -> None:
@@ -253,7 +275,7 @@ async def test_a_duplicate_id_joins_the_live_turn_and_replays_the_finished_one()
         assert w.ask(10, rid="x", own_rid=True, prompt=(1, 2)) is first
         assert len(engine.seen) == 1
         assert w.ask(10, rid="x", own_rid=True, prompt=(3,)) is not first
-        with pytest.raises(Conflict, match="another body"):
+        with pytest.raises(BadRequest, match="another body"):
             w.ask(10, rid="x", own_rid=True, prompt=(4,))
 
 

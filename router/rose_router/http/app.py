@@ -27,7 +27,13 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from rose_core.rollouts.errors import InvalidTurn, RolloutError, UnsafeTurn
+from rose_core.rollouts.errors import (
+    InvalidTurn,
+    RolloutError,
+    UnknownVersion,
+    UnsafeTurn,
+    VersionGone,
+)
 from rose_core.rollouts.message_tree import MessageTree
 from rose_router import metrics
 from rose_router.errors import REASON, EngineRefused, RouterError
@@ -159,7 +165,8 @@ def classify(error: Exception) -> tuple[int, str, int]:
         # After a 422 no client asks again.
         return 422 if isinstance(error, UnsafeTurn) else 400, type(error).__name__, 0
     if isinstance(error, RolloutError):
-        return 409, type(error).__name__, 1
+        may_come = isinstance(error, UnknownVersion) and not isinstance(error, VersionGone)
+        return (409 if may_come else 400), type(error).__name__, int(may_come)
     if isinstance(error, EngineRefused):
         return 400, "EngineRefused", 0
     if isinstance(error, web.HTTPException):

@@ -15,7 +15,7 @@ from typing import Any
 
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
-from rose_router.errors import Conflict
+from rose_router.errors import BadRequest
 from rose_router.turns.request import TurnRequest
 from rose_router.turns.turn import Turn, TurnState
 
@@ -68,7 +68,7 @@ class Ledger:
         """The turn that this request is a duplicate of.
 
         Raises:
-            Conflict: a live turn has the id and another body.
+            BadRequest: a live turn has the id and another body.
         """
         if not request.own_rid:
             return None
@@ -77,8 +77,11 @@ class Ledger:
         if live is not None:
             if live.request.fingerprint() == request.fingerprint():
                 return live
-            message = f"id {request.rid!r} belongs to a live turn with another body"
-            raise Conflict("DuplicateId", message)
+            message = (
+                f"rid: {request.rid!r} belongs to a live turn with another body; give each turn an "
+                "id of its own"
+            )
+            raise BadRequest("DuplicateId", message)
         finished = self._finished.get(request.name)
         if finished is None or finished.request.fingerprint() != request.fingerprint():
             return None

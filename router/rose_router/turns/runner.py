@@ -327,7 +327,7 @@ class TurnRunner:
         """An error before the first token, a typed abort with what is held after it."""
         if turn.held:
             reason = error.reason if isinstance(error, RouterError) else type(error).__name__
-            status = error.status if isinstance(error, RouterError) else 409
+            status = error.status if isinstance(error, RouterError) else 400
             self._abort(turn, reason, str(error), status)
         else:
             turn.state, turn.error = TurnState.FAILED, error

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from rose_core.rollouts import versions
-from rose_core.rollouts.errors import UnknownVersion
+from rose_core.rollouts.errors import UnknownVersion, VersionGone
 from rose_core.rollouts.fields import Bounds, check_within, least
 from rose_core.rollouts.guards import RolloutOutlook
 from rose_core.rollouts.prefixes import Prefixes
@@ -25,7 +25,7 @@ from rose_router.config import Settings
 from rose_router.engines.engine_client import EngineClient
 from rose_router.engines.fences import Fences
 from rose_router.engines.fleet import Clock, Fleet
-from rose_router.errors import Conflict, Overloaded, Unprocessable
+from rose_router.errors import BadRequest, Conflict, Overloaded, Unprocessable
 from rose_router.turns.ledger import Ledger
 from rose_router.turns.request import TurnRequest
 from rose_router.turns.runner import TurnRunner
@@ -157,7 +157,8 @@ class Service:
             The turn; the caller counts as a listener and must ``leave``.
 
         Raises:
-            Conflict: pinned version unknown, duplicate id.
+            Conflict: pinned version not announced yet.
+            BadRequest: it never will be; duplicate id.
             Unprocessable: not spliceable here.
             UnsafeTurn: no engine attached could bear it.
             Overloaded: draining.
@@ -262,6 +263,8 @@ class Service:
     def _check(self, request: TurnRequest) -> None:
         try:
             versions.check_pin(request.pin, self.fleet.head, self.fleet.live_versions())
+        except VersionGone as error:
+            raise BadRequest("VersionGone", str(error)) from error
         except UnknownVersion as error:
             raise Conflict("UnknownVersion", str(error), retry_after=1) from error
         if request.dedicated_because and not self._may_have_dedicated():

@@ -36,7 +36,7 @@ from rose_core.rollouts.placement import (
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
 from rose_router.engines.fleet import Clock, Engine, Fleet
-from rose_router.errors import Busy, Overloaded
+from rose_router.errors import Busy, Overloaded, Unprocessable
 
 
 @dataclass(eq=False)
@@ -117,6 +117,7 @@ class TurnQueue:
 
         Raises:
             Busy: it is.
+            Unprocessable: they are more than could ever run and wait here.
         """
         places = sum(max(0, e.cap - e.reserved) for e in self._fleet if e.gate_open)
         beside = max(0, more - 1 - places)
@@ -128,10 +129,18 @@ class TurnQueue:
         if has_room(waiting, self._queue, mine=mine + beside, jobs=jobs):
             return
         whose = f", {mine} of them of job {job}" if job else ""
-        message = (
-            f"{len(self._waiting)} turns are waiting for an engine already{whose}; try again later"
-        )
-        raise Busy("QueueFull", message, retry_after=self._retry_after())
+        if more == 1:
+            message = f"{len(self._waiting)} turns are waiting for an engine already{whose}"
+        else:
+            message = (
+                f"the request asks for {more} answers at once; engines have {places} places free, "
+                f"and of the {self._queue.most} turns that may wait {len(self._waiting)} do{whose}"
+            )
+        most = self._queue.most + sum(engine.cap for engine in self._fleet)
+        if more > max(most, 1):
+            message += f"; ask for {most} answers at most (n, or prompts) at a time"
+            raise Unprocessable("TooManyAnswers", message)
+        raise Busy("QueueFull", f"{message}; try again later", retry_after=self._retry_after())
 
     async def place(
         self,
