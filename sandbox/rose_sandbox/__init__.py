@@ -1,0 +1,1 @@
+"""Sandboxes: runs an agent's world, saves it and gives it back; start at ``runtimes.runtime``."""

@@ -1,0 +1,73 @@
+"""Exceptions of the sandbox room.
+
+SandboxError
+├── Unavailable       this machine lacks a part that the runtime needs
+├── UnknownImage      no such image here
+├── UnknownSandbox    no such sandbox here, or it has ended
+├── AlreadyThere      a sandbox of that key runs or is suspended here
+├── Suspended         the sandbox is suspended; resume it first
+├── CannotCheckpoint  something in the sandbox cannot be saved; it lives on
+├── CannotRestore     the parts do not give a sandbox back; nothing of it is left behind
+├── BadPath           a path that is none, leads nowhere or is no plain file
+├── TooLarge          a file or a command over its bound
+├── NotListening      nothing in the sandbox answers at that port
+└── RuntimeFailed     the runtime's own program failed; its words are in the text
+"""
+
+from __future__ import annotations
+
+
+class SandboxError(Exception):
+    """Base of everything ``rose_sandbox`` raises."""
+
+
+class Unavailable(SandboxError):
+    """This machine lacks a part that the runtime needs; the text says which and what brings it."""
+
+
+class UnknownImage(SandboxError):
+    """No such image here; the text lists those that are."""
+
+
+class UnknownSandbox(SandboxError):
+    """No such sandbox here, or it has ended."""
+
+
+class AlreadyThere(SandboxError):
+    """A sandbox of that key runs or is suspended here."""
+
+
+class Suspended(SandboxError):
+    """The sandbox is suspended; resume it first."""
+
+
+class CannotCheckpoint(SandboxError):
+    """Something in the sandbox cannot be saved; it lives on.
+
+    Attributes:
+        what: the thing in short, for records and metrics: "io_uring", "external socket".
+    """
+
+    def __init__(self, what: str, text: str) -> None:
+        super().__init__(text)
+        self.what = what
+
+
+class CannotRestore(SandboxError):
+    """The parts do not give a sandbox back; nothing of it is left behind."""
+
+
+class BadPath(SandboxError):
+    """A path that is none, leads nowhere or is no plain file."""
+
+
+class TooLarge(SandboxError):
+    """A file or a command over its bound."""
+
+
+class NotListening(SandboxError):
+    """Nothing in the sandbox answers at that port."""
+
+
+class RuntimeFailed(SandboxError):
+    """The runtime's own program failed; its words are in the text."""

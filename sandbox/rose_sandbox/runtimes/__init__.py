@@ -1,0 +1,1 @@
+"""What runs sandboxes: siblings behind ``runtime.Runtime``, held to one contract test."""

@@ -1,0 +1,267 @@
+"""What every runtime does alike; a subclass says which one, and how a server starts in it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rose_sandbox.errors import (
+    AlreadyThere,
+    BadPath,
+    CannotRestore,
+    NotListening,
+    Suspended,
+    TooLarge,
+    UnknownImage,
+    UnknownSandbox,
+)
+from rose_sandbox.runtimes.runtime import (
+    CheckpointParts,
+    ExecResult,
+    Handle,
+    Kind,
+    Limits,
+    Runtime,
+    SandboxSpec,
+    State,
+)
+
+SMALL = Limits(cpus=1, memory_bytes=256 << 20, pids=64, disk_bytes=32 << 20)
+
+
+async def said(runtime: Runtime, box: Handle, command: str, session: str | None = None) -> str:
+    """What a command says that must go well."""
+    result = await runtime.exec(box, command, 20, session=session)
+    assert result.exit_code == 0, result
+    return result.stdout.decode()
+
+
+class Contract:
+    """Inherited by the test class of each runtime, which has fixtures ``runtime`` and ``serve``."""
+
+    @pytest.fixture
+    async def box(self, runtime: Runtime) -> Handle:
+        return await runtime.create(SandboxSpec("box", limits=SMALL))
+
+    async def test_a_command_runs_and_says_how_it_ended(
+        self, runtime: Runtime, box: Handle
+    ) -> None:
+        assert await said(runtime, box, "echo one && echo two") == "one\ntwo\n"
+        assert (await runtime.exec(box, "exit 7", 20)).exit_code == 7
+        missing = await runtime.exec(box, "no-such-command", 20)
+        assert missing.exit_code == 127
+        assert b"not found" in missing.stderr
+
+    async def test_it_starts_in_its_folder_with_its_environment(self, runtime: Runtime) -> None:
+        box = await runtime.create(
+            SandboxSpec("box", limits=SMALL, environment={"A": "b c"}, folder="/root")
+        )
+        assert await said(runtime, box, "pwd; echo $A") == "/root\nb c\n"
+
+    async def test_a_session_keeps_what_its_shell_knows_and_others_do_not(
+        self, runtime: Runtime, box: Handle
+    ) -> None:
+        await said(runtime, box, "export X=1; cd /etc", session="main")
+        assert await said(runtime, box, "echo $X; pwd", session="main") == "1\n/etc\n"
+        assert await said(runtime, box, "echo $X; pwd") == "\n/root\n"
+        assert await said(runtime, box, "echo $X", session="other") == "\n"
+
+    async def test_a_session_that_exits_is_lost_and_begins_anew(
+        self, runtime: Runtime, box: Handle
+    ) -> None:
+        await said(runtime, box, "export X=1", session="main")
+        ended = await runtime.exec(box, "exit 3", 20, session="main")
+        assert (ended.exit_code, ended.session_lost) == (3, True)
+        assert await said(runtime, box, "echo $X", session="main") == "\n"
+
+    async def test_a_command_that_never_ends_is_killed_and_the_sandbox_lives_on(
+        self, runtime: Runtime, box: Handle
+    ) -> None:
+        ended = await runtime.exec(box, "echo begun; sleep 1000", 1)
+        assert (ended.exit_code, ended.timed_out) == (124, True)
+        assert ended.stdout == b"begun\n"
+        await said(runtime, box, "export X=1", session="main")
+        assert (await runtime.exec(box, "sleep 1000", 1, session="main")).timed_out
+        assert await said(runtime, box, "echo $X", session="main") == "1\n"
+
+    async def test_what_a_command_left_in_the_background_outlives_a_later_one_that_is_killed(
+        self, runtime: Runtime, box: Handle
+    ) -> None:
+        await said(runtime, box, "sleep 1001 &")
+        assert (await runtime.exec(box, "sleep 1000", 1)).timed_out
+        await said(runtime, box, "pgrep -x sleep")
+
+    async def test_long_output_is_cut_in_the_middle(self, runtime: Runtime, box: Handle) -> None:
+        await runtime.write_file(box, "/root/long", b"a" * 600 + b"b" * 600)
+        result = await runtime.exec(box, "cat long", 20, output_bytes=100)
+        assert (result.stdout, result.cut) == (b"a" * 50 + b"b" * 50, True)
+
+    async def test_files_go_in_and_out(self, runtime: Runtime, box: Handle) -> None:
+        data = bytes(range(256)) * 100
+        await runtime.write_file(box, "/opt/new/folder/x.bin", data)
+        assert await runtime.read_file(box, "/opt/new/folder/x.bin") == data
+        await said(runtime, box, "echo out > /root/y")
+        assert await runtime.read_file(box, "/root/y") == b"out\n"
+
+    async def test_bad_files_are_refused_by_name(self, runtime: Runtime, box: Handle) -> None:
+        with pytest.raises(BadPath):
+            await runtime.read_file(box, "/root/none")
+        with pytest.raises(BadPath):
+            await runtime.write_file(box, "relative", b"")
+        await runtime.write_file(box, "/root/x", b"12345")
+        with pytest.raises(TooLarge):
+            await runtime.read_file(box, "/root/x", limit=4)
+        with pytest.raises(BadPath):
+            await runtime.write_file(box, "/root/x/below", b"")
+        with pytest.raises(TooLarge):
+            await runtime.write_file(box, "/root/big", bytes(SMALL.disk_bytes + 1))
+        assert await said(runtime, box, "echo on") == "on\n"
+
+    async def test_bad_sandboxes_are_refused_by_name(self, runtime: Runtime, box: Handle) -> None:
+        with pytest.raises(AlreadyThere):
+            await runtime.create(SandboxSpec("box"))
+        with pytest.raises(UnknownImage, match="base"):
+            await runtime.create(SandboxSpec("other", image="none"))
+        for key in ("", "a/b", "..", "-x", "x" * 64):
+            with pytest.raises(BadPath):
+                await runtime.create(SandboxSpec(key))
+        with pytest.raises(UnknownSandbox):
+            await runtime.exec(Handle("none"), "true", 1)
+
+    async def test_an_ended_sandbox_is_gone_and_its_key_is_free(
+        self, runtime: Runtime, box: Handle
+    ) -> None:
+        await said(runtime, box, "echo 1 > /root/x; sleep 1000 &")
+        await runtime.end(box)
+        await runtime.end(box)
+        assert await runtime.sandboxes() == ()
+        with pytest.raises(UnknownSandbox):
+            await runtime.exec(box, "true", 1)
+        box = await runtime.create(SandboxSpec("box", limits=SMALL))
+        assert (await runtime.exec(box, "test -e /root/x", 20)).exit_code == 1
+        assert (await runtime.exec(box, "pgrep -x sleep", 20)).exit_code == 1
+
+    async def test_a_full_checkpoint_gives_files_processes_and_shells_back(
+        self, runtime: Runtime, box: Handle, tmp_path: Path
+    ) -> None:
+        await said(runtime, box, "export X=1; echo 1 > /root/x; sleep 1000 &", session="main")
+        parts = await runtime.checkpoint(box, Kind.FULL, tmp_path)
+        assert parts.files is not None
+        assert parts.files.bytes == parts.files.path.stat().st_size > 0
+        await said(runtime, box, "export X=2; echo 2 > /root/x; pkill -x sleep", session="main")
+        assert (await runtime.exec(box, "pgrep -x sleep", 20)).exit_code == 1
+        await runtime.end(box)
+
+        box = await runtime.restore(parts, parts.spec)
+        assert await said(runtime, box, "echo $X; cat /root/x", session="main") == "1\n1\n"
+        await said(runtime, box, "pgrep -x sleep")
+        assert (await runtime.exec(box, "sleep 1000", 1)).timed_out
+        await said(runtime, box, "pkill -x sleep")
+
+    async def test_files_alone_come_back_without_processes(
+        self, runtime: Runtime, box: Handle, tmp_path: Path
+    ) -> None:
+        await said(runtime, box, "echo 1 > /root/x; sleep 1000 &")
+        parts = await runtime.checkpoint(box, Kind.FILES, tmp_path)
+        assert parts.processes is None
+        other = await runtime.restore(parts, replace(parts.spec, key="other"))
+        assert await said(runtime, other, "cat /root/x") == "1\n"
+        assert (await runtime.exec(other, "pgrep -x sleep", 20)).exit_code == 1
+        await said(runtime, box, "pgrep -x sleep")
+
+    async def test_parts_of_two_checkpoints_are_joined(
+        self, runtime: Runtime, box: Handle, tmp_path: Path
+    ) -> None:
+        folders = [tmp_path / "files", tmp_path / "processes"]
+        for folder in folders:
+            folder.mkdir()
+        await said(runtime, box, "echo 1 > /root/x")
+        files = await runtime.checkpoint(box, Kind.FILES, folders[0])
+        await said(runtime, box, "sleep 1000 &")
+        processes = await runtime.checkpoint(box, Kind.PROCESSES, folders[1])
+        assert processes.files is None
+        await runtime.end(box)
+        joined = CheckpointParts(files.spec, files.files, processes.processes)
+        box = await runtime.restore(joined, joined.spec)
+        assert await said(runtime, box, "cat /root/x") == "1\n"
+        await said(runtime, box, "pgrep -x sleep")
+
+    async def test_torn_parts_are_refused_and_leave_nothing(
+        self, runtime: Runtime, box: Handle, tmp_path: Path
+    ) -> None:
+        await said(runtime, box, "echo 1 > /root/x", session="main")
+        parts = await runtime.checkpoint(box, Kind.FULL, tmp_path)
+        await runtime.end(box)
+        assert parts.files is not None
+        assert parts.processes is not None
+        for part in (parts.files, parts.processes):
+            whole = part.path.read_bytes()
+            part.path.write_bytes(whole[: len(whole) // 2])
+            with pytest.raises(CannotRestore):
+                await runtime.restore(parts, parts.spec)
+            part.path.write_bytes(whole)
+        assert await runtime.sandboxes() == ()
+        box = await runtime.restore(parts, parts.spec)
+        assert await said(runtime, box, "cat /root/x") == "1\n"
+
+    async def test_children_of_a_fork_begin_alike_and_go_their_own_ways(
+        self, runtime: Runtime, box: Handle
+    ) -> None:
+        await said(runtime, box, "export X=1; echo 1 > /root/x; sleep 1000 &", session="main")
+        children = await runtime.fork(box, ["a", "b", "c"])
+        assert [child.key for child in children] == ["a", "b", "c"]
+        for child in children:
+            await said(runtime, child, "pgrep -x sleep")
+            name = child.key
+            await said(runtime, child, f"export X={name}; echo {name} > /root/x", session="main")
+        for child in (*children, box):
+            name = "1" if child is box else child.key
+            expected = f"{name}\n{name}\n"
+            assert await said(runtime, child, "echo $X; cat /root/x", session="main") == expected
+        with pytest.raises(AlreadyThere):
+            await runtime.fork(box, ["d", "a"])
+        assert len(await runtime.sandboxes()) == 4
+
+    async def test_a_suspended_sandbox_has_no_process_and_runs_on_when_resumed(
+        self, runtime: Runtime, box: Handle, tmp_path: Path
+    ) -> None:
+        await said(runtime, box, "export X=1; echo 1 > /root/x; sleep 1000 &", session="main")
+        parts = await runtime.suspend(box, tmp_path)
+        assert parts.files is not None
+        assert parts.processes is not None
+        facts = await runtime.facts(box)
+        assert (facts.state, facts.pids) == (State.SUSPENDED, ())
+        with pytest.raises(Suspended):
+            await runtime.exec(box, "true", 1)
+        with pytest.raises(AlreadyThere):
+            await runtime.create(SandboxSpec("box"))
+        again = await runtime.resume(box)
+        assert again.incarnation == box.incarnation + 1
+        assert await said(runtime, again, "echo $X; cat /root/x", session="main") == "1\n1\n"
+        await said(runtime, again, "pgrep -x sleep")
+        with pytest.raises(UnknownSandbox):
+            await runtime.exec(box, "true", 1)
+        assert (await runtime.facts(again)).state is State.RUNNING
+
+    async def test_a_server_in_it_is_reached_at_its_port(
+        self, runtime: Runtime, box: Handle, serve: object
+    ) -> None:
+        with pytest.raises(NotListening):
+            await runtime.connect(box, 8000)
+        assert callable(serve)
+        await serve(runtime, box, 8000, b"hello")
+        with await runtime.connect(box, 8000) as connection:
+            assert await asyncio.get_running_loop().sock_recv(connection, 100) == b"hello"
+
+    async def test_a_sandbox_that_wants_too_much_is_stopped_at_its_limits(
+        self, runtime: Runtime, box: Handle
+    ) -> None:
+        for _ in range(SMALL.pids + 1):
+            result: ExecResult = await runtime.exec(box, "sleep 1000 &", 20)
+        assert (result.exit_code, result.stderr) != (0, b"")
+        await runtime.end(box)
+        box = await runtime.create(SandboxSpec("box", limits=SMALL))
+        assert await said(runtime, box, "echo on") == "on\n"
