@@ -90,6 +90,7 @@ KINDS: tuple[Kind, ...] = (
             _AGE,
             Column("Qualified", ".status.qualifiedReplicas", "integer", wide=True),
             Column("Fresh", _condition("TelemetryFresh", "status"), wide=True),
+            Column("Fit", _condition("DevicesFit", "status"), wide=True),
         ),
         selectable=(".spec.mode", ".spec.engine.kind"),
     ),

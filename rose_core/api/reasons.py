@@ -19,6 +19,7 @@ class ConditionType(StrEnum):
     COMPUTE_AVAILABLE = "ComputeAvailable"
     MEMORY_AVAILABLE = "MemoryAvailable"
     OWNERSHIP_PROVEN = "OwnershipProven"
+    DEVICES_FIT = "DevicesFit"
     ROUTER_READY = "RouterReady"
     RECLAIMING = "Reclaiming"
     PAUSED = "Paused"

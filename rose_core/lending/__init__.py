@@ -12,7 +12,14 @@
 - ``plan``: the steps in order; read this first.
 """
 
-from rose_core.lending.answers import LeaseDecision, Lend, LendingPlan, Release, ReplicaDecision
+from rose_core.lending.answers import (
+    LeaseDecision,
+    Lend,
+    LendingPlan,
+    Misfit,
+    Release,
+    ReplicaDecision,
+)
 from rose_core.lending.facts import (
     Breaker,
     Demand,
@@ -40,6 +47,7 @@ __all__ = [
     "LendingPlan",
     "LoadOutlook",
     "Memory",
+    "Misfit",
     "Policy",
     "Pool",
     "Release",

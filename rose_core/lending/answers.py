@@ -58,6 +58,20 @@ class LeaseDecision:
 
 
 @dataclass(frozen=True)
+class Misfit:
+    """A lease whose engine no GPU of a pool can hold, however idle they become.
+
+    Attributes:
+        lease: its key.
+        text: the figures of both sides.
+    """
+
+    lease: str
+    reason: Reason
+    text: str
+
+
+@dataclass(frozen=True)
 class LendingPlan:
     """The planner's answer.
 
@@ -66,6 +80,7 @@ class LendingPlan:
         outcomes: lease key -> what it has.
         members: pool key -> verdict of every replica of it, loans included.
         unwanted: pool key -> GPUs of replicas that could be lent now and that no lease wants.
+        misfits: pool key -> leases whose engines none of its GPUs can hold.
         possible: keys of leases to which some replica could be lent, if not now then in a while.
     """
 
@@ -76,4 +91,5 @@ class LendingPlan:
     memory: Memory
     members: Mapping[str, tuple[ReplicaDecision, ...]]
     unwanted: Mapping[str, int] = field(default_factory=dict)
+    misfits: Mapping[str, tuple[Misfit, ...]] = field(default_factory=dict)
     possible: frozenset[str] = frozenset()

@@ -25,6 +25,7 @@ from rose_core.lending.facts import Snapshot
 from rose_core.lending.loan import make_loans, unwanted
 from rose_core.lending.planning_pass import PlanningPass
 from rose_core.lending.release import release_slots
+from rose_core.lending.room import misfits
 from rose_core.lending.routers import possible_leases
 
 
@@ -47,5 +48,6 @@ def plan(snapshot: Snapshot, now: float) -> LendingPlan:
         memory=world.memory,
         members=members,
         unwanted=unwanted(world),
+        misfits=misfits(world),
         possible=possible_leases(world),
     )

@@ -18,13 +18,17 @@ A replica that is lent whole is not judged: its memory is free only once serving
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
 from rose_core.api.reasons import Reason
 from rose_core.devices.memory import in_gib
-from rose_core.lending.answers import ReplicaDecision
+from rose_core.lending.answers import Misfit, ReplicaDecision
 from rose_core.lending.facts import Lease, Pool, Replica, Slot
 from rose_core.lending.planning_pass import PlanningPass
 
 Cause = tuple[Reason, str]
+_MOST_NAMED = 4  # device classes, so that a condition stays readable
 
 
 def too_small(lease: Lease, replica: Replica) -> ReplicaDecision | None:
@@ -62,3 +66,42 @@ def found_too_small(world: PlanningPass, slot: Slot) -> Cause | None:
         return None
     found = too_small(lease, replica)
     return None if found is None else (found.reason, found.message)
+
+
+def misfits(world: PlanningPass) -> Mapping[str, tuple[Misfit, ...]]:
+    """Pool key -> accepted leases that its GPUs cannot serve; a lease that has a slot fits."""
+    found: dict[str, list[Misfit]] = defaultdict(list)
+    classes = {
+        key: Counter(replica.device_class for replica in replicas)
+        for key, replicas in world.members.items()
+    }
+    for lease in world.snapshot.leases:
+        if lease.refusal is not None or lease.suspended:
+            continue
+        for key in lease.pools:
+            pool = world.pools.get(key)
+            if pool is None or world.coming_in(lease, key):
+                continue
+            cause = _of_no_class(lease, classes.get(key, Counter())) or (
+                fits_nowhere(world, pool, lease) if lease.needs.nodes else None
+            )
+            if cause is not None:
+                found[key].append(Misfit(lease.key, *cause))
+    return {key: tuple(sorted(each, key=lambda one: one.lease)) for key, each in found.items()}
+
+
+def _of_no_class(lease: Lease, classes: Counter[str]) -> Cause | None:
+    """Why no GPU is of a class that the lease takes; None while a replica's is unknown."""
+    if not lease.device_classes or not classes or lease.device_classes & classes.keys():
+        return None
+    if "" in classes:
+        return None
+    text = f"it takes {_listed(sorted(lease.device_classes))}, the pool's replicas have " + _listed(
+        [f"{count} {word}" for word, count in sorted(classes.items())]
+    )
+    return Reason.OTHER_DEVICE_CLASS, text
+
+
+def _listed(words: Sequence[str]) -> str:
+    more = f" and {len(words) - _MOST_NAMED} more" if len(words) > _MOST_NAMED else ""
+    return ", ".join(words[:_MOST_NAMED]) + more

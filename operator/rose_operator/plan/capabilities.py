@@ -9,16 +9,18 @@ the same for all of them:
 | ``DeviceAccess`` | every node's engine host reaches its GPUs | one does not | nobody reports |
 | ``ComputeAvailable`` | ``compute`` works on every node | one cannot; names it | nobody reports |
 | ``OwnershipProven`` | the kubelet allocated each replica's GPUs | told otherwise | not yet |
+| ``DevicesFit`` | GPUs and drivers can hold what leases ask | one cannot; figures | nobody says |
 | ``MemoryAvailable`` | ``memorySource`` and ``memoryLimit`` work | one cannot | nobody reports |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 
 from rose_core.api import ConditionType, Reason, ServingPool
 from rose_core.api.conditions import Statement
-from rose_core.api.reasons import replica_refusal
+from rose_core.api.reasons import MEANING, replica_refusal
 from rose_core.devices.capabilities import (
     Capability,
     Missing,
@@ -26,11 +28,29 @@ from rose_core.devices.capabilities import (
     first_missing,
     memory_needs,
 )
+from rose_core.devices.memory import in_gib
 from rose_core.devices.ownership import Proof
+from rose_core.lending import Misfit
 from rose_core.wire.sync import ReplicaReport
 from rose_operator.plan.cluster_state import ClusterState
 
 _MOST_NAMED = 4
+_MOST_TEXT = 200  # of one cause, so that four of them fit into a condition
+# What an owner or the platform has to mend; heat, power and traffic end by themselves.
+_UNFIT = frozenset(
+    {
+        Reason.DEVICE_ACCESS,
+        Reason.DRIVER_TOO_OLD,
+        Reason.DEVICE_UNKNOWN,
+        Reason.NO_GPU,
+        Reason.SHARED_GPU,
+        Reason.MIG_ENABLED,
+        Reason.VIRTUAL_GPU,
+        Reason.XID_ERROR,
+        Reason.ECC_ERRORS,
+        Reason.INSUFFICIENT_MEMORY,
+    }
+)
 
 
 def needs(pool: ServingPool) -> tuple[Capability, ...]:
@@ -39,8 +59,16 @@ def needs(pool: ServingPool) -> tuple[Capability, ...]:
     return (*compute_needs(spec.compute), *memory_needs(spec.memory_source, spec.memory_limit))
 
 
-def statements(pool: ServingPool, world: ClusterState) -> list[Statement]:
-    """The pool's four conditions."""
+def statements(
+    pool: ServingPool, world: ClusterState, misfits: Sequence[Misfit] = ()
+) -> list[Statement]:
+    """The pool's five conditions.
+
+    Args:
+        pool: of which they are.
+        world: what agents say.
+        misfits: leases whose engines none of its GPUs can hold.
+    """
     spec = pool.spec
     asked = (
         (ConditionType.DEVICE_ACCESS, ()),
@@ -49,7 +77,57 @@ def statements(pool: ServingPool, world: ClusterState) -> list[Statement]:
     )
     reports = world.reports_of(pool.metadata.key)
     available = [_statement(kind, wanted, world, reports) for kind, wanted in asked]
-    return [*available, _ownership(world, reports)]
+    return [*available, _ownership(world, reports), _fit(pool, world, misfits)]
+
+
+def _fit(pool: ServingPool, world: ClusterState, misfits: Sequence[Misfit]) -> Statement:
+    """Can the GPUs hold what leases ask? With the figures, so that somebody can act on it."""
+    kind, reports = ConditionType.DEVICES_FIT, world.reports_of(pool.metadata.key)
+    # A sleeper's memory is free only once it sleeps.
+    bad = _UNFIT if pool.spec.whole_replica is None else _UNFIT - {Reason.INSUFFICIENT_MEMORY}
+    if not reports:
+        return Statement(kind, None, Reason.NO_REPLICAS, "no agent reports a replica")
+    unfit = [
+        (*found, node)
+        for node, report in reports
+        if (found := _unfit(world, node, report, bad)) is not None
+    ]
+    texts = [f"{len(unfit)} of {len(reports)} replicas cannot be lent"] if unfit else []
+    counts = Counter(word for word, _, _ in unfit)
+    ranked = sorted(counts, key=lambda word: (-counts[word], word))
+    for word in ranked[:_MOST_NAMED]:
+        first = next(one for one in unfit if one[0] is word)
+        texts.append(f"{counts[word]} {word} ({first[2]}: {first[1][:_MOST_TEXT]})")
+    named = [f"lease {one.lease}: {one.text}"[: 2 * _MOST_TEXT] for one in misfits[:_MOST_NAMED]]
+    more = [f"{len(misfits) - _MOST_NAMED} more leases"] if len(misfits) > _MOST_NAMED else []
+    if unfit or misfits:
+        reason = ranked[0] if ranked else misfits[0].reason
+        return Statement(kind, False, reason, "; ".join([*texts, *named, *more]))
+    return _room(reports)
+
+
+def _unfit(
+    world: ClusterState, node: str, report: ReplicaReport, bad: Collection[Reason]
+) -> tuple[Reason, str] | None:
+    """What speaks against the replica's GPUs whoever asks for them."""
+    lacks = _missing(world, node, report, ())
+    word = replica_refusal(lacks.word if lacks else report.refusal)
+    if word is None or word not in bad:
+        return None
+    return word, (lacks.text if lacks else report.refusal_text) or MEANING[word]
+
+
+def _room(reports: Sequence[tuple[str, ReplicaReport]]) -> Statement:
+    """How much may be lent, where nothing stands against it."""
+    kind = ConditionType.DEVICES_FIT
+    rooms = [one.lendable_bytes for _, one in reports if one.lendable_bytes is not None]
+    if not rooms:
+        text = "no agent says how much memory may be lent"
+        return Statement(kind, None, Reason.NOT_OBSERVED_YET, text)
+    least, most = in_gib(min(rooms)), in_gib(max(rooms))
+    span = most if least == most else f"{least} to {most}"
+    text = f"of {len(rooms)} replicas {span} per GPU may be lent"
+    return Statement(kind, True, Reason.AS_EXPECTED, text, moving=True)
 
 
 def _ownership(world: ClusterState, reports: Sequence[tuple[str, ReplicaReport]]) -> Statement:

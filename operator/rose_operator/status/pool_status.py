@@ -17,7 +17,7 @@ from rose_core.api import (
 from rose_core.api.common import MODEL_NAME
 from rose_core.api.conditions import Statement
 from rose_core.api.poolstatus import LoadShape, PoolModel
-from rose_core.lending import LendingPlan, Policy
+from rose_core.lending import LendingPlan, Misfit, Policy
 from rose_core.wire.sync import MOST_MODELS, NodeModel, ReplicaReport, SignalSource
 from rose_operator.plan import capabilities
 from rose_operator.plan.admission import Refusal
@@ -60,7 +60,8 @@ def pool_status(
     stale = sum(
         world.telemetry.silence(n, world.monotonic) > policy.stale_seconds for n, _ in reports
     )
-    statements = _pool_statements(pool, world, reports, stale)
+    misfits = plan.misfits.get(pool.metadata.key, ())
+    statements = _pool_statements(pool, world, reports, stale, misfits)
     return PoolStatus(
         observed_generation=pool.metadata.generation,
         conditions=conditions(pool, statements, world.now),
@@ -119,7 +120,11 @@ def unwanted_gpus(pool: ServingPool, world: ClusterState, plan: LendingPlan) -> 
 
 
 def _pool_statements(
-    pool: ServingPool, world: ClusterState, reports: Reports, stale: int
+    pool: ServingPool,
+    world: ClusterState,
+    reports: Reports,
+    stale: int,
+    misfits: Sequence[Misfit],
 ) -> list[Statement]:
     refusal = world.pool_refusals.get(pool.metadata.key)
     paused = pool.spec.mode is PoolMode.PAUSED
@@ -129,7 +134,7 @@ def _pool_statements(
         _fresh(len(reports), stale),
         _verified([report for _, report in reports]),
         _protected(pool, world, reports),
-        *capabilities.statements(pool, world),
+        *capabilities.statements(pool, world, misfits),
         Statement(_C.PAUSED, paused, _R.PAUSED_BY_OWNER if paused else _R.NOT_PAUSED),
     ]
 
