@@ -167,9 +167,12 @@ RULES: tuple[Rule, ...] = (
     Rule(_L.HOST, (*_PAGES, "GET /readyz", "GET /vacated"), (_P.ANYBODY,)),
     Rule(
         _L.HOST,
-        tuple(
-            f"POST /slots/{{uid}}/{route}"
-            for route in ("generate", "v1/completions", "abort_request")
+        (
+            *(
+                f"POST /slots/{{uid}}/{route}"
+                for route in ("generate", "v1/completions", "abort_request")
+            ),
+            "GET /slots/{uid}/tokenizer",
         ),
         (_P.ROUTER,),
         "slots of its lease",

@@ -129,6 +129,8 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
         lanes: with two engines in the slot, which of them serve (``rose_engines.permit``); the
             rest of the status speaks of the one that is permitted.
         vocabulary: tokens that its model knows; 0 = unknown.
+        tokenizer: digest of its model's tokenizer files (``rose_core.wire.tokenizer_files``);
+            empty = its folder has none.
         device_bytes: what it takes of its GPU at most; 0 = not known.
         needs_bytes: what must be lent of each of its GPUs for it to start; of two engines in the
             slot, for one of them. None = unknown, or it takes nothing of a GPU.
@@ -154,6 +156,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     released_bytes: int = 0
     lanes: tuple[int, ...] | None = None
     vocabulary: int = 0
+    tokenizer: str = ""
     device_bytes: int = 0
     needs_bytes: int | None = None
     measuring: bool = False

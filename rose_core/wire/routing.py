@@ -38,6 +38,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
         kv_tokens: size of the KV pool in tokens; 0 = unknown, then it is never taken for full.
         vocabulary: tokens that the engine's model knows; 0 = unknown. A larger id would end it.
         context_tokens: of prompt and answer together; 0 = unknown.
+        tokenizer: digest of the files that turn the model's text into ids, at ``url`` + /tokenizer
+            (``rose_core.wire.tokenizer_files``); empty = its node has none.
         device_class: of its GPU (``rose_core.devices.classes``); empty = unknown.
         reuses_kv: later turns may attend to keys that older weights computed (``kvPolicy: Reuse``).
         relayed: passed on by another replica of the router, not said by the owner itself.
@@ -58,6 +60,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_tokens: int = 0
     vocabulary: int = 0
     context_tokens: int = 0
+    tokenizer: str = ""
     device_class: str = ""
     reuses_kv: bool = False
     relayed: bool = False

@@ -25,6 +25,8 @@ from rose_router.enrolment import enrolled
 from rose_router.errors import BadRequest, LoopEnded
 from rose_router.flags import parser, settings
 from rose_router.http import app, forward
+from rose_router.http.memory import limit_of_process
+from rose_router.http.model_tokenizer import ModelTokenizer, over_http
 from rose_router.http.tokenization import Tokenizer
 from rose_router.listener import HEAD_BYTES, ConnectionLimiter, listening
 from rose_router.replicas import relay
@@ -121,6 +123,8 @@ async def running(
     ):
         connections = Connections()
         service = Service(config, client or HttpEngineClient(connections))
+        memory = config.memory_bytes or limit_of_process()
+        words = ModelTokenizer(service.fleet, tokenizer, over_http(fresh), memory_bytes=memory)
         ours = (config.operator_ca, config.link.authority if config.link else None)
         believed = dict.fromkeys(file for file in ours if file is not None)
         credentials = tls.server_credentials(config.tls_dir, config.tls_client_ca, *believed)
@@ -142,7 +146,7 @@ async def running(
         runner = web.AppRunner(
             app.create(
                 service,
-                tokenizer,
+                words,
                 doors,
                 barrier,
                 forwarding=forward.middleware(peers, kept) if peers else None,
@@ -156,7 +160,7 @@ async def running(
         await runner.setup()
         if runner.server is None:
             raise RuntimeError("aiohttp made no server")
-        looking = asyncio.create_task(asked.run())
+        watching = [asyncio.create_task(one) for one in (asked.run(), words.run())]
         try:
             await service.start()
             async with (
@@ -166,11 +170,12 @@ async def running(
                 attach_port = await server.start(attach_address)
                 if peers:
                     await peers.start()
-                loops = frozenset([looking, *service.loops, *(peers.loops if peers else ())])
+                loops = frozenset([*watching, *service.loops, *(peers.loops if peers else ())])
                 yield RunningRouter(service, port, attach_port, peer_port, loops)
                 await service.drain()
         finally:
-            looking.cancel()
+            for one in watching:
+                one.cancel()
             if peers:
                 await peers.close()
             await service.close()

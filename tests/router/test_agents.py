@@ -533,7 +533,9 @@ async def test_without_a_tokenizer_a_harness_is_told_who_gives_one(
     stage: Staging, path: str
 ) -> None:
     body = {"input": "go"} if path == "/v1/responses" else messages(user("go"))
-    async with stage() as s, s.post(path, body) as reply:
-        error = (await reply.json())["error"]
+    async with stage() as s:
+        await s.engine()  # its node has none
+        async with s.post(path, body) as reply:
+            error = (await reply.json())["error"]
     assert reply.status == 400
-    assert "router.template" in error["message"]
+    assert "add it to the model's folder there" in error["message"]

@@ -26,14 +26,17 @@ from rose_agent.host import main as host_main
 from rose_core.rollouts.watch import LegPatience
 from rose_core.wire.host import EngineState
 from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_core.wire.tokenizer_files import unpack
 from rose_dev.owners import Owner, owner
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_engines.rundir import EngineFile, RunDir, read_json
 from rose_router.config import Settings
+from rose_router.http.tokenization import Tokenizer
 from rose_router.main import RunningRouter, running
 from tests.host import helpers
 from tests.router.conftest import LEASE, VERSION
+from tests.router.scripts import folder
 
 TOKENS = 250
 PROMPT = [8, 2, 5]
@@ -112,6 +115,7 @@ async def node(rundir: Path, models: Path) -> AsyncIterator[Node]:
                 gate_open=True,
                 cap=4,
                 version=VERSION,
+                tokenizer=status.tokenizer,
             )
             owners[slot] = await stack.enter_async_context(owner(router.attach_port, update))
         await until(lambda: len(router.service.fleet) == len(SLOTS))
@@ -178,3 +182,34 @@ async def test_a_killed_process_behind_the_data_route_is_not_noticed(
             return (await helpers.status_of(n.host, slot)).state is EngineState.SERVING
 
         await helpers.until(serves_again, "the host has restarted the engine")
+
+
+async def test_a_router_without_a_tokenizer_takes_the_models_from_its_engines_node(
+    folders: tuple[Path, Path],
+) -> None:
+    rundir, models = folders
+    made = folder()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(made / name, models / "small" / name)
+    secret = rundir.parent / "secret"
+    secret.write_text("{}")
+    (models / "small" / "generation_config.json").symlink_to(secret)
+    chat = [{"role": "user", "content": "go"}]
+    async with node(rundir, models) as n, aiohttp.ClientSession() as http:
+        url = f"http://127.0.0.1:{n.router.http_port}"
+        for path, body in (
+            ("/v1/chat/completions", {"messages": chat, "max_tokens": 4}),
+            ("/v1/messages", {"model": "m", "messages": chat, "max_tokens": 4}),
+            ("/v1/responses", {"model": "m", "input": "go", "max_output_tokens": 4}),
+        ):
+            async with http.post(url + path, json=body) as reply:
+                assert reply.status == 200, await reply.text()
+        async with http.post(f"{url}/tokenize", json={"messages": chat}) as reply:
+            assert (await reply.json())["tokens"] == Tokenizer(made).chat(chat, [], {})
+        told = await helpers.status_of(n.host, SLOTS[0])
+        bearer = {"Authorization": f"Bearer {helpers.TOKEN}"}
+        async with http.get(f"{told.endpoint}/tokenizer", headers=bearer) as reply:
+            files = unpack(await reply.read(), told.tokenizer)
+        assert sorted(files) == ["tokenizer.json", "tokenizer_config.json"], "no link is followed"
+        async with http.get(f"{told.endpoint}/tokenizer") as reply:
+            assert reply.status == 401

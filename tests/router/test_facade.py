@@ -58,8 +58,10 @@ async def test_token_ids_become_text_again(stage: Make, model: Path) -> None:
             assert await reply.json() == {"prompt": "hi there"}
         async with s.post("/detokenize", {"model": "policy", "tokens": "hi"}) as reply:
             assert reply.status == 400
-    async with stage() as s, s.post("/detokenize", {"tokens": ids}) as reply:
-        assert "--tokenizer" in (await reply.json())["message"]
+    async with stage() as s:
+        await s.engine()
+        async with s.post("/detokenize", {"tokens": ids}) as reply:
+            assert "--tokenizer" in (await reply.json())["message"]
 
 
 async def test_a_chat_is_answered_with_words_ids_log_probs_and_versions(
@@ -101,6 +103,7 @@ async def test_a_streamed_chat_adds_up(stage: Make, model: Path) -> None:
 
 async def test_a_chat_without_tokenizer_is_refused_by_name(stage: Make) -> None:
     async with stage() as s:
+        await s.engine()  # its node has none
         body = {"messages": [{"role": "user", "content": "hi"}]}
         async with s.post("/v1/chat/completions", body) as reply:
             assert reply.status == 400

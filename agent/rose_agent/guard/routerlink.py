@@ -160,6 +160,7 @@ def update_of(
         kv_tokens=grant.engine.kv_tokens,
         vocabulary=status.vocabulary if status else 0,
         context_tokens=grant.engine.context_tokens,
+        tokenizer=status.tokenizer if status else "",
         reuses_kv=grant.engine.kv_policy == "Reuse",
         version=status.version if status and serving else "",
         digest=status.digest if status and serving else "",

@@ -74,6 +74,7 @@ class Attachment:
             kv_tokens=self._file.kv_tokens,
             vocabulary=ours.vocabulary if ours is not None else 0,
             context_tokens=self._order.engine.context_tokens,
+            tokenizer=ours.tokenizer if ours is not None else "",
             version=ours.version if ours is not None else "",
             digest=ours.digest if ours is not None else "",
             head=ours.head if ours is not None else "",

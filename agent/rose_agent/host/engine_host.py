@@ -19,13 +19,17 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
-from rose_agent.errors import WrongGeneration
+from rose_agent.errors import HostError, WrongGeneration
 from rose_agent.host import metrics
 from rose_agent.host.dual_share import DualShareEngine
+from rose_agent.host.launchers import resolve_model
 from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.proxy import Target
 from rose_agent.host.site import Site
+from rose_agent.host.tokenizer_files import tokenizer_frame
 from rose_agent.host.vacancy import GpuHolder
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import (
@@ -188,7 +192,13 @@ class EngineHost:
             metrics.GENERATED_TOKENS.inc(tokens)
 
         serving = life.state is EngineState.SERVING
-        return Target(life.url if serving else "", life.order.token, count, life.key)
+        return Target(
+            life.url if serving else "",
+            life.order.token,
+            count,
+            life.key,
+            partial(_tokenizer, self._site.models, life.order.engine.model),
+        )
 
     def endpoint_of(self, uid: SlotUid) -> str:
         """Public base URL of a slot's data route."""
@@ -294,3 +304,10 @@ def _close_permit(folder: SlotDir) -> None:
         permit = Permit.create(folder.permit)
     permit.close_now()
     permit.detach()
+
+
+def _tokenizer(models: Path, name: str) -> bytes:
+    try:
+        return tokenizer_frame(models, resolve_model(models, name))
+    except HostError:  # it is gone from the node
+        return b""

@@ -27,9 +27,11 @@ from rose_agent.host.launchers import EngineOrder, EngineProgram, launcher_for, 
 from rose_agent.host.sharing import Sharing
 from rose_agent.host.site import Site
 from rose_agent.host.sizing import vocabulary
+from rose_agent.host.tokenizer_files import tokenizer_frame
 from rose_agent.os import processes
 from rose_agent.os.groups import ProcessGroup, end
 from rose_core.wire.host import EnsureEngine
+from rose_core.wire.tokenizer_files import digest
 from rose_engines.exposed_routes import KEY_VARIABLE
 from rose_engines.rundir import EngineFile, SlotDir, write_json
 from rose_wire.ports import free_port
@@ -61,6 +63,7 @@ class EngineProcess:
         self.key = ""
         self.started_ns = 0
         self.vocabulary = 0
+        self.tokenizer = ""
         self._order = order
         self._folder = folder
         self._site = site
@@ -106,6 +109,8 @@ class EngineProcess:
         model = resolve_model(self._site.models, spec.model)
         self.port = free_port()
         self.vocabulary = vocabulary(model)
+        frame = tokenizer_frame(self._site.models, model)
+        self.tokenizer = digest(frame) if frame else ""
         order = EngineOrder(
             *(spec, self._folder, model, self._site.python, self.port),
             gpu_uuids=self._order.gpu_uuids,

@@ -136,6 +136,7 @@ class EngineLife:
             residue_bytes=self.rest.residue_bytes,
             released_bytes=self.rest.released_bytes,
             vocabulary=self._body.vocabulary if serving else 0,
+            tokenizer=self._body.tokenizer if serving else "",
             device_bytes=self.device_bytes,
             needs_bytes=self._needs,
             measuring=self._sharing.measuring,

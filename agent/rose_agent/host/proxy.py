@@ -1,9 +1,10 @@
 """The data route of a slot: the only way into its engine from outside the node.
 
 ``POST /slots/<uid>/generate``, ``/v1/completions`` and ``/abort_request`` pass with the slot's
-bearer token; everything else is 404, so the engine's admin routes are out of reach; on the node
-they are closed by the engine itself (``rose_engines.exposed_routes``), to which the proxy alone
-has the key.
+bearer token, and ``GET /slots/<uid>/tokenizer`` answers with files of its model
+(``rose_core.wire.tokenizer_files``); everything else is 404, so the engine's admin routes are out
+of reach; on the node they are closed by the engine itself (``rose_engines.exposed_routes``), to
+which the proxy alone has the key.
 Bytes are passed on as they come, in both directions of time: a stopped engine simply sends none,
 and the caller's connection stays open until it goes on.
 
@@ -51,12 +52,14 @@ class Target:
         token: bearer token that the route demands.
         count: takes the output tokens of each request as they are seen.
         key: what the engine itself asks for before it aborts a request.
+        tokenizer: reads the model's tokenizer files, as a frame; empty = there are none.
     """
 
     url: str
     token: str
     count: Callable[[int], None]
     key: str = ""
+    tokenizer: Callable[[], bytes] = bytes
 
     @property
     def credentials(self) -> dict[str, str]:
@@ -112,6 +115,7 @@ class DataProxy:
         self._live = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._reading = asyncio.Lock()
         # By identity: aiohttp's requests are mappings, and equal to each other when empty.
         self._turns: dict[int, tuple[SlotUid, web.Request]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
@@ -142,6 +146,7 @@ class DataProxy:
         app = web.Application(client_max_size=LONGEST_BODY)
         for route in ROUTES:
             app.router.add_post(f"/slots/{{uid}}/{route}", self._answer)
+        app.router.add_get("/slots/{uid}/tokenizer", self._tokenizer)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
         )
@@ -180,7 +185,8 @@ class DataProxy:
         if self._client is not None:
             await self._client.close()
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    def _target(self, request: web.Request) -> Target | web.Response:
+        """Whose slot it is, or why the caller is not told."""
         uid = SlotUid(request.match_info["uid"])
         target = self._lookup(uid)
         if target is None:
@@ -190,6 +196,25 @@ class DataProxy:
             given.encode(), f"Bearer {target.token}".encode()
         ):
             return _problem(401, "bearer token missing or not this slot's")
+        return target
+
+    async def _tokenizer(self, request: web.Request) -> web.Response:
+        target = self._target(request)
+        if isinstance(target, web.Response):
+            return target
+        # Tens of megabytes, from a disk: one at a time, so that many who ask hold one frame.
+        async with self._reading:
+            frame = await asyncio.to_thread(target.tokenizer)
+        if not frame:
+            return _problem(404, "the model's folder on this node has no tokenizer.json")
+        metrics.PROXY_REQUESTS.labels(outcome="200").inc()
+        return web.Response(body=frame, content_type="application/msgpack")
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        target = self._target(request)
+        if isinstance(target, web.Response):
+            return target
+        uid = SlotUid(request.match_info["uid"])
         if self._draining or not target.url:
             return _problem(503, f"slot {uid} does not serve now", **{"Retry-After": "1"})
         body = await request.read()

@@ -51,8 +51,8 @@ from rose_router.http.dialects.common import BODY_SECONDS
 from rose_router.http.handlers import TurnHandlers
 from rose_router.http.memory import MemoryLimiter, limit_of_process
 from rose_router.http.message_replies import error_json
+from rose_router.http.model_tokenizer import ModelTokenizer
 from rose_router.http.stored_responses import StoredResponses
-from rose_router.http.tokenization import Tokenizer
 from rose_router.listener import ConnectionLimiter
 from rose_router.turns.barrier import Barrier
 from rose_router.turns.service import Service
@@ -68,7 +68,7 @@ _TOKEN_BYTES, _TURN_BYTES = 8, 2048  # an id and a log-prob; a node with its dig
 
 def create(
     service: Service,
-    tokenizer: Tokenizer | None = None,
+    words: ModelTokenizer | None = None,
     doors: ConnectionLimiter | None = None,
     barrier: Barrier | None = None,
     *,
@@ -92,8 +92,8 @@ def create(
     )
     doors = ConnectionLimiter(settings.limits) if doors is None else doors
     room = MemoryLimiter(settings.memory_bytes or limit_of_process())
-    if tokenizer is not None:
-        tokenizer.most_text = room.most_text
+    words = ModelTokenizer(service.fleet) if words is None else words
+    words.bound(room.most_text)
     app = web.Application(
         client_max_size=settings.max_body_bytes,
         middlewares=[
@@ -107,7 +107,7 @@ def create(
     app[BODY_SECONDS] = settings.limits.body_seconds
     kept = int(room.limit * _KEPT_PART)
     tree = MessageTree(kept // _TOKEN_BYTES, kept // _TURN_BYTES)
-    answering = TurnHandlers(service, tokenizer, tree, StoredResponses(kept))
+    answering = TurnHandlers(service, words, tree, StoredResponses(kept))
     app.add_routes(process_pages(engine_metrics.registry(service)))
     app.add_routes(pages.routes(service))
     app.add_routes(facade.routes(service))

@@ -27,6 +27,7 @@ from rose_router.http.history import History
 from rose_router.http.memory import ROOM, held_by
 from rose_router.http.message_replies import MessageReplies
 from rose_router.http.model_output import OutputReader
+from rose_router.http.model_tokenizer import ModelTokenizer
 from rose_router.http.replies import TokenNames
 from rose_router.http.response_replies import ResponseReplies
 from rose_router.http.stored_responses import StoredResponses
@@ -41,7 +42,7 @@ class TurnHandlers:
 
     Args:
         service: runs turns.
-        tokenizer: for text; ``None`` = token ids only.
+        words: the tokenizer, for text, as soon as it is known.
         tree: of what was sampled under which messages.
         stored: conversations behind responses.
     """
@@ -49,19 +50,27 @@ class TurnHandlers:
     def __init__(
         self,
         service: Service,
-        tokenizer: Tokenizer | None,
+        words: ModelTokenizer,
         tree: MessageTree,
         stored: StoredResponses,
     ) -> None:
         self._service = service
-        self._tokenizer = tokenizer
+        self._model_words = words
         self._tree = tree
-        self._history = None if tokenizer is None else History(tree, tokenizer)
         self._stored = stored
+
+    @property
+    def _tokenizer(self) -> Tokenizer | None:
+        return self._model_words.current
+
+    @property
+    def _history(self) -> History | None:
+        tokenizer = self._tokenizer
+        return None if tokenizer is None else History(self._tree, tokenizer)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """SGLang's ``/generate``."""
-        body = await read_body(request)
+        body = await self._read(request)
         ask = sglang.read(body, request.headers, self._tokenizer, random_rid)
         with self._turns(request, ask) as turns:
             if ask.stream:
@@ -73,7 +82,7 @@ class TurnHandlers:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/completions``."""
-        body = await read_body(request)
+        body = await self._read(request)
         ask = completions.read(body, request.headers, self._tokenizer, random_rid)
         model = self._service.settings.model
         answering = CompletionReplies(model, self._tokenizer, self._names(body))
@@ -88,7 +97,7 @@ class TurnHandlers:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/chat/completions``."""
-        body = await read_body(request)
+        body = await self._read(request)
         ask = self._read_chat(request, body)
         answering = ChatReplies(
             self._service.settings.model, self._tokenizer, body, ask, self._names(body)
@@ -111,8 +120,8 @@ class TurnHandlers:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """Anthropic's ``/v1/messages``."""
+        body = messages.chat_of(await self._read(request))
         tokenizer = self._words()
-        body = messages.chat_of(await read_body(request))
         ask = self._read_chat(request, body)
         with self._turns(request, ask) as (turn,):
             reader = OutputReader(turn, tokenizer, body)
@@ -122,14 +131,14 @@ class TurnHandlers:
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Anthropic's ``/v1/messages/count_tokens``."""
+        body = messages.chat_of(await self._read(request))
         tokenizer = self._words()
-        body = messages.chat_of(await read_body(request))
         return _json({"input_tokens": len(chat.prompt_of(body, tokenizer))})
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/responses``."""
+        body = await self._read(request)
         tokenizer = self._words()
-        body = await read_body(request)
         job = _job_of(request)
         if job is None:
             job = Hints(body, request.headers).job
@@ -150,7 +159,7 @@ class TurnHandlers:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """``/tokenize``: text (``prompt``) or a conversation (``messages``) as token ids."""
-        body = await read_body(request)
+        body = await self._read(request)
         if body.get("messages") is not None:
             ids = list(chat.prompt_of(body, self._tokenizer))
         else:
@@ -168,13 +177,13 @@ class TurnHandlers:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """``/detokenize``: token ids (``tokens``) as text, special ones included."""
-        body = await read_body(request)
+        body = await self._read(request)
         ids = token_ids(body.get("tokens"), "tokens")
         return _json({"prompt": self._words().decode(ids, skip_special=False)})
 
     async def inference(self, request: web.Request) -> web.StreamResponse:
         """VLLM's ``/inference/v1/generate``."""
-        body = await read_body(request)
+        body = await self._read(request)
         ask = vllm.read(
             body,
             request.headers,
@@ -191,7 +200,7 @@ class TurnHandlers:
 
     async def abort(self, request: web.Request) -> web.Response:
         """SGLang's ``/abort_request``: by exact id, or everything of this lease."""
-        body = await read_body(request)
+        body = await self._read(request)
         job = request.get(JOB, "") or Hints(body, request.headers).job
         if body.get("abort_all") and request.get(LIMITED):
             raise Forbidden("TurnsOnly", "abort_all: this token is for turns only; give a rid")
@@ -215,13 +224,16 @@ class TurnHandlers:
             job=_job_of(request),
         )
 
+    async def _read(self, request: web.Request) -> dict[str, Any]:
+        """The body; one with text in it is read on once there is a tokenizer, or will be none."""
+        body = await read_body(request)
+        if self._tokenizer is None and _says_words(body):
+            await self._model_words.wait(self._service.settings.queue.seconds)
+        return body
+
     def _words(self) -> Tokenizer:
         if self._tokenizer is None:
-            message = (
-                "this router has no tokenizer, and answers token ids only; the platform gives it "
-                "one by router.template of the chart, or --tokenizer"
-            )
-            raise BadRequest("NoTokenizer", message)
+            raise BadRequest("NoTokenizer", self._model_words.missing())
         return self._tokenizer
 
     async def _agent(
@@ -317,6 +329,17 @@ class TurnHandlers:
     def _sglang_answer(self, turn: Turn) -> dict[str, Any]:
         typed_abort(turn)
         return replies.sglang(turn, self._tokenizer)
+
+
+def _says_words(body: Mapping[str, Any]) -> bool:
+    """Whether a body cannot be read without a tokenizer."""
+    if body.get("input_ids") is not None:
+        return False
+    if body.get("messages") is not None or body.get("input") is not None:
+        return True
+    given = body.get("prompt", body.get("text"))
+    first = given[0] if isinstance(given, list) and given else given
+    return isinstance(first, str) or isinstance(body.get("tokens"), list)
 
 
 def _vllm_events(turn: Turn) -> Events:

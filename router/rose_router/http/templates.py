@@ -1,14 +1,24 @@
 """A model's chat template, run as its makers run it (transformers' rules), in jinja's sandbox.
 
-The template came with the model, so it may compute a text and nothing else. What transformers gives
-templates beside the conversation: ``raise_exception``, ``strftime_now``, a ``tojson`` that escapes
-no HTML, loop controls, and ``{% generation %}`` blocks, which mark what a trainer learns from and
-change nothing in a prompt.
+The template came with the model, so it may compute a text and nothing else, and not without end:
+each rendering has a budget of processor time and of characters (``_Budget``), charged where
+templates make something: at every round of a loop, call of a macro, filter, test, call,
+concatenation and sum. What makes much of little (widths, powers, long ranges) is refused by its
+arguments, before it is made.
+
+What transformers gives templates beside the conversation: ``raise_exception``, ``strftime_now``, a
+``tojson`` that escapes no HTML, loop controls, and ``{% generation %}`` blocks, which mark what a
+trainer learns from and change nothing in a prompt.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -17,8 +27,251 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from rose_router.errors import BadRequest
+
+_SECONDS = 5.0
+"""Of the thread's processor time; 1,000 messages take 0.05."""
+_CHARACTERS = 64 << 20
+_TIMES = 64
+"""What a rendering may make in all: so much, and so many times what it was given."""
+_ENTRY = 8  # bytes of a place in a list
+_MOST_NUMBER = 100_000
+"""A width, a count, an exponent: no template asks for so much, and larger ones fill the memory."""
+_MOST_DIGITS = 4000  # of a whole number; Python's own limit for texts of them
+_NUMBERS = re.compile(r"\d{6,}")
+_FILTERS = frozenset(
+    {"abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape"}
+    | {"first", "float", "format", "groupby", "indent", "int", "items", "join", "last", "length"}
+    | {"list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse", "round"}
+    | {"safe", "select", "selectattr", "slice", "sort", "string", "striptags", "sum", "title"}
+    | {"tojson", "trim", "truncate", "unique", "upper", "wordcount"}
+)
+
+
+class _Budget:
+    """What is left of one rendering."""
+
+    def __init__(self, characters: int) -> None:
+        self.characters = characters
+        self._until = time.thread_time() + _SECONDS
+
+    def charge(self, made: int) -> None:
+        """Count a step that makes so many characters, or entries of a list.
+
+        Raises:
+            ValueError: the budget is spent.
+        """
+        self.characters -= made + 1
+        if self.characters < 0:
+            raise ValueError("it makes more text than a conversation can need")
+        if time.thread_time() > self._until:
+            message = f"it computes for more than {_SECONDS:g} s"
+            raise ValueError(message)
+
+
+_BUDGET: ContextVar[_Budget] = ContextVar("_BUDGET")
+
+
+def _spend(*made: object) -> str:
+    """Charge what is about to be made of these, or a step."""
+    _BUDGET.get().charge(sum(map(_size, made)))
+    return ""
+
+
+def _size(value: object) -> int:
+    if isinstance(value, int):
+        if value.bit_length() > _MOST_DIGITS:
+            raise ValueError("a number is too large")
+        return 8
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        return len(value) * _ENTRY
+    return 16
+
+
+def _check_arguments(*values: object) -> None:
+    """Refuse what would make much of little."""
+    for value in values:
+        if isinstance(value, int) and abs(value) > _MOST_NUMBER:
+            message = f"{value:.10g} is more than {_MOST_NUMBER}"
+            raise ValueError(message)
+        if isinstance(value, list | tuple) and len(value) < 8:
+            _check_arguments(*value)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a budget for all that is made in it."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%", "//", "-", "/"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401  # a template's values
+        """One of the operators above."""
+        if operator == "**":
+            _check_arguments(left, right)
+            bits = left.bit_length() if isinstance(left, int) else 64
+            _BUDGET.get().charge(bits * abs(right) // 8 if isinstance(right, int) else 8)
+        elif operator == "*":
+            both = [(left, right), (right, left)]
+            times = next((n for n, of in both if isinstance(n, int) and not _is_number(of)), 1)
+            _check_arguments(times)
+            of = right if times is left else left
+            _BUDGET.get().charge((_size(of) + 1) * max(0, times))
+        elif operator == "%" and isinstance(left, str):
+            _check_form(left, right)
+            _spend(left, right)
+        else:
+            _spend(left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(  # a template names its arguments as it likes
+        self,
+        context: Any,  # noqa: ANN401
+        called: Any,  # noqa: ANN401
+        /,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """A method, a macro, a function."""
+        _grow(getattr(called, "__name__", ""), getattr(called, "__self__", None), args)
+        made = super().call(context, called, *args, **kwargs)
+        _spend(made)
+        return made
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:  # noqa: ANN401  # jinja's own
+        """``str.format``, which the sandbox replaces before it is called."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def bounded(*args: Any, **kwargs: Any) -> str:  # noqa: ANN401  # a template's values
+            form, given = str(value.__self__), (*args, *kwargs.values())
+            _check_form(form, *given)
+            most = max(map(_size, given), default=0)
+            _BUDGET.get().charge(len(form) + form.count("{") * most)
+            return wrapped(*args, **kwargs)
+
+        return bounded
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _check_form(form: str, *values: object) -> None:
+    """Refuse widths: ``%9999999d``, ``{:>9999999}``, ``%*d``."""
+    if _NUMBERS.search(form) or "*" in form:
+        raise ValueError("a format is wider than a text can be")
+    _check_arguments(*values)
+
+
+def _grow(name: str, of: object, args: tuple[Any, ...]) -> None:
+    """Charge what a method or filter makes of these before it does, or refuse it."""
+    match name, args:
+        case "replace", (old, new, *_) if isinstance(of, str):
+            _BUDGET.get().charge(of.count(str(old)) * len(str(new)) + len(of))
+        case "join", (parts, *_) if isinstance(of, str) and isinstance(parts, list | tuple):
+            _spend(*parts, *[of] * len(parts))
+        case (("translate" | "maketrans"), _):
+            raise ValueError("str.translate is not for templates")
+        case _ if isinstance(of, str | bytes | list | tuple):
+            _check_arguments(*args)
+    _spend()
+
+
+def _bounded(name: str, made_by: Any) -> Callable[..., Any]:  # noqa: ANN401  # jinja's own
+    """A filter or test that charges what it makes."""
+    skipped = 1 if hasattr(made_by, "jinja_pass_arg") else 0
+
+    @functools.wraps(made_by)
+    def bounded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # a template's values
+        value, rest = args[skipped], [*args[skipped + 1 :], *kwargs.values()]
+        _check_arguments(*(one for one in rest if name not in ("default", "d", "in")))
+        if name == "join":
+            value = list(value)
+            args = (*args[:skipped], value, *args[skipped + 1 :])
+            _spend(*value, *rest[:1] * len(value))
+        elif name == "replace":
+            _grow(name, str(value), tuple(rest))
+        elif name in ("format", "sum"):
+            _check_form(str(value) if name == "format" else "", *rest)
+            if name == "sum" and any(not _is_number(one) for one in rest):
+                raise ValueError("sum is for numbers")
+        elif name == "indent":
+            width = rest[0] if rest else 4
+            _BUDGET.get().charge(str(value).count("\n") * (width if _is_number(width) else 4))
+        made = made_by(*args, **kwargs)
+        _spend(made)
+        return made
+
+    return bounded
+
+
+class _Counted(Extension):
+    """What charges loops, macros, concatenations and output; jinja has no hook for them."""
+
+    def parse(self, parser: Parser) -> NoReturn:
+        """It has no tag."""
+        raise NotImplementedError
+
+    @staticmethod
+    def step() -> str:
+        """A round of a loop, a call of a macro."""
+        _spend()
+        return ""
+
+    @staticmethod
+    def joined(*parts: object) -> str:
+        """``a ~ b``."""
+        made = [str(one) for one in parts]
+        _spend(*made)
+        return "".join(made)
+
+    @staticmethod
+    def shown(value: object) -> object:
+        """``{{ value }}``, which a block may keep."""
+        _spend(value if isinstance(value, str | int) else str(value))
+        return value
+
+    @staticmethod
+    def written(characters: int) -> str:
+        """The template's own text."""
+        _BUDGET.get().charge(characters)
+        return ""
+
+
+class _Instrument(NodeTransformer):
+    """Puts ``_Counted``'s charges into a template."""
+
+    def __init__(self, counted: _Counted) -> None:
+        self._counted = counted
+
+    def _call(self, name: str, *given: nodes.Expr) -> nodes.Call:
+        return nodes.Call(self._counted.attr(name), list(given), [], None, None)
+
+    def _body(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(self._call("step")))
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = _body  # noqa: N815  # as jinja calls them
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return self._call("joined", *node.nodes)
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        own = sum(len(one.data) for one in node.nodes if isinstance(one, nodes.TemplateData))
+        node.nodes = [
+            one if isinstance(one, nodes.TemplateData) else self._call("shown", one)
+            for one in node.nodes
+        ]
+        if own:
+            node.nodes.insert(0, self._call("written", nodes.Const(own)))
+        return node
 
 
 class _Generation(Extension):
@@ -43,15 +296,30 @@ class Template:
     """
 
     def __init__(self, text: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        environment = _Environment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, _Generation, _Counted],
+            optimized=False,  # constants would be computed without a budget
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters = {
+            name: _bounded(name, made_by)
+            for name, made_by in [*environment.filters.items(), ("tojson", _to_json)]
+            if name in _FILTERS
+        }
+        environment.tests = {
+            name: _bounded(name, made_by) for name, made_by in environment.tests.items()
+        }
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _now
+        counting = next(e for e in environment.extensions.values() if isinstance(e, _Counted))
         try:
-            self._template = environment.from_string(text)
-        except jinja2.TemplateError as error:
+            tree = _Instrument(counting).visit(environment.parse(text))
+            code = environment.compile(tree)
+            self._template = environment.template_class.from_code(
+                environment, code, environment.make_globals(None)
+            )
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             message = f"the model's chat template is broken ({error}); send token ids as input_ids"
             raise BadRequest("NoTemplate", message) from error
 
@@ -59,13 +327,32 @@ class Template:
         """The text of a conversation.
 
         Raises:
-            BadRequest: the template does not take it.
+            BadRequest: the template does not take it, or would make too much of it.
         """
+        given = sum(_weight(value) for value in names.values())
+        token = _BUDGET.set(_Budget(_CHARACTERS + _TIMES * given))
         try:
             return self._template.render(**names)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except _REFUSALS as error:
             message = f"messages: the model's chat template refuses them: {error}"
             raise BadRequest("InvalidTurn", message) from error
+        finally:
+            _BUDGET.reset(token)
+
+
+_REFUSALS = (
+    *(jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError),
+    *(ArithmeticError, RecursionError, MemoryError, NotImplementedError),
+)
+
+
+def _weight(value: object) -> int:
+    """Characters of a conversation, about."""
+    if isinstance(value, Mapping):
+        return sum(8 + _weight(one) for one in value.values())
+    if isinstance(value, list | tuple):
+        return sum(map(_weight, value))
+    return _size(value) if isinstance(value, str) else 8
 
 
 def _to_json(
@@ -76,6 +363,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # jinja's own filter escapes HTML, which no model was trained on.
+    _BUDGET.get().charge(_weight(value))
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -86,6 +374,7 @@ def _to_json(
 
 
 def _now(form: str) -> str:
+    _check_form(form)
     return datetime.now().strftime(form)  # noqa: DTZ005  # models were trained on local dates
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose_core.rollouts.stops import MOST_WINDOW, Stops
+from rose_core.wire.tokenizer_files import MOST_OF, TOKENIZER
 from rose_router.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ _MARK = f"answer-{secrets.token_hex(12)}"
 
 
 class Tokenizer:
-    """A ``tokenizer.json``.
+    """A ``tokenizer.json``, and what stands beside it.
 
     Args:
-        path: the file, or the folder it stands in.
+        path: the file, or the folder it stands in; what messages call it.
+        files: their contents by name, where they do not lie there.
 
     Attributes:
         sampling_defaults: what the model's makers sample with (``generation_config.json``).
@@ -42,22 +44,25 @@ class Tokenizer:
         BadRequest: it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: Mapping[str, bytes] | None = None) -> None:
         import tokenizers  # noqa: PLC0415  # only where text is asked for
 
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
-            message = f"{file}: no such tokenizer; --tokenizer wants a tokenizer.json or its folder"
-            raise BadRequest("NoTokenizer", message)
+        file = path / TOKENIZER if files is not None or path.is_dir() else path
         self._folder = file.parent
+        files = _read(file) if files is None else files
+        self._files = {name: content for name, content in files.items() if name != TOKENIZER}
         self._word = lru_cache(_MOST_WORDS)(lambda token: self.decode([token], skip_special=False))
         self.most_text = sys.maxsize
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
-            message = f"{file} is no tokenizer.json: {error}"
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(files[TOKENIZER])
+        except BaseException as error:
+            # The library raises nothing narrower, and its panics are no ``Exception``.
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            said = str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
+            message = f"{file} is no tokenizer.json: {said}"
             raise BadRequest("NoTokenizer", message) from error
-        self.sampling_defaults = _sampling_defaults(self._folder / "generation_config.json")
+        self.sampling_defaults = _sampling_defaults(self._json("generation_config.json"))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Text to token ids, by default with the special tokens the tokenizer adds by itself.
@@ -159,11 +164,22 @@ class Tokenizer:
         names = {"add_generation_prompt": True, **self._special, **more}
         return self._template.render(messages=messages, tools=list(tools) or None, **names)
 
+    def _json(self, name: str) -> dict[str, Any]:
+        """A file's object; empty where there is none.
+
+        Raises:
+            BadRequest: it is no JSON.
+        """
+        try:
+            found: Any = json.loads(self._files.get(name, b"{}"))
+        except (ValueError, RecursionError) as error:
+            message = f"{self._folder / name} is no JSON: {error}"
+            raise BadRequest("NoTokenizer", message) from error
+        return found if isinstance(found, dict) else {}
+
     @cached_property
     def _config(self) -> dict[str, Any]:
-        file = self._folder / "tokenizer_config.json"
-        found: Any = json.loads(file.read_text()) if file.is_file() else {}
-        return found if isinstance(found, dict) else {}
+        return self._json("tokenizer_config.json")
 
     @cached_property
     def _special(self) -> dict[str, str]:
@@ -175,10 +191,11 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> Template | None:
-        file = self._folder / "chat_template.jinja"
-        text = file.read_text() if file.is_file() else self._config.get("chat_template")
+        beside = self._files.get("chat_template.jinja")
+        text: Any = self._config.get("chat_template")
+        text = text if beside is None else beside.decode(errors="replace")
         if isinstance(text, list):  # several by name; the default one is asked for
-            text = next((one["template"] for one in text if one.get("name") == "default"), None)
+            text = next((one.get("template") for one in text if _is_default(one)), None)
         if not isinstance(text, str):
             return None
         from rose_router.http.templates import Template  # noqa: PLC0415  # jinja, where asked for
@@ -186,24 +203,32 @@ class Tokenizer:
         return Template(text)
 
 
-def _sampling_defaults(file: Path) -> dict[str, float]:
+def _read(file: Path) -> dict[str, bytes]:
+    """The files beside a ``tokenizer.json``, and it.
+
+    Raises:
+        BadRequest: it is not there.
+    """
+    if not file.is_file():
+        message = f"{file}: no such tokenizer; --tokenizer wants a tokenizer.json or its folder"
+        raise BadRequest("NoTokenizer", message)
+    beside = {name: file.parent / name for name in MOST_OF} | {TOKENIZER: file}
+    return {name: one.read_bytes() for name, one in beside.items() if one.is_file()}
+
+
+def _is_default(template: object) -> bool:
+    return isinstance(template, dict) and template.get("name") == "default"
+
+
+def _sampling_defaults(found: Mapping[str, Any]) -> dict[str, float]:
     """What a model's makers sample with, as engines take it where a request does not say.
 
     Penalties are left out: a turn with one cannot move between engines, and nobody asked.
-
-    Raises:
-        BadRequest: the file is no JSON.
     """
-    try:
-        found: Any = json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        message = f"{file} is no JSON: {error}"
-        raise BadRequest("NoTokenizer", message) from error
-    if not isinstance(found, dict):
-        return {}
     told = {name: found[name] for name in _SAMPLED_WITH if _is_number(found.get(name))}
     return told | ({"temperature": 0.0} if found.get("do_sample") is False else {})
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    # Below what any float has: these files may hold ``Infinity`` and numbers of any length.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9
