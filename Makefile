@@ -15,7 +15,7 @@ ARGS ?=
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-gpu-node unit check format generate docs crds clean \
+.PHONY: help venv engine vllm cluster sandbox demo test test-engines test-cluster test-sandboxes test-gpu-node unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal test-clients
 
@@ -45,6 +45,9 @@ cluster: venv  ## the parts of the one-node Kubernetes (cached; about 12 minutes
 	@$(BIN)/rose dev build
 
 # Set-up side by side: one compiles while the other downloads.
+sandbox: venv  ## runc, CRIU, an image and the inspector's program for real sandboxes (cached; root, Debian)
+	@$(BIN)/python -m rose_dev.sandbox_parts
+
 demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
 	@$(MAKE) --no-print-directory -j 2 engine cluster
 	@$(BIN)/rose demo $(ARGS)
@@ -52,11 +55,12 @@ demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest
 # says so; generated examples are the same every time, so that a change is judged by what it does. While you
 # work (`make unit`) nothing is tried twice, and examples are new each time.
-test test-engines test-cluster: AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci
+test test-engines test-cluster test-sandboxes: AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci
 test: venv  ## everything that CI runs
-	$(MAKE) --no-print-directory -j 3 check engine cluster
+	$(MAKE) --no-print-directory -j 3 check engine cluster sandbox
 	$(MAKE) --no-print-directory unit AGAIN='$(AGAIN)'
 	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-engines test-cluster
+	$(MAKE) --no-print-directory test-sandboxes AGAIN='$(AGAIN)'
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
 # Side by side: Kubernetes mostly waits while an engine computes. One worker each, which a hung test
@@ -71,11 +75,14 @@ LONG := $(addprefix tests/gpu_node/test_,widths.py failures.py recovery.py slow_
 test-cluster:
 	$(BIN)/pytest $(LANE) -m cluster $(addprefix --ignore=,$(LONG)) $(AGAIN) $(ARGS)
 
+test-sandboxes:
+	$(CONTAINED) --limit 300 $(BIN)/pytest -v -n 0 -m sandbox tests/sandbox $(AGAIN) $(ARGS)
+
 test-gpu-node: cluster engine  ## the chart on a node with eight GPUs that are not there (make test runs its first half)
 	$(CONTAINED) $(BIN)/pytest -v -n 0 tests/gpu_node $(ARGS)
 
 unit: venv  ## what needs neither engine nor cluster
-	$(CONTAINED) --limit 2100 $(BIN)/pytest -n 2 --dist loadfile -m "not engine and not cluster" $(AGAIN) $(ARGS)
+	$(CONTAINED) --limit 2100 $(BIN)/pytest -n 2 --dist loadfile -m "not engine and not cluster and not sandbox" $(AGAIN) $(ARGS)
 
 check: venv  ## lint, types, layers, spelling, drift of generated files
 	$(BIN)/ruff check .

@@ -1,0 +1,118 @@
+"""A sandbox's ``config.json`` for runc: what it may see, use and call.
+
+Everything that it does not need is left out: no network but its own loopback, no mount of the
+host, no device but the harmless ones, no right of the host's root (its root is another user).
+Next step: ``inside`` is its first process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rose_sandbox.runtimes.inside import INIT
+from rose_sandbox.runtimes.kernel import FIRST_ID, IDS
+from rose_sandbox.runtimes.runtime import SandboxSpec
+
+CPU_PERIOD_US = 100_000
+RUN_BYTES = 64 << 20
+"""Of ``/run`` and of ``/dev/shm``, in memory: outputs of commands are there until they are read."""
+
+# What root in a container usually has, without raw sockets; all within its own user namespace.
+_CAPABILITIES = [
+    "CAP_CHOWN",
+    "CAP_DAC_OVERRIDE",
+    "CAP_FOWNER",
+    "CAP_FSETID",
+    "CAP_KILL",
+    "CAP_NET_BIND_SERVICE",
+    "CAP_SETFCAP",
+    "CAP_SETGID",
+    "CAP_SETPCAP",
+    "CAP_SETUID",
+    "CAP_SYS_CHROOT",
+]
+# The kernel's administration, its largest doors for attacks, and what CRIU cannot save.
+_REFUSED_CALLS = [
+    *("acct", "add_key", "adjtimex", "bpf", "clock_adjtime", "clock_settime", "create_module"),
+    *("delete_module", "finit_module", "fsconfig", "fsmount", "fsopen", "fspick", "get_mempolicy"),
+    *("init_module", "io_uring_enter", "io_uring_register", "io_uring_setup", "ioperm", "iopl"),
+    *("kexec_file_load", "kexec_load", "keyctl", "lookup_dcookie", "mbind", "mount"),
+    *("mount_setattr", "move_mount", "move_pages", "name_to_handle_at", "nfsservctl"),
+    *("open_by_handle_at", "open_tree", "perf_event_open", "pivot_root", "quotactl"),
+    *("quotactl_fd", "reboot", "request_key", "set_mempolicy", "setns", "settimeofday", "swapoff"),
+    *("swapon", "sysfs", "syslog", "umount", "umount2", "unshare", "uselib", "userfaultfd"),
+    *("ustat", "vhangup", "vm86", "vm86old"),
+]
+
+
+def config(spec: SandboxSpec, root: Path, cgroup: str, criu: Path, *, mapped: bool) -> object:
+    """The whole file as JSON values.
+
+    Args:
+        spec: of the sandbox.
+        root: its root folder, mounted.
+        cgroup: its group, from the top of each hierarchy.
+        criu: the configuration of CRIU.
+        mapped: its root is another user of the host.
+    """
+    variables = {
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": "/root",
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+    } | dict(spec.environment)
+    namespaces = ["pid", "ipc", "uts", "mount", "network"] + (["user"] if mapped else [])
+    ids = [{"containerID": 0, "hostID": FIRST_ID, "size": IDS}]
+    return {
+        "ociVersion": "1.0.2",
+        "hostname": "sandbox",
+        "root": {"path": str(root)},
+        "process": {
+            "terminal": False,
+            "user": {"uid": 0, "gid": 0},
+            "args": ["/bin/bash", "--norc", "-c", INIT, "rose-init", spec.folder],
+            "env": [f"{name}={value}" for name, value in sorted(variables.items())],
+            "cwd": "/",
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), _CAPABILITIES),
+            "noNewPrivileges": True,
+        },
+        "mounts": [
+            _mount("/proc", "proc", "nosuid", "noexec", "nodev"),
+            _mount("/dev", "tmpfs", "nosuid", "noexec", "strictatime", "mode=755", "size=64k"),
+            _mount(
+                *("/dev/pts", "devpts", "nosuid", "noexec", "newinstance"),
+                *("ptmxmode=0666", "mode=0620", "gid=5"),
+            ),
+            _mount(
+                *("/dev/shm", "tmpfs", "nosuid", "noexec", "nodev", "mode=1777"),  # noqa: S108
+                f"size={RUN_BYTES}",
+            ),
+            _mount("/run", "tmpfs", "nosuid", "nodev", "mode=755", f"size={RUN_BYTES}"),
+        ],
+        "linux": {
+            "namespaces": [{"type": name} for name in namespaces],
+            **({"uidMappings": ids, "gidMappings": ids} if mapped else {}),
+            "cgroupsPath": cgroup,
+            "resources": {
+                "devices": [{"allow": False, "access": "rwm"}],
+                "memory": {"limit": spec.limits.memory_bytes},
+                "cpu": {
+                    "quota": max(1000, round(spec.limits.cpus * CPU_PERIOD_US)),
+                    "period": CPU_PERIOD_US,
+                },
+                "pids": {"limit": spec.limits.pids},
+            },
+            "seccomp": {
+                "defaultAction": "SCMP_ACT_ALLOW",
+                "architectures": ["SCMP_ARCH_X86_64"],
+                "syscalls": [{"names": _REFUSED_CALLS, "action": "SCMP_ACT_ERRNO", "errnoRet": 1}],
+            },
+            "maskedPaths": ["/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/sysrq-trigger"],
+            "readonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys"],
+        },
+        "annotations": {"org.criu.config": str(criu)},
+    }
+
+
+def _mount(destination: str, kind: str, *options: str) -> dict[str, object]:
+    return {"destination": destination, "type": kind, "source": kind, "options": list(options)}

@@ -1,0 +1,53 @@
+"""Runs a program and says what it said when it fails.
+
+Next step: ``volume`` and ``runc`` call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from rose_sandbox.errors import RuntimeFailed
+
+SECONDS = 120.0
+"""The longest that a program of the runtime may take: tar of a full disk on a busy machine."""
+
+
+async def run(path: str, *arguments: str | Path, quiet: bool = False) -> bytes:
+    """Run a program; returns its stdout.
+
+    Args:
+        path: ``PATH`` to find it by.
+        arguments: the program and its arguments.
+        quiet: give it no streams, for what it starts would keep them.
+
+    Raises:
+        RuntimeFailed: it failed or took over ``SECONDS``.
+    """
+    streams = asyncio.subprocess.DEVNULL if quiet else asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *("/usr/bin/env", f"PATH={path}", *map(str, arguments)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=streams,
+        stderr=streams,
+        env={"PATH": path, "LANG": "C.UTF-8", "HOME": os.environ.get("HOME", "/")},
+    )
+    try:
+        async with asyncio.timeout(SECONDS):
+            out, err = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise RuntimeFailed(f"{arguments[0]} took over {SECONDS:.0f} s") from None
+    except asyncio.CancelledError:
+        # Half a dump or half a mount is worse than a late one.
+        await process.wait()
+        raise
+    if process.returncode:
+        words = (err or out or b"").decode(errors="replace").strip()[-2000:]
+        raise RuntimeFailed(
+            f"exit code {process.returncode} from {' '.join(map(str, arguments))}: {words}"
+        )
+    return out or b""

@@ -1,0 +1,833 @@
+"""Real sandboxes: runc starts them, CRIU saves their processes, ``volume`` their files.
+
+Everything about a sandbox lies in its folder, written before it is needed: a runtime that starts
+anew over the same folder finds what an earlier one left, running or suspended.
+
+| file | holds |
+|---|---|
+| ``sandbox.json`` | spec, incarnation, and the parts where it is suspended |
+| ``bundle/config.json`` | what runc is told (``oci``) |
+
+Its root is mounted below ``/run``: a sandbox's root is another user, who must get there.
+
+A frozen instant: ``runc pause``, snapshot, CRIU's dump, ``runc resume``. Packing comes after it.
+Next step: ``inside`` is what a command talks to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter
+
+from rose_sandbox.errors import (
+    AlreadyThere,
+    BadPath,
+    CannotCheckpoint,
+    CannotRestore,
+    NotListening,
+    RuntimeFailed,
+    SandboxError,
+    Suspended,
+    TooLarge,
+    UnknownImage,
+    UnknownSandbox,
+)
+from rose_sandbox.runtimes import inside, kernel, oci
+from rose_sandbox.runtimes.parts import Parts, find_parts
+from rose_sandbox.runtimes.programs import run
+from rose_sandbox.runtimes.runtime import (
+    COMMAND_BYTES,
+    FILE_BYTES,
+    OUTPUT_BYTES,
+    CheckpointParts,
+    ExecResult,
+    Facts,
+    Handle,
+    Kind,
+    Part,
+    SandboxSpec,
+    State,
+    check_spec,
+    cut_output,
+)
+from rose_sandbox.runtimes.volume import Volume
+
+FILES, PROCESSES = "files.tar", "processes.tar"
+START_SECONDS = 20.0
+"""Until the first process of a sandbox listens; it takes milliseconds on a free machine."""
+GRACE_SECONDS = 1.0
+"""For a session's shell to notice that what it waited for was killed, before it is killed too."""
+_POLL_SECONDS = (0.002, 0.03)  # first and longest: a short command is not made to wait
+# CRIU's: connections inside are saved, none leads out; deleted files up to what a log may have.
+_CRIU = """\
+tcp-established
+network-lock skip
+manage-cgroups ignore
+file-locks
+link-remap
+ghost-limit 67108864
+"""
+# What CRIU says of things it cannot save -> the word for it.
+_UNDUMPABLE = (
+    (r"io_uring", "io_uring"),
+    (r"userfaultfd", "userfaultfd"),
+    (r"perf_event", "perf_event"),
+    (r"bpf", "bpf"),
+    (r"[Gg]host file.*(big|limit)|Can't dump ghost file", "large deleted file"),
+    (r"unix: (Ext|.*external|.*peer)", "external socket"),
+    (r"sk unix|unix: ", "unix socket"),
+    (r"packet|Unknown socket|unsupported.*socket|sockets?: ", "socket"),
+    (r"tty: |Can't dump.*tty|terminal", "terminal"),
+    (r"is in the different (pid|net|mnt|user|ipc|uts) ?n", "nested namespace"),
+    (r"mnt: ", "mount"),
+    (r"Can't lookup mount|Can't open file|files-reg", "file"),
+    (r"ptrace|Unable to (seize|interrupt)|traced", "traced process"),
+    (r"Zombie|zombie|dead", "dying process"),
+)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class _Record:
+    """``sandbox.json``."""
+
+    spec: SandboxSpec
+    incarnation: int = 1
+    suspended: CheckpointParts | None = None
+
+
+_RECORDS = TypeAdapter(_Record)
+
+
+class RuncRuntime:
+    """Sandboxes of runc.
+
+    Args:
+        folder: of all state; a disk with room.
+        parts: programs and images; None: this machine's.
+
+    Raises:
+        Unavailable: this machine lacks a part.
+    """
+
+    name = "runc"
+
+    def __init__(self, folder: Path, parts: Parts | None = None) -> None:
+        self.parts = parts or find_parts()
+        self._folder = folder.resolve()
+        self._volume = Volume(self._folder, self.parts)
+        # Several hosts on a machine never meet in the kernel's groups.
+        self._group = f"rose-sandbox-{hashlib.sha256(str(self._folder).encode()).hexdigest()[:8]}"
+        self._criu = self._folder / "criu.conf"
+        self._roots = Path("/run") / self._group
+        self._threads = ThreadPoolExecutor(thread_name_prefix="sandbox")
+        self._opening = asyncio.Lock()
+        self._is_open = False
+        self._next = 0
+
+    # --- the host ---------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        async with self._opening:
+            if not self._is_open:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._criu.write_text(_CRIU)
+                self._roots.mkdir(mode=0o711, exist_ok=True)
+                await self._volume.open()
+                self._is_open = True
+
+    async def images(self) -> tuple[str, ...]:
+        """See ``Runtime``."""
+        return tuple(sorted(folder.name for folder in self.parts.images.iterdir()))
+
+    async def sandboxes(self) -> tuple[Handle, ...]:
+        """See ``Runtime``."""
+        found = []
+        for file in sorted(self._folder.glob("sandboxes/*/sandbox.json")):
+            with suppress(SandboxError):
+                record = self._record(file.parent.name)
+                found.append(Handle(record.spec.key, record.incarnation))
+        return tuple(found)
+
+    async def close(self) -> None:
+        """See ``Runtime``."""
+        if self._is_open:
+            await self._volume.close()
+            with suppress(OSError):
+                self._roots.rmdir()
+            self._is_open = False
+        self._threads.shutdown(wait=False)
+
+    def _home(self, key: str) -> Path:
+        return self._folder / "sandboxes" / key
+
+    def _container(self, key: str) -> str:
+        return f"{self._group}-{key}"
+
+    def _record(self, key: str) -> _Record:
+        try:
+            return _RECORDS.validate_json((self._home(key) / "sandbox.json").read_bytes())
+        except OSError as error:
+            raise UnknownSandbox(f"no sandbox {key} here") from error
+
+    def _keep(self, record: _Record) -> None:
+        home = self._home(record.spec.key)
+        new = home / "sandbox.json.new"
+        with new.open("wb") as file:
+            file.write(_RECORDS.dump_json(record))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(home / "sandbox.json")
+
+    def _running(self, handle: Handle) -> _Record:
+        record = self._record(handle.key)
+        if record.incarnation != handle.incarnation:
+            raise UnknownSandbox(
+                f"sandbox {handle.key} is at incarnation {record.incarnation}, "
+                f"not {handle.incarnation}"
+            )
+        if record.suspended is not None:
+            raise Suspended(f"sandbox {handle.key} is suspended; resume it first")
+        return record
+
+    # --- life -------------------------------------------------------------------------------
+
+    async def create(self, spec: SandboxSpec) -> Handle:
+        """See ``Runtime``."""
+        return await self._begin(spec, None)
+
+    async def _begin(
+        self, spec: SandboxSpec, parts: CheckpointParts | None, cut: str | None = None
+    ) -> Handle:
+        check_spec(spec)
+        await self._open()
+        if spec.image not in await self.images():
+            here = ", ".join(await self.images())
+            raise UnknownImage(f"no image {spec.image}; here are: {here}")
+        home = self._home(spec.key)
+        try:
+            home.parent.mkdir(mode=0o700, exist_ok=True)
+            home.mkdir()
+        except FileExistsError:
+            raise AlreadyThere(f"sandbox {spec.key} is there; end it or take another key") from None
+        record = _Record(spec)
+        try:
+            await self._raise(record, parts, cut)
+            self._keep(record)
+        except BaseException:
+            await self._remove(spec.key)
+            raise
+        return Handle(spec.key, record.incarnation)
+
+    async def _raise(self, record: _Record, parts: CheckpointParts | None, cut: str | None) -> None:
+        """Make a sandbox run whose folder is there."""
+        spec = record.spec
+        key, home = spec.key, self._home(spec.key)
+        if cut is not None:
+            await self._volume.copy(cut, key, spec.limits.disk_bytes)
+        else:
+            await self._volume.make(key, spec.limits.disk_bytes)
+            if parts is not None and parts.files is not None:
+                await self._fill(parts.files, key)
+        await self._volume.mount(key, spec.image, self._roots / key)
+        bundle = home / "bundle"
+        bundle.mkdir(exist_ok=True)
+        config = oci.config(
+            spec, self._roots / key, f"/{self._group}/{key}", self._criu, mapped=True
+        )
+        (bundle / "config.json").write_text(json.dumps(config))
+        if parts is not None and parts.processes is not None:
+            await self._restore_processes(parts.processes, key)
+        else:
+            await self._runc(key, "run", "--detach", "--bundle", bundle, quiet=True)
+        await self._wait_until_it_listens(key)
+
+    async def _fill(self, part: Part, key: str) -> None:
+        try:
+            _check(part)
+            await self._volume.unpack(part.path, key)
+        except RuntimeFailed as error:
+            raise CannotRestore(f"files of {key} cannot be unpacked: {error}") from error
+
+    async def _restore_processes(self, part: Part, key: str) -> None:
+        home = self._home(key)
+        images, work = home / "images", home / "restore"
+        await self._clear(images, work)
+        try:
+            _check(part)
+            await run(
+                self.parts.path,
+                *("tar", "--extract", "--file", part.path, "--directory", images),
+            )
+            # Tasks read them that are not yet, or already, another user. The folder above is shut.
+            for path in images.iterdir():
+                path.chmod(0o644)
+            images.chmod(0o755)
+            await self._runc(
+                key,
+                *("restore", "--detach", "--bundle", home / "bundle"),
+                *("--image-path", images, "--work-path", work),
+                quiet=True,
+            )
+        except RuntimeFailed as error:
+            raise CannotRestore(
+                f"processes of {key} cannot be restored: {_errors(work / 'restore.log') or error}"
+            ) from error
+        finally:
+            shutil.rmtree(images, ignore_errors=True)
+
+    async def _wait_until_it_listens(self, key: str) -> None:
+        ends = time.monotonic() + START_SECONDS
+        for pause in _pauses():
+            with suppress(OSError, UnknownSandbox), self._root(key) as root:
+                os.close(kernel.open_in(root, f"{inside.FOLDER}/in", os.O_WRONLY | os.O_NONBLOCK))
+                return
+            if time.monotonic() > ends:
+                raise RuntimeFailed(f"sandbox {key} does not listen after {START_SECONDS:.0f} s")
+            await asyncio.sleep(pause)
+
+    async def end(self, handle: Handle) -> None:
+        """See ``Runtime``."""
+        if self._home(handle.key).exists():
+            await self._open()
+            await self._remove(handle.key)
+
+    async def _remove(self, key: str) -> None:
+        home = self._home(key)
+        (home / "sandbox.json").unlink(missing_ok=True)
+        await self._stop(key)
+        await self._volume.remove(key)
+        shutil.rmtree(home, ignore_errors=True)
+
+    async def _stop(self, key: str) -> None:
+        """Its processes and its root, not its files."""
+        with suppress(RuntimeFailed):
+            await self._runc(key, "delete", "--force")
+        for folder in self._groups(key):
+            # A restore that failed leaves some behind, of which runc knows nothing.
+            await self._in_thread(_empty, folder)
+        await self._volume.unmount(self._roots / key)
+        with suppress(OSError):
+            (self._roots / key).rmdir()
+
+    async def _clear(self, *folders: Path) -> None:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+
+    async def _runc(self, key: str, verb: str, *options: str | Path, quiet: bool = False) -> None:
+        log = self._home(key) / "runc.log"
+        log.unlink(missing_ok=True)
+        try:
+            await run(
+                self.parts.path,
+                *("runc", "--root", self._folder / "runc", "--log", log, verb),
+                *(*options, self._container(key)),
+                quiet=quiet,
+            )
+        except RuntimeFailed as error:
+            words = re.findall(r'level=error msg="(.*)"$', _text(log), re.MULTILINE)
+            raise RuntimeFailed("; ".join(words) or str(error)) from error
+
+    def _groups(self, key: str) -> list[Path]:
+        top = Path("/sys/fs/cgroup")
+        hybrid = [folder for folder in top.iterdir() if folder.is_dir()]
+        unified = [top] if (top / "cgroup.controllers").exists() else hybrid
+        return [folder / self._group / key for folder in unified if (folder / self._group).is_dir()]
+
+    # --- commands ---------------------------------------------------------------------------
+
+    async def exec(
+        self,
+        handle: Handle,
+        command: str,
+        within: float,
+        *,
+        session: str | None = None,
+        output_bytes: int = OUTPUT_BYTES,
+    ) -> ExecResult:
+        """See ``Runtime``."""
+        self._running(handle)
+        if len(command.encode()) > COMMAND_BYTES:
+            raise TooLarge(f"the command has over {COMMAND_BYTES} bytes; write a file and run it")
+        if session is not None:
+            check_spec(SandboxSpec(session))
+        self._next += 1
+        # Numbers of an earlier host or of a restored state are never met again.
+        number = f"{time.time_ns():x}{self._next:x}"
+        begun = _ticks()
+        with self._root(handle.key) as root:
+            await self._in_thread(self._ask, root, number, command, session)
+            lost = late = False
+            code: int | None = None
+            ends, killed = time.monotonic() + within, 0.0
+            for turn, pause in enumerate(_pauses()):
+                answer = await self._in_thread(_look, root, f"{number}.rc")
+                if answer is not None:
+                    word, _, rest = answer.decode().strip().partition(" ")
+                    code, lost = int(word), rest == "lost"
+                    break
+                now = time.monotonic()
+                if turn % 16 == 15 and await self._in_thread(_is_gone, root, number):
+                    # The runner was killed, and says nothing.
+                    answer = await self._in_thread(_look, root, f"{number}.rc")
+                    if answer is None:
+                        code, lost = 137, session is not None
+                        break
+                if now >= ends:
+                    late = True
+                    if not killed:
+                        killed = now
+                    hard = session is None or now > killed + GRACE_SECONDS
+                    await self._in_thread(self._kill, handle.key, root, number, begun, hard)
+                    if hard and session is None:
+                        break
+                await asyncio.sleep(pause)
+            out = await self._in_thread(_look, root, f"{number}.out")
+            err = await self._in_thread(_look, root, f"{number}.err")
+            await self._in_thread(self._tidy, handle.key, root, number)
+        return ExecResult(
+            124 if late or code is None else code,
+            cut_output(out or b"", output_bytes),
+            cut_output(err or b"", output_bytes),
+            timed_out=late,
+            cut=max(len(out or b""), len(err or b"")) > output_bytes,
+            session_lost=lost,
+        )
+
+    @contextmanager
+    def _root(self, key: str) -> Iterator[int]:
+        """A descriptor of its root, as its own processes see it."""
+        init = self._init(key)
+        try:
+            descriptor = os.open(f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UnknownSandbox(f"the first process of sandbox {key} is gone") from error
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _init(self, key: str) -> int:
+        try:
+            state = json.loads(
+                (self._folder / "runc" / self._container(key) / "state.json").read_bytes()
+            )
+            return int(state["init_process_pid"])
+        except OSError as error:
+            raise UnknownSandbox(f"sandbox {key} does not run") from error
+
+    def _ask(self, root: int, number: str, command: str, session: str | None) -> None:
+        with kernel.owner(kernel.FIRST_ID):
+            _write(root, f"{inside.FOLDER}/{number}.cmd", command.encode() + b"\n", 0o600)
+        door = kernel.open_in(root, f"{inside.FOLDER}/in", os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(door, f"{number} {session or '-'}\n".encode())
+        finally:
+            os.close(door)
+
+    def _kill(self, key: str, root: int, number: str, begun: int, hard: bool) -> None:
+        """What a command's runner started since; ``hard``: the runner itself too."""
+        runner = _runner(root, number)
+        table = {pid: entry for pid in self._pids(key) if (entry := _stat(pid)) is not None}
+        top = next((pid for pid in table if _inner(pid) == runner), None)
+        if top is None:
+            return
+        below = {top}
+        while True:  # a table is short: at most Limits.pids
+            more = {pid for pid, one in table.items() if one.parent in below or one.session == top}
+            if more <= below:
+                break
+            below |= more
+        doomed = {pid for pid in below - {top} if table[pid].started >= begun}
+        for pid in doomed | ({top} if hard else set()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+    def _tidy(self, key: str, root: int, number: str) -> None:
+        """Remove a command's files, but for streams that something in the background still has."""
+        held: set[str] = set()
+        for pid in self._pids(key):
+            with suppress(OSError):
+                held |= {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+        try:
+            folder = kernel.open_in(root, inside.FOLDER, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            return
+        try:
+            for ending in ("cmd", "pid", "rc", "new", "out", "err"):
+                if f"{inside.FOLDER}/{number}.{ending}" not in held:
+                    with suppress(OSError):
+                        os.unlink(f"{number}.{ending}", dir_fd=folder)
+        finally:
+            os.close(folder)
+
+    def _pids(self, key: str) -> list[int]:
+        found: set[int] = set()
+        for group in self._groups(key)[:1]:
+            with suppress(OSError):
+                found = {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
+        return sorted(found)
+
+    async def _in_thread(self, function: Callable[..., _T], *arguments: object) -> _T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(function, *arguments))
+
+    # --- files and ports --------------------------------------------------------------------
+
+    async def read_file(self, handle: Handle, path: str, limit: int = FILE_BYTES) -> bytes:
+        """See ``Runtime``."""
+        self._running(handle)
+        with self._root(handle.key) as root:
+            return await self._in_thread(_read, root, path, limit)
+
+    async def write_file(self, handle: Handle, path: str, data: bytes, mode: int = 0o644) -> None:
+        """See ``Runtime``."""
+        record = self._running(handle)
+        if not path.startswith("/") or path.endswith("/"):
+            raise BadPath(f"{path!r} is no absolute path of a file")
+        if len(data) > min(FILE_BYTES, record.spec.limits.disk_bytes):
+            raise TooLarge(f"{len(data)} bytes for {path} do not fit")
+        with self._root(handle.key) as root:
+            await self._in_thread(_put, root, path, data, mode)
+
+    async def connect(self, handle: Handle, port: int) -> socket.socket:
+        """See ``Runtime``."""
+        self._running(handle)
+        # A thread that enters another network is good for nothing else.
+        with ThreadPoolExecutor(1) as threads:
+            loop = asyncio.get_running_loop()
+            try:
+                init = self._init(handle.key)
+                connection = await loop.run_in_executor(threads, kernel.socket_of, init)
+            except OSError as error:
+                raise UnknownSandbox(f"sandbox {handle.key} does not run: {error}") from error
+        connection.setblocking(False)
+        try:
+            await loop.sock_connect(connection, ("127.0.0.1", port))
+        except OSError as error:
+            connection.close()
+            raise NotListening(
+                f"nothing listens at port {port} of sandbox {handle.key}: {error}"
+            ) from error
+        return connection
+
+    # --- checkpoints ------------------------------------------------------------------------
+
+    async def checkpoint(self, handle: Handle, kind: Kind, into: Path) -> CheckpointParts:
+        """See ``Runtime``."""
+        record = self._running(handle)
+        await self._open()
+        started = time.monotonic()
+        self._next += 1
+        cut = f"{handle.key}.{self._next}"
+        try:
+            frozen = await self._cut(handle.key, kind, cut)
+            files = processes = None
+            if kind.has_files:
+                await self._volume.pack(cut, into / FILES)
+                files = _part(into / FILES)
+            if kind.has_processes:
+                await self._pack_images(handle.key, into / PROCESSES)
+                processes = _part(into / PROCESSES)
+        except BaseException:
+            for name in (FILES, PROCESSES):
+                (into / name).unlink(missing_ok=True)
+            raise
+        finally:
+            await self._volume.remove(cut)
+        return CheckpointParts(record.spec, files, processes, frozen, time.monotonic() - started)
+
+    async def _cut(self, key: str, kind: Kind, cut: str) -> float:
+        """Save into a cut and the folder ``images``; returns the seconds that it stood still."""
+        home = self._home(key)
+        images, work = home / "images", home / "dump"
+        await self._clear(images, work)
+        await self._runc(key, "pause")
+        started = time.monotonic()
+        try:
+            if kind.has_files:
+                await self._volume.cut(key, cut)
+            if kind.has_processes:
+                await self._runc(
+                    key,
+                    *("checkpoint", "--leave-running"),
+                    *("--image-path", images, "--work-path", work),
+                )
+        except RuntimeFailed as error:
+            said = _errors(work / "dump.log")
+            raise CannotCheckpoint(
+                _what(said) if said else "runtime",
+                f"sandbox {key} cannot be saved: {said or error}",
+            ) from error
+        finally:
+            frozen = time.monotonic() - started
+            await self._runc(key, "resume")
+        return frozen
+
+    async def _pack_images(self, key: str, into: Path) -> None:
+        images = self._home(key) / "images"
+        await run(
+            self.parts.path,
+            *("tar", "--create", "--sort=name", "--format=pax", "--sparse", "--numeric-owner"),
+            *("--file", into, "--directory", images, "."),
+        )
+        shutil.rmtree(images, ignore_errors=True)
+
+    async def restore(self, parts: CheckpointParts, spec: SandboxSpec) -> Handle:
+        """See ``Runtime``."""
+        if (spec.image, spec.folder) != (parts.spec.image, parts.spec.folder):
+            raise CannotRestore(f"{spec.key} has another image or folder than {parts.spec.key}")
+        return await self._begin(spec, parts)
+
+    async def fork(self, handle: Handle, keys: Sequence[str]) -> tuple[Handle, ...]:
+        """See ``Runtime``."""
+        record = self._running(handle)
+        await self._open()
+        for key in keys:
+            check_spec(SandboxSpec(key))
+            if keys.count(key) > 1 or self._home(key).exists():
+                raise AlreadyThere(f"sandbox {key} is there; end it or take another key")
+        self._next += 1
+        cut = f"{handle.key}.{self._next}"
+        packed = self._home(handle.key) / "fork.tar"
+        try:
+            await self._cut(handle.key, Kind.FULL, cut)
+            await self._pack_images(handle.key, packed)
+            parts = CheckpointParts(record.spec, processes=_part(packed))
+            results = await asyncio.gather(
+                *(self._begin(replace(record.spec, key=key), parts, cut) for key in keys),
+                return_exceptions=True,
+            )
+        finally:
+            await self._volume.remove(cut)
+            packed.unlink(missing_ok=True)
+        failed = [result for result in results if isinstance(result, BaseException)]
+        if failed:
+            for result in results:
+                if isinstance(result, Handle):
+                    await self.end(result)
+            raise failed[0]
+        return tuple(result for result in results if isinstance(result, Handle))
+
+    async def suspend(self, handle: Handle, into: Path) -> CheckpointParts:
+        """See ``Runtime``."""
+        record = self._running(handle)
+        parts = await self.checkpoint(handle, Kind.FULL, into)
+        self._keep(replace(record, suspended=parts))
+        await self._stop(handle.key)
+        await self._volume.remove(handle.key)
+        return parts
+
+    async def resume(self, handle: Handle) -> Handle:
+        """See ``Runtime``."""
+        record = self._record(handle.key)
+        if record.suspended is None:
+            return Handle(handle.key, record.incarnation)
+        await self._open()
+        # A host that died between these steps left a half behind.
+        await self._stop(handle.key)
+        await self._volume.remove(handle.key)
+        running = _Record(record.spec, record.incarnation + 1)
+        try:
+            await self._raise(running, record.suspended, None)
+        except BaseException:
+            await self._stop(handle.key)
+            await self._volume.remove(handle.key)
+            raise
+        self._keep(running)
+        return Handle(handle.key, running.incarnation)
+
+    async def facts(self, handle: Handle) -> Facts:
+        """See ``Runtime``."""
+        record = self._record(handle.key)
+        key = handle.key
+        if record.suspended is not None:
+            return Facts(State.SUSPENDED)
+        unified = [group for group in self._groups(key) if (group / "cgroup.freeze").exists()]
+        return Facts(
+            State.RUNNING,
+            init=self._init(key),
+            pids=tuple(self._pids(key)),
+            cgroup=unified[0] if unified else None,
+            root=self._roots / key,
+            upper=self._volume.upper(key),
+        )
+
+
+# --- a sandbox's files, by a descriptor of its root -------------------------------------------
+
+
+def _look(root: int, name: str) -> bytes | None:
+    """A file of ``inside.FOLDER``, whole; None where there is none."""
+    try:
+        return _read(root, f"{inside.FOLDER}/{name}", FILE_BYTES)
+    except (BadPath, TooLarge):
+        return None
+
+
+def _read(root: int, path: str, limit: int) -> bytes:
+    try:
+        descriptor = kernel.open_in(root, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise BadPath(f"{path}: {error.strerror}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise BadPath(f"{path} is no plain file")
+        if facts.st_size > limit:
+            raise TooLarge(f"{path} has {facts.st_size} bytes, over {limit}")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise TooLarge(f"{path} has over {limit} bytes")
+    return data
+
+
+def _write(root: int, path: str, data: bytes, mode: int) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY
+    descriptor = kernel.open_in(root, path, flags, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise BadPath(f"{path} is no plain file")
+        file.write(data)
+
+
+def _put(root: int, path: str, data: bytes, mode: int) -> None:
+    """Write a file as the sandbox's root, with the folders above it."""
+    try:
+        with kernel.owner(kernel.FIRST_ID):
+            above = path.strip("/").split("/")[:-1]
+            for depth in range(len(above)):
+                _make_folder(root, "/" + "/".join(above[:depth]), above[depth])
+            _write(root, path, data, mode)
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise TooLarge(f"{path}: the sandbox's disk is full") from error
+        raise BadPath(f"{path}: {error.strerror}") from error
+
+
+def _make_folder(root: int, parent: str, name: str) -> None:
+    descriptor = kernel.open_in(root, parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o755, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _runner(root: int, number: str) -> int | None:
+    said = _look(root, f"{number}.pid")
+    return int(said) if said and said.strip().isdigit() else None
+
+
+def _is_gone(root: int, number: str) -> bool:
+    """Whether a command's runner has ended, as far as its own ``/proc`` says."""
+    runner = _runner(root, number)
+    if runner is None:
+        return False
+    try:
+        os.close(kernel.open_in(root, f"/proc/{runner}", os.O_PATH))
+    except OSError:
+        return True
+    return False
+
+
+# --- processes --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Stat:
+    parent: int
+    session: int
+    started: int
+
+
+def _stat(pid: int) -> _Stat | None:
+    words = _text(Path(f"/proc/{pid}/stat")).rpartition(") ")[2].split()
+    return _Stat(int(words[1]), int(words[3]), int(words[19])) if words else None
+
+
+def _inner(pid: int) -> int | None:
+    """A process's id in its own sandbox."""
+    found = re.search(r"^NSpid:.*\s(\d+)$", _text(Path(f"/proc/{pid}/status")), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _ticks() -> int:
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
+def _empty(group: Path) -> None:
+    """Kill what is in a group, and remove it."""
+    for _ in range(50):
+        pids = _text(group / "cgroup.procs").split()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), 9)
+        with suppress(OSError):
+            group.rmdir()
+            return
+        if not group.exists():
+            return
+        time.sleep(0.02)
+
+
+def _pauses() -> Iterator[float]:
+    pause, longest = _POLL_SECONDS
+    while True:
+        yield pause
+        pause = min(longest, pause * 1.3)
+
+
+# --- records and logs -------------------------------------------------------------------------
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _part(path: Path) -> Part:
+    return Part(path, path.stat().st_size)
+
+
+def _check(part: Part) -> None:
+    try:
+        size = part.path.stat().st_size
+    except OSError as error:
+        raise CannotRestore(f"{part.path} is not there") from error
+    if size != part.bytes:
+        raise CannotRestore(f"{part.path} has {size} bytes and not {part.bytes}")
+
+
+def _errors(log: Path) -> str:
+    """What CRIU says went wrong, first things first."""
+    found = re.findall(r"Error \(([^)]*)\): (.*)", _text(log))
+    told = [f"{where.partition(':')[0]}: {text}" for where, text in found if "rlimit" not in text]
+    return "; ".join(told[:4])
+
+
+def _what(said: str) -> str:
+    for pattern, word in _UNDUMPABLE:
+        if re.search(pattern, said):
+            return word
+    return "process"

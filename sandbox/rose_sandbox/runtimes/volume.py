@@ -1,0 +1,160 @@
+"""The disk of all sandboxes of a host: a btrfs in one sparse file, a subvolume for each sandbox.
+
+A sandbox's root is an overlay: the image below, read-only, and its subvolume's ``upper`` above. A
+cut is a snapshot, which takes milliseconds however much there is, and a limit is a quota.
+Owners are shifted as in the sandbox (``kernel.FIRST_ID``), on disk and in saved files alike.
+Next step: ``runc`` has a sandbox's life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from rose_sandbox.errors import RuntimeFailed
+from rose_sandbox.runtimes.kernel import FIRST_ID, mount_mapped
+from rose_sandbox.runtimes.parts import Parts
+from rose_sandbox.runtimes.programs import run
+
+VOLUME_BYTES = 1 << 40
+"""Of the sparse file: more than a host gives its sandboxes; the disk below is the real bound."""
+_XATTRS = ("--xattrs", "--xattrs-include=*", "--acls", "--numeric-owner", "--sparse")
+
+
+def is_mounted(folder: Path) -> bool:
+    """Whether something is mounted there; of one file system too, which ``is_mount`` cannot see."""
+    table = Path("/proc/self/mounts").read_text()
+    return any(line.split()[1] == str(folder) for line in table.splitlines())
+
+
+class Volume:
+    """Mounted below a folder.
+
+    Args:
+        folder: of the host's state.
+        parts: programs and images.
+    """
+
+    def __init__(self, folder: Path, parts: Parts) -> None:
+        self._parts = parts
+        self._file = folder / "volume.img"
+        self._mount = folder / "volume"
+        self._lowers = folder / "lower"
+
+    async def open(self) -> None:
+        """Make the file system where there is none, and mount it; images too.
+
+        Raises:
+            RuntimeFailed: the machine has no btrfs, loop devices or overlays.
+        """
+        self._mount.mkdir(parents=True, exist_ok=True)
+        if not self._file.exists():
+            new = self._file.with_suffix(".new")
+            with new.open("wb") as file:
+                file.truncate(VOLUME_BYTES)
+            await self._run("mkfs.btrfs", "-q", "-f", new)
+            new.rename(self._file)
+        if not is_mounted(self._mount):
+            await self._run("mount", "-o", "loop,noatime", self._file, self._mount)
+            await self._run("btrfs", "quota", "enable", "--simple", self._mount)
+        for image in sorted(self._parts.images.iterdir()):
+            await asyncio.to_thread(self._show, image)
+
+    def _show(self, image: Path) -> None:
+        lower = self._lowers / image.name
+        lower.mkdir(parents=True, exist_ok=True)
+        if not is_mounted(lower):
+            mount_mapped(image, lower)
+
+    def lower(self, image: str) -> Path:
+        """An image's root folder with shifted owners."""
+        return self._lowers / image
+
+    def subvolume(self, name: str) -> Path:
+        """Where a sandbox's changes lie."""
+        return self._mount / name
+
+    def upper(self, name: str) -> Path:
+        """Its changes to the image."""
+        return self._mount / name / "upper"
+
+    async def make(self, name: str, disk_bytes: int) -> None:
+        """A fresh subvolume of limited size."""
+        folder = self.subvolume(name)
+        await self._run("btrfs", "subvolume", "create", folder)
+        upper = folder / "upper"
+        upper.mkdir()
+        os.chown(upper, FIRST_ID, FIRST_ID)
+        await self._finish(name, disk_bytes)
+
+    async def copy(self, cut: str, name: str, disk_bytes: int) -> None:
+        """A subvolume that begins as a cut."""
+        await self.cut(cut, name)
+        await self._finish(name, disk_bytes)
+
+    async def _finish(self, name: str, disk_bytes: int) -> None:
+        folder = self.subvolume(name)
+        # An overlay's work folder belongs to one mount and is never taken over.
+        await self._run("rm", "-rf", folder / "work")
+        (folder / "work").mkdir()
+        await self._run("btrfs", "qgroup", "limit", str(disk_bytes), folder)
+
+    async def cut(self, name: str, cut: str) -> None:
+        """A subvolume's files as they are now."""
+        await self._run("btrfs", "subvolume", "snapshot", self.subvolume(name), self.subvolume(cut))
+
+    async def remove(self, name: str) -> None:
+        """A subvolume or cut; none is no error."""
+        if self.subvolume(name).exists():
+            await self._run("btrfs", "subvolume", "delete", self.subvolume(name))
+
+    async def pack(self, name: str, into: Path) -> None:
+        """A cut's files as one file, the same bytes for the same files."""
+        await self._run(
+            *("tar", "--create", "--sort=name", "--format=pax", *_XATTRS),
+            "--pax-option=exthdr.name=%d/PaxHeaders/%f,delete=atime,delete=ctime",
+            *("--file", into, "--directory", self.subvolume(name), "upper"),
+        )
+
+    async def unpack(self, file: Path, name: str) -> None:
+        """Files of ``pack`` into a fresh subvolume.
+
+        Raises:
+            RuntimeFailed: the file is torn, or they are too many.
+        """
+        await self._run(
+            *("tar", "--extract", "--preserve-permissions", "--same-owner", *_XATTRS),
+            *("--file", file, "--directory", self.subvolume(name)),
+        )
+
+    async def mount(self, name: str, image: str, root: Path) -> None:
+        """A sandbox's root."""
+        root.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - local metadata, microseconds
+        layers = ",".join(
+            f"{what}={where}"
+            for what, where in (
+                ("lowerdir", self.lower(image)),
+                ("upperdir", self.upper(name)),
+                ("workdir", self.subvolume(name) / "work"),
+            )
+        )
+        await self._run("mount", "-t", "overlay", "-o", layers, "overlay", root)
+
+    async def unmount(self, root: Path) -> None:
+        """A sandbox's root; one that is not mounted is no error."""
+        if is_mounted(root):
+            await self._run("umount", "--lazy", root)
+
+    async def close(self) -> None:
+        """Unmount everything, unless a sandbox still uses it."""
+        lowers = sorted(self._lowers.iterdir()) if self._lowers.exists() else []
+        for folder in (*lowers, self._mount):
+            if is_mounted(folder):
+                try:
+                    await self._run("umount", folder)
+                except RuntimeFailed:
+                    return
+
+    async def _run(self, *arguments: str | Path) -> bytes:
+        return await run(self._parts.path, *arguments)
