@@ -88,7 +88,7 @@ class Fleet(msgspec.Struct, frozen=True):
             {"engineClass": "other"},
             {"engineArguments": {"model-path": "/etc"}},
             {"weights": {"storeName": "elsewhere", "run": "r"}},
-            {"gpusPerSlot": 2},
+            {"slots": {"min": 2, "max": 1}},
         )
         manifest["spec"] |= wrong[number % len(wrong)]
         return manifest

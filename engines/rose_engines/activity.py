@@ -8,7 +8,8 @@ engine says nothing.
     0    8  magic  "ROSEACT" and the version byte 1
     8  8*N  one word for each rank: 0 there is none, 1 starting, 2 iterating, 3 resting
 
-A rank takes the first free word. Of several ranks the least restful counts. Readers use ``pread``
+A rank takes the first free word. Of several ranks the least restful counts, and an iteration is one
+that they compute *together* (4): none may be frozen while the others wait for its half. Readers use ``pread``
 and no map: a file that shrinks under a map would end the reader. Standard library only: the file
 is imported inside engines. Next step: ``rose_engines.sglang.checkpoints`` writes it.
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 MAGIC = b"ROSEACT\x01"
 VARIABLE = "ROSE_ACTIVITY"
 STARTING, ITERATING, RESTING = 1, 2, 3
+TOGETHER = 4
 # One node has no more GPUs.
 _RANKS = 64
 SIZE = len(MAGIC) + 8 * _RANKS
@@ -78,5 +80,8 @@ def read(path: Path) -> int:
         os.close(handle)
     if len(text) != SIZE or not text.startswith(MAGIC):
         return 0
-    words = {word for word in _WORDS.unpack_from(text, len(MAGIC)) if word}
-    return min(words) if words and words <= {STARTING, ITERATING, RESTING} else 0
+    words = [word for word in _WORDS.unpack_from(text, len(MAGIC)) if word]
+    if not words or not {STARTING, ITERATING, RESTING}.issuperset(words):
+        return 0
+    least = min(words)
+    return TOGETHER if least == ITERATING and len(words) > 1 else least

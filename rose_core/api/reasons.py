@@ -47,7 +47,6 @@ class Reason(StrEnum):
     NO_TENANT_POLICY = "NoTenantPolicy"
     TENANT_POLICY_FORBIDS = "TenantPolicyForbids"
     TENANT_CAP_REACHED = "TenantCapReached"
-    GPUS_PER_SLOT_NOT_SUPPORTED = "GpusPerSlotNotSupported"
     LEASE_EXPIRED = "LeaseExpired"
     # Granting.
     ALL_SLOTS_GRANTED = "AllSlotsGranted"
@@ -76,6 +75,7 @@ class Reason(StrEnum):
     NO_GPU = "NoGPU"
     GPU_IN_USE = "GPUInUse"
     OTHER_DEVICE_CLASS = "OtherDeviceClass"
+    TOO_FEW_GPUS = "TooFewGPUs"
     INSUFFICIENT_MEMORY = "InsufficientMemory"
     DEVICE_ACCESS = "DeviceAccess"
     DRIVER_TOO_OLD = "DriverTooOld"
@@ -187,7 +187,6 @@ MEANING: dict[Reason, str] = {
     Reason.NO_TENANT_POLICY: "no TenantPolicy selects the lease's namespace",
     Reason.TENANT_POLICY_FORBIDS: "the policies of its namespace do not allow what it asks for",
     Reason.TENANT_CAP_REACHED: "older leases of its namespace use up what its policies allow",
-    Reason.GPUS_PER_SLOT_NOT_SUPPORTED: "`gpusPerSlot` above 1 is refused in this version",
     Reason.LEASE_EXPIRED: "`lifetimeSeconds` have passed since the lease was made",
     Reason.ALL_SLOTS_GRANTED: "`slots.max` slots are wanted and granted",
     Reason.SOME_SLOTS_GRANTED: "at least `slots.min`, fewer than are wanted",
@@ -215,6 +214,7 @@ MEANING: dict[Reason, str] = {
     Reason.NO_GPU: "the agent found no GPU of this replica",
     Reason.GPU_IN_USE: "a GPU of the replica is lent already or not yet vacated",
     Reason.OTHER_DEVICE_CLASS: "the replica's GPU is none of the lease's `deviceClasses`",
+    Reason.TOO_FEW_GPUS: "the replica has fewer GPUs than the lease's `gpusPerSlot`",
     Reason.INSUFFICIENT_MEMORY: "too little device memory may be lent",
     Reason.DEVICE_ACCESS: "the engine host cannot use the replica's GPUs",
     Reason.DRIVER_TOO_OLD: "the node's driver does not run the CUDA of the engine image",

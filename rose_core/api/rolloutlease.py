@@ -179,6 +179,7 @@ class LeaseSpec(ApiModel):
         _immutable("poolRefs"),
         _immutable("model"),
         _immutable("engineClass"),
+        _immutable("gpusPerSlot"),
         Rule(
             f"self.engineArguments.all(name, name in {sorted(ALLOWED)})",
             "engineArguments has a name that is not on the allow-list (docs/api.md)",
@@ -190,8 +191,8 @@ class LeaseSpec(ApiModel):
             ".contextTokens",
         ),
         Rule(
-            "self.gpusPerSlot == 1",
-            "gpusPerSlot must be 1: a slot has one GPU in this version",
+            "self.gpusPerSlot in [1, 2, 4, 8]",
+            "gpusPerSlot must be 1, 2, 4 or 8: heads of a model are split evenly over its GPUs",
             ".gpusPerSlot",
         ),
         Rule(
@@ -226,7 +227,11 @@ class LeaseSpec(ApiModel):
     )
     slots: Slots = Field(default=Slots(), description="How many slots.")
     gpus_per_slot: int = Field(
-        default=1, ge=1, le=8, description="GPUs of one slot; 1 is all that this version lends."
+        default=1,
+        ge=1,
+        le=8,
+        description="GPUs of one slot, all of one replica: its engine is spread over them. "
+        "Experimental above 1.",
     )
     priority: int = Field(
         default=0, ge=-1000, le=1000, description="Higher is served first; then the older lease."

@@ -11,6 +11,9 @@ refused with the name of the field (``Unsizable``):
 | hybrid (linear attention, SSM) | the architecture | attention layers; a request has a state |
 | sliding window | the architecture | its layers hold ``WINDOW_PERMILLE`` of the tokens |
 
+An engine over several GPUs (*ranks*, tensor parallelism) has a share of the heads on each: at least
+one, so that few heads are there twice. Latent caches and what is not split lie on every rank whole.
+
 Sliding windows of other architectures are full attention to SGLang's pools. Multimodal models keep
 all this in ``text_config``. ``tests/engines/test_real_sizes.py`` holds the figures to what SGLang
 itself makes of the same configurations. Next step: ``memory.EngineSize``.
@@ -19,6 +22,7 @@ itself makes of the same configurations. Next step: ``memory.EngineSize``.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +128,10 @@ _LOOPS = {
     "LongcatFlashForCausalLM": "",
     "NanbeigeForCausalLM": "num_loops",
 }
+# What every rank has whole: latent projections, and the choice of experts.
+_WHOLE = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa|gate|router|shared_expert_gate)\.weight")
+_WHOLE_EMBEDDINGS = frozenset({"Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"})
+_KEYS_AND_VALUES = re.compile(r"\.(k_proj|v_proj)\.")
 _QUANTISED_AS_STORED = frozenset(
     {"awq", "awq_marlin", "compressed-tensors", "fp8", "gptq", "gptq_marlin", "modelopt"}
 )
@@ -177,13 +185,15 @@ class Stored:
         return math.prod(self.shape)
 
 
-def cache_shape(config: Config) -> CacheShape:
-    """What the caches cost, of a model with this ``config.json``.
+def cache_shape(config: Config, ranks: int = 1) -> CacheShape:
+    """What the caches cost, of a model with this ``config.json``, on each of so many GPUs.
 
     Raises:
-        Unsizable: a field is missing, or means a cache that is not known here.
+        Unsizable: a field is missing, means a cache that is not known here, or the heads cannot be
+            split over so many.
     """
-    fields = _Fields.of(config)
+    fields = _Fields.of(config, ranks)
+    fields.refuse_uneven_heads()
     name = fields.architecture
     image = IMAGE_BYTES if config.get("vision_config") or config.get("audio_config") else 0
     if name in _GATED_DELTA:
@@ -201,16 +211,16 @@ def cache_shape(config: Config) -> CacheShape:
     return CacheShape(layers * _pair(fields), image=image, layers=layers)
 
 
-def weight_bytes(config: Config, tensors: Iterable[Stored]) -> int:
+def weight_bytes(config: Config, tensors: Iterable[Stored], ranks: int = 1) -> int:
     """Memory of the weights once SGLang has loaded them, from the tensors of the checkpoint.
 
     It leaves out what SGLang does not load (a head that is tied to the embeddings, layers for
-    speculation) and adds what its loader makes.
+    speculation) and adds what its loader makes. Of several ranks it is what one of them holds.
 
     Raises:
         Unsizable: the quantisation is one whose weights are repacked for the GPU.
     """
-    fields = _Fields.of(config)
+    fields = _Fields.of(config, ranks)
     quantised = _quantisation(config)
     layers = fields.number("num_hidden_layers")
     tied = bool(config.get("tie_word_embeddings", fields.config.get("tie_word_embeddings")))
@@ -220,13 +230,14 @@ def weight_bytes(config: Config, tensors: Iterable[Stored]) -> int:
         found += 1
         if _is_left_out(tensor.name, layers, tied=tied):
             continue
-        total += tensor.count * _width(tensor, quantised=quantised)
+        size = tensor.count * _width(tensor, quantised=quantised)
         if len(tensor.shape) == 2 and _is_vocabulary(tensor.name):
-            total += -tensor.shape[0] % _VOCABULARY_UNIT * tensor.shape[1] * 2
+            size += -tensor.shape[0] % _VOCABULARY_UNIT * tensor.shape[1] * 2
         if fields.architecture in _FLOAT_HEADS and tensor.name == "lm_head.weight":
-            total += 2 * tensor.count
+            size += 2 * tensor.count
         if latent and tensor.name.endswith("kv_b_proj.weight"):
-            total += 2 * tensor.count
+            size += 2 * tensor.count
+        total += -(-size * _share_permille(tensor, fields) // 1000)
     if not found:
         raise Unsizable("the model's folder has no safetensors file")
     return total + _rotary_bytes(fields)
@@ -257,21 +268,37 @@ class _Fields:
     config: Config
     prefix: str
     architecture: str
+    ranks: int = 1
 
     @classmethod
-    def of(cls, config: Config) -> _Fields:
+    def of(cls, config: Config, ranks: int = 1) -> _Fields:
         names = config.get("architectures")
         if not isinstance(names, Sequence) or isinstance(names, str) or not names:
             raise Unsizable("architectures is missing: it decides how SGLang keeps its cache")
         thinker = config.get("thinker_config")
         if isinstance(thinker, Mapping):
             inner = cls.of({**thinker, "architectures": names})
-            return cls(inner.config, f"thinker_config.{inner.prefix}", str(names[0]))
+            return cls(inner.config, f"thinker_config.{inner.prefix}", str(names[0]), ranks)
         key = next((key for key in _TEXT_CONFIGS if isinstance(config.get(key), Mapping)), "")
         text = config[key] if key else config
         defaults = _CLASS_DEFAULTS.get(str(text.get("model_type")), {})
         given = {name: value for name, value in text.items() if value is not None}
-        return cls({**defaults, **given}, f"{key}." if key else "", str(names[0]))
+        return cls({**defaults, **given}, f"{key}." if key else "", str(names[0]), ranks)
+
+    def split(self, heads: int) -> int:
+        """Heads, groups or channels that one rank has: at least one."""
+        return max(1, -(-heads // self.ranks))
+
+    def refuse_uneven_heads(self) -> None:
+        """Refuse heads that cannot be split over the ranks: SGLang would not start.
+
+        Raises:
+            Unsizable: with both numbers.
+        """
+        heads = self.config.get("num_attention_heads")
+        if isinstance(heads, int) and heads % self.ranks:
+            text = f"{self.prefix}num_attention_heads is {heads}, which {self.ranks} GPUs"
+            raise Unsizable(f"{text} cannot share evenly")
 
     def number(self, *names: str, default: int | None = None) -> int:
         """The first of these fields that is there.
@@ -345,7 +372,8 @@ def _kv_heads(fields: _Fields) -> int:
 def _pair(fields: _Fields) -> int:
     """Bytes of a token's keys and values in one layer."""
     head = _head(fields)
-    return _kv_heads(fields) * (head + (fields.number("v_head_dim", default=0) or head)) * _KV_BYTES
+    width = head + (fields.number("v_head_dim", default=0) or head)
+    return fields.split(_kv_heads(fields)) * width * _KV_BYTES
 
 
 def _rounds(fields: _Fields) -> int:
@@ -365,7 +393,7 @@ def _latent(fields: _Fields, image: int) -> CacheShape:
             raise Unsizable(f"{prefix}linear_attn_config is missing")
         inner = _Fields(linear, f"{prefix}linear_attn_config.", fields.architecture)
         kda = linear.get("kda_layers") or ()
-        heads, head = inner.number("num_heads"), inner.number("head_dim")
+        heads, head = fields.split(inner.number("num_heads")), inner.number("head_dim")
         # One convolution over queries, keys and values (bfloat16), one matrix a head (float32).
         convolution = 3 * heads * head * (inner.number("short_conv_kernel_size") - 1) * 2
         state = len(kda) * (convolution + heads * head * head * 4)
@@ -380,7 +408,8 @@ def _gated_delta(fields: _Fields, image: int) -> CacheShape:
     every = fields.number("full_attention_interval", default=4)
     full = layers // max(1, every)
     keys, values = (
-        fields.number(f"linear_num_{kind}_heads") * fields.number(f"linear_{kind}_head_dim")
+        fields.split(fields.number(f"linear_num_{kind}_heads"))
+        * fields.number(f"linear_{kind}_head_dim")
         for kind in ("key", "value")
     )
     convolution = (2 * keys + values) * (fields.number("linear_conv_kernel_dim") - 1) * 2
@@ -412,8 +441,8 @@ def _mamba(fields: _Fields) -> CacheShape:
         heads, head = fields.number("mamba_n_heads"), fields.number("mamba_d_head")
         groups, size = fields.number("mamba_n_groups"), fields.number("mamba_d_state")
         kernel = fields.number("mamba_d_conv")
-    inner = heads * head
-    convolution = (inner + 2 * groups * size) * (kernel - 1) * 2
+    inner = fields.split(heads) * head
+    convolution = (inner + 2 * fields.split(groups) * size) * (kernel - 1) * 2
     state = linear * (convolution + inner * size * _state_width(fields))
     return CacheShape(full * _pair(fields), state, layers=full)
 
@@ -430,7 +459,7 @@ def _windowed(fields: _Fields, image: int) -> CacheShape:
         kinds = fields.words("layer_types")[:layers]
         window, full = kinds.count("sliding_attention"), kinds.count("full_attention")
     plain, head = _pair(fields), _head(fields)
-    heads = fields.number("swa_num_key_value_heads", default=_kv_heads(fields))
+    heads = fields.split(fields.number("swa_num_key_value_heads", default=_kv_heads(fields)))
     key = fields.number("swa_head_dim", default=head)
     values = fields.number("swa_v_head_dim", default=key)
     narrow = heads * (key + values) * _KV_BYTES
@@ -461,6 +490,18 @@ def _is_left_out(name: str, layers: int, *, tied: bool) -> bool:
     head, found, rest = name.partition("layers.")
     number = rest.split(".", 1)[0]
     return bool(found) and head in {"model.", ""} and number.isdigit() and int(number) >= layers
+
+
+def _share_permille(tensor: Stored, fields: _Fields) -> int:
+    """What one rank holds of a tensor."""
+    if fields.ranks == 1 or len(tensor.shape) < 2 or _WHOLE.search(tensor.name):
+        return 1000
+    if _is_vocabulary(tensor.name) and fields.architecture in _WHOLE_EMBEDDINGS:
+        return 1000
+    if _KEYS_AND_VALUES.search(tensor.name):
+        heads = _kv_heads(fields)
+        return -(-1000 * fields.split(heads) // heads)
+    return -(-1000 // fields.ranks)
 
 
 def _is_vocabulary(name: str) -> bool:

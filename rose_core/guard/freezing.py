@@ -12,6 +12,8 @@ says at its boundary that it rests. It is frozen there. It says so in a file of 
 | rests at a boundary or a checkpoint | any time | freeze |
 | computes an iteration | less than ``iteration_ns`` | wait |
 | computes an iteration | longer, or nobody else holds the brake (``hurried``) | freeze |
+| the same over several GPUs | less than ``iteration_ns`` | wait, also where hurried |
+| the same over several GPUs | longer | end it: the others' kernels would spin for a frozen one |
 | starts: loads, allocates, captures | less than ``start_ns`` | wait for its next checkpoint |
 | starts | longer | end it: a process that is gone holds no lock |
 
@@ -32,6 +34,7 @@ class Activity(IntEnum):
     STARTING = 1
     ITERATING = 2
     RESTING = 3
+    ITERATING_TOGETHER = 4
 
 
 class Step(StrEnum):
@@ -71,6 +74,8 @@ def next_step(
     """
     if activity is Activity.STARTING:
         return Step.WAIT if stopped_ns < grace.start_ns else Step.END
+    if activity is Activity.ITERATING_TOGETHER:
+        return Step.WAIT if stopped_ns < grace.iteration_ns else Step.END
     if activity is Activity.ITERATING and not hurried and stopped_ns < grace.iteration_ns:
         return Step.WAIT
     return Step.FREEZE

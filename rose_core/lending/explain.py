@@ -81,7 +81,7 @@ def outcomes(world: PlanningPass, members: Members) -> dict[str, LeaseDecision]:
     counted = {key: _counted(verdicts) for key, verdicts in members.items()}
     shares = _shares(world)
     traits = {
-        key: frozenset((one.device_class, one.models) for one in found)
+        key: frozenset(one.traits for one in found)
         for key, found in world.members.items()
     }
     found: dict[str, LeaseDecision] = {}
@@ -102,7 +102,7 @@ def _for(
 ) -> tuple[ReplicaDecision, ...]:
     """A pool's verdicts as this lease should read them; ``traits`` are those of its replicas."""
     found = members.get(pool, ())
-    if not lease.needs.nodes and all(lease.takes_traits(*one) for one in traits):
+    if not lease.needs.nodes and all(lease.takes_traits(one) for one in traits):
         return found
     replicas = {replica.name: replica for replica in world.members.get(pool, ())}
     return tuple(
@@ -113,9 +113,12 @@ def _for(
 
 def _unsuited(lease: Lease, replica: Replica) -> ReplicaDecision | None:
     """Why a replica that could be lent is nothing for this lease."""
-    if not lease.takes_traits(replica.device_class, None):
+    if not lease.takes_class(replica.device_class):
         text = f"its GPU is {replica.device_class or 'of an unknown class'}"
         return ReplicaDecision(replica.name, Reason.OTHER_DEVICE_CLASS, text)
+    if len(replica.gpus) < lease.gpus_per_slot:
+        text = f"it has {len(replica.gpus)} GPUs, gpusPerSlot is {lease.gpus_per_slot}"
+        return ReplicaDecision(replica.name, Reason.TOO_FEW_GPUS, text)
     if not lease.takes(replica):
         text = f"model {lease.model!r} is not on its node"
         return ReplicaDecision(replica.name, Reason.NO_MODEL, text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from rose_core.api.poollending import Spread
 from rose_core.api.reasons import Reason
@@ -139,8 +140,18 @@ def devices_of(node: str, gpus: tuple[str, ...]) -> frozenset[str]:
     return frozenset(f"{node}/{gpu}" for gpu in gpus)
 
 
-Traits = tuple[str, frozenset[str] | None]
-"""What leases choose replicas by: the class of their GPUs, and the models on their node."""
+class Traits(NamedTuple):
+    """What leases choose replicas by.
+
+    Attributes:
+        device_class: of their GPUs, empty when unknown.
+        gpus: how many each has.
+        models: what lies on their node; None when nobody says.
+    """
+
+    device_class: str
+    gpus: int
+    models: frozenset[str] | None
 
 
 @dataclass(frozen=True)
@@ -187,6 +198,11 @@ class Replica:
     def devices(self) -> frozenset[str]:
         """Its GPUs, by names that no other node has."""
         return devices_of(self.node, self.gpus)
+
+    @property
+    def traits(self) -> Traits:
+        """What leases choose it by."""
+        return Traits(self.device_class, len(self.gpus), self.models)
 
 
 @dataclass(frozen=True)
@@ -254,6 +270,7 @@ class Lease:
         more_pools: others that it borrows from, besides ``pool``.
         device_classes: of GPUs that it takes, empty = any.
         needs: memory that its engine needs.
+        gpus_per_slot: of one replica, that its engine is spread over.
         turns_per_slot: turns that one slot takes at a time.
         idle_seconds: how long slots are held without a turn.
         suspended: its team wants nothing for now.
@@ -277,6 +294,7 @@ class Lease:
     more_pools: tuple[str, ...] = ()
     device_classes: frozenset[str] = frozenset()
     needs: EngineNeeds = field(default_factory=EngineNeeds)
+    gpus_per_slot: int = 1
     turns_per_slot: int = 8
     idle_seconds: float = 90.0
     suspended: bool = False
@@ -291,15 +309,19 @@ class Lease:
 
     def takes(self, replica: Replica) -> bool:
         """Whether it can use the replica's GPUs (``takes_traits``)."""
-        return self.takes_traits(replica.device_class, replica.models)
+        return self.takes_traits(replica.traits)
 
-    def takes_traits(self, device_class: str, models: frozenset[str] | None) -> bool:
-        """Whether GPUs are of a class that it asks for, unknown is none, and its model is there.
+    def takes_traits(self, traits: Traits) -> bool:
+        """Whether GPUs are of its class, and enough for a slot, and its model is on their node.
 
         A node that does not say which models it has is tried.
         """
-        known = not self.device_classes or device_class in self.device_classes
-        return known and (models is None or self.model in models)
+        known = traits.models is None or self.model in traits.models
+        return known and self.takes_class(traits.device_class) and traits.gpus >= self.gpus_per_slot
+
+    def takes_class(self, device_class: str) -> bool:
+        """Whether GPUs are of a class that it asks for; unknown is none."""
+        return not self.device_classes or device_class in self.device_classes
 
     def fits(self, replica: Replica) -> bool:
         """Whether what may be lent there is enough for its engine, for all that is known.

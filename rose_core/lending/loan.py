@@ -30,7 +30,7 @@ class ReplicaGroup(NamedTuple):
     """Replicas that the same leases take.
 
     Attributes:
-        traits: class of their GPUs and models of their node.
+        traits: of each of them.
         too_small_for: keys of leases whose engines need more memory than may be lent there.
     """
 
@@ -39,7 +39,7 @@ class ReplicaGroup(NamedTuple):
 
     def suits(self, lease: Lease) -> bool:
         """Whether the lease takes such a replica."""
-        return lease.key not in self.too_small_for and lease.takes_traits(*self.traits)
+        return lease.key not in self.too_small_for and lease.takes_traits(self.traits)
 
 
 Place = tuple[ReplicaGroup, str]
@@ -142,7 +142,7 @@ class _Shelf:
         for replica in replicas:
             if world.unrested(replica) is None:
                 small = frozenset(one.key for one in sized if not one.fits(replica))
-                group = ReplicaGroup((replica.device_class, replica.models), small)
+                group = ReplicaGroup(replica.traits, small)
                 self._places[group, _place(replica, pool.spread)].append(_preference(replica))
         for found in self._places.values():
             heapq.heapify(found)

@@ -53,7 +53,8 @@ def fits_nowhere(world: PlanningPass, pool: Pool, lease: Lease) -> Cause | None:
         return None
     most, roomiest = max(known, key=lambda one: (one[0], one[1].name))
     text = (
-        f"the engine needs {in_gib(lease.needs.on(roomiest) or 0)} per GPU with tp=1, "
+        f"the engine needs {in_gib(lease.needs.on(roomiest) or 0)} per GPU "
+        f"with tp={lease.gpus_per_slot}, "
         f"the most lendable is {in_gib(most)} on {roomiest.node}"
     )
     return Reason.INSUFFICIENT_MEMORY, text

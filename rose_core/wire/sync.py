@@ -201,6 +201,7 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         kv_tokens: size of the KV pool in tokens.
         sharing: how it shares its GPU with serving.
         kv_policy: what becomes of cached KV at a commit: ``Keep``, ``Recompute`` or ``Reuse``.
+        ranks: GPUs of the grant that it is spread over (tensor parallelism).
     """
 
     engine_class: str
@@ -211,6 +212,7 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     max_running: int = 8
     sharing: Sharing = Sharing()
     kv_policy: str = "Keep"
+    ranks: int = 1
 
 
 class WeightSource(msgspec.Struct, frozen=True):

@@ -64,9 +64,9 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.minPriority": -1},
         {"spec.minPriority": 1},
     ),
-    ("RolloutLease", "gpusPerSlot must be 1"): (
-        {"spec.gpusPerSlot": 1},
-        {"spec.gpusPerSlot": 2},
+    ("RolloutLease", "gpusPerSlot must be 1, 2, 4 or 8"): (
+        {"spec.gpusPerSlot": 4},
+        {"spec.gpusPerSlot": 3},
     ),
     ("ServingPool", "startTime and endTime must differ"): (
         {"spec.lending": {"timeWindows": [NIGHT]}},
@@ -143,6 +143,10 @@ TRANSITION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("RolloutLease", "engineClass cannot change"): (
         {"spec": {"engineArguments": {"dtype": "bfloat16"}}},
         {"spec": {"engineClass": "other"}},
+    ),
+    ("RolloutLease", "gpusPerSlot cannot change"): (
+        {"spec": {"engineArguments": {"dtype": "bfloat16"}}},
+        {"spec": {"gpusPerSlot": 2}},
     ),
     ("RolloutLease", "storeName cannot change"): (
         {"spec": {"weights": {"maxStalenessVersions": 3}}},

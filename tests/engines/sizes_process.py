@@ -3,7 +3,8 @@
 Every model is built with SGLang's layers on torch's ``meta`` device, which allocates nothing, so
 that whole models fit anywhere; its caches are sized by SGLang's own configurator. The tensors that
 a checkpoint of the model has come from transformers' class of it, on ``meta`` too.
-Usage: PORT QUESTIONS ANSWERS, both files of JSON (``test_real_sizes``).
+Of several ranks each is a process that answers for itself.
+Usage: RANK RANKS PORT QUESTIONS ANSWERS, both files of JSON (``test_real_sizes``).
 """
 
 # SGLang reads its environment while it is imported, and is not installed where this is checked.
@@ -41,7 +42,7 @@ _KERNELS = (
 )
 
 
-def built(folder: str) -> tuple[Any, torch.nn.Module]:
+def built(folder: str, ranks: int = 1) -> tuple[Any, torch.nn.Module]:
     """SGLang's description of a model, and the model without memory."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
@@ -51,8 +52,8 @@ def built(folder: str) -> tuple[Any, torch.nn.Module]:
     config, loading = loader_process._config(folder), LoadConfig()
     quantised = getattr(config.hf_config, "quantization_config", None)
     quant = get_quant_config(config, loading, {}) if quantised else None
-    # Its CPU backend wants head counts made even over ranks; there is one rank.
-    adjust_tp_num_heads_if_necessary(config.hf_text_config, 1, True)
+    # Its CPU backend wants head counts made even over ranks.
+    adjust_tp_num_heads_if_necessary(config.hf_text_config, ranks, True)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
@@ -137,11 +138,11 @@ def configurator(config: Any, model: torch.nn.Module) -> Any:
     return made
 
 
-def model_answer(folder: str) -> dict[str, Any]:
+def model_answer(folder: str, ranks: int) -> dict[str, Any]:
     """What one model takes."""
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 
-    config, model = built(folder)
+    config, model = built(folder, ranks)
     if hasattr(model, "post_load_weights"):
         model.post_load_weights()  # type: ignore[operator]  # makes MLA's copies of kv_b_proj
     made = configurator(config, model)
@@ -170,7 +171,7 @@ def pool_answer(made: Any, case: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": found.max_total_num_tokens, "running": found.max_running_requests}
 
 
-def main(port: int, questions: Path, answers: Path) -> None:
+def main(rank: int, ranks: int, port: int, questions: Path, answers: Path) -> None:
     """Answer every question."""
     asked = json.loads(questions.read_bytes())
     # Kernels of the CPU build that a model's file looks up while it is imported; none is called.
@@ -178,11 +179,11 @@ def main(port: int, questions: Path, answers: Path) -> None:
         torch.library.define(f"sgl_kernel::{kernel}", "(Tensor a) -> Tensor")
     # Some layers name the current GPU as the place of their parameters.
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
-    loader_process.prepare(asked["first"], 0, 1, port)
+    loader_process.prepare(asked["first"], rank, ranks, port)
     models = {}
     for folder in asked["models"]:
         try:
-            models[folder] = model_answer(folder)
+            models[folder] = model_answer(folder, ranks)
         except Exception as error:  # noqa: BLE001 - whatever SGLang refuses, the test names it
             models[folder] = {"refused": f"{type(error).__name__}: {error}"}
     pools = []
@@ -193,4 +194,4 @@ def main(port: int, questions: Path, answers: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))
+    main(*map(int, sys.argv[1:4]), *map(Path, sys.argv[4:6]))  # type: ignore[call-arg]

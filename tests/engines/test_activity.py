@@ -11,7 +11,7 @@ import pytest
 
 from rose_core.guard.freezing import Activity
 from rose_engines import activity
-from rose_engines.activity import ITERATING, RESTING, SIZE, STARTING, ActivityBoard, read
+from rose_engines.activity import ITERATING, RESTING, SIZE, STARTING, TOGETHER, ActivityBoard, read
 from rose_engines.permit import Permit
 from rose_engines.sglang.checkpoints import Checkpoints
 
@@ -22,10 +22,11 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_numbers_are_those_of_the_decision() -> None:
-    assert (STARTING, ITERATING, RESTING) == (
+    assert (STARTING, ITERATING, RESTING, TOGETHER) == (
         Activity.STARTING,
         Activity.ITERATING,
         Activity.RESTING,
+        Activity.ITERATING_TOGETHER,
     )
 
 
@@ -42,7 +43,7 @@ def test_the_least_restful_rank_counts(path: Path) -> None:
     first.say(RESTING)
     assert read(path) == STARTING
     second.say(ITERATING)
-    assert read(path) == ITERATING
+    assert read(path) == TOGETHER
     second.say(RESTING)
     assert read(path) == RESTING
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -74,7 +75,8 @@ class Case:
         }
 
 
-def ask(root: Path, questions: dict[str, Any]) -> dict[str, Any]:
+def ask(root: Path, questions: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
+    """Answers of the first of so many ranks."""
     launch = Launch(python=engine_python(), model=root, port=0)
     repository = Path(__file__).parents[2]
     environment = {
@@ -83,16 +85,28 @@ def ask(root: Path, questions: dict[str, Any]) -> dict[str, Any]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "SGLANG_PLUGINS": "none",
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))),
     }
-    asked, answered = root / "questions.json", root / "answers.json"
+    asked, port = root / "questions.json", str(free_port())
     asked.write_text(json.dumps(questions))
-    files = (str(free_port()), str(asked), str(answered))
-    run = [str(engine_python()), "-m", "tests.engines.sizes_process", *files]
-    done = subprocess.run(
-        run, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(answered.read_bytes())
+    program = [str(engine_python()), "-m", "tests.engines.sizes_process"]
+    answered = [root / f"answers-{rank}.json" for rank in range(ranks)]
+    with ExitStack() as running:
+        processes = [
+            running.enter_context(
+                subprocess.Popen(
+                    [*program, str(rank), str(ranks), port, str(asked), str(path)],
+                    env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                )
+            )
+            for rank, path in enumerate(answered)
+        ]  # fmt: skip
+        for process in processes:
+            running.callback(process.kill)
+        for process in processes:
+            _, said = process.communicate(timeout=300)
+            assert process.returncode == 0, said[-4000:]
+    found: dict[str, Any] = json.loads(answered[0].read_bytes())
     return found
 
 
@@ -144,6 +158,28 @@ def test_a_models_size_is_what_sglang_allocates(name: str, models: dict[str, Any
     shape = cache_shape(SHAPES[name])
     stored = [Stored(one, word, tuple(lengths)) for one, word, lengths in real["checkpoint"]]
     assert weight_bytes(SHAPES[name], stored) == pytest.approx(real["weights"], rel=0.05)
+    assert shape.per_token == pytest.approx(real["per_token"], rel=0.001)
+    assert shape.state == real["state"]
+
+
+@pytest.fixture(scope="module")
+def halves(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the first of two ranks makes of every model that two GPUs can share."""
+    root = tmp_path_factory.mktemp("halves")
+    asked = {"first": folders["qwen3"], "models": list(folders.values()), "pools": {}}
+    said = ask(root, asked, ranks=2)["models"]
+    return {name: said[folder] for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_one_of_two_ranks_holds_what_sglang_allocates(
+    name: str, models: dict[str, Any], halves: dict[str, Any]
+) -> None:
+    real, stored = halves[name], models[name]["checkpoint"]
+    assert "refused" not in real, real
+    shape = cache_shape(SHAPES[name], 2)
+    listed = [Stored(one, word, tuple(lengths)) for one, word, lengths in stored]
+    assert weight_bytes(SHAPES[name], listed, 2) == pytest.approx(real["weights"], rel=0.05)
     assert shape.per_token == pytest.approx(real["per_token"], rel=0.001)
     assert shape.state == real["state"]
 

@@ -227,7 +227,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "class": ({"spec.engineClass": "other"}, "UnknownEngineClass"),
     "argument": ({"spec.engineArguments": {"dtype": "float8"}}, "ArgumentNotAllowed"),
     "store": ({"spec.weights.storeName": "elsewhere"}, "UnknownStore"),
-    "gpus": ({"spec.gpusPerSlot": 2}, "GpusPerSlotNotSupported"),
+    "gpus": ({"spec.gpusPerSlot": 9}, "InvalidSpec"),
     # What an API server lets in whose kinds are older, or were loosened for a while.
     "type": ({"spec.slots": "many"}, "InvalidSpec"),
     "range": ({"spec.slots": {"min": 3, "max": 1}}, "InvalidSpec"),

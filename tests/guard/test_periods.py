@@ -41,6 +41,10 @@ def test_whatever_dies_the_tree_is_stopped_within_the_promise(dead: str) -> None
     assert sum(SUMS[dead]) <= PROMISE - 10
 
 
+def test_an_engine_over_several_gpus_may_end_its_iteration_whatever_dies() -> None:
+    assert HOST_STALE + TICK + GRACE <= PROMISE - 10
+
+
 def test_one_late_tick_or_heartbeat_lapses_nothing() -> None:
     assert 2 * TICK < PERMIT <= 150
     assert BEAT + TICK < TAP_STALE

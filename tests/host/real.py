@@ -33,13 +33,14 @@ def needed_model() -> Path:
     return make_named("tiny-peaked")
 
 
-def order(model: Path, endpoint: str) -> EnsureEngine:
+def order(model: Path, endpoint: str, ranks: int = 1) -> EnsureEngine:
+    spec = EngineSpec(
+        "sglang-cpu", model.name, context_tokens=8192, kv_tokens=16384, max_running=4, ranks=ranks
+    )
     return EnsureEngine(
         slot=SlotKey(SlotUid("slot-1"), 1),
         slot_name="real",
-        engine=EngineSpec(
-            "sglang-cpu", model.name, context_tokens=8192, kv_tokens=16384, max_running=4
-        ),
+        engine=spec,
         weights=WeightSource(endpoint, RUN),
         token=TOKEN,
     )

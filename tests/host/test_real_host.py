@@ -83,6 +83,59 @@ async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> Non
             assert ended.generated_tokens == EARLY + last["completion_tokens"]
 
 
+async def test_an_engine_over_two_ranks_stops_as_one_and_ends_with_either(
+    rundir: Path, tmp_path: Path
+) -> None:
+    """A slot of two GPUs: one permit, one commit, and no rank goes on without the other."""
+    model = needed_model()
+    async with syncing_host(rundir, model.parent) as host:
+        with guarding(rundir) as guard:
+            async with store_at(tmp_path / "store") as address, aiohttp.ClientSession() as client:
+                run = PublishedRun(address, model)
+                await host.host.ensure(order(model, address, ranks=2))
+                await ready(host)
+                await _attested_checkpoint(host)
+                await run.publish()
+                await attested(host, run)
+                endpoint = (await status_of(host)).endpoint
+                url = f"{endpoint}/generate"
+                async with client.post(url, json=body(), headers=BEARER) as reply:
+                    reading = asyncio.create_task(reply.content.read())
+                    await _more_tokens(host)
+                    await run.publish()
+                    await attested(host, run)
+                    guard.close()
+                    await _lapse(host, rundir)
+                    guard.open()
+                    await _more_tokens(host)
+                    tree = _tree(rundir)
+                    other = next(one for one in tree if "TP1" in " ".join(one.cmdline()))
+                    other.kill()
+
+                    async def gone() -> bool:
+                        return not any(one.is_running() for one in tree)
+
+                    await until(gone, "no rank goes on without the other")
+                    with pytest.raises(aiohttp.ClientError):
+                        await reading
+
+                async def started_anew() -> bool:
+                    return (await status_of(host)).restarts == 1
+
+                await until(started_anew, "the host has noticed")
+                await run.close()
+            assert (await host.host.stop(stop())).state is EngineState.GONE
+
+
+def _tree(rundir: Path) -> list[psutil.Process]:
+    """Processes of the engine."""
+    record = read_json(RunDir(rundir).slot("slot-1").engine, EngineFile)
+    assert record is not None
+    group = find_group(record)
+    assert group is not None
+    return [psutil.Process(pid) for pid in group.pids()]
+
+
 async def _attested_checkpoint(host: main.RunningHost) -> str:
     """The digest of version 0, once it is attested."""
 

@@ -543,11 +543,9 @@ LEASES: list[tuple[str, Row | Refused]] = [
             turns=Demand(0, usual_turns=100, idle_seconds=100.0, published_seconds=60.0),
         ),
     ),
-    ("gpusPerSlot", Refused("gpusPerSlot must be 1")),
-    (
-        "gpusPerSlot",
-        Row({"gpusPerSlot": 2}, accepted, Reason.ACCEPTED, Reason.GPUS_PER_SLOT_NOT_SUPPORTED),
-    ),
+    ("gpusPerSlot", Refused("gpusPerSlot must be 1, 2, 4 or 8")),
+    # These replicas have one GPU each.
+    ("gpusPerSlot", Row({"gpusPerSlot": 2}, lent, "0123", "")),
     ("priority", Row({"priority": 5}, lent, "", "0", **SHARED)),
     (
         "weight",

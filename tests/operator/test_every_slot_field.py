@@ -89,6 +89,7 @@ SLOTS: list[tuple[str, Granted | Refused]] = [
         Granted({"engine.contextTokens": 64}, of("engine.context_tokens"), 4096, 64),
     ),
     ("engine.kvTokens", Granted({"engine.kvTokens": 64}, of("engine.kv_tokens"), 16384, 64)),
+    ("engine.ranks", Granted({"engine.ranks": 2}, of("engine.ranks"), 1, 2)),
     ("engine.maxRunning", Granted({"engine.maxRunning": 3}, of("max_concurrent_turns"), 8, 3)),
     ("sharing.compute", Granted(MPS, of("engine.sharing.compute"), "TimeSlice", "MPS")),
     (

@@ -47,17 +47,20 @@ class GpuMeter:
         self._driver = driver
 
     def read(self, pids: Sequence[int], gpu_uuids: Sequence[GpuUuid]) -> int | None:
-        """The processes' own memory where the driver names them, else what their GPUs use."""
+        """What they hold on the GPU where it is most; what is used there if nobody names them.
+
+        An engine's size is what it takes of each of its GPUs.
+        """
         if not gpu_uuids:
             return None
         try:
             own = [self._own(uuid, frozenset(pids)) for uuid in gpu_uuids]
             if any(one is not None for one in own):
-                return sum(one or 0 for one in own)
+                return max(one or 0 for one in own)
             used = [self._driver.memory(uuid).used_bytes for uuid in gpu_uuids]
         except DeviceError:
             return None
-        return sum(one for one in used if one is not None) if None not in used else None
+        return max(one for one in used if one is not None) if None not in used else None
 
     def _own(self, uuid: GpuUuid, pids: frozenset[int]) -> int | None:
         listed = self._driver.processes(uuid) or ()

@@ -126,7 +126,8 @@ class Totals:
     """What a slot has had and made since this guard began.
 
     Attributes:
-        lent_ns, open_ns: time granted, and time with an open permit.
+        lent_ns, open_ns: GPU time granted, and with an open permit: two seconds in each second of
+            a slot of two GPUs.
         last_ns: until when that has been counted.
         tokens: output tokens, over restarts of the engine.
         reclaims: rungs entered, by name.
@@ -148,7 +149,13 @@ class Totals:
     beside_seen: tuple[int, int] | None = None
 
     def account(
-        self, now_ns: int, *, granted: bool, until_ns: int, status: EngineStatus | None
+        self,
+        now_ns: int,
+        *,
+        granted: bool,
+        until_ns: int,
+        status: EngineStatus | None,
+        gpus: int = 1,
     ) -> None:
         """Add the time since the last call and the tokens the engine made meanwhile.
 
@@ -157,9 +164,10 @@ class Totals:
             granted: the slot is.
             until_ns: end of the permit as it stood all that time; 0 = it was closed.
             status: the host's last word about the engine.
+            gpus: of the slot.
         """
-        elapsed = max(0, now_ns - self.last_ns)
-        opened = max(0, min(now_ns, until_ns) - self.last_ns)
+        elapsed = max(0, now_ns - self.last_ns) * gpus
+        opened = max(0, min(now_ns, until_ns) - self.last_ns) * gpus
         self.last_ns = now_ns
         if granted:
             self.lent_ns += elapsed
@@ -279,7 +287,13 @@ class GuardedSlot:
         self.message = self._permit.complaint or self.message
         until_ns = self._permit.mapped.until_ns if self._permit.mapped is not None else 0
         granted_now = self.grant is not None
-        self.totals.account(now_ns, granted=granted_now, until_ns=until_ns, status=self.status)
+        self.totals.account(
+            now_ns,
+            granted=granted_now,
+            until_ns=until_ns,
+            status=self.status,
+            gpus=self.grant.engine.ranks if self.grant is not None else 1,
+        )
         seen = self._see(verdict, now_ns, granted)
         before = self.machine
         self._lane = lanes.choose(self._lane, verdict, lanes.LaneLimits(), now_ns)

@@ -27,6 +27,7 @@ def fake(order: EngineOrder) -> EngineProgram:
             *("--permit", str(order.slot.permit)),
             *("--plugin-socket", str(order.slot.plugin_socket)),
             *("--max-running", str(order.spec.max_running)),
+            *("--ranks", str(order.spec.ranks)),
             *(f"--{name}={value}" for name, value in order.spec.arguments.items()),
         ),
         environment={"CUDA_VISIBLE_DEVICES": ",".join(order.gpu_uuids)},
@@ -56,6 +57,7 @@ def sglang(order: EngineOrder) -> EngineProgram:
         port=order.port,
         permit=order.slot.permit,
         plugin_socket=order.slot.plugin_socket,
+        ranks=order.spec.ranks,
         kv_policy=order.spec.kv_policy,
         activity=order.slot.activity,
         device="cuda",
@@ -89,6 +91,7 @@ def sglang_cpu(order: EngineOrder) -> EngineProgram:
         port=order.port,
         permit=order.slot.permit,
         plugin_socket=order.slot.plugin_socket,
+        ranks=order.spec.ranks,
         kv_policy=order.spec.kv_policy,
     )
     return EngineProgram(

@@ -72,7 +72,7 @@ def vocabulary(model: Path) -> int:
 def engine_size(
     model: Path, spec: EngineSpec, footprints: Footprints, *, version: str = "", gpu: str = ""
 ) -> EngineSizing:
-    """Size of an engine.
+    """Size of an engine on each of its GPUs.
 
     Args:
         model: its folder.
@@ -87,8 +87,8 @@ def engine_size(
     try:
         text = (model / "config.json").read_bytes()
         config = msgspec.json.decode(text, type=dict[str, object])
-        shape = cache_shape(config)
-        weights = weight_bytes(config, list_tensors(model))
+        shape = cache_shape(config, spec.ranks)
+        weights = weight_bytes(config, list_tensors(model), spec.ranks)
     except (OSError, msgspec.MsgspecError, UnsupportedEngine, Unsizable) as error:
         raise BadEngine(f"model {model.name}: its size cannot be told: {error}") from error
     kind = kind_of(spec, text, version, gpu)

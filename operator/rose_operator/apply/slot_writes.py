@@ -85,12 +85,12 @@ class SlotWrites:
             for node, report in reports
         }
         for lend in plan.lends:
-            member = _member(*found[lend.replica])
+            lease = world.leases.good[lend.lease]
+            member = _member(*found[lend.replica], lease.spec.gpus_per_slot)
             if member is None:
                 continue
             _log.info("lend %s on %s to %s", member.pod_name, member.node, lend.lease)
             DECISIONS.labels("lend", Reason.QUALIFIES).inc()
-            lease = world.leases.good[lend.lease]
             pool = world.pools.good[found[lend.replica][1].pool]
             tier = Tier.WHOLE if lend.whole else Tier.SHARED
             yield self._apply(member.node, slots.lent(lease, pool, member, self._namespace, tier))
@@ -141,14 +141,14 @@ class SlotWrites:
         return replace(write, run=run)
 
 
-def _member(node: str, report: ReplicaReport) -> Member | None:
-    """The replica as a slot's member; None when the agent's words fit no object."""
+def _member(node: str, report: ReplicaReport, gpus: int) -> Member | None:
+    """So many of the replica's GPUs as a slot's member; None when its words fit no object."""
     try:
         return Member(
             node=node,
             pod_name=report.pod_name,
             pod_uid=report.pod_uid,
-            gpu_uuids=report.gpu_uuids,
+            gpu_uuids=report.gpu_uuids[:gpus],
         )
     except ValidationError as error:
         _log.error("replica %s of node %s: %s", report.pod_name, node, error)

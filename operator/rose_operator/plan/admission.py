@@ -184,9 +184,6 @@ def _expired(lease: RolloutLease, now: datetime) -> Refusal | None:
 
 def _not_offered(lease: RolloutLease, offer: Offer) -> Refusal | None:
     spec = lease.spec
-    if spec.gpus_per_slot > 1:
-        text = f"gpusPerSlot is {spec.gpus_per_slot}; this version lends one GPU per slot"
-        return Refusal(Reason.GPUS_PER_SLOT_NOT_SUPPORTED, text)
     if spec.engine_class not in offer.engine_classes:
         text = f"engineClass {spec.engine_class!r} is none of {_names(offer.engine_classes)}"
         return Refusal(Reason.UNKNOWN_ENGINE_CLASS, text)

@@ -17,6 +17,7 @@ def engine_of(lease: RolloutLease) -> SlotEngine:
         context_tokens=spec.context_tokens,
         kv_tokens=spec.kv_tokens,
         max_running=spec.max_trajectories_per_slot,
+        ranks=spec.gpus_per_slot,
     )
 
 

@@ -267,6 +267,7 @@ def lease_of(
         more_pools=pools[1:],
         device_classes=frozenset(lease.spec.device_classes),
         model=lease.spec.model.name,
+        gpus_per_slot=lease.spec.gpus_per_slot,
         turns_per_slot=lease.spec.max_trajectories_per_slot,
         idle_seconds=float(lease.spec.slots.idle_seconds),
     )

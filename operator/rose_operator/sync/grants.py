@@ -75,6 +75,7 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings, authority: bytes) -
             context_tokens=spec.engine.context_tokens,
             kv_tokens=spec.engine.kv_tokens,
             max_running=spec.engine.max_running,
+            ranks=spec.engine.ranks,
             sharing=_sharing(spec.sharing),
             kv_policy=spec.weights.kv_policy,
         ),
