@@ -9,9 +9,9 @@ engine says nothing.
     8  8*N  one word for each rank: 0 there is none, 1 starting, 2 iterating, 3 resting
 
 A rank takes the first free word. Of several ranks the least restful counts, and an iteration is one
-that they compute *together* (4): none may be frozen while the others wait for its half. Readers use ``pread``
-and no map: a file that shrinks under a map would end the reader. Standard library only: the file
-is imported inside engines. Next step: ``rose_engines.sglang.checkpoints`` writes it.
+that they compute *together* (4): none may be frozen while the others wait for its half. Readers use
+``pread`` and no map: a file that shrinks under a map would end the reader. Standard library only:
+the file is imported inside engines. Next step: ``rose_engines.sglang.checkpoints`` writes it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from rose_core.identity import BASE_LABEL, SlotKey, SlotUid, WeightVersion, is_b
 from rose_core.wire.host import EngineState, HoldEngine, Holder
 from rose_engines.rundir import EngineFile, RunDir, read_json
 from tests.host.helpers import BEARER, guarding, status_of, stop, until
-from tests.host.real import attested, needed_model, order, ready, syncing_host
+from tests.host.real import READY_SECONDS, attested, needed_model, order, ready, syncing_host
 from tests.weightsync.run import RUN, PublishedRun, store_at
 
 pytestmark = pytest.mark.engine
@@ -119,10 +119,11 @@ async def test_an_engine_over_two_ranks_stops_as_one_and_ends_with_either(
                     with pytest.raises(aiohttp.ClientError):
                         await reading
 
-                async def started_anew() -> bool:
-                    return (await status_of(host)).restarts == 1
+                async def serves_anew() -> bool:
+                    status = await status_of(host)
+                    return status.restarts == 1 and status.state is EngineState.SERVING
 
-                await until(started_anew, "the host has noticed")
+                await until(serves_anew, "the host starts both anew", READY_SECONDS)
                 await run.close()
             assert (await host.host.stop(stop())).state is EngineState.GONE
 
