@@ -80,10 +80,7 @@ def outcomes(world: PlanningPass, members: Members) -> dict[str, LeaseDecision]:
     """Lease key -> outcome."""
     counted = {key: _counted(verdicts) for key, verdicts in members.items()}
     shares = _shares(world)
-    traits = {
-        key: frozenset(one.traits for one in found)
-        for key, found in world.members.items()
-    }
+    traits = {key: frozenset(one.traits for one in found) for key, found in world.members.items()}
     found: dict[str, LeaseDecision] = {}
     for lease in world.snapshot.leases:
         told: list[ReplicaDecision] = []
