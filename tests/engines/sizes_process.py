@@ -194,4 +194,5 @@ def main(rank: int, ranks: int, port: int, questions: Path, answers: Path) -> No
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), *map(Path, sys.argv[4:6]))  # type: ignore[call-arg]
+    rank, ranks, port = map(int, sys.argv[1:4])
+    main(rank, ranks, port, Path(sys.argv[4]), Path(sys.argv[5]))
