@@ -17,7 +17,7 @@ LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help venv engine vllm cluster sandbox demo test test-engines test-cluster test-sandboxes test-gpu-node unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal test-clients
+	bench-operator bench-bound bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal test-clients
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -145,6 +145,9 @@ bench-rollouts: venv  ## policies of placement on one step of work
 
 bench-rounds: engine  ## the example's reward curve with tail batching beside the one without, on a real SGLang
 	$(BIN)/python -m bench.rounds $(ARGS)
+
+bench-bound: venv  ## what lending adds to TTFT under an adversary, against its bound (virtual time)
+	$(RUN)/python -m bench.bound $(ARGS)
 
 bench-simulate: venv  ## figures of the simulator: studies, speed, determinism
 	$(RUN)/python -m bench.simulate $(ARGS)

@@ -8,6 +8,8 @@
 | share | k of n | Wilson, 95 % |
 | share of members that come in groups | k of n by group | Wilson's with the effective size, 95 % |
 | difference of two shares | their intervals | Newcombe 1998, 95 % |
+| what the next value does not exceed | exchangeable values | split conformal (Vovk et al. 2005) |
+| share, looked at all the time | k of n | confidence sequence: Robbins' mixture (1970) |
 
 Members of a group resemble each other, so n members say less than n independent ones. The effective
 size is n over the design effect (Kish 1965), which the spread between groups tells; where no group
@@ -20,7 +22,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -47,6 +49,22 @@ def quantile(values: Sequence[float], q: float) -> float:
     rest = position - index
     upper = ordered[min(index + 1, len(ordered) - 1)]
     return ordered[index] * (1 - rest) + upper * rest
+
+
+def conformal(values: Iterable[float], level: float) -> float:
+    """What the next of exchangeable values does not exceed with a chance of ``level``.
+
+    With fewer values than ``level / (1 - level)`` it is the largest; its level is n / (n + 1).
+
+    Raises:
+        ValueError: there are none.
+    """
+    ordered = sorted(values)
+    if not ordered:
+        message = "no values, nothing to expect of the next"
+        raise ValueError(message)
+    rank = math.ceil((len(ordered) + 1) * level - 1e-9)
+    return ordered[min(max(rank, 1), len(ordered)) - 1]
 
 
 def mean_of(values: Sequence[float]) -> Interval:
@@ -98,6 +116,41 @@ def wilson(hits: float, count: float) -> Share:
     spread = Z95 / (1 + z2 / count)
     spread *= math.sqrt(share * (1 - share) / count + z2 / (4 * count * count))
     return Share(share, max(0.0, middle - spread), min(1.0, middle + spread))
+
+
+def mixture_sequence(hits: int, count: int, alpha: float = 0.05) -> Share:
+    """The share with bounds that hold at every look at once, with a chance of 1 - alpha.
+
+    Robbins' beta-binomial mixture with Jeffreys' prior: the bounds hold the shares under which the
+    mixture's likelihood ratio is below 1 / alpha (Ville's inequality).
+    """
+    if not count:
+        return Share(math.nan, 0.0, 1.0)
+    misses, share = count - hits, hits / count
+
+    def believable(value: float) -> bool:
+        if (value <= 0 and hits) or (value >= 1 and misses):
+            return False
+        said = hits * math.log(value) if hits else 0.0
+        said += misses * math.log1p(-value) if misses else 0.0
+        mixed = _log_beta(hits + 0.5, misses + 0.5) - _log_beta(0.5, 0.5)
+        return mixed - said < -math.log(alpha)
+
+    return Share(share, _edge(believable, share, 0.0), _edge(believable, share, 1.0))
+
+
+def _log_beta(one: float, other: float) -> float:
+    return math.lgamma(one) + math.lgamma(other) - math.lgamma(one + other)
+
+
+def _edge(believable: Callable[[float], bool], inside: float, outside: float) -> float:
+    """Where believing ends between the two, to 1e-9; ``outside`` itself if it does not."""
+    if believable(outside):
+        return outside
+    while abs(outside - inside) > 1e-9:
+        middle = (inside + outside) / 2
+        inside, outside = (middle, outside) if believable(middle) else (inside, middle)
+    return outside
 
 
 def newcombe(one: Share, other: Share) -> Share:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import sys
 import time
@@ -34,6 +35,9 @@ from rose_demo.trace import (
 # Ids 16..239 are plain bytes in the byte-level tokenizers of the demo's models.
 _LOWEST_ID, _HIGHEST_ID = 16, 239
 _IDLE_SECONDS = 2.0
+# Tokens after the first that a time per token needs, and bunches that they come in: a starved
+# detokeniser hands over all of an answer at once, and then the time between them says nothing.
+_LEAST_TOKENS, _LEAST_BUNCHES, _BUNCH_S = 4, 3, 0.001
 _GIVE_UP_SECONDS = 60.0
 
 
@@ -57,11 +61,15 @@ async def token_counts(lines: AsyncIterator[bytes]) -> AsyncIterator[int]:
 def measured(
     role: Role, arrival: Arrival, sent_s: float, stamps: Sequence[tuple[float, int]], error: str
 ) -> Request:
-    """A request from its stamps: (time, cumulative tokens), in order."""
+    """A request from its stamps: (time, cumulative tokens), in order.
+
+    TPOT is (last - first) / (n - 1) over the whole answer.
+    """
     first = next(((at, count) for at, count in stamps if count > 0), None)
     last = stamps[-1] if stamps else None
     tpot = None
-    if first and last and last[1] - first[1] >= 2:
+    bunches = sum(at - before > _BUNCH_S for (before, _), (at, _) in itertools.pairwise(stamps))
+    if first and last and last[1] - first[1] >= _LEAST_TOKENS and bunches >= _LEAST_BUNCHES:
         tpot = (last[0] - first[0]) / (last[1] - first[1])
     return Request(
         role=role,

@@ -33,7 +33,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
             withheld window, and only then can they be compared.
         late_s: how much later than planned it was sent; a generator that lags measures itself.
         ttft_s: from the first byte sent to the first token received.
-        tpot_s: mean time per token after the first; None below three tokens.
+        tpot_s: mean time per token after the first; None where too few tokens or reads are left
+            (``load``).
         error: why it failed, else empty.
     """
 

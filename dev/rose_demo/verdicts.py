@@ -34,6 +34,9 @@ from rose_demo.statistics import (
 QUANTILES = (0.5, 0.9)
 HARM_TOLERANCE = 1.10
 """Ratio of lent to withheld latency, beyond the control's, that is called harm when proven."""
+WIDEST = 3.0
+"""Upper over lower end of an interval that still decides something: a wider one holds no harm and a
+threefold one alike."""
 MISMATCH_LIMIT = 1e-3
 """KL per token (k3) between engine and trainer at the same version: rounding of bfloat16 stays
 below 1e-4, a wrong tensor or a stale key is far above."""
@@ -194,9 +197,10 @@ def _harm_check(comparison: Comparison) -> Check:
 
     | whose interval lies above the tolerance | word |
     |---|---|
-    | neither | KEPT |
     | both | BROKEN |
     | one of them | UNPROVEN |
+    | neither, one interval wider than ``WIDEST`` | UNPROVEN |
+    | neither | KEPT |
     """
     name = f"{comparison.latency.upper()} p{comparison.quantile * 100:.0f}"
     if comparison.ratio is None or comparison.excess is None:
@@ -208,10 +212,12 @@ def _harm_check(comparison: Comparison) -> Check:
     )
     ratio, excess = comparison.ratio, comparison.excess
     proven = [one.low > HARM_TOLERANCE for one in (ratio, excess)]
-    if not any(proven):
-        return Check(CheckResult.KEPT, text)
     if all(proven):
         return Check(CheckResult.BROKEN, text)
+    if not any(proven):
+        if any(one.high > WIDEST * one.low for one in (ratio, excess)):
+            return Check(CheckResult.UNPROVEN, text + "; so wide an interval decides nothing")
+        return Check(CheckResult.KEPT, text)
     return Check(
         CheckResult.UNPROVEN, text + "; only one of the two shows it: too noisy to tell why"
     )

@@ -91,6 +91,7 @@ KINDS: tuple[Kind, ...] = (
             Column("Qualified", ".status.qualifiedReplicas", "integer", wide=True),
             Column("Fresh", _condition("TelemetryFresh", "status"), wide=True),
             Column("Fit", _condition("DevicesFit", "status"), wide=True),
+            Column("Certified", _condition("LendingCertified", "status"), wide=True),
         ),
         selectable=(".spec.mode", ".spec.engine.kind"),
     ),

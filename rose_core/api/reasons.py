@@ -14,6 +14,7 @@ class ConditionType(StrEnum):
     TELEMETRY_FRESH = "TelemetryFresh"
     SIGNAL_VERIFIED = "SignalVerified"
     SERVING_PROTECTED = "ServingProtected"
+    LENDING_CERTIFIED = "LendingCertified"
     WEIGHTS_SYNCED = "WeightsSynced"
     DEVICE_ACCESS = "DeviceAccess"
     COMPUTE_AVAILABLE = "ComputeAvailable"
@@ -132,6 +133,8 @@ class Reason(StrEnum):
     WITHIN_OBJECTIVE = "WithinObjective"
     OBJECTIVE_MISSED = "ObjectiveMissed"
     NO_OBJECTIVE = "NoObjective"
+    CERTIFICATE_HOLDS = "CertificateHolds"
+    NOT_CERTIFIED = "NotCertified"
     ALL_ALLOCATED = "AllAllocated"
     WEAKLY_PROVEN = "WeaklyProven"
     # Slots and what runs in them.
@@ -269,6 +272,8 @@ MEANING: dict[Reason, str] = {
     Reason.WITHIN_OBJECTIVE: "slow requests stay inside the objective's percentile",
     Reason.OBJECTIVE_MISSED: "more requests were slow than the objective's percentile allows",
     Reason.NO_OBJECTIVE: "the pool names no absolute objective",
+    Reason.CERTIFICATE_HOLDS: "what the next request may need beside lending fits into the TTFT",
+    Reason.NOT_CERTIFIED: "it does not fit: gates on empty replicas stay shut until it does",
     Reason.ALL_ALLOCATED: "the kubelet says of every replica which GPUs are its own",
     Reason.WEAKLY_PROVEN: "some replicas' GPUs are told by process lists or by hand",
     Reason.GRANT_ISSUED: "the node's agent has reported the slot under a valid grant",

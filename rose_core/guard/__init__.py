@@ -6,6 +6,7 @@
 - ``shares``: which share of its time a request met an open gate, and what that says about cost.
 - ``margin``: how much of a budget is kept back.
 - ``slack``: what each serving request has left; the share of time that may be lent.
+- ``certificate``: what lending may add to a TTFT, and whether that fits into the SLO.
 - ``gate``: open, duty-cycled or closed, and why.
 - ``ladder``: how an engine is stopped: rungs with deadlines and escalation.
 - ``standstill``: whether a process tree that is late in stopping is to be killed.
@@ -13,6 +14,7 @@
 - ``grants``: which grants are alive, by leader term and the node's own clock.
 - ``whole``: a replica that is drained and sleeps while its GPUs are lent whole.
 - ``crossover``: harm measured by alternating lent and withheld windows, and by un-lent replicas.
+- ``trial``: what lending has added over withheld windows, as a confidence sequence.
 - ``experience``: what finished requests teach, for the guard and the simulator alike.
 - ``budget``: how fast the error budget burns, and the breaker.
 

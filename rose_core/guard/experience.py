@@ -8,6 +8,8 @@ that at its end it is known for which share of its time it ran beside rollouts:
 | share of its time beside an open gate | the predictor: cost alone, or beside a rollout engine |
 | latency / SLO, and what rollouts account for of it, when it met an open gate | the margin |
 | over the SLO or not | the error budget of its pool (``ErrorBudget``), which opens the breaker |
+| TTFT on an empty replica, how soon rollouts stopped for it | the certificate (``certificate``) |
+| longer than an open gate's certificate said, or not | how often that is exceeded |
 
 The guard of a node and the simulator both learn by this. Next step: ``gate`` is judged on it.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rose_core.guard.budget import Breaker, BurnLimits, BurnMeter
+from rose_core.guard.certificate import Certificate, CertificateCount, Envelope
 from rose_core.guard.margin import Margin
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.shares import LEAST_SHARE, OpenTime
@@ -62,12 +65,15 @@ class RequestExposure:
         prefill, decode: share of that part of its time beside an open gate.
         used: the worse of TTFT and TPOT as a share of its SLO; 0 = nothing to compare.
         rollouts: share of that latency that rollouts account for.
+        exceeded: it took longer than the certificate of the open gate that it met says; None = it
+            met none.
     """
 
     prefill: float
     decode: float
     used: float
     rollouts: float = 0.0
+    exceeded: bool | None = None
 
     @property
     def exposed(self) -> bool:
@@ -90,14 +96,29 @@ class Lessons:
 
     predictor: Predictor = field(default_factory=Predictor)
     margin: Margin = field(default_factory=Margin)
+    envelope: Envelope = field(default_factory=Envelope)
+    certified: CertificateCount = field(default_factory=CertificateCount)
 
 
 @dataclass(slots=True)
 class _Mark:
-    """Open time of the gate up to a request's arrival and to its first token."""
+    """A request under way.
+
+    Attributes:
+        arrived_ns, first_ns: open time of the gate up to its arrival and to its first token.
+        leads: it met the replica empty; ``met_open``: and the gate open.
+        promised: that gate's certificate.
+        behind_s: prefill of what came close behind it.
+        stop_s: what rollouts took to stop for it.
+    """
 
     arrived_ns: int
     first_ns: int | None = None
+    leads: bool = False
+    met_open: bool = False
+    promised: Certificate | None = None
+    behind_s: float = 0.0
+    stop_s: float = 0.0
 
 
 class Experience:
@@ -115,6 +136,9 @@ class Experience:
         self.lessons = lessons or Lessons(predictor or Predictor())
         self.open_time = OpenTime(now_ns)
         self._marks: dict[int, _Mark] = {}
+        self._leader: _Mark | None = None
+        self._led_ns = 0
+        self._certificate: Certificate | None = None
 
     @property
     def predictor(self) -> Predictor:
@@ -133,7 +157,35 @@ class Experience:
 
     def begin(self, number: int, now_ns: int) -> None:
         """Begin to follow a request; a second time for the same one changes nothing."""
-        self._marks.setdefault(number, _Mark(self.open_time.at(now_ns)))
+        if number in self._marks:
+            return
+        mark = _Mark(self.open_time.at(now_ns))
+        if not self._marks:
+            self._leader, self._led_ns = mark, now_ns
+            mark.leads, mark.met_open = True, self.open_time.is_open(now_ns)
+            if mark.met_open and self._certificate is not None and self._certificate.learned:
+                mark.promised = self._certificate
+        self._marks[number] = mark
+
+    def note_size(self, number: int, size: int, now_ns: int) -> None:
+        """A request's size is known; what comes close behind another may share its batch."""
+        leader, follower = self._leader, self._marks.get(number)
+        if leader is None or follower is None or follower is leader:
+            return
+        if now_ns - self._led_ns <= self.lessons.envelope.longest_stop_s * 1e9:
+            leader.behind_s += self.predictor.prefill_s(size, shared=False)
+
+    def note_stop(self, seconds: float) -> None:
+        """An arrival has stopped the rollout engine beside this replica within so many seconds."""
+        self.lessons.envelope.note_stop(seconds)
+        if self._leader is not None:
+            self._leader.stop_s = seconds
+
+    def certificate(self, goals: Objective, percentile: int) -> Certificate | None:
+        """What the next request on the empty replica is promised; None: the pool names no TTFT."""
+        envelope, slo_s = self.lessons.envelope, goals.ttft_s
+        self._certificate = envelope.certificate(slo_s, percentile) if slo_s else None
+        return self._certificate
 
     def note_first_token(self, number: int, now_ns: int) -> None:
         """Note when its first token left."""
@@ -147,6 +199,7 @@ class Experience:
     def forget(self) -> None:
         """Requests under way cannot be followed to their end any more."""
         self._marks.clear()
+        self._leader = None
 
     def learn(self, done: FinishedRequest, goals: Objective, others: int) -> RequestExposure:
         """A request is over.
@@ -156,6 +209,7 @@ class Experience:
             goals: the pool's SLO; 0 = not given.
             others: requests still under way.
         """
+        exceeded = self._lead(done)
         prefill, decode = self._shares(done)
         # By what was known before it: a late request must not be its own witness.
         losses = self.predictor.loss(decoding=False), self.predictor.loss(decoding=True)
@@ -167,11 +221,22 @@ class Experience:
             learn_decode = taught.predictor.learn_decode
             taught.predictor = learn_decode(1 + others, done.tpot_s, share=decode)
         met = RequestExposure(
-            prefill, decode, *_used(done, goals, prefill * losses[0], decode * losses[1])
+            *(prefill, decode),
+            *_used(done, goals, prefill * losses[0], decode * losses[1]),
+            exceeded=exceeded,
         )
         if met.used and met.exposed:
             taught.margin = taught.margin.learn(met.used, met.rollouts)
         return met
+
+    def _lead(self, done: FinishedRequest) -> bool | None:
+        """Learn from a request that met the replica empty; whether it exceeds its certificate."""
+        mark, ttft = self._marks.get(done.number), done.ttft_s
+        if mark is None or not mark.leads or ttft is None:
+            return None
+        taught = self.lessons
+        taught.envelope.note_next(ttft - mark.stop_s if mark.met_open else ttft + mark.behind_s)
+        return taught.certified.add(ttft, mark.promised) if mark.promised else None
 
     def _shares(self, done: FinishedRequest) -> tuple[float, float]:
         mark = self._marks.pop(done.number, None)

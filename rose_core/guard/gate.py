@@ -3,6 +3,7 @@
 | regime | when | rule |
 |---|---|---|
 | bursty | usable idle gaps (``regime``) | closed from arrival to ``reopen`` after the last end |
+| bursty | the next request might miss its TTFT (``certificate``) | closed |
 | never idle | usable idle share below ``on_off_share``, a limit given | a share of each period |
 | saturated | a slack is not positive | closed |
 | capped | the owner's share of this second is used up (``compute``) | closed until it is not |
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from rose_core.guard.certificate import Certificate
 from rose_core.guard.compute import Compute
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.reasons import GateReason
@@ -55,6 +57,7 @@ class ReplicaFacts:
         idle_share: recent share of time that was idle and usable (``regime.Gaps``).
         cool_down_ns: emptiness before opening, learned (``regime``); None = ``reopen_ns``.
         compute: what rollouts have had of the GPU lately, and the owner's limit on it.
+        certificate: what the next request is promised beside an open gate; None = nothing is asked.
     """
 
     signal: ServingSignal
@@ -70,6 +73,7 @@ class ReplicaFacts:
     idle_share: float = 1.0
     cool_down_ns: int | None = None
     compute: Compute = field(default_factory=Compute)
+    certificate: Certificate | None = None
     objective: Objective = field(default_factory=Objective)
     predictor: Predictor = field(default_factory=Predictor)
 
@@ -146,6 +150,8 @@ def _barred(facts: ReplicaFacts) -> GateReason | None:
 
 
 def _idle(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
+    if facts.certificate is not None and not facts.certificate.holds:
+        return closed(GateReason.NOT_CERTIFIED)
     since = facts.signal.empty_since_ns
     rest = limits.reopen_ns if facts.cool_down_ns is None else facts.cool_down_ns
     if since is None or now_ns - since < rest:

@@ -41,6 +41,7 @@ class GateReason(StrEnum):
     NO_PREFILL_SLACK = "NoPrefillSlack"
     NO_DECODE_SLACK = "NoDecodeSlack"
     COOL_DOWN = "CoolDown"
+    NOT_CERTIFIED = "NotCertified"
     COMPUTE_LIMIT = "ComputeLimit"
 
 

@@ -27,6 +27,10 @@ class OpenTime:
         self._total_ns = self.at(now_ns)
         self._noted_ns, self._until_ns = now_ns, until_ns
 
+    def is_open(self, now_ns: int) -> bool:
+        """Whether the gate stands open at that moment, as far as it was noted."""
+        return now_ns < self._until_ns
+
     def at(self, now_ns: int) -> int:
         """Nanoseconds with an open gate up to now."""
         return self._total_ns + max(0, min(now_ns, self._until_ns) - self._noted_ns)

@@ -48,6 +48,7 @@ STARTABLE = frozenset(
         GateReason.NO_PREFILL_SLACK,
         GateReason.NO_DECODE_SLACK,
         GateReason.COOL_DOWN,
+        GateReason.NOT_CERTIFIED,
         GateReason.COMPUTE_LIMIT,
         GateReason.WITHHELD,
     }

@@ -41,6 +41,46 @@ class SlotState(StrEnum):
     GONE = "Gone"
 
 
+class CertificateReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the next request on an empty replica of the pool is promised on this node.
+
+    Attributes:
+        holds: it fits into the pool's TTFT, so gates may open.
+        text: the sum in figures, for people.
+        requests, exceeded: requests that were promised something, and those that took longer.
+        allowed: how many of them may, by the levels of what they were promised.
+    """
+
+    holds: bool
+    text: str = ""
+    requests: int = 0
+    exceeded: int = 0
+    allowed: float = 0.0
+
+
+class Trial(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Requests by the window that they lie in whole, and those of them above the SLO."""
+
+    lent: int = 0
+    lent_slow: int = 0
+    withheld: int = 0
+    withheld_slow: int = 0
+
+    def count(self, *, withheld: bool, slow: bool) -> Trial:
+        """With one request more."""
+        one = Trial(withheld=1, withheld_slow=slow) if withheld else Trial(lent=1, lent_slow=slow)
+        return self.plus(one)
+
+    def plus(self, other: Trial) -> Trial:
+        """Both together."""
+        return Trial(
+            self.lent + other.lent,
+            self.lent_slow + other.lent_slow,
+            self.withheld + other.withheld,
+            self.withheld_slow + other.withheld_slow,
+        )
+
+
 class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """One serving replica as its node's agent sees it; ``None`` means unknown, never zero.
 
@@ -58,6 +98,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
         lendable_text: that sum in figures, for people; ``memory``: the sum, of the tightest GPU.
         device_class: of its GPUs (``rose_core.devices.classes``), empty when unknown.
         requests_total, slow_requests_total: finished requests and those above the pool's SLO.
+        certificate: of the pool on this node, None where it names no TTFT.
+        trial: the pool's requests on this node by lent and withheld window, None before the first.
     """
 
     pool: str
@@ -81,6 +123,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     device_class: str = ""
     requests_total: int = 0
     slow_requests_total: int = 0
+    certificate: CertificateReport | None = None
+    trial: Trial | None = None
 
 
 class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):

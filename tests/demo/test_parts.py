@@ -105,12 +105,24 @@ def test_a_bad_trace_says_what_it_needs(tmp_path: Path) -> None:
 
 def test_latency_is_computed_from_stamps() -> None:
     arrival = Arrival(1.0, 50, 10)
-    found = load.measured(Role.LENT, arrival, 1.5, [(1.6, 0), (2.0, 1), (3.0, 5)], "")
+    stamps = [(1.6, 0), (2.0, 1), (2.2, 2), (2.4, 3), (3.0, 5)]
+    found = load.measured(Role.LENT, arrival, 1.5, stamps, "")
     assert found.ttft_s == pytest.approx(0.5)
     assert found.tpot_s == pytest.approx(0.25)
     assert found.late_s == pytest.approx(0.5)
     assert found.output_tokens == 5
     assert load.measured(Role.LENT, arrival, 1.0, [], "").error == "no token"
+
+
+@pytest.mark.parametrize(
+    "stamps",
+    [
+        [(2.0, 1), (2.5, 2), (3.0, 4)],  # three tokens after the first
+        [(2.0, 1), (2.0002, 4), (2.0004, 9), (2.0006, 40)],  # all of them in one bunch
+    ],
+)
+def test_a_bunch_of_tokens_has_no_time_per_token(stamps: list[tuple[float, int]]) -> None:
+    assert load.measured(Role.LENT, Arrival(1.0, 50, 10), 1.5, stamps, "").tpot_s is None
 
 
 async def test_load_is_sent_streamed_and_written(tmp_path: Path) -> None:

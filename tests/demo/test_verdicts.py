@@ -32,6 +32,7 @@ def test_a_slow_machine_does_not_break_it_and_proves_nothing(synthetic: ModuleTy
     assert words(findings)["Serving first"] is CheckResult.UNPROVEN
 
 
+WIDE = Estimate(1.1, 0.77, 1988.0)
 SLOWER, AS_FAST, LOUD = Estimate(1.46, 1.25, 1.84), Estimate(1.02, 0.9, 1.2), Estimate(1.4, 0.8, 2)
 
 
@@ -43,6 +44,8 @@ SLOWER, AS_FAST, LOUD = Estimate(1.46, 1.25, 1.84), Estimate(1.02, 0.9, 1.2), Es
         (SLOWER, AS_FAST, CheckResult.UNPROVEN),
         (AS_FAST, SLOWER, CheckResult.UNPROVEN),
         (AS_FAST, AS_FAST, CheckResult.KEPT),
+        (AS_FAST, WIDE, CheckResult.UNPROVEN),
+        (WIDE, AS_FAST, CheckResult.UNPROVEN),
     ],
 )
 def test_harm_is_judged_by_both_ratios_and_kept_only_where_neither_shows_it(

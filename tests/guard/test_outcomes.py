@@ -5,7 +5,9 @@ from __future__ import annotations
 from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.pools import PoolState
 from rose_agent.guard.recorder import Recorder
+from rose_agent.metrics import REGISTRY
 from rose_core.guard.crossover import Schedule
+from rose_core.guard.trial import added
 from rose_core.identity import PodUid
 from rose_core.telemetry.book import FinishedRequest
 from rose_core.telemetry.events import Arrived, Dismissed, EndKind, FirstToken, Sized
@@ -39,6 +41,7 @@ class World:
         is_open: bool = False,
         lent: bool = True,
         share: float = 1.0,
+        schedule: Schedule = ALWAYS,
     ) -> None:
         """One request from arrival to end; the gate may be open for the first part of it."""
         self.number += 1
@@ -53,7 +56,7 @@ class World:
         done = FinishedRequest(
             number, start, first, end, 400, tokens, 200, EndKind.COMPLETE, "/generate"
         )
-        self.outcomes.record(done, self.policy, ALWAYS, lent=lent, others=0)
+        self.outcomes.record(done, self.policy, schedule, lent=lent, others=0)
         self.outcomes.open_time.note(0, end)
         self.now = end + 10 * MS
 
@@ -166,3 +169,37 @@ def test_a_dismissed_or_forgotten_request_leaves_no_mark() -> None:
     world.outcomes.forget()
     world.outcomes.hear(FirstToken(POD, 2, NOW), NOW)
     assert world.outcomes.experience.followed == 0
+
+
+def test_the_agent_learns_the_stop_and_counts_what_was_promised() -> None:
+    world = World()
+    for _ in range(20):
+        world.request(ttft_ms=40)
+    first = world.outcomes.certificate(world.policy)
+    assert first is not None
+    assert not first.holds, "40 + 75 ms do not fit into 100"
+    for _ in range(20):
+        world.outcomes.note_stop(15 * MS)
+    then = world.outcomes.certificate(world.policy)
+    assert then is not None
+    assert then.holds, "40 + 15 ms do"
+    world.request(ttft_ms=40, is_open=True)
+    world.request(ttft_ms=90, is_open=True)
+    assert (world.outcomes.certified.requests, world.outcomes.certified.exceeded) == (2, 1)
+    labels = {"pool": POLICY.pool, "exceeded": "true"}
+    assert REGISTRY.get_sample_value("rose_guard_certified_requests_total", labels) == 1
+
+
+def test_windows_of_a_pool_are_a_trial_of_its_own() -> None:
+    world = World()
+    pairs = Schedule(1.0, 2)
+    for _ in range(200):
+        world.request(ttft_ms=20, tpot_ms=1, schedule=pairs)
+    trial = world.pool.trial
+    assert trial.lent > 50
+    assert trial.withheld > 50
+    assert (trial.lent_slow, trial.withheld_slow) == (0, 0)
+    harm = added(trial)
+    assert harm is not None
+    assert harm.most == 0
+    assert not harm.proven

@@ -5,7 +5,14 @@ from typing import Any
 from rose_core.api import EXPLAIN_ANNOTATION, Reason
 from rose_core.identity import SlotKey
 from rose_core.lending.autoscalers import conflicting
-from rose_core.wire.sync import SignalSource, SlotReport, SlotState, SyncRequest
+from rose_core.wire.sync import (
+    CertificateReport,
+    SignalSource,
+    SlotReport,
+    SlotState,
+    SyncRequest,
+    Trial,
+)
 from rose_operator import metrics
 from rose_operator.kube.api import Kind
 from rose_operator.kube.leader import LeaderLock
@@ -157,6 +164,30 @@ async def test_a_cordon_takes_the_slots_of_the_node_back_and_an_event_says_so() 
     (event,) = [one for one in bench.api.events if one["reason"] == Reason.NODE_CORDONED]
     assert slot["metadata"]["name"] in event["message"]
     assert event["involvedObject"]["kind"] == "RolloutLease"
+
+
+async def test_the_pool_says_what_its_next_request_is_promised() -> None:
+    bench = Bench()
+    bench.pool()
+
+    async def certified(*, holds: bool) -> dict[str, str]:
+        told = CertificateReport(holds, "p99 of TTFT 300 + stop 40 = 340", 50, 2, 4.2)
+        trial = Trial(1000, 9, 500, 4)
+        # Replicas of one node share what they were told.
+        pair = (replica("default/chat", name, certificate=told, trial=trial) for name in "ab")
+        bench.telemetry.record(SyncRequest("n1", "t", 0, tuple(pair)), bench.now)
+        await bench.turn(2)
+        said = bench.api.objects[Kind.POOL, "default/chat"]["status"]["conditions"]
+        found: dict[str, str] = next(one for one in said if one["type"] == "LendingCertified")
+        return found
+
+    shut = await certified(holds=False)
+    assert (shut["status"], shut["reason"]) == ("False", Reason.NOT_CERTIFIED)
+    bench.now += 5
+    fits = await certified(holds=True)
+    assert (fits["status"], fits["reason"]) == ("True", Reason.CERTIFICATE_HOLDS)
+    assert "2 of 50 requests took longer than promised, 4 may" in fits["message"]
+    assert "made at most 9 of 1000 requests slow (95 %)" in fits["message"]
 
 
 async def test_a_missed_objective_opens_the_pools_breaker() -> None:

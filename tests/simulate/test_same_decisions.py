@@ -45,6 +45,7 @@ NOT_SIMULATED = {
     "rose_core.guard.freezing": "an engine stops in the given time, and holds no driver's lock",
     "rose_core.guard.grants": "leader terms: one planner, no network in between",
     "rose_core.guard.lanes": "a slot has one engine here; two shares are for MPS",
+    "rose_core.guard.trial": "no window is withheld, so there is nothing to compare with",
     "rose_core.guard.whole": "no replica is put to sleep here; a lent one shares its GPUs",
     "rose_core.lending.autoscalers": "scenarios have no autoscaler",
     "rose_core.lending.forecast": "the planner's forecast needs days of load",

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from rose_agent.guard.perfetto import perfetto
+from rose_agent.guard.pools import PoolState
 from rose_agent.guard.replica import GuardedReplica
 from rose_agent.guard.slot import GuardedSlot
 from rose_core.guard.crossover import SAMPLE_FLOOR, Meter, Ratio
+from rose_core.guard.trial import added
 from rose_core.wire.sync import PoolPolicy
 from rose_wire.observability import Page
 
@@ -72,6 +74,22 @@ def _pool(policy: PoolPolicy, guard: Guard, now_ns: int) -> dict[str, Any]:
         "breakerOpen": state.breaker.open(now_ns),
         "breakerCause": state.breaker.cause,
         "relativeLimitJudgedAgainst": state.judged,
+        "certificate": _certificate(policy, state),
+        "added": dataclasses.asdict(harm) if (harm := added(state.trial)) is not None else None,
+    }
+
+
+def _certificate(policy: PoolPolicy, state: PoolState) -> dict[str, Any] | None:
+    """What the next request on an empty replica is promised; None: the pool names no TTFT."""
+    if not policy.ttft_milliseconds:
+        return None
+    told = state.lessons.envelope.certificate(policy.ttft_milliseconds / 1000, policy.percentile)
+    return {
+        "holds": told.holds,
+        "text": told.text,
+        "level": told.level,
+        "ceilingSeconds": told.ceiling_s,
+        **dataclasses.asdict(state.lessons.certified),
     }
 
 

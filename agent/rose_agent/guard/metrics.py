@@ -76,6 +76,39 @@ EXPOSED_MISSES = Counter(
     ["pool"],
     registry=REGISTRY,
 )
+CERTIFIED_REQUESTS = Counter(
+    "rose_guard_certified_requests",
+    "Requests that met an empty replica and an open gate under a certificate, and whether their "
+    "TTFT exceeded what it promised.",
+    ["pool", "exceeded"],
+    registry=REGISTRY,
+)
+CERTIFICATE_SECONDS = Gauge(
+    "rose_guard_certificate_seconds",
+    "TTFT that the next request on an empty replica is promised: its own (part next) and what "
+    "lending may add (part stop).",
+    ["pool", "part"],
+    registry=REGISTRY,
+)
+CERTIFICATE_HOLDS = Gauge(
+    "rose_guard_certificate_holds",
+    "1 while that fits into the pool's TTFT, 0 while gates on empty replicas stay shut for it.",
+    ["pool"],
+    registry=REGISTRY,
+)
+ADDED_MISSES = Gauge(
+    "rose_guard_added_misses_most",
+    "Most of the pool's requests in lent windows on this node that missed its SLO because of "
+    "lending; holds at every look at once, 95 %.",
+    ["pool"],
+    registry=REGISTRY,
+)
+TRIAL_REQUESTS = Gauge(
+    "rose_guard_trial_requests",
+    "Requests in lent windows that this speaks of, compared with those in withheld windows.",
+    ["pool"],
+    registry=REGISTRY,
+)
 ALLOWED_MISSES = Gauge(
     "rose_guard_serving_allowed_misses_ratio",
     "Share of a pool's requests that its objective allows to miss: 1 - slo.percentile / 100.",

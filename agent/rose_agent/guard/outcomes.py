@@ -7,6 +7,7 @@ Everything here follows a request's end, so it is never between an arrival and t
 | share of its time beside an open gate | the predictor: cost alone, or beside a rollout engine |
 | latency / SLO, when it met an open gate | the margin |
 | over the SLO or not | the error budget of its pool |
+| longer than its certificate or not | how often that is exceeded |
 | lent or withheld window, un-lent replica | the comparison for the relative limit |
 
 A burning budget or proven harm opens the pool's breaker. What is learned, and how, is
@@ -23,6 +24,7 @@ from rose_agent.guard import metrics
 from rose_agent.guard.pools import PoolState
 from rose_agent.guard.recorder import Recorder
 from rose_core.guard import crossover
+from rose_core.guard.certificate import Certificate, CertificateCount
 from rose_core.guard.crossover import Meter, Schedule
 from rose_core.guard.experience import BUDGET_CAUSE, Experience, RequestExposure
 from rose_core.guard.margin import Margin
@@ -105,6 +107,7 @@ class Outcomes:
         elif isinstance(event, Dismissed):
             self.experience.dismiss(event.request)
         elif isinstance(event, Sized):
+            self.experience.note_size(event.request, event.size, now_ns)
             predict = self.predictor.prefill_s
             self._recorder.note(
                 now_ns,
@@ -115,6 +118,20 @@ class Outcomes:
                 alone=predict(event.size, shared=False),
                 shared=predict(event.size, shared=True),
             )
+
+    def certificate(self, policy: PoolPolicy) -> Certificate | None:
+        """What the next request on the empty replica is promised."""
+        goals = self.objective(policy)
+        return self.experience.certificate(goals, policy.percentile)
+
+    @property
+    def certified(self) -> CertificateCount:
+        """Requests of the pool that were promised something, and those that took longer."""
+        return self.experience.lessons.certified
+
+    def note_stop(self, after_ns: int) -> None:
+        """An arrival has stopped a rollout engine beside this replica so soon after it."""
+        self.experience.note_stop(after_ns / 1e9)
 
     def forget(self) -> None:
         """The tap is gone: requests under way are not followed to their end."""
@@ -139,8 +156,10 @@ class Outcomes:
             others: requests still under way.
         """
         met = self.experience.learn(done, self.objective(policy), others)
-        window = self._compare(done, schedule, lent=lent)
+        window = self._compare(done, schedule, lent=lent, met=met)
         self._budget(met, policy, done.ended_ns)
+        if met.exceeded is not None:
+            metrics.CERTIFIED_REQUESTS.labels(policy.pool, str(met.exceeded).lower()).inc()
         self._recorder.note(
             done.ended_ns,
             self._name,
@@ -160,13 +179,17 @@ class Outcomes:
         if self.counters.finished % _HARM_EVERY == 0:
             self._judge_harm(policy, done.ended_ns)
 
-    def _compare(self, done: FinishedRequest, schedule: Schedule, *, lent: bool) -> str:
+    def _compare(
+        self, done: FinishedRequest, schedule: Schedule, *, lent: bool, met: RequestExposure
+    ) -> str:
         began, ended = done.arrived_ns / 1e9, done.ended_ns / 1e9
         withheld = schedule.withheld(began)
         inside = schedule.window(began) == schedule.window(ended)
         ttft, tpot = done.ttft_s, done.tpot_s
         if lent and inside:
             self.meter.add(withheld=withheld, ttft_s=ttft, tpot_s=tpot)
+            if met.used and schedule.seconds:
+                self.pool.trial = self.pool.trial.count(withheld=withheld, slow=met.slow)
         if not lent:
             self.pool.unlent.add(withheld=True, ttft_s=ttft, tpot_s=tpot)
         window = "withheld" if withheld else "lent"

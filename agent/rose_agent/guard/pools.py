@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from rose_agent.guard import metrics
 from rose_core.guard.crossover import Meter
 from rose_core.guard.experience import ErrorBudget, Lessons
-from rose_core.wire.sync import PoolPolicy
+from rose_core.guard.trial import added
+from rose_core.wire.sync import PoolPolicy, Trial
 
 
 @dataclass
@@ -24,12 +25,14 @@ class PoolState(ErrorBudget):
     Attributes:
         unlent: latencies of replicas beside which nothing runs.
         judged: what the relative limit was last judged against; empty = not judged.
+        trial: slow requests by lent and withheld window.
         lessons: predictor and margin; a new replica begins with what the others have taught.
     """
 
     name: str = ""
     unlent: Meter = field(default_factory=Meter)
     judged: str = ""
+    trial: Trial = field(default_factory=Trial)
     lessons: Lessons = field(default_factory=Lessons)
 
 
@@ -46,14 +49,39 @@ class Pools:
     def match(self, policies: Iterable[PoolPolicy]) -> None:
         """Forget pools that are gone, and publish how fast the others' budgets burn."""
         now_ns = time.monotonic_ns()
-        percentiles = {policy.pool: policy.percentile for policy in policies}
+        known = list(policies)
+        percentiles = {policy.pool: policy.percentile for policy in known}
+        slo_s = {policy.pool: policy.ttft_milliseconds / 1000 for policy in known}
         for name in set(self._states) - set(percentiles):
             del self._states[name]
-            for gauge in (metrics.ERROR_BUDGET_BURN, metrics.ALLOWED_MISSES):
+            for gauge in (
+                metrics.ERROR_BUDGET_BURN,
+                metrics.ALLOWED_MISSES,
+                metrics.CERTIFICATE_HOLDS,
+                metrics.ADDED_MISSES,
+                metrics.TRIAL_REQUESTS,
+            ):
                 with contextlib.suppress(KeyError):
                     gauge.remove(name)
+            for part in ("next", "stop"):
+                with contextlib.suppress(KeyError):
+                    metrics.CERTIFICATE_SECONDS.remove(name, part)
         for name, pool in self._states.items():
             metrics.ALLOWED_MISSES.labels(name).set(1 - percentiles[name] / 100)
             burn = pool.burn.burn(percentiles[name], pool.limits.long_ns, now_ns)
             if burn.rate is not None:
                 metrics.ERROR_BUDGET_BURN.labels(name).set(burn.rate)
+            self._certificate(name, pool, slo_s[name], percentiles[name])
+
+    @staticmethod
+    def _certificate(name: str, pool: PoolState, slo_s: float, percentile: int) -> None:
+        if not slo_s:
+            return
+        harm = added(pool.trial)
+        if harm is not None:
+            metrics.ADDED_MISSES.labels(name).set(harm.most)
+            metrics.TRIAL_REQUESTS.labels(name).set(harm.requests)
+        told = pool.lessons.envelope.certificate(slo_s, percentile)
+        metrics.CERTIFICATE_HOLDS.labels(name).set(told.holds)
+        metrics.CERTIFICATE_SECONDS.labels(name, "next").set(told.next_s)
+        metrics.CERTIFICATE_SECONDS.labels(name, "stop").set(told.stop_s)

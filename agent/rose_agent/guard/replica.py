@@ -188,6 +188,7 @@ class GuardedReplica:
             compute=self._limited(),
             objective=self.outcomes.objective(self.policy),
             predictor=self.outcomes.predictor,
+            certificate=self.outcomes.certificate(self.policy),
         )
 
     def take(self, event: TapEvent, now_ns: int) -> None:

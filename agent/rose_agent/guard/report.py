@@ -21,6 +21,7 @@ from rose_core.telemetry.signal import Doubt
 from rose_core.wire.host import EngineState
 from rose_core.wire.reasons import PENDING, HostReason
 from rose_core.wire.sync import (
+    CertificateReport,
     NodeModel,
     ReplicaReport,
     SignalSource,
@@ -171,6 +172,17 @@ def replica_report(
         device_class=view.device_class if view is not None else "",
         requests_total=counters.finished,
         slow_requests_total=counters.slow,
+        certificate=_certificate(replica),
+        trial=replica.outcomes.pool.trial if replica.outcomes.pool.trial.lent else None,
+    )
+
+
+def _certificate(replica: GuardedReplica) -> CertificateReport | None:
+    told, count = replica.outcomes.certificate(replica.policy), replica.outcomes.certified
+    if told is None:
+        return None
+    return CertificateReport(
+        told.holds, told.text, count.requests, count.exceeded, round(count.allowed, 2)
     )
 
 

@@ -233,12 +233,13 @@ class GuardedSlot:
         self.room = self._told_room = Lendable(None, "")
         self._host = host
         self._history = History(recorder, lambda: self.name)
+        self._stops_ns: list[int] = []
         self._on_change = on_change
         self._limits = LadderLimits()
         self._lane = lanes.Lane()
         self._permit = SlotPermit(folder.permit, host.ring)
         self._calls = Calls(self._call_ended)
-        self._hold = Hold(self._calls, self._ask_hold, self._history.note_stop)
+        self._hold = Hold(self._calls, self._ask_hold, self._note_stop)
         order = read_json(folder.slot, EnsureEngine)
         self._data_token = order.token if order and order.token else secrets.token_urlsafe(24)
         self._router = RouterLink(token)
@@ -247,6 +248,15 @@ class GuardedSlot:
     def name(self) -> str:
         """For people: the slot's name, or its uid."""
         return self.grant.slot_name if self.grant else self.uid
+
+    def take_stops(self) -> list[int]:
+        """How long arrivals took to stop the engine since the last call, nanoseconds."""
+        taken, self._stops_ns = self._stops_ns, []
+        return taken
+
+    def _note_stop(self, stopped: ConfirmedHold) -> None:
+        self._history.note_stop(stopped)
+        self._stops_ns.append(stopped.after_ns)
 
     @property
     def status(self) -> EngineStatus | None:

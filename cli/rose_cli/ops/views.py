@@ -29,6 +29,7 @@ def pool_rows(pools: Sequence[ServingPool]) -> list[Row]:
     for pool in pools:
         ready, reason = condition(pool.status.conditions, ConditionType.READY)
         protected, _ = condition(pool.status.conditions, ConditionType.SERVING_PROTECTED)
+        certified, _ = condition(pool.status.conditions, ConditionType.LENDING_CERTIFIED)
         rows.append(
             {
                 "pool": pool.metadata.key,
@@ -37,6 +38,7 @@ def pool_rows(pools: Sequence[ServingPool]) -> list[Row]:
                 "qualified": pool.status.qualified_replicas,
                 "lent": pool.status.lent_replicas,
                 "protected": protected,
+                "certified": certified,
                 "ready": ready,
                 "reason": reason,
             }

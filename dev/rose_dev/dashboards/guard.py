@@ -104,6 +104,49 @@ DASHBOARD = Dashboard(
             ),
         ),
         Row(
+            "Promises",
+            (
+                Panel(
+                    "TTFT of the next request, as certified",
+                    "What the next request on an empty replica needs alone, and what lending may "
+                    "add; the sum has to fit into the pool's TTFT.",
+                    "s",
+                    {
+                        "max by (pool, part) (rose_guard_certificate_seconds{$here})": (
+                            "{{pool}} {{part}}"
+                        )
+                    },
+                ),
+                Panel(
+                    "Certificates that hold",
+                    "1 while it fits; at 0 gates on empty replicas stay shut.",
+                    "short",
+                    {"min by (pool) (rose_guard_certificate_holds{$here})": "{{pool}}"},
+                ),
+                Panel(
+                    "Promised requests",
+                    "Requests that met an open gate under a certificate, and those beyond it.",
+                    "reqps",
+                    {
+                        "sum by (pool, exceeded) "
+                        "(rate(rose_guard_certified_requests_total{$here}[$rate]))": (
+                            "{{pool}} exceeded {{exceeded}}"
+                        )
+                    },
+                ),
+                Panel(
+                    "Made slow by lending, at most",
+                    "Most of the requests in lent windows that lending has made miss the SLO, 95 % "
+                    "at every look; beside it the requests it speaks of.",
+                    "short",
+                    {
+                        "sum by (pool) (rose_guard_added_misses_most{$here})": "{{pool}} at most",
+                        "sum by (pool) (rose_guard_trial_requests{$here})": "{{pool}} of",
+                    },
+                ),
+            ),
+        ),
+        Row(
             "The gate",
             (
                 Panel(

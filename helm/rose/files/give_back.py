@@ -31,6 +31,7 @@ WITHDRAWN = (
     "RouterReady",
     "WeightsSynced",
     "ServingProtected",
+    "LendingCertified",
     "TelemetryFresh",
 )
 COUNTS = ("lentReplicas", "qualifiedReplicas", "unwantedGpus", "slotsGranted", "slotsReady")

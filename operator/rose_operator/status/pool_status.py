@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -17,8 +18,9 @@ from rose_core.api import (
 from rose_core.api.common import MODEL_NAME
 from rose_core.api.conditions import Statement
 from rose_core.api.poolstatus import LoadShape, PoolModel
+from rose_core.guard.trial import added
 from rose_core.lending import LendingPlan, Misfit, Policy
-from rose_core.wire.sync import MOST_MODELS, NodeModel, ReplicaReport, SignalSource
+from rose_core.wire.sync import MOST_MODELS, NodeModel, ReplicaReport, SignalSource, Trial
 from rose_operator.plan import capabilities
 from rose_operator.plan.admission import Refusal
 from rose_operator.plan.cluster_state import ClusterState
@@ -134,6 +136,7 @@ def _pool_statements(
         _fresh(len(reports), stale),
         _verified([report for _, report in reports]),
         _protected(pool, world, reports),
+        _certified(pool, reports),
         *capabilities.statements(pool, world, misfits),
         Statement(_C.PAUSED, paused, _R.PAUSED_BY_OWNER if paused else _R.NOT_PAUSED),
     ]
@@ -172,6 +175,29 @@ def _verified(reports: Sequence[ReplicaReport]) -> Statement:
     return Statement(
         _C.SIGNAL_VERIFIED, False if contradicted else None, _R.SIGNAL_NOT_VERIFIED, text
     )
+
+
+def _certified(pool: ServingPool, reports: Reports) -> Statement:
+    """What the next request is promised, and what lending has added, over all nodes."""
+    if pool.spec.slo is None or not pool.spec.slo.ttft_milliseconds:
+        return Statement(_C.LENDING_CERTIFIED, None, _R.NO_OBJECTIVE, "the pool names no TTFT")
+    # Replicas of one node share what they were told, so each node counts once.
+    told = {node: one.certificate for node, one in reports if one.certificate is not None}
+    trials = [trial for trial in {node: one.trial for node, one in reports}.values() if trial]
+    if not told:
+        return Statement(_C.LENDING_CERTIFIED, None, _R.NOT_OBSERVED_YET)
+    shut = [one for one in told.values() if not one.holds]
+    worst = shut[0] if shut else max(told.values(), key=lambda one: one.requests)
+    requests = sum(one.requests for one in told.values())
+    exceeded = sum(one.exceeded for one in told.values())
+    allowed = sum(one.allowed for one in told.values())
+    text = f"{worst.text}; on {len(told) - len(shut)} of {len(told)} nodes it fits; "
+    text += f"{exceeded} of {requests} requests took longer than promised, {allowed:.0f} may"
+    harm = added(functools.reduce(Trial.plus, trials, Trial())) if trials else None
+    if harm is not None:
+        text += f"; {harm.text}"
+    reason = _R.NOT_CERTIFIED if shut else _R.CERTIFICATE_HOLDS
+    return Statement(_C.LENDING_CERTIFIED, not shut, reason, text, moving=True)
 
 
 def _protected(pool: ServingPool, world: ClusterState, reports: Reports) -> Statement:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from rose_simulate.model.clock import SECOND, Clock, Event
 from rose_simulate.model.costs import Costs, pairs, steps_in, time_of
 
-_PREFILL_CHUNK = 8192
+PREFILL_CHUNK = 8192
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class BatchEngine:
         costs: Costs,
         kv_tokens: int,
         on_busy: Callable[[], None],
-        quantum: int = _PREFILL_CHUNK,
+        quantum: int = PREFILL_CHUNK,
     ) -> None:
         self._clock, self._costs = clock, costs
         self.kv_tokens, self._on_busy, self._quantum = kv_tokens, on_busy, quantum
@@ -215,7 +215,7 @@ class BatchEngine:
 
     def _admit(self) -> None:
         chunk = 0
-        while self.waiting and chunk < _PREFILL_CHUNK:
+        while self.waiting and chunk < PREFILL_CHUNK:
             sequence = self.waiting[0]
             whole = sequence.context + sequence.left
             if not self._make_room(whole, sequence.session) and (self.running or self._prefilling):

@@ -9,20 +9,22 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+from rose_core.guard.certificate import Certificate, CertificateCount
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.costs import costs, kv_tokens
 from rose_simulate.model.gates import ServingRequest
+from rose_simulate.model.guarded import GuardedGate
 from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
 from rose_simulate.model.regimes import RULES, LendingMode
 from rose_simulate.model.scenario import Load, Regime, RolloutJob, Scenario, Service
 from rose_simulate.model.workload import Arrival, Episode
 
 USUAL_CONTEXT = 12_000
-_WARM_S, _SECONDS = 60.0, 300.0
+WARM_S, _SECONDS = 60.0, 300.0
 
 Row = tuple[int, int, int]  # when a request arrives (ns), tokens of its prompt and its answer
 
@@ -50,11 +52,23 @@ class Curve:
 
 @dataclass(frozen=True)
 class ReplicaYield:
-    """What one replica has given at one load; ``late`` are the numbers of requests."""
+    """What one replica has given at one load.
+
+    Attributes:
+        late: numbers of the requests that violate the SLO.
+        requests: all of them, as they were served.
+        verdicts: how often the guard's gate said each word.
+        certificate: the gate's last one.
+        certified: requests that met an open gate under one, and those beyond its ceiling.
+    """
 
     tokens_per_s: float
     open_share: float
     late: frozenset[int]
+    requests: tuple[ServingRequest, ...] = ()
+    verdicts: Mapping[str, int] = field(default_factory=dict)
+    certificate: Certificate | None = None
+    certified: CertificateCount = field(default_factory=CertificateCount)
 
 
 Alone = Mapping[float, ReplicaYield]
@@ -99,7 +113,9 @@ def curve(
     for load in loads:
         requests, found_alone = _requests(load, trace, seed), known[load]
         draw = random.Random(f"{seed}/{load}")  # noqa: S311  # a model's randomness
-        lent = found_alone if nothing else _Bench(lender, lends=True).run(requests, pool, draw)
+        lent = (
+            found_alone if nothing else ReplicaBench(lender, lends=True).run(requests, pool, draw)
+        )
         count = max(1, len(requests))
         before, after = found_alone.late, lent.late
         late, added, spared = (len(o) / count for o in (before, after - before, before - after))
@@ -110,11 +126,13 @@ def curve(
 def by_itself(lender: Lender, *, loads: Rows[float], trace: Rows[Arrival], seed: int = 1) -> Alone:
     """What the replica does at each load with nothing lent; no regime has a say in it."""
     unlent = replace(lender, regime=Regime.FIXED)
-    return {load: _Bench(unlent, lends=False).run(_requests(load, trace, seed)) for load in loads}
+    return {
+        load: ReplicaBench(unlent, lends=False).run(_requests(load, trace, seed)) for load in loads
+    }
 
 
 def _requests(load: float, trace: Rows[Arrival], seed: int) -> list[Row]:
-    return _poisson(load, trace, random.Random(f"{seed}/{load}/requests"))  # noqa: S311
+    return poisson(load, trace, random.Random(f"{seed}/{load}/requests"))  # noqa: S311
 
 
 def dedicated_tokens_per_s(
@@ -128,10 +146,10 @@ def dedicated_tokens_per_s(
     draw = random.Random(f"{seed}/dedicated")  # noqa: S311  # a model's randomness
     for number in range(max(1, min(job.dedicated_cap, room // USUAL_CONTEXT))):
         Endless(engine, pool, draw, str(number)).send_turn()
-    clock.run(round(_WARM_S * SECOND))
+    clock.run(round(WARM_S * SECOND))
     engine.settle()
     before = engine.tokens
-    clock.run(round((_WARM_S + _SECONDS) * SECOND))
+    clock.run(round((WARM_S + _SECONDS) * SECOND))
     engine.settle()
     return (engine.tokens - before) / _SECONDS
 
@@ -162,11 +180,26 @@ class Endless:
         self._engine.submit(sequence)
 
 
-class _Bench:
-    """One replica, event by event, from a minute before its first request."""
+class ReplicaBench:
+    """One replica, event by event, from a minute before its first request.
 
-    def __init__(self, lender: Lender, *, lends: bool) -> None:
-        self._lender, self._lends = lender, lends
+    Args:
+        lender: the replica.
+        lends: rollouts compute beside it.
+        seconds: how long requests are served.
+        certifies: production's gate asks for a certificate, as it does.
+    """
+
+    def __init__(
+        self,
+        lender: Lender,
+        *,
+        lends: bool,
+        seconds: float = _SECONDS,
+        certifies: bool = True,
+    ) -> None:
+        self._lender, self._lends, self._seconds = lender, lends, seconds
+        self._certifies = certifies
         self._clock = Clock()
         self._engines: list[BatchEngine] = []
 
@@ -175,21 +208,26 @@ class _Bench:
     ) -> ReplicaYield:
         """Serve the requests; rollouts always fill the batch."""
         replica = self._replica(pool, draw)
+        if isinstance(replica.gate, GuardedGate) and not self._certifies:
+            replica.gate.certifies = False
         if self._lends:
             replica.lend(self._lender.job)
-        self._clock.run(round(_WARM_S * SECOND))
+        self._clock.run(round(WARM_S * SECOND))
         replica.device.finish()
         tokens = sum(one.tokens for one in self._engines)
         open_ns = replica.device.computing_ns
         requests = [ServingRequest(number, *row) for number, row in enumerate(rows)]
         for request in requests:
             self._clock.at(request.arrived_ns, partial(replica.serve, request))
-        self._clock.run(round((_WARM_S + _SECONDS) * SECOND))
+        self._clock.run(round((WARM_S + self._seconds) * SECOND))
         replica.device.finish()
+        gate = replica.gate if isinstance(replica.gate, GuardedGate) else None
         return ReplicaYield(
-            (sum(one.tokens for one in self._engines) - tokens) / _SECONDS,
-            (replica.device.computing_ns - open_ns) / SECOND / _SECONDS,
+            (sum(one.tokens for one in self._engines) - tokens) / self._seconds,
+            (replica.device.computing_ns - open_ns) / SECOND / self._seconds,
             frozenset(one.number for one in requests if self._late(one)),
+            tuple(requests),
+            *((gate.verdicts, gate.certificate, gate.certified) if gate is not None else ()),
         )
 
     def _replica(self, pool: Rows[Episode], draw: random.Random | None) -> LentReplica:
@@ -204,7 +242,7 @@ class _Bench:
         # Only services[0], delays and interference of it are read.
         told = Scenario(
             name="curve",
-            seconds=_WARM_S + _SECONDS,
+            seconds=WARM_S + self._seconds,
             derate=lender.derate,
             episodes="",
             services=(lender.service.model_copy(update={"load": Load()}),),
@@ -223,12 +261,15 @@ class _Bench:
         return one.ttft_s * 1e3 > service.ttft_ms or bool(slow)
 
 
-def _poisson(load: float, trace: Rows[Arrival], draw: random.Random) -> list[Row]:
+def poisson(
+    load: float, trace: Rows[Arrival], draw: random.Random, seconds: float = _SECONDS
+) -> list[Row]:
+    """Arrivals at random after the first minute, with the trace's lengths."""
     found: list[Row] = []
-    at = _WARM_S
+    at = WARM_S
     while load > 0:
         at += draw.expovariate(load)
-        if at >= _WARM_S + _SECONDS:
+        if at >= WARM_S + seconds:
             break
         row = trace[draw.randrange(len(trace))]
         found.append((round(at * SECOND), row.prompt, row.output))

@@ -59,13 +59,16 @@ class Device:
             self.opened += 1
             self.update()
 
-    def forbid(self, after_s: float = 0.0) -> None:
+    def forbid(self, after_s: float = 0.0) -> float | None:
         """Rollouts stop after a delay and after the step or chunk that is on the GPU.
 
         What has been launched is not taken back, so the rest of the step still runs.
+
+        Returns:
+            Seconds until they stand still; None: they do, or were told before.
         """
         if not self.may_compute or self._stop is not None:
-            return
+            return None
         rest = 0.0
         if self.rollout is not None and self.rollout.speed > 0:
             rest = self.rollout.residual() / self.rollout.speed
@@ -73,6 +76,7 @@ class Device:
             self._halt()
         else:
             self._stop = self._clock.after(after_s + rest, self._halt)
+        return after_s + rest
 
     def attach(self, rollout: BatchEngine | None) -> None:
         """A rollout engine has come, or has gone."""

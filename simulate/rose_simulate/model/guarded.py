@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from rose_core.guard.certificate import Certificate, CertificateCount
 from rose_core.guard.experience import BUDGET_CAUSE, Experience
 from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, judge
 from rose_core.guard.ladder import Action, LadderLimits, Order
@@ -41,7 +42,13 @@ _POLLED = (SignalSource.LOADS,)
 
 
 class GuardedGate(Gate):
-    """``ours``, or ``polled`` when it may not use the tap."""
+    """``ours``, or ``polled`` when it may not use the tap.
+
+    Attributes:
+        certifies: an empty replica is lent only under a certificate; False = it always was, which
+            is what a benchmark compares with.
+        certificate: the last one.
+    """
 
     def __init__(
         self,
@@ -64,6 +71,8 @@ class GuardedGate(Gate):
         self._wake: Event | None = None
         self._polling = False
         self.verdicts: dict[GateReason, int] = {}
+        self.certifies = tapped
+        self.certificate: Certificate | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -107,6 +116,7 @@ class GuardedGate(Gate):
         self._book.apply(Sized(_REPLICA, number, request.prompt * BYTES_PER_TOKEN), now)
         self._gaps.note(busy=True, now_ns=now)
         self._experience.begin(number, now)
+        self._experience.note_size(number, request.prompt * BYTES_PER_TOKEN, now)
         self.step()
 
     def on_first_token(self, request: ServingRequest) -> None:
@@ -246,7 +256,19 @@ class GuardedGate(Gate):
             cool_down_ns=self._gaps.cool_down_ns if self._tapped else None,
             objective=self._judged,
             predictor=self._experience.predictor,
+            certificate=self._certificate(),
         )
+
+    @property
+    def certified(self) -> CertificateCount:
+        """Requests that met an open gate under a certificate."""
+        return self._experience.lessons.certified
+
+    def _certificate(self) -> Certificate | None:
+        # Polls show no request before its first token, so nothing is learned of the next one.
+        if self.certifies:
+            self.certificate = self._experience.certificate(self._goals, self._percentile)
+        return self.certificate
 
     def _carry_out(self, action: Action) -> None:
         if action.order is Order.ENSURE:
@@ -256,7 +278,9 @@ class GuardedGate(Gate):
             self.host.stop()
             self.clock.after(self._timings.tick_s, self.step)
         elif action.order is Order.CLOSE:
-            self.device.forbid(self._timings.close_s)
+            late = self.device.forbid(self._timings.close_s)
+            if late is not None and self._book.live:
+                self._experience.note_stop(self._timings.tap_s + late)
         elif action.order is Order.HOLD and not self._holding:
             self._holding = True
             self.clock.after(self._timings.close_s, self._confirm_hold)

@@ -1,0 +1,194 @@
+"""Searches for the arrivals that lending slows most, on one replica in virtual time.
+
+A schedule is trains of requests with idle time between, because a gate that is never opened adds
+nothing. The search keeps the worst schedules found, changes them at random, and keeps what has
+become worse (an evolution strategy, (mu + lambda)). Equal seeds give equal schedules.
+
+Serving's memory never binds here: the bound says nothing of requests that wait for memory.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rose_core.guard.certificate import LendingCost
+from rose_simulate.model.batch import PREFILL_CHUNK
+from rose_simulate.model.costs import costs, kv_tokens, pairs
+from rose_simulate.model.curves import (
+    USUAL_CONTEXT,
+    WARM_S,
+    Lender,
+    ReplicaBench,
+    ReplicaYield,
+    Row,
+)
+from rose_simulate.model.paper import QUANTUM
+from rose_simulate.model.scenario import Delays, Interference, Regime, RolloutJob, Service
+from rose_simulate.model.workload import Episode
+
+PROMPTS = (16, 200, 1500, 4000, 8191)
+"""Tokens: from nothing to the longest that alone does not exceed a batch."""
+OUTPUTS = (1, 2, 40, 200)
+_TRAINS, _LENGTH = 12, 12
+_GAPS_S = (0.0, 0.0005, 0.002, 0.006, 0.02, 0.05, 0.12, 0.3)
+_IDLE_S = (0.06, 0.15, 0.4, 1.0)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Requests after an idle time: seconds before each, tokens of its prompt and its answer."""
+
+    idle_s: float
+    requests: tuple[tuple[float, int, int], ...]
+
+
+Schedule = tuple[Train, ...]
+
+
+@dataclass(frozen=True)
+class TriedSchedule:
+    """What one schedule has shown; seconds.
+
+    Attributes:
+        worst_s: most that lending added to a TTFT.
+        share: of the bound, the largest over its requests.
+        chunk_s: prefill of one chunk of one prompt, which an earlier candidate took for C.
+    """
+
+    schedule: Schedule
+    requests: int
+    exceeded: int
+    worst_s: float
+    share: float
+    cost: LendingCost
+    chunk_s: float
+    lent: ReplicaYield
+
+
+def rows(schedule: Schedule) -> list[Row]:
+    """The requests, each train after the last one's usual end."""
+    at, found = WARM_S, []
+    for train in schedule:
+        at += train.idle_s + 1.0
+        for gap, prompt, output in train.requests:
+            at += gap
+            found.append((round(at * 1e9), prompt, output))
+    return found
+
+
+def cost_of(
+    lender: Lender,
+    asked: Sequence[Row],
+    context: int,
+    delays: Delays,
+    slow: Interference,
+) -> LendingCost:
+    """D, S and C of these requests by the simulator's own costs; ``docs/bound.md``.
+
+    Args:
+        lender: the replica.
+        asked: the requests.
+        context: tokens of the longest rollout.
+        delays: of the control path.
+        slow: what co-running costs.
+    """
+    service, job = lender.service, lender.job
+    rolls = costs(service.device, job.model, lender.derate, attention=True)
+    serves = costs(service.device, service.model, lender.derate, attention=True)
+    # 1. The longest quantum: a chunk at the end of the longest context, or a step of a full batch.
+    room = kv_tokens(service.device, job.model, service.rollout_memory_share)
+    batch = max(1, min(job.cap, room // USUAL_CONTEXT))
+    chunk = rolls.prefill(QUANTUM, pairs(QUANTUM, context))
+    quantum = max(chunk, rolls.step(batch, min(room, batch * context))[0]) * slow.rollout_slowdown
+    # 2. One step with every request at its longest.
+    step = serves.step(len(asked), sum(prompt + output for _, prompt, output in asked))[0]
+    # 3. A batch takes requests until it has a chunk of tokens, so the last may be a whole prompt.
+    longest = max(prompt for _, prompt, _ in asked)
+    tokens = min(PREFILL_CHUNK - 1 + longest, sum(prompt for _, prompt, _ in asked))
+    whole = serves.prefill(tokens, tokens / longest * pairs(longest))
+    return LendingCost(delays.tap_s + delays.close_s + quantum, step, whole)
+
+
+@dataclass(frozen=True)
+class Adversary:
+    """One replica, and the pool of rollouts beside it."""
+
+    service: Service
+    job: RolloutJob
+    pool: Sequence[Episode]
+    derate: float = 0.5
+    delays: Delays = Delays()  # noqa: RUF009  # frozen
+    slow: Interference = Interference()  # noqa: RUF009  # frozen
+
+    def try_out(self, schedule: Schedule, seed: int) -> TriedSchedule:
+        """Serve the schedule alone and lent, and compare request by request."""
+        asked = rows(schedule)
+        lender = Lender(self.service, self.job, Regime.OURS, self.derate)
+        seconds = asked[-1][0] / 1e9 - WARM_S + 30
+        alone = ReplicaBench(
+            replace(lender, regime=Regime.FIXED), lends=False, seconds=seconds
+        ).run(asked)
+        draw = random.Random(seed)  # a model's randomness
+        lent = ReplicaBench(lender, lends=True, seconds=seconds).run(asked, self.pool, draw)
+        longest = max(sum(turn.new + turn.output for turn in one) for one in self.pool)
+        cost = cost_of(lender, asked, longest, self.delays, self.slow)
+        bound = cost.added_s
+        both = zip(lent.requests, alone.requests, strict=True)
+        added = [one.ttft_s - other.ttft_s for one, other in both]
+        exceeded = sum(value > bound for value in added)
+        worst = max(added)
+        serves = costs(self.service.device, self.service.model, self.derate, attention=True)
+        chunk = serves.prefill(PREFILL_CHUNK, pairs(PREFILL_CHUNK))
+        share = worst / bound
+        return TriedSchedule(schedule, len(added), exceeded, worst, share, cost, chunk, lent)
+
+    def search(self, requests: int, seed: int, keep: int = 4) -> list[TriedSchedule]:
+        """Every schedule that was tried, until so many requests were served twice."""
+        draw = random.Random(seed)  # a search's randomness
+        tried: list[TriedSchedule] = []
+        while sum(found.requests for found in tried) < requests:
+            best = sorted(tried, key=lambda one: -one.share)[:keep]
+            fresh = len(tried) < 2 * keep or draw.random() < 0.2
+            schedule = _drawn(draw) if fresh else _changed(draw.choice(best).schedule, draw)
+            tried.append(self.try_out(schedule, draw.randrange(2**31)))
+        return tried
+
+
+def _drawn(draw: random.Random) -> Schedule:
+    return tuple(_train(draw) for _ in range(_TRAINS))
+
+
+def _train(draw: random.Random) -> Train:
+    length = draw.randint(1, _LENGTH)
+    return Train(draw.choice(_IDLE_S) + draw.uniform(0, 0.05), _requests(length, draw))
+
+
+def _requests(length: int, draw: random.Random) -> tuple[tuple[float, int, int], ...]:
+    return tuple(
+        (draw.choice(_GAPS_S) * draw.uniform(0.5, 1.5), draw.choice(PROMPTS), draw.choice(OUTPUTS))
+        for _ in range(length)
+    )
+
+
+def _changed(schedule: Schedule, draw: random.Random) -> Schedule:
+    trains = list(schedule)
+    for _ in range(draw.randint(1, 3)):
+        place = draw.randrange(len(trains))
+        train, kind = trains[place], draw.randrange(4)
+        if kind == 0:
+            trains[place] = replace(train, idle_s=draw.choice(_IDLE_S) + draw.uniform(0, 0.05))
+        elif kind == 1:
+            trains[place] = trains[draw.randrange(len(trains))]
+        else:
+            requests = list(train.requests)
+            number = draw.randrange(len(requests))
+            gap, prompt, output = requests[number]
+            if kind == 2:
+                gap = max(0.0, gap + draw.gauss(0, 0.004))
+                requests[number] = gap, prompt, output
+            else:
+                requests[number : number + 1] = _requests(draw.randint(1, 2), draw)
+            trains[place] = replace(train, requests=tuple(requests[: 2 * _LENGTH]))
+    return tuple(trains)

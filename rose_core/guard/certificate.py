@@ -1,0 +1,192 @@
+"""What lending may add to a time to first token, and whether that fits into the pool's SLO.
+
+``docs/bound.md`` proves, for first-come engines that prefill before they decode,
+
+    TTFT lent <= TTFT alone + D + S + C
+
+| part | is at most |
+|---|---|
+| D, ``stop_s`` | arrival to a rollout engine at rest: tap, stop, rest of one rollout quantum |
+| S, ``step_s`` | one decode step of serving that was under way; none on an empty replica |
+| C, ``batch_s`` | the prefill of what else is in the request's batch, because it waited |
+
+A gate on an empty replica opens if that fits for the next request:
+
+| certificate | when | gate |
+|---|---|---|
+| none | the pool names no TTFT | as if there were none |
+| not learned | fewer than nine requests have met the replica empty | as if there were none |
+| holds | next + D <= SLO | may open |
+| does not hold | next + D > SLO | closed, ``NotCertified`` |
+
+*Next* is a quantile over the last requests that met the replica empty, of
+
+| it met a gate that was | counts as |
+|---|---|
+| closed | its TTFT, and the prefill of what came within D after it: C |
+| open | its TTFT, which has both in it, less the time that rollouts took to stop for it |
+
+Both may only be too large: an open gate took at most that time, and D is at least that time. And
+both are learned whatever the gate does. So a certificate that has shut a gate goes on learning, and
+opens it again.
+
+Quantiles are conformal (split conformal prediction; Vovk et al., 2005): of n + 1 exchangeable
+values the last lies above the ``ceil((n + 1) level)``-th smallest of the others with a chance of at
+most 1 - level, which takes n >= level / (1 - level). With fewer requests the level is 0.9, and the
+certificate says so. Next step: ``gate`` asks it, ``experience`` keeps it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from rose_core.stats import conformal
+
+FIRST_STOP_S = 0.075
+"""D before a stop was seen: the p99 of arrival to standstill that ``rose advise`` assumes."""
+FIRST_LEVEL = 0.9
+"""Nine requests are enough for it, and one that stalled is outvoted by the next ten."""
+
+_REMEMBERED = 512
+"""Requests: enough for the 99th percentile (99), few enough to forget a day's other half."""
+
+
+@dataclass(frozen=True)
+class LendingCost:
+    """The most that lending adds to a TTFT; seconds. See the module for the parts."""
+
+    stop_s: float
+    step_s: float = 0.0
+    batch_s: float = 0.0
+
+    @property
+    def added_s(self) -> float:
+        """D + S + C."""
+        return self.stop_s + self.step_s + self.batch_s
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What the next request on an empty replica is promised; seconds.
+
+    Attributes:
+        next_s: its TTFT alone with C, at the level.
+        stop_s: D, at the level.
+        level: share of requests for which this is claimed; 0 = not learned yet.
+    """
+
+    slo_s: float
+    next_s: float
+    stop_s: float
+    level: float
+
+    @property
+    def ceiling_s(self) -> float:
+        """The TTFT that it does not exceed."""
+        return self.next_s + self.stop_s
+
+    @property
+    def learned(self) -> bool:
+        """Whether enough was seen to promise anything."""
+        return self.level > 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether a gate may open on an empty replica."""
+        return not self.learned or self.ceiling_s <= self.slo_s
+
+    @property
+    def text(self) -> str:
+        """For people: the sum, in milliseconds."""
+        if not self.learned:
+            return "too few requests have met the replica empty"
+        next_ms, stop_ms, all_ms, slo_ms = (
+            round(1000 * part) for part in (self.next_s, self.stop_s, self.ceiling_s, self.slo_s)
+        )
+        sign = "<=" if self.holds else ">"
+        return (
+            f"p{100 * self.level:.0f} of TTFT {next_ms} + stop {stop_ms} = {all_ms} "
+            f"{sign} {slo_ms} ms"
+        )
+
+
+def certify(
+    nexts: Collection[float], stops: Collection[float], slo_s: float, percentile: int
+) -> Certificate:
+    """The certificate of what was seen.
+
+    Args:
+        nexts: seconds of each request that met the replica empty, as the module counts them.
+        stops: seconds from an arrival to a rollout engine at rest.
+        slo_s: the pool's TTFT.
+        percentile: share of requests that has to keep it, percent.
+    """
+    levels = (percentile / 100, min(FIRST_LEVEL, percentile / 100))
+    level = next((one for one in levels if _enough(len(nexts), one)), 0.0)
+    if not level:
+        return Certificate(slo_s, 0.0, FIRST_STOP_S, 0.0)
+    stop = FIRST_STOP_S
+    if stops:
+        stop = conformal(stops, level) if _enough(len(stops), level) else max(*stops, FIRST_STOP_S)
+    return Certificate(slo_s, conformal(nexts, level), stop, level)
+
+
+def _enough(count: int, level: float) -> bool:
+    return count >= level / (1 - level) - 1e-9
+
+
+@dataclass
+class CertificateCount:
+    """Requests that met an open gate under a certificate, and those beyond its ceiling.
+
+    Attributes:
+        allowed: of those, what the certificates' levels allow.
+    """
+
+    requests: int = 0
+    exceeded: int = 0
+    allowed: float = 0.0
+
+    def add(self, ttft_s: float, promised: Certificate) -> bool:
+        """Count one; returns whether it took longer than it was promised."""
+        beyond = ttft_s > promised.ceiling_s
+        self.requests += 1
+        self.exceeded += beyond
+        self.allowed += 1 - promised.level
+        return beyond
+
+
+class Envelope:
+    """What a pool's last requests were; single-threaded.
+
+    Replicas of one pool share it, so a new one does not begin with nothing.
+    """
+
+    def __init__(self) -> None:
+        self._nexts: deque[float] = deque(maxlen=_REMEMBERED)
+        self._stops: deque[float] = deque(maxlen=_REMEMBERED)
+        self._known: dict[tuple[float, int], Certificate] = {}
+
+    def note_next(self, seconds: float) -> None:
+        """A request has met the replica empty; see the module for what is counted of it."""
+        self._nexts.append(seconds)
+        self._known.clear()
+
+    def note_stop(self, seconds: float) -> None:
+        """A request's arrival has stopped a rollout engine within so many seconds."""
+        self._stops.append(seconds)
+        self._known.clear()
+
+    @property
+    def longest_stop_s(self) -> float:
+        """The longest stop that is remembered."""
+        return max(self._stops, default=FIRST_STOP_S)
+
+    def certificate(self, slo_s: float, percentile: int) -> Certificate:
+        """``certify`` of what is remembered."""
+        key = slo_s, percentile
+        if key not in self._known:
+            self._known[key] = certify(self._nexts, self._stops, slo_s, percentile)
+        return self._known[key]

@@ -1,0 +1,186 @@
+"""What the next request is promised, who shuts a gate for it, and that a shut one opens again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rose_core.guard.certificate import FIRST_STOP_S, Certificate, certify
+from rose_core.guard.experience import Experience, Lessons
+from rose_core.guard.gate import GateLimits, judge
+from rose_core.guard.reasons import GateReason
+from rose_core.guard.slack import Objective
+from rose_core.guard.trial import added
+from rose_core.stats import conformal, mixture_sequence
+from rose_core.telemetry.book import FinishedRequest
+from rose_core.telemetry.events import EndKind
+from rose_core.wire.sync import Trial
+from tests.guard.worlds import MS, NOW, S, busy, facts, idle
+
+GOALS = Objective(ttft_s=0.4)
+HOLDS = Certificate(0.4, 0.2, 0.05, 0.99)
+FAILS = Certificate(0.4, 0.38, 0.05, 0.99)
+
+
+class World:
+    """One replica's requests, one after the other, each on an empty replica."""
+
+    def __init__(self) -> None:
+        self.experience = Experience(NOW, lessons=Lessons())
+        self.now, self.number = NOW, 0
+
+    def request(self, ttft_ms: int, *, is_open: bool = False, stop_ms: int = 0) -> bool | None:
+        """From arrival to end; whether it exceeds its certificate."""
+        self.number += 1
+        arrived, first = self.now, self.now + ttft_ms * MS
+        said, one = self.experience, self.number
+        said.certificate(GOALS, 99)
+        said.open_time.note(first if is_open else 0, arrived - 1)
+        said.begin(one, arrived)
+        said.note_size(one, 400, arrived)
+        if stop_ms:
+            said.note_stop(stop_ms / 1e3)
+        said.open_time.note(0, arrived + MS)
+        said.note_first_token(one, first)
+        how = EndKind.COMPLETE
+        done = FinishedRequest(one, arrived, first, first + MS, 400, 2, 200, how, "/")
+        self.now = first + S
+        return said.learn(done, GOALS, 0).exceeded
+
+    @property
+    def certificate(self) -> Certificate:
+        found = self.experience.certificate(GOALS, 99)
+        assert found is not None
+        return found
+
+
+def test_the_conformal_quantile_covers_what_it_says() -> None:
+    draw = random.Random(5)
+    for level, count in ((0.9, 9), (0.9, 40), (0.99, 99)):
+        kept = 0
+        for _ in range(2000):
+            seen = [draw.lognormvariate(0, 1) for _ in range(count)]
+            kept += draw.lognormvariate(0, 1) <= conformal(seen, level)
+        assert kept / 2000 > level - 0.015
+
+
+def test_below_its_samples_a_percentile_is_claimed_at_a_lower_level() -> None:
+    assert certify([0.1] * 8, [], 0.4, 99).level == 0
+    assert certify([0.1] * 9, [], 0.4, 99).level == 0.9
+    assert certify([0.1] * 98, [], 0.4, 99).level == 0.9
+    assert certify([0.1] * 99, [], 0.4, 99).level == 0.99
+    assert certify([0.1] * 9, [], 0.4, 75).level == 0.75
+
+
+def test_one_stall_does_not_shut_the_gate_for_ever() -> None:
+    seen = [5.0, *[0.1] * 9]
+    assert not certify(seen, [0.02] * 20, 0.4, 99).holds
+    assert certify([*seen, *[0.1] * 9], [0.02] * 20, 0.4, 99).holds
+
+
+def test_few_stops_count_as_no_less_than_what_is_assumed_of_the_first() -> None:
+    assert certify([0.1] * 99, [0.01] * 3, 0.4, 99).stop_s == FIRST_STOP_S
+    assert certify([0.1] * 99, [0.01] * 99, 0.4, 99).stop_s == 0.01
+
+
+def test_an_empty_replica_is_not_lent_without_a_certificate() -> None:
+    limits = GateLimits()
+    verdict = judge(facts(idle(), certificate=FAILS), limits, NOW)
+    assert (verdict.open, verdict.reason) == (False, GateReason.NOT_CERTIFIED)
+    assert judge(facts(idle(), certificate=HOLDS), limits, NOW).open
+    assert judge(facts(idle(), certificate=None), limits, NOW).open, "no TTFT was promised"
+
+
+def test_a_busy_replica_is_judged_by_slack_and_not_by_the_certificate() -> None:
+    verdict = judge(facts(busy(), certificate=FAILS), GateLimits(), NOW)
+    assert verdict.reason is GateReason.SERVING_BUSY
+
+
+def test_a_gate_that_was_shut_opens_again_when_requests_become_smaller() -> None:
+    world = World()
+    for _ in range(20):
+        world.request(390)
+    assert not world.certificate.holds
+    for _ in range(600):
+        world.request(100)
+    assert world.certificate.holds
+
+
+def test_what_stopping_took_is_not_counted_twice() -> None:
+    world = World()
+    for _ in range(120):
+        world.request(340, is_open=True, stop_ms=40)
+    assert world.certificate.next_s == pytest.approx(0.3)
+    assert world.certificate.ceiling_s == pytest.approx(0.34)
+    assert world.certificate.holds
+
+
+def test_followers_within_the_stop_count_as_the_batch() -> None:
+    alone, crowded = World(), World()
+    for world in (alone, crowded):
+        said = world.experience
+        for number in range(0, 40, 2):
+            now = NOW + number * S
+            said.begin(number, now)
+            said.note_size(number, 400, now)
+            if world is crowded:
+                said.begin(number + 1, now + MS)
+                said.note_size(number + 1, 4000, now + MS)
+            how = EndKind.COMPLETE
+            for one in (number + 1, number):
+                first = now + 50 * MS
+                done = FinishedRequest(one, now, first, first, 400, 1, 200, how, "/")
+                said.learn(done, GOALS, 0)
+    assert crowded.certificate.next_s > alone.certificate.next_s + 0.01
+
+
+def test_what_exceeds_its_promise_is_counted_beside_what_may() -> None:
+    world = World()
+    for _ in range(20):
+        assert world.request(100) is None, "it met no open gate"
+    assert world.request(100, is_open=True, stop_ms=20) is False
+    assert world.request(390, is_open=True, stop_ms=20) is True
+    count = world.experience.lessons.certified
+    assert (count.requests, count.exceeded) == (2, 1)
+    assert count.allowed == pytest.approx(0.2)
+
+
+def test_a_confidence_sequence_holds_at_every_look_at_once() -> None:
+    draw = random.Random(3)
+    left = 0
+    for _ in range(400):
+        hits = 0
+        for count in range(1, 301):
+            hits += draw.random() < 0.03
+            found = mixture_sequence(hits, count)
+            if not found.low <= 0.03 <= found.high:
+                left += 1
+                break
+    assert left <= 0.05 * 400
+
+
+def test_a_sequence_narrows_to_the_share() -> None:
+    wide, narrow = mixture_sequence(1, 100), mixture_sequence(100, 10_000)
+    assert wide.low <= narrow.low < 0.01 < narrow.high < wide.high
+    assert mixture_sequence(0, 0).high == 1.0
+    assert mixture_sequence(50, 50).high == 1.0
+    assert mixture_sequence(0, 50).low == 0.0
+
+
+def test_a_trial_says_at_most_how_many_lending_has_made_slow() -> None:
+    assert added(Trial(lent=10)) is None, "nothing to compare with"
+    calm = added(Trial(10_000, 20, 1000, 2))
+    assert calm is not None
+    assert not calm.proven
+    assert calm.most <= 20
+    harm = added(Trial(2000, 400, 1000, 10))
+    assert harm is not None
+    assert harm.proven
+    assert "of 2000 requests slow (95 %)" in harm.text
+
+
+def test_trials_of_nodes_add_up() -> None:
+    one = Trial().count(withheld=False, slow=True).count(withheld=True, slow=False)
+    assert one == Trial(1, 1, 1, 0)
+    assert one.plus(one) == Trial(2, 2, 2, 0)
