@@ -44,10 +44,10 @@ vllm: venv  ## the environment of a real vLLM on CPU, as another serving engine 
 cluster: venv  ## the parts of the one-node Kubernetes (cached; about 12 minutes the first time)
 	@$(BIN)/rose dev build
 
-# Set-up side by side: one compiles while the other downloads.
 sandbox: venv  ## runc, CRIU, an image and the inspector's program for real sandboxes (cached; root, Debian)
 	@$(BIN)/python -m rose_dev.sandbox_parts
 
+# Set-up side by side: one compiles while the other downloads.
 demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
 	@$(MAKE) --no-print-directory -j 2 engine cluster
 	@$(BIN)/rose demo $(ARGS)

@@ -23,6 +23,9 @@ class BlindInspector:
         """Everything may have changed."""
         return Effects(files=True, processes=True, unknown=(self.reason,))
 
+    async def saved(self, key: str) -> None:
+        """Nothing to mark."""
+
     async def forget(self, key: str) -> None:
         """Nothing to forget."""
 

@@ -54,11 +54,18 @@ class Inspector(Protocol):
     """Watches the sandboxes of one host."""
 
     async def watch(self, key: str, facts: Facts) -> None:
-        """Take this state as the sandbox's mark; again after a restore, and after a checkpoint."""
+        """Take this state as the sandbox's mark: after create, restore and resume."""
         ...
 
     async def effects(self, key: str, facts: Facts) -> Effects:
         """What changed since the sandbox's last mark, which stays; no mark: unknown."""
+        ...
+
+    async def saved(self, key: str) -> None:
+        """Everything that ``effects`` saw last has been saved since: it is the new mark.
+
+        Never ``watch`` after a checkpoint: what changed between the cut and the mark would be lost.
+        """
         ...
 
     async def forget(self, key: str) -> None:

@@ -10,7 +10,8 @@ the host, which nothing could give back.
 | ``N.cmd`` | host | the command |
 | ``N.pid`` | runner | process id of what runs it, in the sandbox |
 | ``N.out``, ``N.err`` | command | its streams |
-| ``N.rc`` | runner | exit code, then ``lost`` where the session's shell has ended |
+| ``N.rc`` | runner | a line: exit code, then ``lost`` where the session's shell has ended |
+| ``w.NAME`` | session's shell | all that it knows, after each command: the inspector reads it |
 | ``s.NAME`` | host, through the first process | lines for a session's shell: numbers |
 
 Next step: ``runc`` writes and reads them.
@@ -25,13 +26,13 @@ _ONE = r"""
 n=$1; cd "$2" 2>/dev/null
 echo $$ >/run/rose/$n.pid
 bash /run/rose/$n.cmd </dev/null >/run/rose/$n.out 2>/run/rose/$n.err
-echo $? >/run/rose/$n.new; mv /run/rose/$n.new /run/rose/$n.rc
+echo $? >/run/rose/$n.rc
 """
 
 # A shell that lives on. Names that begin with _rose are its own.
 _SESSION = r"""
-cd "$2" 2>/dev/null; set --
-_rose_say() { echo "$1" >/run/rose/$_rose_n.new; mv /run/rose/$_rose_n.new /run/rose/$_rose_n.rc; }
+_rose_name=$1; cd "$2" 2>/dev/null; set --
+_rose_say() { builtin echo "$1" >/run/rose/$_rose_n.rc; }
 while read -r _rose_n <&9; do
   echo $$ >/run/rose/$_rose_n.pid
   trap '_rose_say "$? lost"' EXIT
@@ -39,6 +40,10 @@ while read -r _rose_n <&9; do
     </dev/null >/run/rose/$_rose_n.out 2>/run/rose/$_rose_n.err 9>&-
   _rose_code=$?
   trap - EXIT
+  {
+    builtin declare -p; builtin declare -fp; builtin alias -p; builtin shopt -p; builtin set +o
+    builtin trap -p; builtin dirs -l; builtin enable -n; builtin printf '%q ' "$!" "$@"
+  } >/run/rose/w.$_rose_name 2>/dev/null
   _rose_say $_rose_code
 done
 """

@@ -74,6 +74,7 @@ START_SECONDS = 20.0
 """Until the first process of a sandbox listens; it takes milliseconds on a free machine."""
 GRACE_SECONDS = 1.0
 """For a session's shell to notice that what it waited for was killed, before it is killed too."""
+SETTLE_TRIES = 25
 _POLL_SECONDS = (0.002, 0.03)  # first and longest: a short command is not made to wait
 # CRIU's: connections inside are saved, none leads out; deleted files up to what a log may have.
 _CRIU = """\
@@ -380,7 +381,7 @@ class RuncRuntime:
             ends, killed = time.monotonic() + within, 0.0
             for turn, pause in enumerate(_pauses()):
                 answer = await self._in_thread(_look, root, f"{number}.rc")
-                if answer is not None:
+                if answer is not None and answer.endswith(b"\n"):
                     word, _, rest = answer.decode().strip().partition(" ")
                     code, lost = int(word), rest == "lost"
                     break
@@ -402,6 +403,7 @@ class RuncRuntime:
                 await asyncio.sleep(pause)
             out = await self._in_thread(_look, root, f"{number}.out")
             err = await self._in_thread(_look, root, f"{number}.err")
+            await self._in_thread(self._settle, handle.key, root, number)
             await self._in_thread(self._tidy, handle.key, root, number)
         return ExecResult(
             124 if late or code is None else code,
@@ -461,6 +463,19 @@ class RuncRuntime:
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
 
+    def _settle(self, key: str, root: int, number: str) -> None:
+        """Wait until a command's runner has ended or, a session's, waits for the next one.
+
+        It has already said how the command ended; an inspector should not see its last steps.
+        """
+        runner = _runner(root, number)
+        top = next((pid for pid in self._pids(key) if _inner(pid) == runner), None)
+        for _ in range(SETTLE_TRIES if top is not None else 0):
+            doing = _text(Path(f"/proc/{top}/syscall"))
+            if not doing or doing.startswith("0 0x9 "):
+                return
+            time.sleep(_POLL_SECONDS[0])
+
     def _tidy(self, key: str, root: int, number: str) -> None:
         """Remove a command's files, but for streams that something in the background still has."""
         held: set[str] = set()
@@ -472,7 +487,7 @@ class RuncRuntime:
         except OSError:
             return
         try:
-            for ending in ("cmd", "pid", "rc", "new", "out", "err"):
+            for ending in ("cmd", "pid", "rc", "out", "err"):
                 if f"{inside.FOLDER}/{number}.{ending}" not in held:
                     with suppress(OSError):
                         os.unlink(f"{number}.{ending}", dir_fd=folder)
@@ -669,6 +684,7 @@ class RuncRuntime:
             cgroup=unified[0] if unified else None,
             root=self._roots / key,
             upper=self._volume.upper(key),
+            lower=self._volume.lower(record.spec.image),
         )
 
 

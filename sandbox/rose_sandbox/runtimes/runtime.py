@@ -182,6 +182,7 @@ class Facts:
         cgroup: folder of its group in the unified hierarchy, by which an inspector knows it.
         root: its root folder on the host; reading through it follows a tenant's links.
         upper: folder with its changes to the image.
+        lower: the image, with owners as in ``upper``.
     """
 
     state: State
@@ -190,6 +191,7 @@ class Facts:
     cgroup: Path | None = None
     root: Path | None = None
     upper: Path | None = None
+    lower: Path | None = None
 
 
 class Runtime(Protocol):

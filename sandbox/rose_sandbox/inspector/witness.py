@@ -1,0 +1,372 @@
+"""What a sandbox is at one moment, so that two moments can be compared: the net effect of a turn.
+
+| of | compared | so that |
+|---|---|---|
+| files | name, inode, mode, owner, size and times of all in the upper layer | a write shows |
+| folders | without size and times, unless a call could set them | what came and went does not |
+| processes | which live on, by process id and start | a job left behind shows |
+| each of them | folder, descriptors, signals, owners, limits, maps, pipes | |
+| its memory, if it ran | digest of its private pages | an interpreter's variable shows |
+| a session's shell | what it says of itself (``inside``), not its memory | ``ls`` does not show |
+| memory file systems, sockets | listing; queues and states | |
+
+The first process is ROSE's own and no agent's state. A shared writable map can change without any
+trace here, so whoever has one makes the moment ``unsure``.
+Next step: ``bpf`` compares moments.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import struct
+import termios
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from rose_sandbox.runtimes import kernel
+from rose_sandbox.runtimes.inside import FOLDER
+from rose_sandbox.runtimes.runtime import Facts
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+MEMORY_BYTES = 1 << 30
+"""Of one process that a digest reads: some 0.3 s. A larger one that ran counts as changed."""
+_CHUNK = 1 << 20
+_VOLATILE_STATUS = re.compile(
+    r"^(Name|Umask|State|Tgid|Pid|PPid|TracerPid|Uid|Gid|FDSize|Groups|NSpid|Threads|SigQ|SigPnd"
+    r"|ShdPnd|SigBlk|SigIgn|SigCgt|Cap\w+|NoNewPrivs|Seccomp\w*):.*$",
+    re.MULTILINE,
+)
+_TIME_WAIT = "06"
+# Of a shell: its runner's, and those that change with every command. Bash quotes ends of lines in
+# values, so each stands in one line.
+_OWN_VARIABLE = re.compile(
+    r"declare -\S+ (_rose_\w+|_|BASHPID|BASH_\w*(ARG[CV]|LINENO|SOURCE|COMMAND)|EPOCH\w+|FUNCNAME"
+    r"|LINENO|PIPESTATUS|S?RANDOM|SECONDS)(=|$)"
+)
+
+Entry = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Process:
+    """One that lives on.
+
+    Attributes:
+        kernel: what the kernel shows of it.
+        ran: how long and how often each of its threads had a processor.
+        memory: digest of its pages; None: not taken yet, or too large.
+        shell: what a session's shell says of itself; None: it is none.
+    """
+
+    kernel: str
+    ran: str
+    memory: str | None
+    shell: str | None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A sandbox at one moment.
+
+    Attributes:
+        files: below the upper layer, by name.
+        shared: sockets and memory file systems.
+        processes: by (process id, start).
+        unsure: what can change without a trace.
+    """
+
+    files: dict[str, Entry]
+    shared: str
+    processes: dict[tuple[int, int], Process]
+    unsure: tuple[str, ...] = field(default=())
+
+
+def look(facts: Facts, before: Moment | None) -> Moment:
+    """The present moment.
+
+    Args:
+        facts: of a sandbox that runs.
+        before: a moment whose digests stand for processes that have not run since.
+
+    Raises:
+        OSError: it ended meanwhile.
+    """
+    if facts.upper is None or facts.init is None:
+        raise OSError("a suspended sandbox has no moment")
+    unsure: set[str] = set()
+    processes: dict[tuple[int, int], Process] = {}
+    for pid in facts.pids:
+        if pid == facts.init:
+            continue
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile: not there
+            key = (pid, _started(pid))
+            known = before.processes.get(key) if before is not None else None
+            process = _process(pid, facts.init, known, unsure)
+            if process is not None:
+                processes[key] = process
+    return Moment(
+        dict(_listing(facts.upper, facts.lower)),
+        _shared(facts.init),
+        processes,
+        tuple(sorted(unsure)),
+    )
+
+
+def files_differ(one: Moment, other: Moment, *, strict: bool) -> bool:
+    """Whether files differ; ``strict`` compares folders' times too."""
+    return _compared(one, strict) != _compared(other, strict)
+
+
+def _compared(moment: Moment, strict: bool) -> dict[str, Entry]:
+    return {
+        name: _comparable(entry, strict)
+        for name, entry in moment.files.items()
+        if strict or not entry[-1]
+    }
+
+
+def processes_differ(one: Moment, other: Moment) -> bool:
+    """Whether processes or what they share differ; one whose memory was not read counts as so."""
+    if one.shared != other.shared or one.processes.keys() != other.processes.keys():
+        return True
+    return any(_differs(value, other.processes[key]) for key, value in one.processes.items())
+
+
+def _differs(one: Process, other: Process) -> bool:
+    if one.kernel != other.kernel:
+        return True
+    if one.shell is not None or other.shell is not None:
+        return one.shell != other.shell
+    if one.ran == other.ran:
+        return False
+    return one.memory is None or one.memory != other.memory
+
+
+def _comparable(entry: Entry, strict: bool) -> Entry:
+    return entry if strict or not stat.S_ISDIR(entry[1]) else entry[:5]
+
+
+def _listing(folder: Path, lower: Path | None = None) -> Iterator[tuple[str, Entry]]:
+    waiting = [str(folder)]
+    cut = len(waiting[0])
+    while waiting:
+        here = waiting.pop()
+        facts = os.lstat(here)
+        name = here[cut:]
+        yield name, (*_entry(facts), lower is not None and _is_the_images(here, name, lower, facts))
+        with os.scandir(here) as entries:
+            for entry in entries:
+                facts = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(facts.st_mode):
+                    waiting.append(entry.path)
+                else:
+                    yield entry.path[cut:], (*_entry(facts), False)
+
+
+def _is_the_images(path: str, name: str, lower: Path, facts: os.stat_result) -> bool:
+    """Whether a folder is only a copy of the image's, which a file that came and went leaves."""
+    try:
+        image = os.lstat(f"{lower}{name}")
+    except OSError:
+        return False
+    opaque = any(attribute.endswith("overlay.opaque") for attribute in os.listxattr(path))
+    same = (image.st_mode, image.st_uid, image.st_gid)
+    return same == (facts.st_mode, facts.st_uid, facts.st_gid) and not opaque
+
+
+def _entry(facts: os.stat_result) -> Entry:
+    # What a folder keeps of its content (size, links, times) stands behind.
+    return (
+        facts.st_ino,
+        facts.st_mode,
+        facts.st_uid,
+        facts.st_gid,
+        facts.st_rdev,
+        facts.st_nlink,
+        facts.st_size,
+        facts.st_mtime_ns,
+        facts.st_ctime_ns,
+    )
+
+
+def _started(pid: int) -> int:
+    return int(_text(f"/proc/{pid}/stat").rpartition(") ")[2].split()[19])
+
+
+def _text(path: str) -> str:
+    with open(path, "rb") as file:  # noqa: PTH123 - a path object costs more than the call
+        return file.read().decode(errors="replace")
+
+
+def _process(pid: int, init: int, known: Process | None, unsure: set[str]) -> Process | None:
+    if _text(f"/proc/{pid}/stat").rpartition(") ")[2].startswith("Z"):
+        return None  # its parent will be told of its end whenever it asks: nothing is lost with it
+    maps = _text(f"/proc/{pid}/maps")
+    if re.search(r"^\S+ .w.s ", maps, re.MULTILINE):
+        unsure.add("shared writable map")
+    shell = _shell(pid, init)
+    ran = " ".join(
+        _text(f"/proc/{pid}/task/{thread}/schedstat")
+        for thread in sorted(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - as above
+    )
+    kernel = _kernel(pid, maps if shell is None else "", unsure, at_rest=shell is None)
+    memory = None
+    if shell is None:
+        rests = known is not None and known.ran == ran and known.memory is not None
+        memory = known.memory if rests and known is not None else _memory(pid, maps)
+    return Process(kernel, ran, memory, shell)
+
+
+def _kernel(pid: int, maps: str, unsure: set[str], *, at_rest: bool) -> str:
+    digest = xxhash.xxh3_128()
+    base = f"/proc/{pid}"
+    status = _text(f"{base}/status")
+    lines = [found.group() for found in _VOLATILE_STATUS.finditer(status)]
+    # A state of running or sleeping is where it happens to be; a stopped one is a fact.
+    _add(digest, "\n".join(line for line in lines if not line.startswith("State")))
+    _add(digest, "T" if re.search(r"^State:\s+[Tt]", status, re.MULTILINE) else "R")
+    for link in ("cwd", "root", "exe"):
+        with suppress(OSError):
+            _add(digest, os.readlink(f"{base}/{link}"))  # noqa: PTH115 - as above
+    _add(digest, _text(f"{base}/limits"))
+    _add(digest, maps)
+    if at_rest:
+        for thread in sorted(os.listdir(f"{base}/task")):  # noqa: PTH208 - as above
+            with suppress(OSError):
+                _add(digest, _text(f"{base}/task/{thread}/syscall"))
+    with suppress(OSError):
+        _add(digest, _text(f"{base}/timers"))
+    for name in sorted(os.listdir(f"{base}/fd"), key=int):  # noqa: PTH208 - as above
+        with suppress(FileNotFoundError):
+            _add(digest, _descriptor(base, name, unsure))
+    return digest.hexdigest()
+
+
+def _add(digest: xxhash.xxh3_128, text: str) -> None:
+    digest.update(text.encode(errors="surrogateescape") + b"\0")
+
+
+def _descriptor(base: str, name: str, unsure: set[str]) -> str:
+    path = f"{base}/fd/{name}"
+    target = os.readlink(path)  # noqa: PTH115 - as above
+    facts = os.stat(path)  # noqa: PTH116 - as above
+    if "io_uring" in target:
+        unsure.add("io_uring")
+    held = ""
+    if stat.S_ISFIFO(facts.st_mode):
+        held = str(_queued(path))
+    elif stat.S_ISREG(facts.st_mode):
+        held = f"{facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns}"
+    own = target.startswith(f"{FOLDER}/")
+    info = "" if own else _text(f"{base}/fdinfo/{name}")
+    return f"{name} {'' if own else target} {'' if own else held} {info}"
+
+
+def _queued(path: str) -> int | None:
+    """Bytes in a pipe; None where it cannot be asked, which both moments then say."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        answer = fcntl.ioctl(descriptor, termios.FIONREAD, struct.pack("i", 0))
+        return int(struct.unpack("i", answer)[0])
+    finally:
+        os.close(descriptor)
+
+
+def _memory(pid: int, maps: str) -> str | None:
+    """Digest of the private pages that were written, with where they lie."""
+    digest = xxhash.xxh3_128()
+    total = 0
+    with (
+        open(f"/proc/{pid}/mem", "rb", buffering=0) as memory,  # noqa: PTH123 - as above
+        open(f"/proc/{pid}/pagemap", "rb", buffering=0) as pagemap,  # noqa: PTH123 - as above
+    ):
+        for line in maps.splitlines():
+            place, rights = line.split(maxsplit=2)[:2]
+            if rights[3] != "p" or line.endswith(("[vvar]", "[vsyscall]", "[vvar_vclock]")):
+                continue
+            begin, end = (int(word, 16) for word in place.split("-"))
+            pagemap.seek(begin // PAGE * 8)
+            entries = pagemap.read((end - begin) // PAGE * 8)
+            for first, count in _own_runs(entries):
+                total += count * PAGE
+                if total > MEMORY_BYTES:
+                    return None
+                at = begin + first * PAGE
+                digest.update(struct.pack("=QQ", at, count))
+                memory.seek(at)
+                left = count * PAGE
+                while left:
+                    data = memory.read(min(left, _CHUNK))
+                    if not data:
+                        return None
+                    digest.update(data)
+                    left -= len(data)
+    return digest.hexdigest()
+
+
+def _own_runs(entries: bytes) -> Iterator[tuple[int, int]]:
+    """Runs of pages that are present or swapped and no file's: (first, count)."""
+    first = None
+    words = memoryview(entries).cast("Q")
+    for index, word in enumerate(words):
+        own = word >> 62 and not word >> 61 & 1
+        if own and first is None:
+            first = index
+        elif not own and first is not None:
+            yield first, index - first
+            first = None
+    if first is not None:
+        yield first, len(words) - first
+
+
+def _shell(pid: int, init: int) -> str | None:
+    """What a session's shell said of itself last; None: it is no session's shell."""
+    words = _text(f"/proc/{pid}/cmdline").split("\0")
+    if len(words) < 6 or words[:3] != ["bash", "--norc", "-c"] or words[4] != "rose-session":
+        return None
+    if not re.fullmatch(r"[\w-]+", words[5]):
+        return None
+    with suppress(OSError):
+        said = _inside(init, f"{FOLDER}/w.{words[5]}")
+        return "\n".join(line for line in said.splitlines() if not _OWN_VARIABLE.match(line))
+    return None
+
+
+def _inside(init: int, path: str) -> str:
+    root = os.open(f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with os.fdopen(kernel.open_in(root, path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            return file.read().decode(errors="replace")
+    finally:
+        os.close(root)
+
+
+def _shared(init: int) -> str:
+    """Sockets, and files in memory."""
+    digest = xxhash.xxh3_128()
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        with suppress(OSError):
+            for line in _text(f"/proc/{init}/net/{name}").splitlines()[1:]:
+                words = line.split()
+                if words[3] != _TIME_WAIT:
+                    _add(digest, f"{name} {words[1:5]} {words[9]}")
+    with suppress(OSError):
+        for line in sorted(_text(f"/proc/{init}/net/unix").splitlines()[1:]):
+            _add(digest, " ".join(line.split()[1:]))
+    for folder in ("/run", "/dev/shm"):  # noqa: S108 - the sandbox's own
+        top = Path(f"/proc/{init}/root{folder}")
+        with suppress(OSError):  # a tenant that puts a link there only harms its own checkpoints
+            for where, entry in sorted(_listing(top)):
+                if not where.startswith(FOLDER.removeprefix("/run")):
+                    _add(digest, f"{folder}{where} {_comparable(entry, strict=False)}")
+    return digest.hexdigest()

@@ -1,0 +1,95 @@
+"""What the inspector says about turns on real sandboxes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rose_sandbox.errors import Unavailable
+from rose_sandbox.inspector.bpf import BpfInspector
+from rose_sandbox.inspector.inspector import Class
+from rose_sandbox.runtimes.parts import Parts
+from rose_sandbox.runtimes.runc import RuncRuntime
+from rose_sandbox.runtimes.runtime import SandboxSpec
+
+pytestmark = pytest.mark.sandbox
+
+
+@pytest.fixture
+async def inspector(parts: Parts) -> AsyncIterator[BpfInspector]:
+    try:
+        inspector = BpfInspector(parts.folder / "bpf")
+    except Unavailable as error:
+        pytest.skip(str(error))
+    yield inspector
+    await inspector.close()
+
+
+NONE, FILES, PROCESSES, FULL, UNKNOWN = Class
+# A turn's command -> its class; each begins where the one before ended.
+TURNS = [
+    ("ls -la /", NONE),
+    ("cat /etc/passwd | grep root", NONE),
+    ("python3 -c 'print(sum(range(1000)))'", NONE),
+    ("echo x > /root/a && rm /root/a", NONE),
+    ("sleep 0.05 & wait", NONE),
+    ("mkdir -p /root/w/x && rmdir /root/w/x && rmdir /root/w", NONE),
+    ("echo x > /root/a", FILES),
+    ("ls /root; wc /root/a", NONE),
+    ("chmod 600 /root/a", FILES),
+    ("rm /root/a", FILES),
+    ("ln -s /etc /root/l; mkfifo /root/p", FILES),
+    ("touch -d 2020-01-01 /root", FILES),
+    ("rm /etc/hostname; mv /usr/share/doc /usr/share/docs", FILES),
+    ("sleep 1000 &", PROCESSES),
+    ("ps aux", NONE),
+    ("pkill -x sleep", PROCESSES),
+    ("echo x > /dev/shm/a", PROCESSES),
+    ("rm /dev/shm/a", PROCESSES),
+    ("(while :; do date > /root/now; sleep 0.02; done) & sleep 0.1", FULL),
+    ("true", FULL),
+    ("pkill -f date; pkill bash; sleep 0.1; true", None),
+]
+SESSION = [
+    ("true", PROCESSES),  # the shell begins
+    ("ls -la /", NONE),
+    ("cat /etc/passwd | grep root | wc", NONE),
+    ("cd /root", PROCESSES),
+    ("pwd; python3 -c 'print(1)'", NONE),
+    ("X=1", PROCESSES),
+    ("X=1; echo $X", NONE),
+    ("X=2", PROCESSES),
+    ("f() { echo 1; }", PROCESSES),
+    ("f", NONE),
+    ("set -- a b", PROCESSES),
+    ("umask 077", PROCESSES),
+    ("exec 5>/root/five", FULL),
+    ("false; ls", NONE),
+    ("echo y >&5", FULL),
+    ("exec 5>&-", PROCESSES),
+    ("trap 'echo bye' TERM", PROCESSES),
+    ("ulimit -n 100", PROCESSES),
+    ("shopt -s nullglob", PROCESSES),
+    ("echo 1 > /root/f", FILES),
+]
+
+
+@pytest.mark.parametrize(("turns", "session"), [(TURNS, None), (SESSION, "main")])
+async def test_turns_are_classed_by_their_net_effect(
+    runc: RuncRuntime,
+    inspector: BpfInspector,
+    turns: list[tuple[str, Class | None]],
+    session: str | None,
+) -> None:
+    box = await runc.create(SandboxSpec("box"))
+    await inspector.watch("box", await runc.facts(box))
+    wrong = []
+    for command, expected in turns:
+        await runc.exec(box, command, 20, session=session)
+        said = await inspector.effects("box", await runc.facts(box))
+        await inspector.saved("box")
+        assert said.calls
+        if expected is not None and said.kind is not expected:
+            wrong.append((command, expected.value, said))
+    assert not wrong, "\n".join(map(str, wrong))
