@@ -216,9 +216,11 @@ async def test_routers_believe_the_service_accounts_of_a_real_api_server(cluster
     finally:
         await client.close()
     accounts = ServiceAccounts([keys.encode()])
-    assert accounts.account_of(token, audience) == f"{namespace}/trainer"
-    assert accounts.account_of(token, "rose-lease/other/grpo") == ""
-    assert accounts.account_of(plane.kubectl(*make).strip(), audience) == ""
+    found = accounts.account_of(token, audience)
+    assert found is not None
+    assert found.name == f"{namespace}/trainer"
+    assert accounts.account_of(token, "rose-lease/other/grpo") is None
+    assert accounts.account_of(plane.kubectl(*make).strip(), audience) is None
     plane.kubectl("delete", f"namespace/{namespace}", "--wait=false")
 
 

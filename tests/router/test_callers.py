@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
+import aiohttp
 import jwt
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from rose_core.wire.enrolment import RouterCaller
 from rose_router.callers import NamedCallers
-from rose_router.http.bearer import CONTROL
+from rose_router.http.bearer import CONTROL, Tokens
 from rose_wire.service_accounts import ServiceAccounts
 from tests.router.conftest import Stage
 from tests.router.scripts import folder
@@ -26,9 +28,10 @@ LEASE, TURNS = "rose-lease/team/grpo", "rose-turns/team/grpo"
 ASK = {"input_ids": [3, 1, 4], "sampling_params": {"max_new_tokens": 2}}
 
 
-def keys() -> ServiceAccounts:
+def keys(now: Callable[[], float] = time.time) -> ServiceAccounts:
     public = jwt.algorithms.RSAAlgorithm.to_jwk(KEY.public_key(), as_dict=True)
-    return ServiceAccounts([msgspec.json.encode({"keys": [{**public, "kid": "k", "use": "sig"}]})])
+    signed = msgspec.json.encode({"keys": [{**public, "kid": "k", "use": "sig"}]})
+    return ServiceAccounts([signed], now)
 
 
 def bearer(
@@ -37,7 +40,8 @@ def bearer(
     said = {
         "sub": f"system:serviceaccount:{account}",
         "aud": [audience],
-        "exp": int(time.time()) + 60,
+        # Some are made when tests are collected, long before they run.
+        "exp": int(time.time()) + 24 * 3600,
     }
     token = jwt.encode({**said, **claims}, KEY, "RS256", headers={"kid": "k"})
     return {"Authorization": f"Bearer {token}"}
@@ -77,7 +81,8 @@ async def test_nobody_else_is_heard(stage: Make, headers: dict[str, str]) -> Non
         ({}, "no bearer token came with the request"),
         (bearer("rose-weights"), "is for the audience rose-weights, not for rose-lease/team/grpo"),
         (bearer(account="rival:trainer"), "of system:serviceaccount:rival:trainer, not of"),
-        (bearer(exp=1), "has expired"),
+        (bearer(exp=1), "expired at 1970-01-01T00:00:01Z"),
+        (bearer("rose-weights", exp=1), "expired at 1970-01-01T00:00:01Z"),
         ({"Authorization": "Bearer x.y.z"}, "none that this cluster makes"),
         (
             {"Authorization": bearer(exp=4_000_000_000)["Authorization"][:-8] + "AAAAAAAA"},
@@ -136,6 +141,55 @@ def test_a_credential_ends_with_its_time() -> None:
     assert callers.find(named().sha256) is None, "the hash itself opens nothing"
     now[0] = 101.0
     assert callers.find("handed-out") is None
+
+
+def test_a_token_ends_at_its_second_although_it_was_good_a_moment_before() -> None:
+    now = [time.time()]
+    until = int(now[0]) + 30
+    tokens = Tokens(accounts=keys(lambda: now[0]), lease="team/grpo")
+    shown = bearer(exp=until)["Authorization"]
+    assert tokens.caller_of(shown) is not None
+    now[0] = until - 0.5
+    assert tokens.caller_of(shown) is not None
+    now[0] = until
+    assert tokens.caller_of(shown) is None
+
+
+def test_keys_that_are_withdrawn_open_nothing_from_that_moment_on() -> None:
+    accounts = keys()
+    tokens = Tokens(accounts=accounts, lease="team/grpo")
+    shown = bearer()["Authorization"]
+    assert tokens.caller_of(shown) is not None
+    accounts.renew([])
+    assert tokens.caller_of(shown) is None
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_caller_taken_off_the_list_is_cut_in_the_middle_of_an_answer(
+    stage: Make, caplog: pytest.LogCaptureFixture, *, stream: bool
+) -> None:
+    caplog.set_level(logging.INFO, "rose_router.access")
+    callers = NamedCallers([named()])
+    long = {"input_ids": [3, 1, 4], "sampling_params": {"max_new_tokens": 4000}, "stream": stream}
+    async with stage(accounts=keys(), callers=callers, authenticate=True) as s:
+        engine = await s.engine(token_seconds=0.01)
+        async with asyncio.timeout(40):
+            asking = asyncio.create_task(_read(s, long))
+            while not engine.scheduler.running:  # noqa: ASYNC110  # another task's
+                await asyncio.sleep(0.02)
+            callers.renew([])
+            with pytest.raises(aiohttp.ClientError):
+                await asking
+            while len(s.router.service.ledger):  # noqa: ASYNC110  # another task's
+                await asyncio.sleep(0.02)
+    assert "cut, the caller is no longer heard" in caplog.text
+    assert "handed-out" not in caplog.text
+
+
+async def _read(s: Stage, body: object) -> bytes:
+    async with s.post("/generate", body, headers=HANDED_OUT) as reply:
+        found: bytes = await reply.read()
+        return found
 
 
 async def test_a_router_told_to_ask_hears_nobody_while_it_knows_no_token(stage: Make) -> None:

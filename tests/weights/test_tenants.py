@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import stat
 import threading
@@ -176,7 +177,7 @@ class Cluster:
         claims = {
             "sub": "system:serviceaccount:team-a:trainer",
             "aud": [AUDIENCE],
-            "exp": int(time.time()) + 60,
+            "exp": int(time.time()) + 24 * 3600,
         }
         return jwt.encode({**claims, **changed}, self.key, "RS256", headers={"kid": "k"})
 
@@ -242,6 +243,33 @@ async def test_a_team_publishes_and_reads_its_own_runs(shop: Shop) -> None:
     await shop.publish("team-a")
     async with shop.client("team-a") as team:
         assert (await team.describe()).runs == ("run",)
+
+
+async def until_heard(shop: Shop, who: str) -> None:
+    """The store looks at the file of tenants a few times a second."""
+    async with asyncio.timeout(20), shop.client(who) as client:
+        while True:
+            try:
+                await client.describe()
+            except Refused:
+                await asyncio.sleep(0.1)
+            else:
+                return
+
+
+async def test_a_credential_that_is_revoked_gets_no_further_message_of_a_stream(shop: Shop) -> None:
+    """Its tenant may still read: it is this credential that ended."""
+    await shop.publish("team-a")
+    leaked = tenants.load(shop.path).tenants["team-a"].credentials[0].id
+    async with shop.client("team-a") as team:
+        watching = team.watch("run")
+        assert (await anext(watching)).version.sequence == 0
+        shop.credentials["team-a"] = tenants.grant(shop.path, "team-a")
+        tenants.revoke(shop.path, "team-a", leaked)
+        await until_heard(shop, "team-a")
+        await shop.publish("team-a")
+        with pytest.raises(Refused, match="was revoked"):
+            await anext(watching)
 
 
 async def test_a_team_neither_takes_over_nor_reads_nor_sees_anothers_run(shop: Shop) -> None:

@@ -9,8 +9,10 @@ that asks for another, so who is shown it cannot use it elsewhere.
 
 from __future__ import annotations
 
+import datetime as dt
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import jwt
 import msgspec
@@ -21,17 +23,37 @@ _ACCOUNT = "system:serviceaccount:"
 _MOST_SAID = 200
 
 
+class Account(NamedTuple):
+    """Whom a token speaks for.
+
+    Attributes:
+        name: ``NAMESPACE/NAME``.
+        expires: Unix seconds; from then on it speaks for nobody.
+    """
+
+    name: str
+    expires: float
+
+
 class ServiceAccounts:
     """Believes what these keys have signed.
 
     Args:
         key_sets: JSON Web Key Sets, one per cluster.
+        now: Unix seconds; a token ends at its second.
+
+    Attributes:
+        generation: counts renewals; what was believed before one is to be asked again.
 
     Raises:
         ValueError: one of them is none.
     """
 
-    def __init__(self, key_sets: Iterable[bytes] = ()) -> None:
+    def __init__(
+        self, key_sets: Iterable[bytes] = (), now: Callable[[], float] = time.time
+    ) -> None:
+        self.now = now
+        self.generation = 0
         self.renew(key_sets)
 
     def renew(self, key_sets: Iterable[bytes]) -> None:
@@ -41,19 +63,20 @@ class ServiceAccounts:
             ValueError: one of them is no set of keys; then those before stay.
         """
         self._keys = {key.key_id: key for one in key_sets for key in _keys_of(one)}
+        self.generation += 1
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def account_of(self, token: str, audience: str) -> str:
-        """``NAMESPACE/NAME`` of the account; empty if the token is none, or not for the audience.
+    def account_of(self, token: str, audience: str) -> Account | None:
+        """The account; ``None`` if the token is none now, or not for the audience.
 
         Args:
             token: as it was shown.
             audience: whom it must be for.
         """
         if not self._keys or not token:
-            return ""
+            return None
         try:
             key = self._keys[jwt.get_unverified_header(token).get("kid")]
             claims = jwt.decode(
@@ -61,13 +84,18 @@ class ServiceAccounts:
                 key.key,
                 algorithms=_ALGORITHMS,
                 audience=audience,
-                options={"require": ["exp", "sub", "aud"]},
+                options={"require": ["exp", "sub", "aud"], "verify_exp": False},
             )
-        except (jwt.InvalidTokenError, KeyError):
-            return ""
+            expires = float(claims["exp"])
+        except (jwt.InvalidTokenError, KeyError, TypeError, ValueError):
+            return None
+        if expires <= self.now():
+            return None
         subject = str(claims["sub"])
         namespace, _, name = subject.removeprefix(_ACCOUNT).partition(":")
-        return f"{namespace}/{name}" if subject.startswith(_ACCOUNT) and name else ""
+        if not subject.startswith(_ACCOUNT) or not name:
+            return None
+        return Account(f"{namespace}/{name}", expires)
 
     def complaint(self, token: str, audience: str, namespace: str) -> str:
         """Why a token does not speak for an account of this namespace, for whoever showed it.
@@ -80,6 +108,8 @@ class ServiceAccounts:
             subject, until = str(claims.get("sub", "")), float(claims.get("exp", 0))
         except (jwt.InvalidTokenError, TypeError, ValueError):
             return "the bearer token is none that this cluster makes"
+        if until <= self.now():
+            return f"the bearer token expired at {_time(until)}"
         named = [audiences] if isinstance(audiences, str) else [str(one) for one in audiences]
         where = subject.removeprefix(_ACCOUNT).partition(":")[0]
         if audience not in named:
@@ -88,9 +118,14 @@ class ServiceAccounts:
         if not subject.startswith(_ACCOUNT) or where != namespace:
             said = subject[:_MOST_SAID]
             return f"the bearer token is of {said}, not of a service account in {namespace}"
-        if until < time.time():
-            return "the bearer token has expired"
         return "the bearer token is not signed with a key of this cluster"
+
+
+def _time(unix: float) -> str:
+    try:
+        return f"{dt.datetime.fromtimestamp(unix, dt.UTC):%Y-%m-%dT%H:%M:%SZ}"
+    except (OverflowError, OSError, ValueError):
+        return "a time that is none"
 
 
 def _keys_of(raw: bytes) -> list[jwt.PyJWK]:

@@ -1,5 +1,8 @@
 """A gRPC server made of ``Method`` handlers; a handler raises ``rose_wire.errors`` to say no.
 
+Who calls is asked again at every message of a stream, in either direction: a credential that has
+expired or was revoked meanwhile gets no further message.
+
 | a handler raises | the caller gets |
 |---|---|
 | ``MalformedMessage``, ``Refused`` | ``Refused``: the same again does not help |
@@ -115,6 +118,7 @@ class Server:
             await _greet(context, self._identify)
             try:
                 async for reply in handler(decode(method.request, frame)):
+                    await _greet(context, self._identify)
                     yield encode(reply)
             except WireError as error:
                 await context.abort(*_refusing(error))
@@ -135,10 +139,12 @@ class Server:
 
             async def requests() -> AsyncIterator[RequestT]:
                 async for frame in frames:
+                    await _greet(context, self._identify)
                     yield decode(method.request, frame)
 
             try:
                 async for reply in handler(requests()):
+                    await _greet(context, self._identify)
                     yield encode(reply)
             except WireError as error:
                 await context.abort(*_refusing(error))

@@ -90,6 +90,7 @@ def create(
         lease=settings.lease,
         required=settings.authenticate,
     )
+    running = bearer.RunningRequests(tokens)
     doors = ConnectionLimiter(settings.limits) if doors is None else doors
     room = MemoryLimiter(settings.memory_bytes or limit_of_process())
     words = ModelTokenizer(service.fleet) if words is None else words
@@ -99,11 +100,12 @@ def create(
         middlewares=[
             _counted(doors),
             _errors_as_json,
-            bearer.middleware(tokens),
+            bearer.middleware(tokens, running),
             memory.middleware(room, settings.max_body_bytes),
             *([forwarding] if forwarding else []),
         ],
     )
+    app.cleanup_ctx.append(running.watch)
     app[BODY_SECONDS] = settings.limits.body_seconds
     kept = int(room.limit * _KEPT_PART)
     tree = MessageTree(kept // _TOKEN_BYTES, kept // _TURN_BYTES)

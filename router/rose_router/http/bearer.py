@@ -13,7 +13,8 @@ believed too, and nothing has to be handed out: the token is signed for this lea
 | ``rose-lease/NAMESPACE/NAME`` | everything: the trainer's |
 | ``rose-turns/NAMESPACE/NAME`` | turns, and no route of ``CONTROL``: for agents' harnesses |
 
-Callers without an account there are named by the lease itself (``rose_router.callers``).
+Callers without an account there are named by the lease itself (``rose_router.callers``). Who may
+call no longer is cut off within a second, also in the middle of an answer (``RunningRequests``).
 
 Who changes what concerns all turns of the lease, or tries to, is written down
 (``rose_router.access``): the route, the lease, the caller's name and address, and how it ended.
@@ -22,12 +23,13 @@ No token is, good or wrong.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import logging
-import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,8 +54,8 @@ ACCESS = logging.getLogger("rose_router.access")
 
 _LOOK_SECONDS = 2.0
 _MOST_KNOWN = 4096
-_KNOWN_SECONDS = 60.0
-"""A token that was good is asked about again after this: a signature costs as much as a turn."""
+_AGAIN_SECONDS = 1.0
+"""How often callers of requests that run are asked for again."""
 
 _TRAINERS = rights.paths(rights.allowed(Listener.ROUTER, Party.TRAINER))
 _HARNESSES = rights.paths(rights.allowed(Listener.ROUTER, Party.HARNESS))
@@ -77,6 +79,20 @@ class Caller:
     name: str
     job: str = ""
     limited: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An account's token that was good: a signature costs as much as a turn.
+
+    Attributes:
+        generation: of the keys that it was good by.
+        expires: Unix seconds, its own.
+    """
+
+    caller: Caller
+    generation: int
+    expires: float
 
 
 class Tokens:
@@ -108,7 +124,7 @@ class Tokens:
     ) -> None:
         self._file, self._required = file, required
         self._accounts, self._callers, self._lease = accounts, callers, lease
-        self._known: dict[str, tuple[float, Caller]] = {}
+        self._known: dict[str, _Known] = {}
         self._fixed = [given] if given else []
         if file is None and os.environ.get(ENVIRONMENT):
             self._fixed.append(os.environ[ENVIRONMENT])
@@ -146,19 +162,21 @@ class Tokens:
         return None if self._accounts is None else self._account(self._accounts, token.strip())
 
     def _account(self, accounts: ServiceAccounts, token: str) -> Caller | None:
-        now = time.monotonic()
-        seen, caller = self._known.get(token, (-math.inf, None))
-        if caller is not None and now - seen < _KNOWN_SECONDS:
-            return caller
-        self._known.pop(token, None)
+        known = self._known.get(token)
+        if known is not None:
+            if known.generation == accounts.generation and accounts.now() < known.expires:
+                return known.caller
+            del self._known[token]
         for word in ("lease", "turns"):
             account = accounts.account_of(token, f"rose-{word}/{self._lease}")
+            if account is None:
+                continue
             # Another namespace could ask for this audience as well: it is the lease's that counts.
-            if account.partition("/")[0] == self._lease.partition("/")[0] != "":
-                made = Caller(f"serviceaccount {account}", "", limited=word == "turns")
+            if account.name.partition("/")[0] == self._lease.partition("/")[0] != "":
+                made = Caller(f"serviceaccount {account.name}", "", limited=word == "turns")
                 while len(self._known) >= _MOST_KNOWN:
                     del self._known[next(iter(self._known))]
-                self._known[token] = (now, made)
+                self._known[token] = _Known(made, accounts.generation, account.expires)
                 return made
         return None
 
@@ -221,7 +239,52 @@ class Tokens:
         self._changed = changed
 
 
-def middleware(tokens: Tokens) -> Middleware:
+class RunningRequests:
+    """Requests of callers, who are asked for again while these run.
+
+    A token ends at its second and a caller who was taken off the list is heard no longer, also in
+    the middle of an answer: the connection is closed, and the next request reads why.
+    """
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        # By number: requests are mappings, which have no hash.
+        self._shown: dict[int, tuple[web.Request, str]] = {}
+
+    @contextlib.contextmanager
+    def hold(self, request: web.Request, shown: str) -> Iterator[None]:
+        """While a request runs whose caller has shown this header."""
+        self._shown[id(request)] = request, shown
+        try:
+            yield
+        finally:
+            del self._shown[id(request)]
+
+    def look(self) -> None:
+        """Close the connections of those who may not call any more."""
+        for request, shown in list(self._shown.values()):
+            if self._tokens.caller_of(shown) is None and request.transport is not None:
+                text = "%s of lease %s by %s from %s: cut, the caller is no longer heard"
+                ACCESS.info(
+                    *(text, request.path, self._tokens.lease, request[CALLER], request.remote)
+                )
+                request.transport.abort()
+
+    async def watch(self, _app: web.Application) -> AsyncIterator[None]:
+        """Look again and again, from the start of the application to its end."""
+        watching = asyncio.create_task(self._run())
+        yield
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_AGAIN_SECONDS)
+            self.look()
+
+
+def middleware(tokens: Tokens, running: RunningRequests) -> Middleware:
     """Asks every caller for a token, probes and scrapers excepted."""
 
     @web.middleware
@@ -229,8 +292,11 @@ def middleware(tokens: Tokens) -> Middleware:
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if request.method != "POST" or request.path not in _WRITTEN_DOWN:
-            _admit(tokens, request)
-            return await handler(request)
+            shown = _admit(tokens, request)
+            if shown is None:
+                return await handler(request)
+            with running.hold(request, shown):
+                return await handler(request)
         outcome = "failed"
         try:
             _admit(tokens, request)
@@ -249,14 +315,17 @@ def middleware(tokens: Tokens) -> Middleware:
     return check
 
 
-def _admit(tokens: Tokens, request: web.Request) -> None:
+def _admit(tokens: Tokens, request: web.Request) -> str | None:
     """Who calls, written into the request too.
+
+    Returns:
+        What was shown; ``None`` where nobody is asked.
 
     Raises:
         NotAllowed: nobody known.
         Forbidden: somebody whose token is for less.
     """
-    caller = Caller("anybody")
+    caller, shown = Caller("anybody"), None
     if tokens.asked and request.path not in OPEN_PATHS:
         shown = request.headers.get("Authorization", "")
         if not shown and (key := request.headers.get("x-api-key")):
@@ -273,3 +342,4 @@ def _admit(tokens: Tokens, request: web.Request) -> None:
         message = f"{request.path}: this token is for turns only; the trainer's may"
         raise Forbidden("TurnsOnly", message)
     request[LIMITED] = caller.limited
+    return shown

@@ -61,4 +61,4 @@ class Identification:
         if tenant:
             return (f"tenant:{tenant}", *shown)
         account = self._accounts.account_of(credential, AUDIENCE)
-        return (f"serviceaccount:{account}", *shown) if account else None
+        return (f"serviceaccount:{account.name}", *shown) if account else None
