@@ -1,0 +1,175 @@
+"""What a host does with a sandbox whose agent waits for the model: one pure function.
+
+The router knows how long the wait will be, the inspector what the turn changed, the host what its
+checkpoints cost. A checkpoint that ends before the reply costs the agent nothing. What is not known
+counts as changed, and a wait that is not known as none at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+SUSPEND_FACTOR = 10.0
+"""A wait this many times longer than leaving and coming back is worth it for memory alone: the
+sandbox stands still for a tenth of a wait that nobody feels."""
+PRESSED_FACTOR = 2.0
+"""The same where the host's memory is short: others could not begin at all."""
+
+
+class Action(StrEnum):
+    """What a host does at a boundary."""
+
+    NONE = "none"
+    FILES = "files"
+    PROCESSES = "processes"
+    FULL = "full"
+    SUSPEND = "suspend"
+
+
+class Reason(StrEnum):
+    """Why, for metrics and people."""
+
+    UNCHANGED = "unchanged"
+    CHANGED = "changed"
+    UNKNOWN = "unknown changes"
+    LONG_WAIT = "long wait"
+    SERVING = "serving burns its budget"
+    SAVED = "this turn is saved"
+
+
+class Changes(Protocol):
+    """Since the last record; what an inspector says (``unknown``: why it cannot vouch)."""
+
+    @property
+    def files(self) -> bool:
+        """Its files may differ."""
+        ...
+
+    @property
+    def processes(self) -> bool:
+        """Its processes, or their memory, may differ."""
+        ...
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Reasons for which the two are no more than a guess."""
+        ...
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Until the model answers, as the router expects it.
+
+    Attributes:
+        seconds: expected.
+        confidence: 0 to 1, that it takes at least this long.
+    """
+
+    seconds: float
+    confidence: float
+
+    @property
+    def sure(self) -> float:
+        """Seconds that may be planned with."""
+        return max(0.0, self.seconds) * min(1.0, max(0.0, self.confidence))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that this host needs, measured on the sandbox or its likes.
+
+    Attributes:
+        suspend: save all and free its memory.
+        resume: until it runs again.
+    """
+
+    suspend: float = 0.6
+    resume: float = 0.4
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The boundary that is decided about.
+
+    Attributes:
+        number: counted from 1.
+        saved: the newest turn with a record; 0: none.
+    """
+
+    number: int
+    saved: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Nothing to save differences against."""
+        return self.saved == 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The rest of the host.
+
+    Attributes:
+        serving_burns: a serving replica of the node burns its latency budget.
+        memory_short: sandboxes wait for memory.
+    """
+
+    serving_burns: bool = False
+    memory_short: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Of ``decide``.
+
+    Attributes:
+        action: what is saved; NONE may still publish a record that points to the parts before.
+        reason: why.
+        deferred: asked again when the traffic has changed; the turn is not recoverable until then.
+    """
+
+    action: Action
+    reason: Reason
+    deferred: bool = field(default=False)
+
+
+def needed(effects: Changes, *, first: bool) -> tuple[Action, Reason]:
+    """What must be saved for the turn to be recoverable."""
+    if first:
+        return Action.FULL, Reason.CHANGED
+    if effects.unknown:
+        return Action.FULL, Reason.UNKNOWN
+    if effects.files and effects.processes:
+        return Action.FULL, Reason.CHANGED
+    if effects.files:
+        return Action.FILES, Reason.CHANGED
+    if effects.processes:
+        return Action.PROCESSES, Reason.CHANGED
+    return Action.NONE, Reason.UNCHANGED
+
+
+def decide(
+    turn: Turn, effects: Changes, wait: Wait | None, costs: Costs, traffic: Traffic
+) -> Decision:
+    """What a host does at the boundary of a turn.
+
+    Args:
+        turn: the boundary.
+        effects: since the newest record.
+        wait: until the reply; None: not known.
+        costs: of this host.
+        traffic: what else happens on it.
+    """
+    action, reason = needed(effects, first=turn.first)
+    if traffic.serving_burns:
+        # Unchanged: a record that only points costs serving nothing.
+        pays = action is not Action.NONE
+        return Decision(Action.NONE, Reason.SERVING if pays else reason, deferred=pays)
+    if turn.saved >= turn.number:
+        action, reason = Action.NONE, Reason.SAVED
+    factor = PRESSED_FACTOR if traffic.memory_short else SUSPEND_FACTOR
+    if wait is not None and wait.sure > factor * (costs.suspend + costs.resume):
+        return Decision(Action.SUSPEND, Reason.LONG_WAIT)
+    return Decision(action, reason)

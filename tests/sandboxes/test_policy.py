@@ -1,0 +1,126 @@
+"""What is saved at a boundary, when, and what may be gone back across."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose_core.sandboxes.outside import Effect, EffectsCrossed, cross
+from rose_core.sandboxes.policy import Action, Costs, Reason, Traffic, Turn, Wait, decide, needed
+from rose_core.sandboxes.traffic import STARVED_SECONDS, Request, admit
+from rose_core.sandboxes.turns import HOLD_SECONDS, Clock, OutOfTurn, Phase
+
+
+@dataclass(frozen=True)
+class Changed:
+    files: bool = False
+    processes: bool = False
+    unknown: tuple[str, ...] = ()
+
+
+changes = st.builds(Changed, st.booleans(), st.booleans(), st.sampled_from([(), ("io_uring",)]))
+waits = st.none() | st.builds(Wait, st.floats(0, 1000), st.floats(0, 1))
+traffics = st.builds(Traffic, st.booleans(), st.booleans())
+
+
+@pytest.mark.parametrize(
+    ("changed", "action"),
+    [
+        (Changed(), Action.NONE),
+        (Changed(files=True), Action.FILES),
+        (Changed(processes=True), Action.PROCESSES),
+        (Changed(files=True, processes=True), Action.FULL),
+        (Changed(unknown=("dead inspector",)), Action.FULL),
+    ],
+)
+def test_a_turn_saves_what_it_changed_and_all_where_that_is_not_known(
+    changed: Changed, action: Action
+) -> None:
+    assert decide(Turn(3, 2), changed, None, Costs(), Traffic()).action is action
+    assert decide(Turn(1), changed, None, Costs(), Traffic()).action is Action.FULL
+
+
+@given(changes, waits, traffics, st.integers(0, 4))
+def test_nothing_changed_is_left_unsaved_but_against_serving(
+    changed: Changed, wait: Wait | None, traffic: Traffic, saved: int
+) -> None:
+    made = decide(Turn(5, saved), changed, wait, Costs(), traffic)
+    wanted, _ = needed(changed, first=saved == 0)
+    if traffic.serving_burns:
+        assert made.action is Action.NONE
+        assert made.deferred == (wanted is not Action.NONE)
+    else:
+        assert made.action in {wanted, Action.SUSPEND}
+        assert not made.deferred
+
+
+def test_a_sandbox_that_waits_long_gives_its_memory_away_sooner_where_it_is_short() -> None:
+    costs, wait = Costs(suspend=0.6, resume=0.4), Wait(5.0, 0.9)
+    assert decide(Turn(2, 1), Changed(), wait, costs, Traffic()).action is Action.NONE
+    pressed = decide(Turn(2, 1), Changed(), wait, costs, Traffic(memory_short=True))
+    assert (pressed.action, pressed.reason) == (Action.SUSPEND, Reason.LONG_WAIT)
+    assert decide(Turn(2, 1), Changed(), Wait(60, 0.5), costs, Traffic()).action is Action.SUSPEND
+    unsure = decide(Turn(2, 1), Changed(), Wait(60, 0.01), costs, Traffic(memory_short=True))
+    assert unsure.action is Action.NONE
+
+
+def test_checkpoints_run_by_expected_reply_and_never_against_serving() -> None:
+    waiting = [Request("late", 10.0, 60.0), Request("soon", 10.5, 11.5), Request("unknown", 10.2)]
+    assert [one.key for one in admit(waiting, 11.0, 3, serving_burns=False)] == [
+        "unknown",
+        "soon",
+        "late",
+    ]
+    assert admit(waiting, 11.0, 1, serving_burns=False) == (waiting[2],)
+    assert admit(waiting, 11.0, 3, serving_burns=True) == ()
+    starving = admit(waiting, 10.0 + STARVED_SECONDS, 1, serving_burns=False)
+    assert starving == (waiting[0],)
+
+
+def test_the_clock_holds_a_reply_until_its_record_is_durable() -> None:
+    clock = Clock().began(0.0, Wait(3.0, 0.8))
+    assert (clock.phase, clock.turn, clock.expected) == (Phase.WAITING, 1, 3.0)
+    saving = clock.saving().ready(1.0)
+    assert not saving.released(1.1)
+    assert saving.stored().phase is Phase.ACTING
+    assert saving.stored().recoverable_to == 1
+    assert saving.released(1.0 + HOLD_SECONDS)
+    late = saving.failed()
+    assert (late.phase, late.recoverable_to) == (Phase.ACTING, 0)
+
+
+def test_a_suspended_sandbox_is_resumed_before_its_reply_is_released() -> None:
+    away = Clock().began(0.0).suspended()
+    assert away.recoverable_to == 1
+    answered = away.ready(5.0)
+    assert not answered.released(100.0)
+    assert answered.resumed().released(100.0)
+
+
+def test_steps_that_a_state_does_not_have_are_refused_with_both_names() -> None:
+    with pytest.raises(OutOfTurn, match="turn 0 is acting; this step needs waiting"):
+        Clock().saving()
+    with pytest.raises(OutOfTurn, match="ended"):
+        Clock().ended().began(0.0)
+
+
+def test_going_back_is_refused_across_what_cannot_be_repeated_alone() -> None:
+    log = [
+        Effect(1, "POST", "pay.example/orders", 201),
+        Effect(2, "GET", "news.example/", 200),
+        Effect(3, "PUT", "shelf.example/a", 200),
+        Effect(4, "POST", "pay.example/orders", 200, keyed=True),
+        Effect(5, "CONNECT", "pay.example:443"),
+    ]
+    crossed = cross(log[:4], 1)
+    assert [one.turn for one in crossed.stale] == [2]
+    assert [one.turn for one in crossed.repeated] == [3, 4]
+    with pytest.raises(EffectsCrossed, match="turn 5: CONNECT") as refused:
+        cross(log, 4)
+    assert refused.value.effects == (log[4],)
+    assert cross(log, 4, flag=True).once == (log[4],)
+    with pytest.raises(EffectsCrossed, match="turn 6: LOST"):
+        cross([Effect(6, "LOST", "")], 5)
