@@ -15,7 +15,7 @@ ARGS ?=
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv engine vllm cluster sandbox demo test test-engines test-cluster test-sandboxes test-gpu-node unit check format generate docs crds clean \
+.PHONY: help venv engine vllm cluster sandbox demo test test-engines test-cluster test-sandboxes test-gpu-node test-long unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-bound bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal test-clients
 
@@ -65,20 +65,20 @@ test: venv  ## everything that CI runs
 
 # Side by side: Kubernetes mostly waits while an engine computes. One worker each, which a hung test
 # ends without ending the run, so that each lane starts what its tests share once.
-# How fast engines are under load is no machine's promise: affinity is tried by hand.
 test-engines:
-	$(BIN)/pytest $(LANE) -m "engine and not cluster" --ignore=tests/router/test_real_affinity.py $(AGAIN) $(ARGS)
-
-# A quarter of an hour more, which a bare machine has not: make test-gpu-node.
-LONG := $(addprefix tests/gpu_node/test_,widths.py failures.py recovery.py slow_answers.py real_engines.py)
+	$(BIN)/pytest $(LANE) -m "engine and not cluster and not long" $(AGAIN) $(ARGS)
 
 test-cluster:
-	$(BIN)/pytest $(LANE) -m cluster $(addprefix --ignore=,$(LONG)) $(AGAIN) $(ARGS)
+	$(BIN)/pytest $(LANE) -m "cluster and not long" $(AGAIN) $(ARGS)
 
 test-sandboxes:
 	$(CONTAINED) --limit 300 $(BIN)/pytest -v -n 0 -m sandbox tests/sandbox $(AGAIN) $(ARGS)
 
-test-gpu-node: cluster engine  ## the chart on a node with eight GPUs that are not there (make test runs its first half)
+# Half an hour more than a bare machine has, and what depends on how fast engines are under load.
+test-long: engine cluster  ## what make test leaves out: failures and modes of the GPU node, speeds of real engines
+	$(CONTAINED) $(BIN)/pytest -v -n 0 -m long $(ARGS)
+
+test-gpu-node: cluster engine  ## the chart on a node with eight GPUs that are not there (make test runs what is not marked long)
 	$(CONTAINED) $(BIN)/pytest -v -n 0 tests/gpu_node $(ARGS)
 
 unit: venv  ## what needs neither engine nor cluster

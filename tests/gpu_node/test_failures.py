@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rose_dev.gpu_node.failures import act
 from tests.gpu_node.lending import MARKS, Lending
 from tests.gpu_node.serving_pods import GIB, ServingPod
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.long]
 
 FIRST = {
     "lose": "DeviceUnknown",

@@ -25,7 +25,7 @@ from tests.gpu_node.lending import MARKS, Lending, documents
 from tests.gpu_node.machine import apply
 from tests.gpu_node.serving_pods import GIB, ServingPod, hold
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.long]
 
 
 def values(python: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rose_dev.gpu_node.failures import act
 from tests.chart.installation import SYSTEM
 from tests.gpu_node.lending import MARKS, USUAL, Lending
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.long]
 
 ACCESS = "DeviceAccess"
 MISMATCH = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH: a kernel module and a library of two drivers

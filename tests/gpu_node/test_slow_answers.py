@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.gpu_node.lending import MARKS, Lending
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.long]
 
 ROUNDS = 12
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rose_core.api.reasons import Reason
 from tests.gpu_node.lending import MARKS, Lending
 from tests.gpu_node.serving_pods import GIB
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.long]
 
 HEADROOM = 6 * GIB  # of a static pool that has been watched for less than an hour
 
