@@ -31,6 +31,8 @@ class Capability(StrEnum):
     OWNERSHIP = "GpuOwnership"
 
 
+SEEN = "GpuAccess"
+"""Beside the capabilities, from the guard, for people: how many GPUs it sees, through what."""
 _UNSPOKEN = {
     Capability.MPS: "MpsUnavailable",
     Capability.DRIVER_LIMIT: "DriverLimitUnavailable",

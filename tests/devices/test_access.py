@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pynvml
 import pytest
 
 from rose_agent.devices.access import (
+    ACCESS,
     DRIVER_ROOT,
     LIBRARY,
     AbsentDriver,
@@ -22,7 +24,7 @@ from rose_agent.devices.access import (
     library_folder,
     located,
 )
-from rose_agent.devices.opening import open_or_idle
+from rose_agent.devices.opening import open_driver, open_or_idle
 from rose_agent.devices.static import StaticDriver
 from rose_agent.errors import UnknownGpu
 from rose_agent.guard import devices_access, report
@@ -111,7 +113,7 @@ def test_a_guard_without_nvml_is_idle_and_knows_no_gpu(monkeypatch: pytest.Monke
 
 _IDLE = """
 import asyncio, contextlib, sys
-from rose_agent.devices.opening import open_or_idle
+from rose_agent.devices.opening import open_driver, open_or_idle
 from rose_agent.errors import AccessChanged
 from rose_agent.guard import devices_access
 
@@ -120,7 +122,7 @@ driver = open_or_idle("nvml")
 
 async def main():
     try:
-        await asyncio.wait_for(devices_access.keep(print, driver), 20)
+        await asyncio.wait_for(devices_access.keep(print, print, driver), 20)
     except AccessChanged as error:
         print(f"ended: {error}")
 
@@ -157,17 +159,31 @@ def install(root: Path) -> None:
 
 
 def test_the_guards_word_reaches_the_operator_and_the_hosts_comes_first() -> None:
-    said = report.capabilities({}, "NoAccess: no library")
+    said = report.capabilities({}, "NoAccess: no library", "")
     assert said == {"DeviceAccess": "DeviceAccess: NoAccess: no library"}
-    assert report.capabilities({"DeviceAccess": ""}, "") == {"DeviceAccess": ""}
+    assert report.capabilities({"DeviceAccess": ""}, "", "") == {"DeviceAccess": ""}
     host = {"DeviceAccess": "DeviceAccess: engines cannot open /dev/nvidia-uvm"}
-    assert report.capabilities(host, "NoAccess: no library") == host
+    assert report.capabilities(host, "NoAccess: no library", "") == host
 
 
 async def test_a_guard_that_sees_its_gpus_goes_on(tmp_path: Path) -> None:
     said: list[str] = []
-    await asyncio.wait_for(devices_access.keep(said.append, StaticDriver(tmp_path / "none")), 5)
+    static = StaticDriver(tmp_path / "none")
+    await asyncio.wait_for(devices_access.keep(said.append, said.append, static), 5)
     assert said == []
+
+
+async def test_a_guard_says_how_many_gpus_it_sees_through_what_and_with_which_driver(
+    nvml: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ACCESS, "NRI")
+    lacks: list[str] = []
+    seen: list[str] = []
+    with contextlib.closing(open_driver("nvml")) as driver, contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(devices_access.keep(lacks.append, seen.append, driver), 1)
+    version = nvml.raw.driver_version.decode()
+    assert (lacks, seen) == ([], [f"{len(nvml.gpus)} GPUs through NRI, driver {version}"])
+    assert report.capabilities({}, "", seen[0])["GpuAccess"] == seen[0]
 
 
 def test_programs_of_a_mounted_driver_find_its_libraries_and_no_c_library_of_its(

@@ -15,6 +15,7 @@ _ORDER = (
     "test_owners",
     "test_lending",
     "test_widths",
+    "test_modes",  # installs anew
     "test_slow_answers",
     "test_failures",
     "test_recovery",

@@ -97,6 +97,26 @@ async def test_an_engine_host_that_cannot_reach_its_gpus_is_named() -> None:
     assert "/dev/nvidia-uvm" in found["message"]
 
 
+async def test_what_guards_see_and_through_what_stands_in_the_condition() -> None:
+    bench = Bench()
+    bench.pool()
+    told = {
+        "n1": "8 GPUs through NRI, driver 550.163.01",
+        "n2": "8 GPUs through NRI, driver 550.163.01",
+        "n3": "4 GPUs through NRI, driver 580.105.08",
+    }
+    for node, text in told.items():
+        one = replica("default/chat", node)
+        bench.telemetry.record(SyncRequest(node, "t", 0, (one,), (), {"GpuAccess": text}), 0.0)
+    await bench.turn(2)
+    found = conditions(bench)["DeviceAccess"]
+    assert (found["status"], found["message"]) == (
+        "True",
+        "8 GPUs through NRI, driver 550.163.01 (n1, n2); "
+        "4 GPUs through NRI, driver 580.105.08 (n3)",
+    )
+
+
 async def proofs(*found: str, said: str = "") -> dict[str, Any]:
     bench = Bench()
     bench.pool()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 
 from rose_agent.devices import access
@@ -20,11 +21,14 @@ _log = logging.getLogger(__name__)
 PERIOD_SECONDS = 10.0
 
 
-async def keep(tell: Callable[[str], None], driver: DeviceDriver) -> None:
+async def keep(
+    tell: Callable[[str], None], show: Callable[[str], None], driver: DeviceDriver
+) -> None:
     """Say what was found, then look until something has changed.
 
     Args:
         tell: takes the word why there are no GPUs, and the reason.
+        show: takes what is seen where there are some.
         driver: the one that was opened.
 
     Raises:
@@ -40,10 +44,21 @@ async def keep(tell: Callable[[str], None], driver: DeviceDriver) -> None:
     elif driver.name == "nvml":
         DEVICE_ACCESS.labels(state="Found").set(1)
         try:
-            _log.info("GPUs found: %d", len(await asyncio.to_thread(driver.gpus)))
+            text = await asyncio.to_thread(_seen, driver)
         except DeviceError as error:
             _log.warning("GPUs: %s", error)
+        else:
+            show(text)
+            _log.info("found: %s", text)
         await _until_access_is_lost()
+
+
+def _seen(driver: DeviceDriver) -> str:
+    """``8 GPUs through NRI, driver 550.163.01``."""
+    count, version = len(driver.gpus()), driver.version()
+    mode = os.environ.get(access.ACCESS, "")
+    through = f" through {mode}" if mode else ""
+    return f"{count} GPUs{through}, driver {version.driver if version else 'unknown'}"
 
 
 async def _until_a_driver_appears() -> None:

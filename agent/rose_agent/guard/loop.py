@@ -239,6 +239,7 @@ class Guard:
         self.on_transition: Callable[[], None] = _nothing
         self.devices = DeviceWatch(devices, limits=settings.budget)
         self.no_devices = ""  # why NVML does not answer here
+        self.seen_devices = ""  # what it shows, and through what
         self.whole = WholeReplicas(rundir.root, self.recorder)
         self._started_s = time.monotonic()
         saved = state.load(rundir.guard)
@@ -580,6 +581,10 @@ class Guard:
         """NVML does not answer here; the text says why."""
         self.no_devices = text
 
+    def on_devices(self, text: str) -> None:
+        """NVML answers; the text says what it shows."""
+        self.seen_devices = text
+
     def request(self) -> SyncRequest:
         """The next ``Sync`` request."""
         return report.sync_request(
@@ -591,6 +596,7 @@ class Guard:
             capabilities=report.capabilities(
                 self.host.capabilities,
                 self.no_devices,
+                self.seen_devices,
                 self.pods.weakness if self.pods is not None else "",
             ),
             models=self.host.models,

@@ -146,7 +146,7 @@ async def _run(options: argparse.Namespace, factory: socket.socket) -> None:
         operator = _operator(options, guard) if options.operator else []
         for runner in await _serve(guard, options):
             stack.push_async_callback(runner.cleanup)
-        access = partial(devices_access.keep, guard.on_no_devices, devices)
+        access = partial(devices_access.keep, guard.on_no_devices, guard.on_devices, devices)
         parts: tuple[Part, ...] = (guard.run, guard.pods.run, readers.run, access, *operator)
         tasks = [asyncio.create_task(part()) for part in parts]
         stack.push_async_callback(_ended, tasks)

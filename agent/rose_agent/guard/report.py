@@ -11,7 +11,7 @@ from rose_agent.guard.metrics import OBSERVED
 from rose_agent.guard.replica import GuardedReplica
 from rose_agent.guard.slot import GuardedSlot
 from rose_core.api.reasons import Reason
-from rose_core.devices.capabilities import Capability
+from rose_core.devices.capabilities import SEEN, Capability
 from rose_core.devices.health import DeviceRefusal
 from rose_core.guard.gate import GateVerdict, closed
 from rose_core.guard.ladder import Rung
@@ -89,9 +89,13 @@ def sync_request(
     )
 
 
-def capabilities(host: Mapping[str, str], no_devices: str, weakness: str = "") -> dict[str, str]:
-    """What the host says, with the guard's own words: no GPUs are seen, or not whose they are."""
+def capabilities(
+    host: Mapping[str, str], no_devices: str, seen: str, weakness: str = ""
+) -> dict[str, str]:
+    """What the host says, with the guard's own words: which GPUs, or why none, and whose."""
     said = dict(host)
+    if seen:
+        said[SEEN] = seen
     if weakness:
         said[Capability.OWNERSHIP.value] = weakness
     if no_devices and not host.get(Capability.DEVICE_ACCESS.value, ""):

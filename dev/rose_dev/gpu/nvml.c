@@ -391,6 +391,24 @@ Code nvmlDeviceGetPciInfo_v3(Device device, struct pci_v3 *out) {
   return SUCCESS;
 }
 
+/* nvidia-smi 550 asks this one, 535 the one above. */
+struct pci_ext {
+  unsigned version, domain, bus, device, device_id, subsystem_id, base_class, sub_class;
+  char bus_id[32];
+};
+
+Code nvmlDeviceGetPciInfoExt(Device device, struct pci_ext *out) {
+  BEGIN_GPU(nvmlDeviceGetPciInfoExt);
+  if (!out) return INVALID_ARGUMENT;
+  if (out->version != (sizeof *out | 1u << 24)) return VERSION_MISMATCH;
+  *out = (struct pci_ext){
+      .version = out->version, .domain = gpu->domain, .bus = gpu->bus, .device = gpu->device,
+      .device_id = gpu->pci_device_id, .subsystem_id = gpu->pci_subsystem_id,
+      .base_class = 3, .sub_class = 2}; /* a 3D controller */
+  memcpy(out->bus_id, gpu->bus_id, sizeof out->bus_id);
+  return SUCCESS;
+}
+
 /* --- memory, clocks, heat, faults */
 
 struct memory_v1 { unsigned long long total, free, used; };

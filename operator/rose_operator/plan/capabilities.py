@@ -15,13 +15,14 @@ the same for all of them:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
 from rose_core.api import ConditionType, Reason, ServingPool
 from rose_core.api.conditions import Statement
 from rose_core.api.reasons import MEANING, replica_refusal
 from rose_core.devices.capabilities import (
+    SEEN,
     Capability,
     Missing,
     compute_needs,
@@ -165,11 +166,24 @@ def _statement(
         and (lacks.capability is Capability.DEVICE_ACCESS) == access
     }
     if not found:
-        return Statement(kind, True, Reason.AS_EXPECTED)
+        return Statement(kind, True, Reason.AS_EXPECTED, _seen(world, reports) if access else "")
     first = found[min(found)]
     names = ", ".join(sorted(found)[:_MOST_NAMED])
     text = f"{len(found)} nodes lack it ({names}): {first.text}"
     return Statement(kind, False, replica_refusal(first.word) or Reason.OTHER, text)
+
+
+def _seen(world: ClusterState, reports: Sequence[tuple[str, ReplicaReport]]) -> str:
+    """Which GPUs guards see and through what, with the nodes of which that is so."""
+    nodes: dict[str, list[str]] = defaultdict(list)
+    for node in sorted({node for node, _ in reports}):
+        known = world.telemetry.nodes.get(node)
+        if text := known.request.capabilities.get(SEEN, "") if known is not None else "":
+            nodes[text[:_MOST_TEXT]].append(node)
+    return "; ".join(
+        f"{text} ({', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''})"
+        for text, names in sorted(nodes.items(), key=lambda one: -len(one[1]))[:_MOST_NAMED]
+    )
 
 
 def _missing(
