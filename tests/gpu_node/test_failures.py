@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rose_agent.os.freezers import HOST_LEAF
 from rose_dev.gpu_node.failures import act
+from tests.chart.installation import SERVING
 from tests.gpu_node.lending import MARKS, Lending
+from tests.gpu_node.machine import apply, ready, sleeper
 from tests.gpu_node.serving_pods import GIB, ServingPod
 
 pytestmark = [*MARKS, pytest.mark.long]
 
+DEVICES = Path("/sys/fs/cgroup/devices")
+STRAYS = "strays"
+ADMIN = "resource.kubernetes.io/admin-access"
+EVERY_GPU: dict[str, Any] = {
+    "apiVersion": "resource.k8s.io/v1",
+    "kind": "ResourceClaimTemplate",
+    "metadata": {"name": "every-gpu", "namespace": STRAYS},
+    "spec": {
+        "spec": {
+            "devices": {
+                "requests": [
+                    {
+                        "name": "all",
+                        "exactly": {
+                            "deviceClassName": "gpu.nvidia.com",
+                            "allocationMode": "All",
+                            "adminAccess": True,
+                        },
+                    }
+                ]
+            }
+        }
+    },
+}
 FIRST = {
     "lose": "DeviceUnknown",
     "ecc": "EccErrors",
@@ -31,6 +60,13 @@ def test_five_gpus_fail_in_five_ways(lending: Lending) -> None:
     lending.wait(lambda: lending.lent() == {pair.name}, "the pair goes on, alone")
     said = lending.why()
     assert [word for word in FIRST.values() if word not in said] == []
+    lending.wait(
+        lambda: lending.condition("DevicesFit").startswith("False 4 of 6 replicas cannot be lent"),
+        "the pool counts them; heat ends by itself",
+    )
+    fit = lending.condition("DevicesFit")
+    assert [word for word in set(FIRST.values()) - {"ThermalThrottling"} if word not in fit] == []
+    assert "(rose-dev: " in fit
 
 
 def test_gpus_that_are_well_again_are_lent_again(installed: Lending) -> None:
@@ -88,3 +124,149 @@ def crowd(lending: Lending, pod: ServingPod) -> None:
     gpu = lending.state.gpus[pod.gpus[0]]
     for _ in range(100):
         gpu.start(pod.pid, 1 << 20)
+
+
+def well_again(lending: Lending) -> None:
+    """Without faults and strangers, each GPU held by its pod alone."""
+    for pod in lending.pods:
+        for index in pod.gpus:
+            act(lending.state, "restore", [str(index)])
+            gpu = lending.state.gpus[index]
+            for process in gpu.processes:
+                gpu.end(process.pid)
+            gpu.start(pod.pid, 30 * GIB)
+    lending.restart("agent")
+    lending.wait_for_all()
+
+
+def with_word(lending: Lending, word: str) -> set[str]:
+    return {pod for pod, found in lending.words().items() if found == word}
+
+
+def test_power_above_the_pools_limit_is_a_reason_until_it_has_fallen(installed: Lending) -> None:
+    well_again(installed)
+    limit = {"spec": {"lending": {"maxPowerWatts": 600}}}
+    patch_pool(installed, limit)
+    hot, *_ = installed.single()
+    act(installed.state, "power", [str(hot.gpus[0]), "690"])
+    installed.wait(lambda: with_word(installed, "PowerLimit") == {hot.name}, "the one word")
+    assert "690" in installed.message(hot)
+    installed.wait(lambda: hot.name not in installed.lent(), "its engine is ended")
+    act(installed.state, "power", [str(hot.gpus[0]), "72"])
+    patch_pool(installed, {"spec": {"lending": {"maxPowerWatts": None}}})
+    installed.wait_for_all()
+
+
+def patch_pool(lending: Lending, change: dict[str, Any]) -> None:
+    which = ("servpool", "chat", f"--namespace={SERVING}", "--type=merge")
+    lending.node.kubectl("patch", *which, f"--patch={json.dumps(change)}")
+
+
+def test_an_engine_that_should_be_gone_is_named_and_keeps_the_gpu(lending: Lending) -> None:
+    """A process in the cgroup of a slot that nobody knows any more, as one that would not end."""
+    if not DEVICES.is_dir():
+        pytest.skip(f"no {DEVICES}: the cgroup of the host is not to be had in this way")
+    lending.node.kubectl("create", "namespace", STRAYS, check=False)
+    pod = sleeper("stray", STRAYS)
+    ready(lending.node, pod)
+    outer, inner = only_sleeper()
+    group = DEVICES / host_group(lending).lstrip("/") / "rose-00000000-gone"
+    group.mkdir()
+    try:
+        (group / "cgroup.procs").write_text(str(outer))
+        left, *_ = lending.single()
+        act(lending.state, "hold", [str(left.gpus[0]), str(inner), str(GIB)])
+        lending.wait(lambda: with_word(lending, "NotVacated") == {left.name}, "the one word")
+        text = "engines that should be gone have processes on the GPU: gone"
+        assert lending.message(left) == text
+        act(lending.state, "drop", [str(left.gpus[0]), str(inner)])
+    finally:
+        lending.node.kubectl("delete", "namespace", STRAYS, "--wait=true", seconds=90)
+        group.rmdir()
+    lending.wait_for_all()
+
+
+def only_sleeper() -> tuple[int, int]:
+    """Pids of the process of ``sleeper``: here, and on the node."""
+    found = [
+        tuple(map(int, line.split()[1:3]))
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and words_of(entry) == ["sleep", "100000"]
+        for line in (entry / "status").read_text().splitlines()
+        if line.startswith("NSpid:") and len(line.split()) == 4
+    ]
+    ((outer, inner),) = found
+    return outer, inner
+
+
+def words_of(entry: Path) -> list[str]:
+    try:
+        return (entry / "cmdline").read_text().split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def host_group(lending: Lending) -> str:
+    """The cgroup below which the engine host has those of its engines."""
+    for entry in (lending.node.root() / "proc").iterdir():
+        if entry.name.isdigit() and "engine-host" in words_of(entry):
+            groups = (entry / "cgroup").read_text().splitlines()
+            (path,) = (line.split(":", 2)[2] for line in groups if ":devices:" in line)
+            return path.removesuffix(f"/{HOST_LEAF}")
+    message = "no engine host runs on the node"
+    raise AssertionError(message)
+
+
+def test_gpus_that_another_team_has_claimed_as_well_are_shared(lending: Lending) -> None:
+    """A monitor's claim with admin access, of which the kubelet does not say that it is one."""
+    node = lending.node
+    node.kubectl("create", "namespace", STRAYS, check=False)
+    node.kubectl("label", "namespace", STRAYS, f"{ADMIN}=true")
+    apply(node, EVERY_GPU)
+    claim = {"name": "gpus", "resourceClaimTemplateName": "every-gpu"}
+    container = {"resources": {"claims": [{"name": "gpus"}]}}
+    pod = sleeper("monitor", STRAYS, container=container, spec={"resourceClaims": [claim]})
+    names = {pod.name for pod in lending.pods}
+    try:
+        ready(node, pod)
+        lending.wait(lambda: with_word(lending, "SharedGpu") == names, "every GPU is shared")
+        assert f"{STRAYS}/monitor" in lending.message(lending.pods[0])
+        lending.wait(
+            lambda: (
+                "6 of 6 replicas cannot be lent; 6 SharedGpu" in lending.condition("DevicesFit")
+            ),
+            "the pool says so",
+        )
+    finally:
+        node.kubectl("delete", "namespace", STRAYS, "--wait=true", seconds=90)
+    lending.renew_lease()
+    lending.wait_for_all()
+
+
+def test_gpus_without_a_driver_are_told_from_a_node_without_gpus(lending: Lending) -> None:
+    """Two on the container's PCI bus, and a driver's root with nothing in it."""
+    bus = lending.models.parent / "pci"
+    for number in range(2):
+        device = bus / f"0000:{number:02}:00.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text("0x10de\n")
+        (device / "class").write_text("0x030200\n")
+    (lending.models.parent / "no-driver").mkdir()
+    lending.install(
+        "--set=gpus.access=HostPath",
+        f"--set=gpus.driverRoot={lending.models.parent / 'no-driver'}",
+        "--set=agent.extraVolumes[0].name=bus",
+        f"--set=agent.extraVolumes[0].hostPath.path={bus}",
+        "--set=agent.extraVolumeMounts[0].name=bus",
+        "--set=agent.extraVolumeMounts[0].mountPath=/sys/bus/pci/devices",
+    )
+    lending.wait(lambda: lending.found() == "NoDriver", "the guard says so, idle and Ready")
+    lending.wait(
+        lambda: "NoDriver: 2 NVIDIA devices on the PCI bus" in lending.condition("DeviceAccess"),
+        "the pool says so",
+    )
+    assert "6 of 6 replicas cannot be lent; 6 DeviceAccess" in lending.condition("DevicesFit")
+    lending.install()
+    lending.wait(lambda: lending.found() == "Found", "and comes back")
+    lending.renew_lease()
+    lending.wait_for_all()

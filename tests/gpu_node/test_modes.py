@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from rose_dev.errors import CommandFailed
 from rose_dev.gpu_node import files
 from rose_dev.gpu_node.driver_root import ROOT
 from tests.chart.installation import SYSTEM
@@ -85,9 +86,14 @@ def gone(installed: Lending) -> Lending:
     """Two replicas that serve, and no ROSE."""
     installed.serve(chat_1=2)
     installed.renew_lease(slots={"min": 2, "max": 2, "idleSeconds": 604800})
-    installed.node.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
-    where = (f"--namespace={SYSTEM}", "--all", "--wait=true")
-    installed.node.kubectl("delete", "pods", *where, "--timeout=60s", seconds=70)
+    node = installed.node
+    where = (f"--namespace={SYSTEM}", "--wait", "--ignore-not-found", "--timeout=120s")
+    try:
+        node.helm("uninstall", "rose", *where, seconds=150)
+    except CommandFailed:  # what a failed installation has left has no namespace for the hook
+        node.helm("uninstall", "rose", *where, "--no-hooks", seconds=150)
+    pods = ("--for=delete", "pods", "--all", f"--namespace={SYSTEM}", "--timeout=60s")
+    node.kubectl("wait", *pods, seconds=70)
     return installed
 
 

@@ -27,6 +27,7 @@ NOT_SUPPORTED, DRIVER_NOT_LOADED, GPU_IS_LOST, UNKNOWN = 3, 9, 15, 999
 THERMAL_SLOWDOWN = 0x40
 DEFAULT, PROHIBITED, EXCLUSIVE_PROCESS = 0, 2, 3
 BARE_METAL, PASSTHROUGH, VGPU, HOST_VGPU = 0, 1, 2, 3
+IDLE_MILLIWATTS = 72_000
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,6 @@ def _fill(gpu: Any, profile: Profile, index: int, seed: str) -> None:  # noqa: A
     gpu.capability_major, gpu.capability_minor = profile.capability
     gpu.cores, gpu.multiprocessors = profile.cores, profile.multiprocessors
     gpu.mig_capable, gpu.persistence, gpu.ecc_mode = 1, 1, 1
-    gpu.temperature, gpu.power_milliwatts = 34, 72_000
+    gpu.temperature, gpu.power_milliwatts = 34, IDLE_MILLIWATTS
     gpu.power_limit_milliwatts = profile.power_limit_watts * 1000
     gpu.clock_sm, gpu.clock_memory = profile.clock_sm, profile.clock_memory

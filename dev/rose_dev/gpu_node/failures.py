@@ -7,6 +7,7 @@
 | ``xid`` | GPU NUMBER | the fault, as an event |
 | ``ecc`` | GPU [COUNT] | uncorrected memory errors |
 | ``thermal`` | GPU [CELSIUS] | clocks lowered because of heat |
+| ``power`` | GPU WATTS | drawn now |
 | ``mig`` | GPU | cut into slices |
 | ``vgpu`` | GPU | it is a share of a GPU, in a virtual machine |
 | ``slow`` | GPU SECONDS | each answer about it takes that long |
@@ -19,7 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rose_dev.errors import DevelopmentError
-from rose_dev.gpu.state import BARE_METAL, THERMAL_SLOWDOWN, VGPU, State, StateGpu
+from rose_dev.gpu.state import (
+    BARE_METAL,
+    IDLE_MILLIWATTS,
+    THERMAL_SLOWDOWN,
+    VGPU,
+    State,
+    StateGpu,
+)
 
 _HOT = 92
 
@@ -30,7 +38,7 @@ def _restore(gpu: StateGpu) -> None:
     raw.ecc_uncorrected = raw.throttle_reasons = raw.delay_microseconds = 0
     raw.mig_current = raw.mig_pending = 0
     raw.virtualization = BARE_METAL
-    raw.temperature = 34
+    raw.temperature, raw.power_milliwatts = 34, IDLE_MILLIWATTS
 
 
 def _ecc(gpu: StateGpu, count: str = "1") -> None:
@@ -39,6 +47,10 @@ def _ecc(gpu: StateGpu, count: str = "1") -> None:
 
 def _thermal(gpu: StateGpu, celsius: str = str(_HOT)) -> None:
     gpu.raw.temperature, gpu.raw.throttle_reasons = int(celsius), THERMAL_SLOWDOWN
+
+
+def _power(gpu: StateGpu, watts: str) -> None:
+    gpu.raw.power_milliwatts = int(watts) * 1000
 
 
 def _mig(gpu: StateGpu) -> None:
@@ -59,6 +71,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "xid": lambda gpu, number: gpu.fault(int(number)),
     "ecc": _ecc,
     "thermal": _thermal,
+    "power": _power,
     "mig": _mig,
     "vgpu": _vgpu,
     "slow": _slow,
