@@ -147,6 +147,21 @@ async def test_an_engine_that_says_so_and_frees_nothing_is_ended(
             assert not set(before.pids) & set(after.pids)
 
 
+async def test_an_engine_that_does_not_answer_the_order_is_ended(
+    rundir: Path, models: Path
+) -> None:
+    async with running(rundir, models) as host:
+        with guarding(rundir):
+            await host.host.ensure(holding(release="hang"))
+            before = await serving(host)
+            await host.host.set_dormant(SetDormant(SLOT, dormant=True))
+            failed = await _reaches(host, EngineState.FAILED)
+            assert failed.reason == "DormancyFailed"
+            assert "no answer in 4 s" in failed.message
+            after = await serving(host)
+            assert not set(before.pids) & set(after.pids)
+
+
 async def test_an_engine_that_cannot_release_says_so_and_stays_stopped(
     rundir: Path, models: Path
 ) -> None:

@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--kv-bytes", type=int, default=0, help="memory held beside the weights")
     flags.add_argument(
         "--release",
-        choices=["real", "pretend", "refuse"],
+        choices=["real", "pretend", "refuse", "hang"],
         default="real",
         help="what it does when told to release its memory: pretend = says so and frees nothing",
     )
@@ -110,7 +110,12 @@ def open_session(
 async def serve(flags: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
-    memory = FakeMemory(flags.kv_bytes, flags.model, pretend=flags.release == "pretend")
+    memory = FakeMemory(
+        flags.kv_bytes,
+        flags.model,
+        pretend=flags.release == "pretend",
+        hang=flags.release == "hang",
+    )
     session, broadcast = open_session(
         flags,
         wake=lambda: _discard(loop.call_soon_threadsafe(scheduler.wake)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,12 +23,15 @@ class FakeMemory:
         size: bytes held in the place of a KV cache.
         model: folder the weights come from; None = there are none.
         pretend: say that it was released, and keep it.
+        hang: never come back from a release.
     """
 
-    def __init__(self, size: int, model: Path | None, *, pretend: bool = False) -> None:
+    def __init__(
+        self, size: int, model: Path | None, *, pretend: bool = False, hang: bool = False
+    ) -> None:
         self.abort_all: Callable[[], None] = lambda: None
         self._model = model
-        self._pretend = pretend
+        self._pretend, self._hang = pretend, hang
         self._size = size
         self._cache = mmap.mmap(-1, max(PAGE, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.hold()
@@ -35,6 +39,8 @@ class FakeMemory:
     def release(self) -> int:
         """Abort everything and let go of the cache; weights are too small to matter."""
         self.abort_all()
+        while self._hang:
+            time.sleep(1.0)
         if self._pretend:
             return self._size
         return self.drop()
