@@ -29,7 +29,6 @@ from rose_core.devices.capabilities import (
     first_missing,
     memory_needs,
 )
-from rose_core.devices.memory import in_gib
 from rose_core.devices.ownership import Proof
 from rose_core.lending import Misfit
 from rose_core.wire.sync import ReplicaReport
@@ -125,10 +124,11 @@ def _room(reports: Sequence[tuple[str, ReplicaReport]]) -> Statement:
     if not rooms:
         text = "no agent says how much memory may be lent"
         return Statement(kind, None, Reason.NOT_OBSERVED_YET, text)
-    least, most = in_gib(min(rooms)), in_gib(max(rooms))
-    span = most if least == most else f"{least} to {most}"
-    text = f"of {len(rooms)} replicas {span} per GPU may be lent"
-    return Statement(kind, True, Reason.AS_EXPECTED, text, moving=True)
+    # Whole GiB: what serving holds moves all the time, and each change of the text is a write.
+    least, most = min(rooms) >> 30, max(rooms) >> 30
+    span = f"{most}" if least == most else f"{least} to {most}"
+    text = f"of {len(rooms)} replicas {span} GiB per GPU may be lent"
+    return Statement(kind, True, Reason.AS_EXPECTED, text)
 
 
 def _ownership(world: ClusterState, reports: Sequence[tuple[str, ReplicaReport]]) -> Statement:
