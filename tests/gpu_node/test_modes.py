@@ -120,8 +120,10 @@ def test_a_new_installation_is_ready_finds_the_gpus_and_lends(
             lambda: f"through {mode.access}," in gone.condition("DeviceAccess"),
             "the pool says how the GPUs are seen",
         )
-    assert gone.condition("DeviceAccess").startswith("True 8 GPUs ")
-    assert gone.condition("DevicesFit").startswith("True of 2 replicas ")
+        gone.wait(
+            lambda: gone.condition("DevicesFit").startswith("True of 2 replicas "),
+            "the pool says that its GPUs fit",
+        )
 
 
 @contextmanager

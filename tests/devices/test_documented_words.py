@@ -1,0 +1,100 @@
+"""What the pages on GPUs say, tests produce: conditions, states, ways in, failures to play."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rose_agent.devices.access import Missing
+from rose_core.api.reasons import ConditionType, Reason
+from rose_core.devices.health import DeviceRefusal
+from rose_core.wire.reasons import HostReason
+from rose_dev.gpu_node.failures import ACTIONS
+from tests.gpu_node.test_modes import MODES
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("devices", "install", "development-cluster")
+STATES = {"Found", *(one.value for one in Missing)}
+WORDS = (
+    {one.value for kind in (Reason, HostReason, DeviceRefusal) for one in kind}
+    | STATES
+    | {"AccessLost"}
+)
+BACKED = re.compile(r"`([A-Z][A-Za-z]+)`")
+PRODUCED = dict(
+    re.findall(
+        r"^\| `([A-Z]\w+)` \| `([\w/]+\.py::\w+)` \|$",
+        (ROOT / "tests" / "gpu_node" / "README.md").read_text(),
+        re.MULTILINE,
+    )
+)
+
+
+@cache
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def first_cells(text: str, head: str) -> set[str]:
+    """The first column of the table that begins with this line."""
+    _, _, below = text.partition(f"{head}\n")
+    assert below, head
+    rows = below.partition("\n\n")[0].splitlines()
+    return {found[1] for row in rows if (found := re.match(r"\| `([^`]+)` \|", row))}
+
+
+def test_every_word_of_the_pages_is_produced_by_a_test() -> None:
+    named = {word for name in PAGES for word in BACKED.findall(page(name)) if word in WORDS}
+    assert {"NotVacated", "DriverTooOld", "AccessLost"} <= named
+    assert sorted((named | STATES) - PRODUCED.keys()) == []
+
+
+@pytest.mark.parametrize("word", sorted(PRODUCED))
+def test_the_named_test_asks_for_the_word(word: str) -> None:
+    """In itself or in a constant of its file, by name or as the member of a closed list."""
+    file, _, name = PRODUCED[word].partition("::")
+    text = (ROOT / file).read_text()
+    tree = ast.parse(text)
+    wanted = [
+        ast.get_source_segment(text, node) or ""
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        or (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name)
+    ]
+    member = re.sub(r"(?<!^)(?=[A-Z])", "_", word).upper()
+    assert re.search(rf"\b{word}\b|\.{member}\b", "\n".join(wanted)), PRODUCED[word]
+
+
+def test_the_table_of_what_makes_a_gpu_unfit_has_every_word() -> None:
+    rows = first_cells(page("devices"), "| word | when | ends |")
+    assert rows == {one.value for one in DeviceRefusal if one}
+
+
+def test_the_states_that_a_guard_can_find_are_those_of_the_table() -> None:
+    assert first_cells(page("ecosystem"), "| state | means |") == STATES
+
+
+def test_the_ways_in_are_those_of_the_chart_and_each_is_installed_by_a_test() -> None:
+    schema = json.loads((ROOT / "helm/rose/values.schema.json").read_text())
+    offered = set(schema["properties"]["gpus"]["properties"]["access"]["enum"])
+    head = page("ecosystem").index("| `gpus.access` | for clusters with |")
+    line = page("ecosystem")[head:].partition("\n")[0]
+    assert first_cells(page("ecosystem"), line) == offered
+    assert {mode.access for mode in MODES} == offered
+
+
+def test_every_failure_that_can_be_played_is_on_the_page() -> None:
+    (line,) = re.findall(r"let one of them fail: ([\w, ]+);", page("development-cluster"))
+    drawn = {"hold", "drop"}  # of processes, which are no failures
+    assert set(line.split(", ")) == ACTIONS.keys() - drawn
+
+
+def test_every_condition_that_the_pages_name_is_one_of_the_closed_list() -> None:
+    said = re.findall(r"`(\w+)` of (?:a ServingPool|the pools|the pool)", "".join(map(page, PAGES)))
+    assert said
+    assert set(said) <= {one.value for one in ConditionType}
