@@ -33,7 +33,7 @@ class Smi:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, **library.environment(self.state.path)}
-        command = [self._program, *arguments]
+        command = [str(self._program), *arguments]
         return subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, timeout=60
         )
