@@ -60,7 +60,7 @@ class Aim:
     refutes: str
 
 
-_STOPS = ("decode1", "decode32", "prefill512", "prefill512_32k")
+_STOPS = ("decode1", "decode32", "prefill", "prefill_32k")
 _GRACE_MS = Grace().iteration_ns / 1e6
 # After an arrival the GPU is serving's; what the guard's page promises.
 _ARRIVAL_MS = 25.0

@@ -29,7 +29,7 @@ from bench.gpu.stepper import Step
 
 Measured = list[tuple[str, float, str]]
 _ROOT = Path(__file__).parents[2]
-_STOPS = ("decode1", "decode32", "prefill512", "prefill512_32k")
+_STOPS = ("decode1", "decode32", "prefill", "prefill_32k")
 _GRACE_SECONDS = 0.02
 _ANSWER_SECONDS = 120.0
 # NVML's list follows a new process by less than a second.
@@ -370,7 +370,7 @@ def stop(scale: Scale) -> Measured:
 def corun(scale: Scale) -> Measured:
     """What each pays while both compute, in time slices."""
     found: Measured = []
-    kinds = ("decode1", "decode32", "prefill512")
+    kinds = ("decode1", "decode32", "prefill")
     with neighbour(scale, "decode32") as serving, neighbour(scale, *kinds) as rollout:
         alone = statistics.median(_window(serving, "decode32", scale.seconds))
         for kind in kinds:

@@ -35,8 +35,9 @@ from typing import Any
 KINDS = {
     "decode1": (1, 1, 8192),
     "decode32": (1, 32, 8192),
-    "prefill512": (512, 1, 512),
-    "prefill512_32k": (512, 1, 32768),
+    # What ROSE gives an engine of such a context (``rose_engines.sglang.arguments.prefill_chunk``).
+    "prefill": (416, 1, 4096),
+    "prefill_32k": (208, 1, 32768),
     "prefill2k": (2048, 1, 2048),
 }
 _IDLE_SECONDS = 0.0005

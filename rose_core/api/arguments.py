@@ -53,7 +53,8 @@ _SWITCH = Argument("nothing, or true", lambda text: text in {"", "true"})
 
 ALLOWED: Mapping[str, Argument] = {
     "attention-backend": _words("torch_native", "triton", "flashinfer", "fa3", "intel_amx"),
-    "chunked-prefill-size": _whole(16, 65536),
+    # A chunk is the longest that serving waits for: 512 tokens take an H200 28 to 60 ms with an 8B.
+    "chunked-prefill-size": _whole(16, 512),
     "disable-cuda-graph": _SWITCH,
     "disable-radix-cache": _SWITCH,
     # No 32 bits: an engine's size is told from the files of its weights.

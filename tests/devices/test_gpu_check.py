@@ -19,7 +19,9 @@ from bench.gpu.beside import Measured
 from bench.gpu.checks import spread, step_ms
 from bench.gpu.commits import MODELS, shapes
 from bench.gpu.pack import LIGHT, pack, split
+from bench.gpu.stepper import KINDS
 from bench.gpu.suite import BOUND_SECONDS, CHECKS, Check, apart, carry_out, chosen
+from rose_engines.sglang.arguments import prefill_chunk
 
 ROOT = Path(__file__).parents[2]
 # Nothing of these is on a machine that has torch and nvidia-ml-py alone.
@@ -62,6 +64,12 @@ def test_commits_have_the_tensors_of_the_real_models() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_chunks_are_those_that_rose_gives_an_engine_of_such_a_context() -> None:
+    for kind in ("prefill", "prefill_32k"):
+        tokens, _, context = KINDS[kind]
+        assert tokens == prefill_chunk(context)
+
+
 def test_every_check_of_both_runs_rehearses_without_a_gpu_and_no_figure_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

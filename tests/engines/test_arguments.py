@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from rose_core.api.arguments import ALLOWED
 from rose_core.wire.sync import EngineSpec
@@ -51,8 +52,19 @@ def test_an_engines_command_line_has_its_sizes_and_only_its_own_loopback_port() 
 
 
 @pytest.mark.parametrize(
+    ("context", "chunk"), [(16, 480), (4096, 416), (32768, 208), (131072, 64), (1 << 22, 16)]
+)
+def test_a_chunk_ends_in_time_also_after_a_long_context(context: int, chunk: int) -> None:
+    asked = replace(spec(), context_tokens=context)
+    assert pairs(command(asked, LAUNCH))["--chunked-prefill-size"] == str(chunk)
+    smaller = replace(asked, arguments={"chunked-prefill-size": "32"})
+    assert pairs(command(smaller, LAUNCH))["--chunked-prefill-size"] == "32"
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("chunked-prefill-size", "513"),
         ("trust-remote-code", ""),
         ("load-format", "pt"),
         ("model-path", "/elsewhere"),
