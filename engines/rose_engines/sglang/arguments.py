@@ -20,7 +20,7 @@ from rose_core.wire.sync import EngineSpec
 from rose_engines import activity
 from rose_engines.errors import ArgumentRefused
 
-# An engine that is to stop ends its chunk first, while serving waits: what ``make gpu-check`` allows.
+# An engine that is to stop ends its chunk first, while serving waits (the aim of gpu-check).
 _CHUNK_MS = 25.0
 # An 8B on an H200 took 28 ms for 512 tokens after 2,048 tokens of context and 60 ms after 32,768
 # (decision 0199): so much for a token, and for a token and each token of context before it.
