@@ -15,7 +15,7 @@ A gate on an empty replica opens if that fits for the next request:
 | certificate | when | gate |
 |---|---|---|
 | none | the pool names no TTFT | as if there were none |
-| not learned | fewer than nine requests have met the replica empty | as if there were none |
+| not learned | fewer than nine requests that met the replica empty, or nine stops | as if none |
 | holds | next + D <= SLO | may open |
 | does not hold | next + D > SLO | closed, ``NotCertified`` |
 
@@ -26,13 +26,14 @@ A gate on an empty replica opens if that fits for the next request:
 | closed | its TTFT, and the prefill of what came within D after it: C |
 | open | its TTFT, which has both in it, less the time that rollouts took to stop for it |
 
-Both may only be too large: an open gate took at most that time, and D is at least that time. And
-both are learned whatever the gate does. So a certificate that has shut a gate goes on learning, and
-opens it again.
+Both may only be too large: an open gate took at most that time, and D is at least that time. Both
+are learned whatever the gate does. Stops are seen at open gates only, so each request that met a
+gate which was shut for its certificate takes the oldest stop away. So a certificate that has shut a
+gate opens it again: when what is asked has become smaller, or to learn stops anew.
 
 Quantiles are conformal (split conformal prediction; Vovk et al., 2005): of n + 1 exchangeable
 values the last lies above the ``ceil((n + 1) level)``-th smallest of the others with a chance of at
-most 1 - level, which takes n >= level / (1 - level). With fewer requests the level is 0.9, and the
+most 1 - level, which takes n >= level / (1 - level). With fewer of either the level is 0.9, and the
 certificate says so. Next step: ``gate`` asks it, ``experience`` keeps it.
 """
 
@@ -101,7 +102,7 @@ class Certificate:
     def text(self) -> str:
         """For people: the sum, in milliseconds."""
         if not self.learned:
-            return "too few requests have met the replica empty"
+            return "too few requests have met the replica empty, or stopped rollouts"
         next_ms, stop_ms, all_ms, slo_ms = (
             round(1000 * part) for part in (self.next_s, self.stop_s, self.ceiling_s, self.slo_s)
         )
@@ -124,13 +125,11 @@ def certify(
         percentile: share of requests that has to keep it, percent.
     """
     levels = (percentile / 100, min(FIRST_LEVEL, percentile / 100))
-    level = next((one for one in levels if _enough(len(nexts), one)), 0.0)
+    fewest = min(len(nexts), len(stops))
+    level = next((one for one in levels if _enough(fewest, one)), 0.0)
     if not level:
         return Certificate(slo_s, 0.0, FIRST_STOP_S, 0.0)
-    stop = FIRST_STOP_S
-    if stops:
-        stop = conformal(stops, level) if _enough(len(stops), level) else max(*stops, FIRST_STOP_S)
-    return Certificate(slo_s, conformal(nexts, level), stop, level)
+    return Certificate(slo_s, conformal(nexts, level), conformal(stops, level), level)
 
 
 def _enough(count: int, level: float) -> bool:
@@ -169,9 +168,16 @@ class Envelope:
         self._stops: deque[float] = deque(maxlen=_REMEMBERED)
         self._known: dict[tuple[float, int], Certificate] = {}
 
-    def note_next(self, seconds: float) -> None:
-        """A request has met the replica empty; see the module for what is counted of it."""
+    def note_next(self, seconds: float, *, refused: bool = False) -> None:
+        """A request has met the replica empty; see the module for what is counted of it.
+
+        Args:
+            seconds: that.
+            refused: the gate that it met was shut for its certificate.
+        """
         self._nexts.append(seconds)
+        if refused and self._stops:
+            self._stops.popleft()
         self._known.clear()
 
     def note_stop(self, seconds: float) -> None:

@@ -107,7 +107,7 @@ class _Mark:
     Attributes:
         arrived_ns, first_ns: open time of the gate up to its arrival and to its first token.
         leads: it met the replica empty; ``met_open``: and the gate open.
-        promised: that gate's certificate.
+        promised: that gate's certificate; ``refused``: it was shut for its certificate.
         behind_s: prefill of what came close behind it.
         stop_s: what rollouts took to stop for it.
     """
@@ -117,6 +117,7 @@ class _Mark:
     leads: bool = False
     met_open: bool = False
     promised: Certificate | None = None
+    refused: bool = False
     behind_s: float = 0.0
     stop_s: float = 0.0
 
@@ -163,8 +164,10 @@ class Experience:
         if not self._marks:
             self._leader, self._led_ns = mark, now_ns
             mark.leads, mark.met_open = True, self.open_time.is_open(now_ns)
-            if mark.met_open and self._certificate is not None and self._certificate.learned:
-                mark.promised = self._certificate
+            told = self._certificate
+            if mark.met_open and told is not None and told.learned:
+                mark.promised = told
+            mark.refused = not mark.met_open and told is not None and not told.holds
         self._marks[number] = mark
 
     def note_size(self, number: int, size: int, now_ns: int) -> None:
@@ -235,7 +238,8 @@ class Experience:
         if mark is None or not mark.leads or ttft is None:
             return None
         taught = self.lessons
-        taught.envelope.note_next(ttft - mark.stop_s if mark.met_open else ttft + mark.behind_s)
+        seconds = ttft - mark.stop_s if mark.met_open else ttft + mark.behind_s
+        taught.envelope.note_next(seconds, refused=mark.refused)
         return taught.certified.add(ttft, mark.promised) if mark.promised else None
 
     def _shares(self, done: FinishedRequest) -> tuple[float, float]:

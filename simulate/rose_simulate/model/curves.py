@@ -65,7 +65,7 @@ class ReplicaYield:
     tokens_per_s: float
     open_share: float
     late: frozenset[int]
-    requests: tuple[ServingRequest, ...] = ()
+    requests: tuple[ServingRequest, ...] = field(default=(), compare=False)
     verdicts: Mapping[str, int] = field(default_factory=dict)
     certificate: Certificate | None = None
     certified: CertificateCount = field(default_factory=CertificateCount)
