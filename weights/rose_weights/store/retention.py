@@ -13,6 +13,7 @@ from rose_core.delta import BlockEntry, BlockError, Hop, compose
 from rose_core.delta.lineage import retain, way
 from rose_core.identity import WeightVersion
 from rose_weights.errors import Damaged
+from rose_weights.store.records import read_record
 from rose_weights.store.rules import summary
 from rose_weights.store.state import RunState, StoredVersion
 from rose_weights.store.store import Store
@@ -68,6 +69,8 @@ def sweep(
         for kept in state.versions:
             for manifest in store.manifests(kept):
                 needed.update(block.sha256 for block in manifest.blocks)
+        for listed in state.recorded:
+            needed |= read_record(store, run, listed.manifest).blocks()
     for run in store.runs():
         freed += store.sweep_manifests(run, grace_seconds)
     return freed + store.blocks.sweep(needed, grace_seconds)

@@ -56,6 +56,18 @@ class StoredVersion(msgspec.Struct, frozen=True):
     encode_seconds: float = 0.0
 
 
+class ListedRecord(msgspec.Struct, frozen=True):
+    """One turn of a sandbox's trajectory; ``records`` says what is in it.
+
+    Attributes:
+        turn: its number.
+        manifest: content address of the record.
+    """
+
+    turn: int
+    manifest: str
+
+
 class RunState(msgspec.Struct, frozen=True):
     """A run.
 
@@ -65,6 +77,8 @@ class RunState(msgspec.Struct, frozen=True):
         publisher: who opened it, for people.
         versions: kept versions, oldest first; the last one published is ``head``.
         head: None before the first publish.
+        records: turns of a sandbox's trajectory, oldest first; unset in a run of weights, whose
+            state of before has no such word under its ``check``.
         check: SHA-256 of the rest, where it is kept; empty in memory.
     """
 
@@ -73,7 +87,13 @@ class RunState(msgspec.Struct, frozen=True):
     publisher: str = ""
     versions: tuple[StoredVersion, ...] = ()
     head: WeightVersion | None = None
+    records: tuple[ListedRecord, ...] | msgspec.UnsetType = msgspec.UNSET
     check: str = ""
+
+    @property
+    def recorded(self) -> tuple[ListedRecord, ...]:
+        """Its records; a run of weights has none."""
+        return () if self.records is msgspec.UNSET else self.records
 
     def kept(self, version: WeightVersion | None) -> StoredVersion | None:
         """The entry of a version, or None."""

@@ -13,6 +13,8 @@ Next step: ``planning`` answers "from what I have to what I want", ``retention``
 from __future__ import annotations
 
 import contextlib
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -29,7 +31,7 @@ from rose_weights.errors import (
     StoreFailed,
     UnknownRun,
 )
-from rose_weights.store.backends import Backend
+from rose_weights.store.backends import Backend, Change
 from rose_weights.store.folder import Folder
 from rose_weights.store.rules import check_commit, check_forms, check_model, summary
 from rose_weights.store.state import RunState, StoredVersion
@@ -194,6 +196,47 @@ class Store:
             self.place.write_manifest(manifest.target.run, manifest.name, manifest.encode())
             faults.at("store.fold.manifest")
 
+    def commit_record(
+        self, run: str, data: bytes, blocks: Iterable[bytes], change: Change
+    ) -> RunState:
+        """Publish a record of a sandbox: its blocks, then itself, then the state that lists it.
+
+        Args:
+            run: of the session.
+            data: the record; its content is its name.
+            blocks: that it needs.
+            change: lists it; what it raises goes through, and nothing is changed.
+
+        Raises:
+            Incomplete: blocks are missing; nothing has changed.
+            StoreFailed: the disk is full or broken; the state is as it was.
+        """
+        names = list(blocks)
+
+        def publish(state: RunState) -> RunState:
+            after = change(state)
+            if missing := self.blocks.missing(names):
+                message = f"{len(missing)} of {len(names)} blocks of a record of {run} are missing"
+                raise Incomplete(message)
+            self.blocks.sync(names)
+            faults.at("store.record.blocks")
+            self.place.write_manifest(run, hashlib.sha256(data).hexdigest(), data)
+            faults.at("store.record.manifest")
+            return after
+
+        published = self.change(run, publish, "publish a record of")
+        faults.at("store.record.list")
+        return published
+
+    def change(self, run: str, change: Change, doing: str) -> RunState:
+        """Replace a run's state in one step.
+
+        Raises:
+            StoreFailed: the disk is full or broken; the state is as it was.
+        """
+        with self._failing(doing, run):
+            return self.place.change(_checked(run), change)
+
     def relist(self, before: RunState, versions: tuple[StoredVersion, ...]) -> bool:
         """Replace the listed versions, unless that would lose what was published meanwhile.
 
@@ -234,6 +277,7 @@ class Store:
         """
         versions = self.state(run).versions
         listed = {name for kept in versions for name in (kept.manifest, kept.on_base)}
+        listed |= {one.manifest for one in self.state(run).recorded}
         return self.place.sweep_manifests(run, listed, grace_seconds)
 
     def _check_blocks(self, manifest: Manifest, smaller: Manifest | None) -> None:

@@ -1,0 +1,192 @@
+"""A record is whole or not there, has one owner, and takes no more room than what changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rose_core.identity import WeightVersion
+from rose_weights.errors import Damaged, Fenced, StoreFailed, UnknownVersion
+from rose_weights.store import state as states
+from rose_weights.store.records import OutsideEffect, Records, Turn, digest_of
+from rose_weights.store.retention import sweep
+from rose_weights.store.state import RunState
+from rose_weights.store.store import Store
+from tests.weights.faulty import Crash, FaultyDisk
+
+SPEC = {"image": "base"}
+
+
+def turn(number: int, *, files: bytes | None = None, processes: bytes | None = None) -> Turn:
+    return Turn(number, tuple(range(number * 10)), SPEC, files, processes, ("grpo@1.3",))
+
+
+def three(store: Store, kept: list[int]) -> None:
+    records = Records(store, "grpo")
+    owned = records.own("s", "one")
+    for number in (1, 2, 3):
+        records.publish(owned, turn(number, files=bytes([number]) * 9000, processes=b"p" * number))
+        kept.append(number)
+
+
+def test_a_crash_at_any_operation_leaves_a_whole_record(tmp_path: Path) -> None:
+    whole = FaultyDisk()
+    three(Store(tmp_path / "count", disk=whole), [])
+    assert whole.operations > 20
+    for at in range(whole.operations):
+        for power_loss in (False, True):
+            root, kept = tmp_path / f"{at}{power_loss}", list[int]()
+            disk = FaultyDisk(at)
+            with pytest.raises(Crash):
+                three(Store(root, disk=disk), kept)
+            if power_loss:
+                disk.lose_power()
+            records = Records(Store(root, disk=FaultyDisk()), "grpo")
+            there = records.turns("s")
+            assert there[: len(kept)] == tuple(kept)
+            assert len(there) <= len(kept) + 1  # its answer was lost, the record was not
+            for number in there:
+                record = records.read("s", number)
+                assert record.files is not None
+                assert record.processes is not None
+                assert records.part(record.files) == bytes([number]) * 9000
+                assert records.part(record.processes) == b"p" * number
+                assert records.ids(record) == tuple(range(number * 10))
+
+
+def test_a_full_disk_leaves_the_record_before_and_says_so(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    records = Records(store, "grpo")
+    records.publish(records.own("s", "one"), turn(1, files=b"a"))
+    full = Records(Store(tmp_path, disk=FaultyDisk(0, full=True)), "grpo")
+    with pytest.raises(StoreFailed, match="No space left"):
+        full.own("s", "two")
+    assert records.turns("s") == (1,)
+
+
+def test_a_host_whose_session_was_taken_over_publishes_nothing_more(tmp_path: Path) -> None:
+    one, two = Records(Store(tmp_path), "grpo"), Records(Store(tmp_path), "grpo")
+    lost = one.own("s", "host-1")
+    one.publish(lost, turn(1, files=b"a"))
+    taken = two.own("s", "host-2")
+    assert taken.last is not None
+    for stale in (
+        lambda: one.check(lost),
+        lambda: one.publish(lost, turn(2, files=b"b")),
+        lambda: one.back(lost, 1),
+        lambda: one.forget(lost),
+    ):
+        with pytest.raises(Fenced, match="host-2's under fence 2; this host had 1"):
+            stale()
+    assert two.publish(taken, turn(2)).owner == "host-2"
+    assert two.turns("s") == (1, 2)
+
+
+def test_a_record_needs_only_the_pages_that_changed(tmp_path: Path) -> None:
+    records = Records(Store(tmp_path), "grpo")
+    owned = records.own("s", "one")
+    memory = os.urandom(1 << 20)
+    records.publish(owned, turn(1, processes=memory))
+    first = owned.written
+    changed = memory[:8192] + os.urandom(4096) + memory[12288:]
+    records.publish(owned, turn(2, processes=changed))
+    assert owned.written - first < 16_384
+    again = Records(Store(tmp_path), "grpo")
+    taken = again.own("s", "two")  # what lay where is read again after the loss of a host
+    again.publish(taken, turn(3, processes=memory))
+    assert taken.written < 16_384
+    for number, data in ((1, memory), (2, changed), (3, memory)):
+        part = again.read("s", number).processes
+        assert part is not None
+        assert again.part(part) == data
+
+
+def test_a_long_chain_is_stored_whole_again(tmp_path: Path) -> None:
+    records = Records(Store(tmp_path), "grpo")
+    owned = records.own("s", "one")
+    memory = bytearray(os.urandom(64 * 4096))
+    for number in range(1, 40):
+        memory[(number * 4096) : (number * 4096) + 4] = os.urandom(4)
+        record = records.publish(owned, turn(number, processes=bytes(memory)))
+        assert record.processes is not None
+        assert len(record.processes.packs) <= 17
+        assert records.part(record.processes) == bytes(memory)
+
+
+def test_going_back_leaves_later_turns_and_an_unknown_turn_is_named(tmp_path: Path) -> None:
+    records = Records(Store(tmp_path), "grpo")
+    kept = list[int]()
+    three(Store(tmp_path), kept)
+    owned = records.own("s", "two")
+    assert records.back(owned, 2).turn == 2
+    assert records.turns("s") == (1, 2)
+    with pytest.raises(UnknownVersion, match="no record of turn 3 of session s; there are: 1, 2"):
+        records.back(owned, 3)
+    with pytest.raises(UnknownVersion, match="there are: none"):
+        records.read("nobody")
+
+
+def test_a_fork_shares_its_parents_blocks_and_outlives_it(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    records = Records(store, "grpo")
+    owned = records.own("s", "one")
+    record = records.publish(owned, turn(1, files=b"f" * 5000))
+    child = records.own("s-1", "one")
+    made = records.adopt(child, record, ("s", 1))
+    assert (made.parent, made.session) == (("s", 1), "s-1")
+    records.forget(owned)
+    sweep(store, grace_seconds=-1)
+    assert made.files is not None
+    assert records.part(made.files) == b"f" * 5000
+    records.forget(child)
+    assert sweep(store, grace_seconds=-1) > 0
+
+
+def test_other_tokens_than_the_records_are_found_out(tmp_path: Path) -> None:
+    records = Records(Store(tmp_path), "grpo")
+    owned = records.own("s", "one")
+    one = records.publish(owned, turn(1))
+    two = records.publish(owned, turn(2))
+    assert one.tokens == digest_of(range(10))
+    mixed = msgspec.structs.replace(one, ids=two.ids)
+    with pytest.raises(Damaged, match="turn 1 of s is bound to other tokens"):
+        records.ids(mixed)
+
+
+def test_a_torn_record_is_found_by_its_name(tmp_path: Path) -> None:
+    records = Records(Store(tmp_path), "grpo")
+    records.publish(records.own("s", "one"), turn(1, files=b"f"))
+    for path in (tmp_path / "runs" / records.place("s") / "manifests").iterdir():
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(Damaged, match="is not what the state lists"):
+        records.read("s", 1)
+
+
+def test_states_of_weights_are_kept_as_before() -> None:
+    head = WeightVersion("grpo", 1, 0)
+    data = states.encode(RunState("grpo", 1, "trainer", head=head))
+    assert b"records" not in data
+    assert states.decode(data, "here").recorded == ()
+    assert (
+        hashlib.sha256(data).hexdigest()
+        == hashlib.sha256(states.encode(states.decode(data, ""))).hexdigest()
+    )
+
+
+def test_an_effect_is_durable_before_it_happens_and_outlives_going_back(tmp_path: Path) -> None:
+    records = Records(Store(tmp_path), "grpo")
+    owned = records.own("s", "one")
+    records.publish(owned, turn(1))
+    records.publish(owned, turn(2))
+    sent = OutsideEffect(3, "POST", "pay.example/orders")
+    records.note(owned, sent)
+    assert Records(Store(tmp_path), "grpo").own("s", "two").last == records.read("s", 2)
+    assert records.read("s").effects == (sent,)
+    again = records.own("s", "three")
+    assert records.back(again, 1, (sent,)).effects == (sent,)
+    with pytest.raises(Fenced):
+        records.note(owned, sent)

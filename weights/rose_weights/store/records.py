@@ -1,0 +1,397 @@
+"""Records of agents' trajectories: tokens, files, processes and effects of one turn, in one step.
+
+A session is a run of the store of its own, so it has a fence, a state that is replaced in one step
+and rights. A record is there when the state lists it, and not before:
+
+| state | how it got there |
+|---|---|
+| staged | its packs are blocks |
+| written | packs and the record durable; not listed, nobody sees it |
+| published | listed: the state was replaced |
+| left | no longer listed: the trajectory went back before it |
+
+A crash between two states leaves the record before. Whoever restores a session owns it from then
+on: the host before is fenced, and what it still publishes is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rose_core.sandboxes.pages import Piece, TornPart, pack, pages, unpack
+from rose_weights.errors import Damaged, Fenced, UnknownRun, UnknownVersion
+from rose_weights.store.state import ListedRecord, RunState
+from rose_weights.store.store import Store
+
+PACKS = 16
+"""Packs that a part is read from at most; past that it is stored whole: a restore reads each."""
+_FAST = 1
+"""Of zlib: pages of zeros and text shrink to a quarter, at a speed above the disk's."""
+
+
+class SavedPart(msgspec.Struct, frozen=True):
+    """A part of a sandbox.
+
+    Attributes:
+        digest: SHA-256 of the part.
+        size: its bytes.
+        pieces: (pack, start, size) that make it.
+        packs: name of the block that holds each pack, compressed.
+    """
+
+    digest: str
+    size: int
+    pieces: tuple[tuple[str, int, int], ...]
+    packs: dict[str, str]
+
+
+class OutsideEffect(msgspec.Struct, frozen=True):
+    """A request that left the sandbox; see ``rose_core.sandboxes.outside``."""
+
+    turn: int
+    method: str
+    target: str
+    status: int = 0
+    keyed: bool = False
+
+
+class Command(msgspec.Struct, frozen=True):
+    """A command that has been run: asked again under its name, it is answered and not run."""
+
+    name: str
+    digest: str
+    result: dict[str, Any]
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One turn of a trajectory.
+
+    Attributes:
+        session, turn: whose, and its number from 1.
+        tokens: digest of the ids, see ``digest_of``.
+        ids: all token ids of the session up to here, as a part.
+        weight_versions: that sampled them, in order.
+        owner, fence: the host that published it, and under which fence.
+        spec: of the sandbox: image, limits, folder, environment.
+        files, processes: None: the bare image, no process.
+        effects: that left the sandbox, of all turns up to here.
+        commands: of this turn.
+        parent: (session, turn) that it was forked from.
+    """
+
+    session: str
+    turn: int
+    tokens: str
+    owner: str
+    fence: int
+    spec: dict[str, Any]
+    ids: SavedPart | None = None
+    weight_versions: tuple[str, ...] = ()
+    files: SavedPart | None = None
+    processes: SavedPart | None = None
+    effects: tuple[OutsideEffect, ...] = ()
+    commands: tuple[Command, ...] = ()
+    parent: tuple[str, int] | None = None
+
+    @property
+    def parts(self) -> tuple[SavedPart, ...]:
+        """Those that it has."""
+        found = (self.ids, self.files, self.processes)
+        return tuple(one for one in found if one is not None)
+
+    def blocks(self) -> set[bytes]:
+        """Names of all blocks it needs."""
+        return {bytes.fromhex(name) for part in self.parts for name in part.packs.values()}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is published of a turn.
+
+    Attributes:
+        number: from 1.
+        ids: token ids of the session so far.
+        spec: of the sandbox.
+        files, processes: new parts; None: as in the record before.
+        weight_versions, effects, commands, parent: as in ``Record``.
+    """
+
+    number: int
+    ids: tuple[int, ...]
+    spec: Mapping[str, Any]
+    files: bytes | None = None
+    processes: bytes | None = None
+    weight_versions: tuple[str, ...] = ()
+    effects: tuple[OutsideEffect, ...] = ()
+    commands: tuple[Command, ...] = ()
+    parent: tuple[str, int] | None = None
+
+
+@dataclass
+class Owned:
+    """A session that this host may publish.
+
+    Attributes:
+        session, fence: whose, and under which fence.
+        last: its newest record; None before the first.
+        known: where pages of the newest parts lie, by part; lost with the host, then read again.
+        written: bytes that its records needed so far.
+    """
+
+    session: str
+    owner: str
+    fence: int
+    last: Record | None = None
+    known: dict[str, Mapping[bytes, Piece]] = field(default_factory=dict)
+    written: int = 0
+
+
+def digest_of(ids: Iterable[int]) -> str:
+    """Of token ids: SHA-256 of each as 4 bytes, little-endian."""
+    return hashlib.sha256(_encoded(ids)).hexdigest()
+
+
+def _encoded(ids: Iterable[int]) -> bytes:
+    return b"".join(one.to_bytes(4, "little") for one in ids)
+
+
+class Records:
+    """The records of one run's sandboxes. Blocking; hosts call it in threads.
+
+    Args:
+        store: where.
+        run: whose; its rights hold for its sandboxes too.
+    """
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store = store
+        self._run = run
+
+    def place(self, session: str) -> str:
+        """The store's run that holds a session."""
+        return f"{self._run[:40]}.box-{hashlib.sha256(session.encode()).hexdigest()[:16]}"
+
+    def own(self, session: str, owner: str) -> Owned:
+        """Take a session over, or begin it: every host before is fenced from here on.
+
+        Raises:
+            StoreFailed: the fence could not be written; nothing has changed.
+            Damaged: the newest record cannot be read.
+        """
+        state = self._store.open_incarnation(self.place(session), owner)
+        listed = state.recorded
+        last = self._read(state.run, listed[-1].manifest) if listed else None
+        return Owned(session, owner, state.fence, last)
+
+    def check(self, owned: Owned) -> None:
+        """Whether the session is still this host's.
+
+        Raises:
+            Fenced: another host has taken it over.
+        """
+        _check(self._store.state(self.place(owned.session)), owned)
+
+    def turns(self, session: str) -> tuple[int, ...]:
+        """Turns with a record, in order; none of an unknown session."""
+        try:
+            return tuple(one.turn for one in self._store.state(self.place(session)).recorded)
+        except UnknownRun:
+            return ()
+
+    def read(self, session: str, turn: int | None = None) -> Record:
+        """A turn's record, the newest one without a turn.
+
+        Raises:
+            UnknownVersion: there is none; the text says which there are.
+            Damaged: it cannot be read.
+        """
+        listed = self._store.state(self.place(session)).recorded if self.turns(session) else ()
+        for one in reversed(listed):
+            if turn is None or one.turn == turn:
+                return self._read(self.place(session), one.manifest)
+        there = ", ".join(str(one.turn) for one in listed) or "none"
+        wanted = "any turn" if turn is None else f"turn {turn}"
+        raise UnknownVersion(f"no record of {wanted} of session {session}; there are: {there}")
+
+    def part(self, part: SavedPart) -> bytes:
+        """A part's bytes.
+
+        Raises:
+            Incomplete, Damaged: a block is missing, or the part is not what the record says.
+        """
+        blocks = self._store.blocks
+        try:
+            packs = {
+                name: zlib.decompress(blocks.get(bytes.fromhex(block)))
+                for name, block in part.packs.items()
+            }
+            return unpack((Piece(*one) for one in part.pieces), packs, part.digest)
+        except (TornPart, zlib.error) as error:
+            raise Damaged(f"part {part.digest[:16]} cannot be read: {error}") from error
+
+    def ids(self, record: Record) -> tuple[int, ...]:
+        """The token ids of the session up to the record.
+
+        Raises:
+            Damaged: they are not those that the record's digest was made of.
+        """
+        data = self.part(record.ids) if record.ids is not None else b""
+        if hashlib.sha256(data).hexdigest() != record.tokens:
+            raise Damaged(f"turn {record.turn} of {record.session} is bound to other tokens")
+        return tuple(int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4))
+
+    def publish(self, owned: Owned, turn: Turn) -> Record:
+        """Make a record the session's newest; later turns, if any, are left.
+
+        Raises:
+            Fenced: another host has taken the session over; nothing has changed.
+            StoreFailed: the disk is full or broken; the record before stands.
+        """
+        before = owned.last
+        ids = _encoded(turn.ids)
+        fresh: dict[str, Mapping[bytes, Piece]] = {}
+        parts: dict[str, SavedPart | None] = {}
+        for name, data in (("ids", ids), ("files", turn.files), ("processes", turn.processes)):
+            earlier: SavedPart | None = getattr(before, name) if before is not None else None
+            if data is None:
+                parts[name] = earlier
+            else:
+                parts[name], fresh[name] = self._save(owned, name, data, earlier)
+        record = Record(
+            owned.session,
+            turn.number,
+            hashlib.sha256(ids).hexdigest(),
+            owned.owner,
+            owned.fence,
+            dict(turn.spec),
+            weight_versions=turn.weight_versions,
+            effects=turn.effects,
+            commands=turn.commands,
+            parent=turn.parent,
+            **parts,
+        )
+        self._commit(owned, record)
+        owned.last = record
+        owned.known.update(fresh)
+        return record
+
+    def adopt(self, owned: Owned, record: Record, at: tuple[str, int]) -> Record:
+        """Begin a session with another's record: a fork; no part is copied.
+
+        Raises:
+            Fenced, StoreFailed: as ``publish``.
+        """
+        made = msgspec.structs.replace(
+            record, session=owned.session, owner=owned.owner, fence=owned.fence, parent=at
+        )
+        self._commit(owned, made)
+        owned.last = made
+        return made
+
+    def note(self, owned: Owned, effect: OutsideEffect) -> None:
+        """Write down an effect before it happens, so that the loss of the host does not hide it.
+
+        Raises:
+            Fenced, StoreFailed: it must not happen.
+        """
+        if owned.last is None:
+            raise UnknownVersion(f"session {owned.session} has no record that could hold it")
+        noted = (*owned.last.effects, effect)
+        self._commit(owned, made := msgspec.structs.replace(owned.last, effects=noted))
+        owned.last = made
+
+    def back(
+        self, owned: Owned, turn: int, effects: tuple[OutsideEffect, ...] | None = None
+    ) -> Record:
+        """Make an earlier record the newest one: later turns are left.
+
+        Args:
+            owned: the session.
+            turn: of the record.
+            effects: that happened, also those that are gone back across; None: the record's.
+
+        Raises:
+            UnknownVersion, Fenced, StoreFailed: nothing has changed.
+        """
+        record = self.read(owned.session, turn)
+        made = msgspec.structs.replace(
+            record,
+            owner=owned.owner,
+            fence=owned.fence,
+            effects=record.effects if effects is None else effects,
+        )
+        self._commit(owned, made)
+        owned.last, owned.known = made, {}
+        return made
+
+    def forget(self, owned: Owned) -> None:
+        """The session is over: its blocks are free for the store's sweep."""
+
+        def empty(state: RunState) -> RunState:
+            _check(state, owned)
+            return msgspec.structs.replace(state, records=())
+
+        self._store.change(self.place(owned.session), empty, "forget")
+
+    def _save(
+        self, owned: Owned, name: str, data: bytes, earlier: SavedPart | None
+    ) -> tuple[SavedPart, Mapping[bytes, Piece]]:
+        known = owned.known.get(name, {})
+        if earlier is not None and not known:
+            known = pages((Piece(*one) for one in earlier.pieces), self.part(earlier))
+        if earlier is not None and len(earlier.packs) >= PACKS:
+            known = {}
+        made = pack(data, known)
+        blocks = dict(earlier.packs) if earlier is not None else {}
+        if made.fresh:
+            packed = zlib.compress(made.fresh, _FAST)
+            own = hashlib.sha256(made.fresh).hexdigest()
+            blocks[own] = self._store.put_block(packed).hex()
+            owned.written += len(packed)
+        used = {piece.pack: blocks[piece.pack] for piece in made.pieces}
+        pieces = tuple((one.pack, one.start, one.size) for one in made.pieces)
+        return SavedPart(hashlib.sha256(data).hexdigest(), len(data), pieces, used), made.known
+
+    def _commit(self, owned: Owned, record: Record) -> None:
+        data = msgspec.json.encode(record)
+        listed = ListedRecord(record.turn, hashlib.sha256(data).hexdigest())
+
+        def list_(state: RunState) -> RunState:
+            _check(state, owned)
+            kept = tuple(one for one in state.recorded if one.turn < record.turn)
+            return msgspec.structs.replace(state, records=(*kept, listed))
+
+        self._store.commit_record(self.place(owned.session), data, record.blocks(), list_)
+        owned.written += len(data)
+
+    def _read(self, run: str, name: str) -> Record:
+        return read_record(self._store, run, name)
+
+
+def read_record(store: Store, run: str, name: str) -> Record:
+    """A listed record.
+
+    Raises:
+        Damaged: it is gone or not what its name says.
+    """
+    try:
+        data = store.place.manifest(run, name)
+        if hashlib.sha256(data).hexdigest() != name:
+            raise Damaged(f"record {name[:16]} of {run} is not what the state lists")
+        return msgspec.json.decode(data, type=Record)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise Damaged(f"record {name[:16]} of {run} cannot be read: {error}") from error
+
+
+def _check(state: RunState, owned: Owned) -> None:
+    if state.fence != owned.fence:
+        raise Fenced(
+            f"session {owned.session} is {state.publisher}'s under fence {state.fence}; this host "
+            f"had {owned.fence} and must end its sandbox"
+        )
