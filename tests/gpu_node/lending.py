@@ -110,10 +110,10 @@ class Lending:
         """Pods on whose GPUs an engine is up."""
         return {name for name, (state, _) in self.slots().items() if state in UP}
 
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
+    def wait(self, condition: Callable[[], object], what: str) -> None:
         """A failure says what the lease, the guard and the cluster say."""
         try:
-            wait_until(condition, what, seconds=SECONDS, pause=1.0)
+            wait_until(lambda: bool(condition()), what, seconds=SECONDS, pause=1.0)
         except StartFailed as error:
             said = json.dumps(self.devices(), indent=1)
             pytest.fail("\n\n".join([str(error), self.why(), said, *seen(self.node)]))

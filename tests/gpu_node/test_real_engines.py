@@ -26,6 +26,7 @@ from tests.gpu_node.machine import apply
 from tests.gpu_node.serving_pods import GIB, ServingPod, hold
 
 pytestmark = [*MARKS, pytest.mark.long]
+FIT = "DevicesFit"
 
 
 def values(python: Path) -> dict[str, Any]:
@@ -119,7 +120,26 @@ def test_a_model_that_fits_nowhere_is_said_with_its_size(real: Lending) -> None:
     )
     figures = r"needs 6\d\d\.\d GiB per GPU with tp=1, the most lendable is 43\.\d GiB on rose-dev;"
     assert re.search(figures, granted(real, "message"))
+    real.wait(
+        lambda: re.search(f"lease research/grpo: the engine {figures[:-1]}", real.condition(FIT)),
+        "the pool's owner reads the same figures",
+    )
     real.wait(lambda: real.slots() == {}, "the slot whose host has sized the engine is taken back")
+
+
+def test_a_driver_too_old_for_the_engine_is_said_with_both_versions(real: Lending) -> None:
+    new = real.state.raw.driver_version, real.state.raw.cuda_version
+    real.state.raw.driver_version, real.state.raw.cuda_version = b"550.163.01", 12_040
+    text = r"CUDA 13\.\d needs driver 580 or later, .*; it is 550\.163\.01"
+    real.wait(
+        lambda: re.search(text, real.condition("DeviceAccess")), "the pool says what the host lacks"
+    )
+    real.wait(
+        lambda: re.search(rf"False 2 of 2 replicas .*2 DriverTooOld .*{text}", real.condition(FIT)),
+        "and that its GPUs do not fit",
+    )
+    real.state.raw.driver_version, real.state.raw.cuda_version = new
+    real.wait(lambda: real.condition("DeviceAccess").startswith("True"), "the new driver is seen")
 
 
 def granted(real: Lending, field_name: str) -> str:

@@ -15,7 +15,7 @@ from tests.gpu_node.lending import MARKS, USUAL, Lending
 
 pytestmark = [*MARKS, pytest.mark.long]
 
-ACCESS = "DeviceAccess"
+ACCESS, FIT = "DeviceAccess", "DevicesFit"
 MISMATCH = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH: a kernel module and a library of two drivers
 
 
@@ -32,6 +32,10 @@ def test_two_drivers_are_said_and_a_missing_gpu_by_number(installed: Lending) ->
         lambda: "two drivers on this node: the library is 550." in installed.condition(ACCESS),
         "the pool says so",
     )
+    installed.wait(
+        lambda: "6 of 6 replicas cannot be lent; 6 DeviceAccess" in installed.condition(FIT),
+        "and how many GPUs that concerns",
+    )
     missing = max(installed.pods, key=lambda pod: pod.gpus[-1])
     installed.state.raw.gpu_count = count = missing.gpus[-1]
     installed.state.fail("nvmlInitWithFlags", 0)
@@ -39,6 +43,9 @@ def test_two_drivers_are_said_and_a_missing_gpu_by_number(installed: Lending) ->
     installed.wait(
         lambda: f"among the {count} that" in installed.message(missing),
         "the GPU that the driver does not list",
+    )
+    installed.wait(
+        lambda: f"among the {count} that" in installed.condition(FIT), "the pool says so"
     )
     installed.state.raw.gpu_count = 8
     installed.wait_for_all()
