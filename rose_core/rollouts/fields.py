@@ -244,7 +244,6 @@ def check_within(
     Raises:
         UnsafeTurn: they cannot; says what was asked for and what there is.
     """
-    _check_ids(prompt, sampling, request, bounds.vocabulary)
     top = request.get("top_logprobs_num") or 0
     most = min(bounds.vocabulary, MOST_TOP) if bounds.vocabulary else UNKNOWN_TOP
     if top > most:
@@ -256,6 +255,8 @@ def check_within(
             "room for an answer (spec.contextTokens of the lease)"
         )
         raise UnsafeTurn(message)
+    # Last: of a prompt that is too long nobody needs to know the highest id.
+    _check_ids(prompt, sampling, request, bounds.vocabulary)
 
 
 def _check_ids(

@@ -183,7 +183,12 @@ class MessageTree:
         return self._turns
 
     def find(
-        self, job: str, root: bytes, messages: Sequence[Mapping[str, Any]], session: str = ""
+        self,
+        job: str,
+        root: bytes,
+        messages: Sequence[Mapping[str, Any]],
+        session: str = "",
+        digests: Sequence[Digest] = (),
     ) -> Match:
         """The longest beginning of the messages that ends with an answer sampled here.
 
@@ -192,8 +197,9 @@ class MessageTree:
             root: what stands before the messages in every prompt: tools, template's variables.
             messages: the conversation.
             session: of the request; empty = not known, and then altered histories are not seen.
+            digests: of the messages (``digests_of``), where the caller has them.
         """
-        digests = tuple(_chain(root, messages))
+        digests = tuple(digests) or digests_of(root, messages)
         answers = [n for n, one in enumerate(messages) if one.get("role") == "assistant"]
         for index in reversed(answers):
             node = self._said(job, digests[index], session, messages[index])
@@ -369,6 +375,11 @@ def _call_ids(answer: Mapping[str, Any]) -> Iterator[str]:
 def root_of(*parts: object) -> bytes:
     """What prompts of one conversation have in common beside its messages."""
     return json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+def digests_of(root: bytes, messages: Sequence[Mapping[str, Any]]) -> tuple[Digest, ...]:
+    """What the conversation has said up to each message."""
+    return tuple(_chain(root, messages))
 
 
 def _chain(root: bytes, messages: Sequence[Mapping[str, Any]]) -> Iterator[Digest]:

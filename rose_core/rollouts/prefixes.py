@@ -63,7 +63,10 @@ class Prefixes:
     def find(self, prompt: Sequence[int]) -> str:
         """The trajectory with the longest known prefix of the prompt; empty when none is known."""
         blocks = range(BLOCK, len(prompt) + 1, BLOCK)
-        fitting = [size for size in blocks if size in self._sizes]
+        if len(blocks) > len(self._sizes):
+            fitting = sorted(size for size in self._sizes if size in blocks)
+        else:
+            fitting = [size for size in blocks if size in self._sizes]
         found = ""
         for key in _hashes(prompt, fitting):
             found = self._names.get(key, found)

@@ -193,6 +193,8 @@ def spare_collections() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+    # A thread that reads a long body gives way to the loop after so much.
+    sys.setswitchinterval(0.001)
 
 
 async def serve(given: argparse.Namespace) -> int:

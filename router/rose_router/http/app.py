@@ -52,6 +52,7 @@ from rose_router.http.handlers import TurnHandlers
 from rose_router.http.memory import MemoryLimiter, limit_of_process
 from rose_router.http.message_replies import error_json
 from rose_router.http.model_tokenizer import ModelTokenizer
+from rose_router.http.response_replies import error_json as response_error_json
 from rose_router.http.stored_responses import StoredResponses
 from rose_router.listener import ConnectionLimiter
 from rose_router.turns.barrier import Barrier
@@ -143,11 +144,14 @@ def error_response(error: Exception, path: str = "") -> web.Response:
         "object": "error",
         "message": str(error),
         "type": reason,
+        "param": None,
         "code": status,
-        "error": {"message": str(error), "type": reason, "code": status},
+        "error": {"message": str(error), "type": reason, "param": None, "code": status},
     }
     if path.startswith("/v1/messages"):
         body = error_json(status, str(error), reason)
+    elif path.startswith("/v1/responses"):
+        body = response_error_json(status, str(error), reason)
     headers = {REASON: reason}
     if retry_after:
         headers["Retry-After"] = str(retry_after)

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from rose_core.rollouts.message_tree import MessageTree
+from rose_core.rollouts.message_tree import Match, MessageTree
 from rose_router import metrics
 from rose_router.errors import BadRequest, Forbidden, TurnLost
 from rose_router.http import replies
@@ -23,7 +25,7 @@ from rose_router.http.conversation import Message, messages_of
 from rose_router.http.dialects import chat, completions, messages, responses, sglang, vllm
 from rose_router.http.dialects.common import Hints, encoded, read_body, token_ids
 from rose_router.http.dialects.terms import ParsedRequest
-from rose_router.http.history import History
+from rose_router.http.history import Find, History
 from rose_router.http.memory import ROOM, held_by
 from rose_router.http.message_replies import MessageReplies
 from rose_router.http.model_output import OutputReader
@@ -35,6 +37,14 @@ from rose_router.http.streaming import NAMED, PLAIN, Events, Framing, MergedStre
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.service import Service, random_rid
 from rose_router.turns.turn import Turn, TurnState, typed_abort
+
+_LONG_BODY = 1 << 16
+"""Bytes; a shorter one is read in about a millisecond, and a thread costs a tenth of that."""
+_READERS = 2
+"""Threads for long bodies: one that takes its template's whole budget stops no other."""
+_FIND_SECONDS = 60.0  # a loop that ends answers nobody
+
+Made = TypeVar("Made")
 
 
 class TurnHandlers:
@@ -56,6 +66,7 @@ class TurnHandlers:
     ) -> None:
         self._service = service
         self._model_words = words
+        self._readers = ThreadPoolExecutor(_READERS, "bodies")
         self._tree = tree
         self._stored = stored
 
@@ -63,15 +74,15 @@ class TurnHandlers:
     def _tokenizer(self) -> Tokenizer | None:
         return self._model_words.current
 
-    @property
-    def _history(self) -> History | None:
+    def _history(self, find: Find | None = None) -> History | None:
         tokenizer = self._tokenizer
-        return None if tokenizer is None else History(self._tree, tokenizer)
+        return None if tokenizer is None else History(self._tree, tokenizer, find)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """SGLang's ``/generate``."""
         body = await self._read(request)
-        ask = sglang.read(body, request.headers, self._tokenizer, random_rid)
+        reading = partial(sglang.read, body, request.headers, self._tokenizer, random_rid)
+        ask = await self._aside(request, reading)
         with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], self._sglang_events)
@@ -83,7 +94,8 @@ class TurnHandlers:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/completions``."""
         body = await self._read(request)
-        ask = completions.read(body, request.headers, self._tokenizer, random_rid)
+        reading = partial(completions.read, body, request.headers, self._tokenizer, random_rid)
+        ask = await self._aside(request, reading)
         model = self._service.settings.model
         answering = CompletionReplies(model, self._tokenizer, self._names(body))
         with self._turns(request, ask) as turns:
@@ -98,7 +110,7 @@ class TurnHandlers:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/chat/completions``."""
         body = await self._read(request)
-        ask = self._read_chat(request, body)
+        ask = await self._read_chat(request, body)
         answering = ChatReplies(
             self._service.settings.model, self._tokenizer, body, ask, self._names(body)
         )
@@ -120,9 +132,9 @@ class TurnHandlers:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """Anthropic's ``/v1/messages``."""
-        body = messages.chat_of(await self._read(request))
+        body = await self._aside(request, partial(messages.chat_of, await self._read(request)))
         tokenizer = self._words()
-        ask = self._read_chat(request, body)
+        ask = await self._read_chat(request, body)
         with self._turns(request, ask) as (turn,):
             reader = OutputReader(turn, tokenizer, body)
             beside = partial(replies.conversation_json, turn, ask)
@@ -131,9 +143,10 @@ class TurnHandlers:
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Anthropic's ``/v1/messages/count_tokens``."""
-        body = messages.chat_of(await self._read(request))
+        body = await self._aside(request, partial(messages.chat_of, await self._read(request)))
         tokenizer = self._words()
-        return _json({"input_tokens": len(chat.prompt_of(body, tokenizer))})
+        counted = await self._aside(request, partial(chat.prompt_of, body, tokenizer))
+        return _json({"input_tokens": len(counted)})
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/responses``."""
@@ -143,8 +156,9 @@ class TurnHandlers:
         if job is None:
             job = Hints(body, request.headers).job
         previous = responses.previous_of(body)
-        read = responses.read(body, self._stored.find(job, previous) if previous else ())
-        ask = self._read_chat(request, read.chat)
+        before = self._stored.find(job, previous) if previous else ()
+        read = await self._aside(request, partial(responses.read, body, before))
+        ask = await self._read_chat(request, read.chat)
         with self._turns(request, ask) as (turn,):
             reader = OutputReader(turn, tokenizer, read.chat)
             beside = partial(replies.conversation_json, turn, ask, read.not_shown)
@@ -161,12 +175,14 @@ class TurnHandlers:
         """``/tokenize``: text (``prompt``) or a conversation (``messages``) as token ids."""
         body = await self._read(request)
         if body.get("messages") is not None:
-            ids = list(chat.prompt_of(body, self._tokenizer))
+            prompt = partial(chat.prompt_of, body, self._tokenizer)
+            ids = list(await self._aside(request, prompt))
         else:
             special = body.get("add_special_tokens") is not False
             instead = "token ids everywhere"
             words = _prompt_text(body)
-            ids = list(encoded(words, self._tokenizer, "prompt", instead, special=special))
+            told = (words, self._tokenizer, "prompt", instead)
+            ids = list(await self._aside(request, partial(encoded, *told, special=special)))
         return _json(
             {
                 "tokens": ids,
@@ -213,16 +229,40 @@ class TurnHandlers:
             raise BadRequest("InvalidTurn", message)
         return web.Response()
 
-    def _read_chat(self, request: web.Request, body: Mapping[str, Any]) -> ParsedRequest:
-        return chat.read(
+    async def _read_chat(self, request: web.Request, body: Mapping[str, Any]) -> ParsedRequest:
+        raw = await request.read()
+        find = self._found_from_afar() if len(raw) > _LONG_BODY else None
+        reading = partial(
+            chat.read,
             body,
             request.headers,
             self._tokenizer,
             random_rid,
             context=self._service.bounds().context,
-            history=self._history,
+            history=self._history(find),
             job=_job_of(request),
         )
+        return await self._aside(request, reading)
+
+    async def _aside(self, request: web.Request, work: Callable[[], Made]) -> Made:
+        """Do what a long body needs in a thread: no stream waits for it."""
+        if len(await request.read()) <= _LONG_BODY:
+            return work()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._readers, copy_context().run, work)
+
+    def _found_from_afar(self) -> Find:
+        """Asks the tree from another thread; the tree has one of its own, the loop's."""
+        loop = asyncio.get_running_loop()
+
+        def find(*asked: Any) -> Match:  # noqa: ANN401  # of ``Find``
+            async def found() -> Match:
+                return self._tree.find(*asked)
+
+            answer = asyncio.run_coroutine_threadsafe(found(), loop)
+            return answer.result(_FIND_SECONDS)
+
+        return find
 
     async def _read(self, request: web.Request) -> dict[str, Any]:
         """The body; one with text in it is read on once there is a tokenizer, or will be none."""
@@ -261,11 +301,12 @@ class TurnHandlers:
         self._note(ask, turn, told())
 
     def _note(self, ask: ParsedRequest, turn: Turn, answer: Message) -> None:
-        if ask.conversation is None or self._history is None:
+        history = self._history()
+        if ask.conversation is None or history is None:
             return
         owner = turn.request.job, ask.session or turn.request.rid
         semantics = replies.rose_json(turn, turn.shown().spans)["logprob_semantics"]
-        self._history.note(ask.conversation, owner, turn, answer, semantics)
+        history.note(ask.conversation, owner, turn, answer, semantics)
         metrics.HISTORY_TURNS.set(len(self._tree))
         metrics.HISTORY_FORGOTTEN.set(self._tree.forgotten)
 

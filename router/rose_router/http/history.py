@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from rose_core.rollouts.message_tree import Match, MessageTree, Owner, root_of
+from rose_core.rollouts.message_tree import Match, MessageTree, Owner, digests_of, root_of
 from rose_router.http.conversation import Message
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.turn import Turn
@@ -21,6 +21,13 @@ _NOT_TOLD = frozenset({"", "abort"})
 """Turns that were cut short: their callers ask again."""
 
 _NOT_COMMON = ("add_generation_prompt",)  # a variable that changes what comes after the messages
+
+
+Find = Callable[
+    [str, bytes, Sequence[Mapping[str, Any]], str, Sequence[bytes]],
+    Match,
+]
+"""``MessageTree.find``."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +66,13 @@ class History:
     Args:
         tree: what is known.
         tokenizer: renders what is not.
+        find: asks the tree; where a thread makes a prompt, it asks in the thread of the tree.
     """
 
-    def __init__(self, tree: MessageTree, tokenizer: Tokenizer) -> None:
+    def __init__(self, tree: MessageTree, tokenizer: Tokenizer, find: Find | None = None) -> None:
         self._tree = tree
         self._tokenizer = tokenizer
+        self._find = find or tree.find
 
     def prompt(
         self,
@@ -89,7 +98,8 @@ class History:
             BadRequest: the model has no template, or it refuses the messages.
         """
         common = {name: value for name, value in variables.items() if name not in _NOT_COMMON}
-        match = self._tree.find(job, root_of(tools, common), messages, session)
+        root = root_of(tools, common)
+        match = self._find(job, root, messages, session, digests_of(root, messages))
         node, new = match.node, None
         if node is not None:
             new = self._tokenizer.chat_after(messages, match.messages - 1, tools, variables)

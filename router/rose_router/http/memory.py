@@ -49,6 +49,12 @@ _UNLIMITED = 1 << 60
 DEFAULT_BYTES = 2 << 30
 """Where nobody says how much memory there is."""
 _RETRY_SECONDS = 2
+CONVERSATIONS = frozenset(
+    {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"}
+)
+MOST_HISTORY = 8 << 20
+"""Bytes of a conversation: two million tokens of text, which no engine here has context for. What
+is longer is refused unread."""
 _CGROUPS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -177,8 +183,18 @@ def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
     ) -> web.StreamResponse:
         if not request.body_exists:
             return await handler(request)
-        length = request.content_length
-        expected = most_body if length is None else min(length, most_body)
+        length, most = request.content_length, most_body
+        if request.path in CONVERSATIONS:
+            most = min(most, MOST_HISTORY)
+            if length is None:
+                request = request.clone(client_max_size=most)
+            elif length > most:
+                message = (
+                    f"a conversation of {length} bytes, and {most} are read at most; leave out or "
+                    "condense what came first"
+                )
+                raise TooLarge("TooLarge", message)
+        expected = most if length is None else min(length, most)
         with memory.room_for(expected) as room:
             request[ROOM] = room
             return await handler(request)

@@ -28,6 +28,20 @@ _TEXTS: Mapping[Part, tuple[str, Event]] = {
 }
 
 
+ERRORS: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+"""OpenAI's words; ``server_error`` from 500 on, ``invalid_request_error`` for any other status."""
+
+
+def error_json(status: int, message: str, reason: str) -> Event:
+    """An error as its clients expect it; ``code`` is the router's closed word."""
+    kind = ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": reason}}
+
+
 class ResponseReplies:
     """The answer of one turn.
 

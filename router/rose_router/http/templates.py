@@ -33,6 +33,8 @@ from rose_router.errors import BadRequest
 
 _SECONDS = 5.0
 """Of the thread's processor time; 1,000 messages take 0.05."""
+_LOOK = 32
+"""Steps between two looks at the clock: it costs more than a step."""
 _CHARACTERS = 64 << 20
 _TIMES = 64
 """What a rendering may make in all: so much, and so many times what it was given."""
@@ -55,6 +57,7 @@ class _Budget:
 
     def __init__(self, characters: int) -> None:
         self.characters = characters
+        self._steps = 0
         self._until = time.thread_time() + _SECONDS
 
     def charge(self, made: int) -> None:
@@ -66,7 +69,8 @@ class _Budget:
         self.characters -= made + 1
         if self.characters < 0:
             raise ValueError("it makes more text than a conversation can need")
-        if time.thread_time() > self._until:
+        self._steps += 1
+        if not self._steps % _LOOK and time.thread_time() > self._until:
             message = f"it computes for more than {_SECONDS:g} s"
             raise ValueError(message)
 
@@ -74,10 +78,9 @@ class _Budget:
 _BUDGET: ContextVar[_Budget] = ContextVar("_BUDGET")
 
 
-def _spend(*made: object) -> str:
+def _spend(*made: object) -> None:
     """Charge what is about to be made of these, or a step."""
     _BUDGET.get().charge(sum(map(_size, made)))
-    return ""
 
 
 def _size(value: object) -> int:
@@ -109,6 +112,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401  # a template's values
         """One of the operators above."""
+        if operator == "+" and type(left) is str and type(right) is str:  # nearly all there are
+            _BUDGET.get().charge(len(left) + len(right))
+            return left + right
         if operator == "**":
             _check_arguments(left, right)
             bits = left.bit_length() if isinstance(left, int) else 64
@@ -135,6 +141,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         **kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         """A method, a macro, a function."""
+        if called in _OWN:
+            return called(*args)
         _grow(getattr(called, "__name__", ""), getattr(called, "__self__", None), args)
         made = super().call(context, called, *args, **kwargs)
         _spend(made)
@@ -219,7 +227,7 @@ class _Counted(Extension):
     @staticmethod
     def step() -> str:
         """A round of a loop, a call of a macro."""
-        _spend()
+        _BUDGET.get().charge(0)
         return ""
 
     @staticmethod
@@ -232,14 +240,19 @@ class _Counted(Extension):
     @staticmethod
     def shown(value: object) -> object:
         """``{{ value }}``, which a block may keep."""
-        _spend(value if isinstance(value, str | int) else str(value))
-        return value
+        text = value if isinstance(value, str | int) else str(value)
+        _BUDGET.get().charge(len(text) if isinstance(text, str) else _size(text))
+        return text
 
     @staticmethod
     def written(characters: int) -> str:
         """The template's own text."""
         _BUDGET.get().charge(characters)
         return ""
+
+
+_OWN = frozenset({_Counted.step, _Counted.joined, _Counted.shown, _Counted.written})
+"""What ``_Instrument`` puts into templates; a template itself cannot name them."""
 
 
 class _Instrument(NodeTransformer):

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # Tokens whose text is remembered: log-probs name the same ones again and again.
 _MOST_WORDS = 1 << 16
 
+# Characters; a shorter text takes less time than to hand over to a thread of the library.
+_LONG_TEXT = 1 << 15
+
 _SAMPLED_WITH = ("temperature", "top_p", "top_k", "min_p")
 
 # Stands for an answer whose tokens are known; no caller can have written it.
@@ -73,7 +76,11 @@ class Tokenizer:
         if len(text) > self.most_text:
             message = f"{len(text)} characters of text, and {self.most_text} are taken at a time"
             raise BadRequest("TooLong", message)
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        if len(text) < _LONG_TEXT:
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        # One text or many: only this call lets other threads run meanwhile.
+        (made,) = self._tokenizer.encode_batch([text], add_special_tokens=special)
+        return list(made.ids)
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Token ids to text."""
@@ -150,9 +157,28 @@ class Tokenizer:
         Some begin the results of calls otherwise. Where an answer is shown otherwise once it is
         not the last one, its end cannot be found, and what was told of it is believed.
         """
-        whole = self._rendered(messages, tools, more)
+        # What stands between the first question and this answer seldom matters here, and a long
+        # history would be rendered three times at each of its turns.
+        first = next((n + 1 for n, one in enumerate(messages) if one["role"] == "user"), answer)
+        short = [*messages[:first], *messages[answer:]]
+        if first < answer and self._goes_on(short, first, tools, more, after):
+            return True
+        return self._goes_on(messages, answer, tools, more, after)
+
+    def _goes_on(
+        self,
+        messages: Sequence[Any],
+        answer: int,
+        tools: Sequence[Any],
+        more: Mapping[str, Any],
+        after: str,
+    ) -> bool:
         upto = {**more, "add_generation_prompt": False}
-        until = self._rendered(messages[: answer + 1], tools, upto)
+        try:
+            whole = self._rendered(messages, tools, more)
+            until = self._rendered(messages[: answer + 1], tools, upto)
+        except BadRequest:
+            return False  # it wants what was left out
         return not whole.startswith(until) or after.endswith(whole[len(until) :])
 
     def _rendered(

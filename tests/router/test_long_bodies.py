@@ -1,0 +1,153 @@
+"""Long bodies: refused unread where they cannot be needed, else read without holding the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+import pytest
+
+from rose_core.rollouts.errors import InvalidTurn
+from rose_router.engines.engine_client import _encoded
+from rose_router.http.dialects.common import _in_slices, json_object, token_ids
+from rose_router.http.tokenization import Tokenizer
+from tests.router.conftest import Stage
+from tests.router.scripts import Follows, folder
+
+pytestmark = pytest.mark.asyncio
+
+Staging = Callable[..., AbstractAsyncContextManager[Stage]]
+IDS = list(range(100_000, 180_000))
+LONG = json.dumps(IDS)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'{{"input_ids": {LONG}, "stream": true, "sampling_params": {{"n": 2}}}}',
+        f'{{"stream":false,"token_ids":{LONG}}}',
+        f'{{"prompt":\n[ {LONG[1:]} , "x": [1]}}',
+        f'{{"tokens": {LONG.replace(",", " ,")}}}',
+        f'{{"a": [1], "b": [2], "input_embeds": [0.5,-1e3,{LONG[1:]}}}',
+    ],
+)
+async def test_a_list_of_ids_is_read_in_slices(body: str) -> None:
+    assert await _in_slices(body.encode()) == json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'{{"rose": {{"input_ids": {LONG}}}}}',
+        f'{{"rose": {{"input_ids": {LONG}}}, "input_ids": []}}',
+        f'{{"input_ids": [], "a": {{"input_ids": {LONG}}}}}',
+        f'{{"input_ids": {LONG}, "input_ids": []}}',
+        json.dumps({"text": f'{{"input_ids": {LONG}}}'}),
+        json.dumps({"text": f',"input_ids":{LONG}'}),
+        f'{{"prompt": [{LONG}, {LONG}]}}',
+        f'{{"input_ids": ["a", {LONG[1:]}}}',
+        f'{{"input_ids": {LONG}',
+        f'{{"input_ids": {LONG}}} x',
+        f'{{"input_ids": {LONG[:-1]},]}}',
+        f'{{"input_ids": {LONG.replace(", 150000,", ",, ")}}}',
+        '{"input_ids": [1, 2]}',
+        f'{{", ": [], "text": ["p,", ":[{LONG[1:]}"]}}',
+        f'{{"text": "a\\\\\\":{LONG}"}}',
+    ],
+)
+async def test_what_is_unusual_is_read_whole_and_never_as_something_else(body: str) -> None:
+    assert await _in_slices(body.encode()) is None
+
+
+async def test_other_work_goes_on_between_slices() -> None:
+    done = 0
+
+    async def work() -> None:
+        nonlocal done
+        while True:
+            done += 1
+            await asyncio.sleep(0)
+
+    working = asyncio.create_task(work())
+    raw = msgspec.json.encode({"input_ids": IDS * 4})
+    assert await _in_slices(raw) == json_object(raw)
+    working.cancel()
+    assert done >= len(raw) // (1 << 16)
+
+
+async def test_a_legs_long_prompt_is_written_as_a_short_one_is() -> None:
+    for body in ({"input_ids": IDS, "rid": "r", "stream": True}, {"input_ids": tuple(IDS)}):
+        assert json.loads(await _encoded(body)) == json.loads(msgspec.json.encode(body))
+    assert await _encoded({"rid": "r"}) == b'{"rid":"r"}'
+
+
+async def test_each_of_many_ids_is_looked_at() -> None:
+    assert token_ids(IDS, "x") == tuple(IDS)
+    for wrong in (-1, 0.5, "1", 2**31, None):
+        with pytest.raises(InvalidTurn, match="every token id"):
+            token_ids([*IDS, wrong], "x")
+
+
+SHAPES: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "/v1/chat/completions": lambda e: e["code"] == 413 and e["error"]["param"] is None,
+    "/v1/responses": lambda e: e["error"]["type"] == "invalid_request_error",
+    "/v1/messages": lambda e: e["type"] == "error" and e["error"]["type"] == "request_too_large",
+    "/v1/messages/count_tokens": lambda e: e["error"]["type"] == "request_too_large",
+}
+
+
+@pytest.mark.parametrize("path", SHAPES)
+async def test_a_history_of_ten_megabytes_is_refused_before_it_is_read(
+    stage: Staging, path: str
+) -> None:
+    async with stage(tokenizer=folder()) as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n"
+        writer.write(head.encode())  # and not a byte of the body
+        assert (await reader.readline()).split()[1] == b"413"
+        answer = await reader.readuntil(b"\r\n\r\n")
+        length = int(answer.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+        assert SHAPES[path](json.loads(await reader.readexactly(length)))
+        writer.close()
+
+
+@pytest.mark.parametrize("path", SHAPES)
+async def test_one_whose_length_nobody_said_is_read_no_further_than_that(
+    stage: Staging, path: str
+) -> None:
+    sent = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal sent
+        yield b'{"messages": [{"role": "user", "content": "'
+        for _ in range(12):
+            sent += 1
+            yield b"x" * (1 << 20)
+        yield b'"}]}'
+
+    async with stage(tokenizer=folder()) as s, s.http.post(s.url + path, data=pieces()) as reply:
+        assert reply.status == 413
+        assert SHAPES[path](await reply.json())
+
+
+async def test_a_long_chat_makes_the_prompt_that_a_short_one_would(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        talk = [{"role": "user", "content": "word " * 40_000}]
+        async with s.post("/tokenize", {"messages": talk}) as reply:
+            assert (await reply.json())["tokens"] == Tokenizer(folder()).chat(talk, [], {})
+        said = {"messages": talk, "max_tokens": 200, "rose": {"session": "s"}}
+        async with s.post("/v1/chat/completions", said) as reply:
+            answer = await reply.json()
+            assert reply.status == 200, answer
+        talk += [answer["choices"][0]["message"], {"role": "user", "content": "on"}]
+        async with s.post("/v1/chat/completions", said) as reply:
+            again = await reply.json()
+        history = again["choices"][0]["rose"]["history"]
+        assert history["known_messages"] == 2
+        assert history["exact_tokens"] > 200_000
+        assert history["rendered_tokens"] < 100
