@@ -137,7 +137,7 @@ class TurnQueue:
                 f"and of the {self._queue.most} turns that may wait {len(self._waiting)} do{whose}"
             )
         most = self._queue.most + sum(engine.cap for engine in self._fleet)
-        if more > max(most, 1):
+        if len(self._fleet) and more > max(most, 1):  # else engines bring places
             message += f"; ask for {most} answers at most (n, or prompts) at a time"
             raise Unprocessable("TooManyAnswers", message)
         raise Busy("QueueFull", f"{message}; try again later", retry_after=self._retry_after())
