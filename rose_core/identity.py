@@ -22,6 +22,8 @@ from rose_core.uids import SlotUid as SlotUid  # noqa: PLC0414  # also from here
 
 BASE_LABEL = "base"
 """What an engine itself calls its weights before the first commit."""
+FROZEN_RUN = "frozen"
+"""The run in the version of engines that follow none: ``frozen@base.3f9a2c1d04b7``."""
 _BASE_INCARNATION = -1
 """Below every publisher's, so that the order of versions needs no case of its own."""
 _BASE_DIGITS = 12

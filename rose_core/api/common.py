@@ -27,8 +27,10 @@ LabelValue = Annotated[str, Field(max_length=63)]
 NamespaceName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=DNS_NAME)]
 LabelName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)]
-# Whatever a publisher may call its run (``rose_core.identity.run_name``).
-RunName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_NAME)]
+# A store and a run, or nothing where weights are frozen. A run is whatever a publisher may call its
+# own (``rose_core.identity.run_name``).
+NoLabelName = Annotated[str, Field(max_length=63, pattern=f"^$|{DNS_LABEL}")]
+NoRunName = Annotated[str, Field(max_length=63, pattern=f"^$|{DNS_NAME}")]
 
 # Lists that server-side apply merges by item; the API server refuses duplicates.
 SET_LIST: dict[str, Any] = {"x-kubernetes-list-type": "set"}

@@ -164,6 +164,7 @@ class Reason(StrEnum):
     NO_VERSION_YET = "NoVersionYet"
     MIXED_VERSIONS = "MixedVersions"
     OWN_CHECKPOINT = "OwnCheckpoint"
+    FROZEN = "Frozen"
     CHECKPOINTS_DIFFER = "CheckpointsDiffer"
     ROUTER_ANSWERS = "RouterAnswers"
     ROUTER_NOT_READY = "RouterNotReady"
@@ -299,6 +300,7 @@ MEANING: dict[Reason, str] = {
     Reason.VERSION_ATTESTED: "the live weights carry an attested version",
     Reason.NO_VERSION_YET: "no weight version is attested",
     Reason.MIXED_VERSIONS: "ready slots carry different versions; the message says which",
+    Reason.FROZEN: "engines have attested the checkpoint that the lease asked for and keeps",
     Reason.OWN_CHECKPOINT: "engines have their own checkpoint, and no published version yet",
     Reason.CHECKPOINTS_DIFFER: "engines have different checkpoints, and no published version yet",
     Reason.ROUTER_ANSWERS: "the lease's router has a ready pod",

@@ -19,10 +19,11 @@ from rose_core.api.common import (
     ApiModel,
     Explanation,
     LabelName,
+    NoLabelName,
+    NoRunName,
     ObjectMeta,
     PoolReference,
     Rule,
-    RunName,
     StatusBase,
 )
 
@@ -82,10 +83,31 @@ class Slots(ApiModel):
 class Weights(ApiModel):
     """Which weights to follow."""
 
-    rules = (_immutable("storeName"), _immutable("run"))
+    rules = (
+        _immutable("storeName"),
+        _immutable("run"),
+        _immutable("frozen"),
+        Rule(
+            "self.frozen || (self.storeName != '' && self.run != '')",
+            "weights needs storeName and run, or frozen: true for a model that is never trained",
+            ".storeName",
+        ),
+        Rule(
+            "!self.frozen || (self.storeName == '' && self.run == '')",
+            "frozen weights follow nothing: leave storeName and run out",
+            ".frozen",
+        ),
+    )
 
-    store_name: LabelName = Field(description="Weight store, from the platform's list.")
-    run: RunName = Field(description="Training run whose versions are followed.")
+    store_name: NoLabelName = Field(
+        default="", description="Weight store, from the platform's list."
+    )
+    run: NoRunName = Field(default="", description="Training run whose versions are followed.")
+    frozen: bool = Field(
+        default=False,
+        description="The model as it lies on the nodes, attested by its digest, for as long as the "
+        "lease lives: a judge, a reward model, batch inference. No store is asked.",
+    )
     max_staleness_versions: int = Field(
         default=1,
         ge=0,

@@ -19,11 +19,12 @@ from rose_core.api.common import (
     ApiModel,
     LabelName,
     NamespaceName,
+    NoLabelName,
+    NoRunName,
     ObjectMeta,
     ObjectName,
     PoolReference,
     Rule,
-    RunName,
     StatusBase,
 )
 from rose_core.api.rolloutlease import ArgumentValue, KVPolicy
@@ -92,8 +93,11 @@ class SlotEngine(ApiModel):
 class SlotWeights(ApiModel):
     """The weights the slot follows, copied from the lease."""
 
-    store_name: LabelName = Field(description="Weight store, by the platform's name.")
-    run: RunName = Field(description="Training run.")
+    store_name: NoLabelName = Field(
+        default="", description="Weight store, by the platform's name; empty where frozen."
+    )
+    run: NoRunName = Field(default="", description="Training run; empty where frozen.")
+    frozen: bool = Field(default=False, description="It keeps the checkpoint it started from.")
     max_staleness_versions: int = Field(ge=0, le=1000, description="Versions it may lag behind.")
     kv_policy: KVPolicy = Field(
         default=KVPolicy.KEEP, description="What becomes of cached KV at a commit."

@@ -136,7 +136,7 @@ def _alone(
     """What one lease asks for that no policy allows."""
     spec, names = lease.spec, ", ".join(policy.metadata.name for policy in policies)
     store, run = spec.weights.store_name, spec.weights.run
-    if not any(
+    if not spec.weights.frozen and not any(
         one.store_name == store and _any(one.names, run) for each in specs for one in each.runs
     ):
         return Reason.RUN_NOT_ALLOWED, _text("run", f"{run!r} of store {store!r}", names)

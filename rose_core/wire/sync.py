@@ -263,14 +263,20 @@ class WeightSource(msgspec.Struct, frozen=True):
     """Where the slot's weights come from; the address is the platform's, never the lease's.
 
     Attributes:
-        endpoint: ``host:port`` of the store or relay, resolved from ``weightStoreName``.
-        run: training run to follow.
+        endpoint: ``host:port`` of the store or relay, resolved from ``weightStoreName``; empty for
+            frozen weights, which come from nowhere but the node's disk.
+        run: training run to follow; ``identity.FROZEN_RUN`` for frozen weights.
         max_staleness: versions the engine may lag behind the head.
     """
 
     endpoint: str
     run: str
     max_staleness: int = 1
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the engine keeps the checkpoint that it was started from."""
+        return not self.endpoint
 
 
 class RouterProof(msgspec.Struct, frozen=True, omit_defaults=True):

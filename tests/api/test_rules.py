@@ -64,6 +64,14 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.minPriority": -1},
         {"spec.minPriority": 1},
     ),
+    ("RolloutLease", "weights needs storeName and run, or frozen: true"): (
+        {"spec.weights": {"frozen": True}},
+        {"spec.weights": {"maxStalenessVersions": 1}},
+    ),
+    ("RolloutLease", "frozen weights follow nothing"): (
+        {"spec.weights": {"frozen": True, "maxStalenessVersions": 0}},
+        {"spec.weights.frozen": True},
+    ),
     ("RolloutLease", "gpusPerSlot must be 1, 2, 4 or 8"): (
         {"spec.gpusPerSlot": 4},
         {"spec.gpusPerSlot": 3},
@@ -155,6 +163,10 @@ TRANSITION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("RolloutLease", "run cannot change"): (
         {"spec": {"weights": {"maxStalenessVersions": 2}}},
         {"spec": {"weights": {"run": "other"}}},
+    ),
+    ("RolloutLease", "frozen cannot change"): (
+        {"spec": {"weights": {"frozen": False}}},
+        {"spec": {"weights": {"frozen": True}}},
     ),
     ("RolloutSlot", "leaseRef cannot change"): (
         {"spec": {"engine": {"maxRunning": 4}}},

@@ -274,6 +274,24 @@ async def test_a_large_fleet_is_asked_to_call_less_often() -> None:
     assert (await sync(bench, lock)).sync_period_seconds == 1251 / 250
 
 
+async def test_a_lease_of_frozen_weights_is_synced_with_the_checkpoint_and_needs_no_store() -> None:
+    bench = Bench()
+    bench.pool()
+    bench.lease(spec__weights={"frozen": True})
+    label = "frozen@base.0123456789ab"
+    for _ in range(3):
+        bench.report(versions=(label,))
+        await bench.turn(2)
+    found = bench.condition(kind="WeightsSynced")
+    assert (found["status"], found["reason"], found["message"]) == ("True", Reason.FROZEN, label)
+    slots = bench.slots()
+    assert slots
+    for slot in slots:
+        assert slot["spec"]["weights"]["frozen"]
+        said = {one["type"]: one["reason"] for one in slot["status"]["conditions"]}
+        assert said["WeightsSynced"] == Reason.FROZEN
+
+
 async def test_a_lease_says_that_its_engines_sample_with_their_own_checkpoint() -> None:
     bench = Bench()
     bench.pool()

@@ -565,6 +565,10 @@ LEASES: list[tuple[str, Row | Refused]] = [
         "weights.storeName",
         Row({"weights.storeName": "x"}, accepted, Reason.ACCEPTED, Reason.UNKNOWN_STORE),
     ),
+    (
+        "weights.frozen",
+        Row({"weights": {"frozen": True}}, grant("weights.run"), "grpo", "frozen"),
+    ),
     ("weights.run", Row({"weights.run": "ppo"}, grant("weights.run"), "grpo", "ppo")),
     (
         "weights.maxStalenessVersions",

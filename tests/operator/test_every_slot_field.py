@@ -118,6 +118,7 @@ SLOTS: list[tuple[str, Granted | Refused]] = [
         ),
     ),
     ("weights.storeName", Granted({"weights.storeName": "x"}, exists, True, False)),
+    ("weights.frozen", Granted({"weights.frozen": True}, of("weights.endpoint"), "store:7446", "")),
     ("weights.run", Granted({"weights.run": "x"}, of("weights.run"), "grpo", "x")),
     (  # a node only knows it: which engines are too old for a turn is decided by the router
         "weights.maxStalenessVersions",

@@ -20,6 +20,7 @@ from rose_agent.host.main import RunningHost
 from rose_agent.weightsync import follower, records
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers, subjects
+from rose_core.identity import FROZEN_RUN
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import WeightSource
 from rose_engines.rundir import RunDir, WeightsFile, read_json
@@ -157,6 +158,33 @@ async def test_an_engines_own_checkpoint_is_a_version_until_something_is_publish
         assert first.digest == own.digest  # the run begins with the very same weights
         assert (await here.serves("grpo@1.0")).digest == own.digest
         assert here.weights.history == ("grpo@1.0",)
+
+
+async def test_frozen_weights_are_attested_without_a_store(
+    rundir: Path, models: Path, tmp_path: Path
+) -> None:
+    async with running(rundir, models) as host:
+        with guarding(rundir):
+            frozen = WeightSource("", FROZEN_RUN)
+            await host.host.ensure(msgspec.structs.replace(order(), weights=frozen))
+            await serving(host)
+            slot = RunDir(rundir).slot("slot-1")
+            syncing = asyncio.create_task(Followers(RunDir(rundir), Options()).run())
+            try:
+
+                async def attested() -> bool:
+                    return (read_json(slot.weights, WeightsFile) or WeightsFile()).attested
+
+                await until(attested, "the checkpoint is attested")
+                own = read_json(slot.weights, WeightsFile)
+                assert own is not None
+                assert own.version == f"frozen@base.{own.digest[:12]}"
+                assert (own.head, own.error, own.fetched_bytes) == ("", "", 0)
+                status = await status_of(host)
+                assert (status.version, status.digest) == (own.version, own.digest)
+            finally:
+                syncing.cancel()
+                await asyncio.wait({syncing})
 
 
 async def test_a_store_that_does_not_answer_has_not_said_that_nothing_is_published(

@@ -15,7 +15,7 @@ import pydantic.alias_generators
 import yaml
 
 from rose_agent.errors import BadInput
-from rose_core.identity import GpuUuid, SlotKey, SlotUid, run_name
+from rose_core.identity import FROZEN_RUN, GpuUuid, SlotKey, SlotUid, run_name
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import EngineSpec, WeightSource
 from rose_wire import flags, problems
@@ -41,7 +41,8 @@ class DedicatedFile(pydantic.BaseModel):
     Attributes:
         name: unique name of the engine at the router.
         cap: most turns in flight; ``maxRunning`` when 0.
-        weight_endpoint: ``host:port`` of the weight store or relay.
+        weight_endpoint: ``host:port`` of the weight store or relay; left out together with ``run``
+            for an engine that keeps its checkpoint, at the router of a lease of frozen weights.
     """
 
     model_config = pydantic.ConfigDict(
@@ -51,8 +52,8 @@ class DedicatedFile(pydantic.BaseModel):
     name: str = pydantic.Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
     engine_class: str
     model: str
-    run: Annotated[str, pydantic.AfterValidator(run_name)]
-    weight_endpoint: Annotated[str, pydantic.AfterValidator(_target)]
+    run: Annotated[str, pydantic.AfterValidator(run_name)] = FROZEN_RUN
+    weight_endpoint: Annotated[str, pydantic.AfterValidator(_target)] = ""
     arguments: dict[str, str] = {}
     context_tokens: int = pydantic.Field(default=4096, gt=0)
     kv_tokens: int = pydantic.Field(default=16384, gt=0)
@@ -60,6 +61,13 @@ class DedicatedFile(pydantic.BaseModel):
     max_staleness: int = pydantic.Field(default=1, ge=0)
     cap: int = pydantic.Field(default=0, ge=0)
     gpu_uuids: tuple[GpuUuid, ...] = ()
+
+    @pydantic.model_validator(mode="after")
+    def _one_source(self) -> DedicatedFile:
+        if {"run", "weight_endpoint"} & self.model_fields_set in ({"run"}, {"weight_endpoint"}):
+            message = "run and weightEndpoint go together; leave both out for frozen weights"
+            raise ValueError(message)
+        return self
 
     @classmethod
     def load(cls, path: Path) -> DedicatedFile:

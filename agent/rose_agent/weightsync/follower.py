@@ -65,7 +65,8 @@ class Heads:
 
     Attributes:
         head: None until it is known.
-        none_published: the store has said that the run has no version, and nothing since.
+        none_published: the store has said that the run has no version, and nothing since; frozen
+            weights have no store and never a version.
         error: why nothing newer can be known now; empty while the watch goes on.
     """
 
@@ -77,7 +78,7 @@ class Heads:
         self._news = news
         self._encoded = ("", 0.0)
         self.head: Head | None = None
-        self.none_published = False
+        self.none_published = source.frozen
         self.error = ""
 
     @property
@@ -196,7 +197,10 @@ class Follower:
         """Follow until cancelled."""
         try:
             while True:
-                await self._rounds()
+                if self._source.frozen:
+                    await self._rest(await self._round(None))
+                else:
+                    await self._rounds()
         finally:
             await self._truth.close()
             await self._plugin.close()
@@ -219,19 +223,22 @@ class Follower:
         try:
             while not watcher.done():
                 self._news.clear()
-                wait = await self._round(store)
-                # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait):
-                        await self._news.wait()
+                await self._rest(await self._round(store))
         finally:
             watcher.cancel()
             await asyncio.wait({watcher})
             self._truth.follow(store, None)
             await store.close()
 
-    async def _round(self, store: WeightsClient) -> float:
-        """Look, decide, act; returns how long to wait for news."""
+    async def _rest(self, seconds: float) -> None:
+        """Wait for news, at most so long."""
+        # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+
+    async def _round(self, store: WeightsClient | None) -> float:
+        """Look, decide, act; returns how long to wait for news. Frozen weights have no store."""
         engine = await self._look()
         if complaint := self._truth.complaint():
             self._fail(WrongAnswers(complaint))
@@ -245,15 +252,16 @@ class Follower:
             none_published=self._heads.none_published,
         )
         self._write(engine, step.error)
-        await self._report(store, now)
-        self._truth.follow(store, self._served())
+        if store is not None:
+            await self._report(store, now)
+            self._truth.follow(store, self._served())
         if step.action is Action.WAIT or engine is None:
             return step.wait_seconds
         try:
             if step.action is Action.ATTEST:
                 await self._attest(engine)
                 faults.at("sync.attested")
-            else:
+            elif store is not None:
                 await self._pull(store, step, engine.codecs)
             self._progress = succeeded(self._options.clock())
         except (EngineError, WeightsError, WireError, WrongDigest, OSError) as error:

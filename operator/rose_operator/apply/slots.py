@@ -77,6 +77,7 @@ def _weights(lease: RolloutLease) -> SlotWeights:
     return SlotWeights(
         store_name=weights.store_name,
         run=weights.run,
+        frozen=weights.frozen,
         max_staleness_versions=weights.max_staleness_versions,
         kv_policy=weights.kv_policy,
     )

@@ -190,6 +190,8 @@ def _not_offered(lease: RolloutLease, offer: Offer) -> Refusal | None:
     sentences = refusals(spec.engine_arguments)
     if sentences:
         return Refusal(Reason.ARGUMENT_NOT_ALLOWED, "; ".join(sentences))
+    if spec.weights.frozen:  # follows nothing; which models there are, the nodes say
+        return None
     if spec.weights.store_name not in offer.stores:
         text = f"storeName {spec.weights.store_name!r} is none of {_names(offer.stores)}"
         return Refusal(Reason.UNKNOWN_STORE, text)

@@ -57,7 +57,7 @@ def lease_status(
         accepted(refusal),
         _lease_granted(lease, refusal, outcome),
         _lease_router(router, ready=router_ready),
-        _lease_weights(versions),
+        _lease_weights(versions, frozen=lease.spec.weights.frozen),
         _lease_reclaiming(reclaiming),
     ]
     end = expiry(lease)
@@ -137,9 +137,10 @@ def _lease_router(router: RouterDecision, *, ready: bool) -> Statement:
     return Statement(_C.ROUTER_READY, True, _R.ROUTER_ANSWERS)
 
 
-def _lease_weights(versions: Sequence[str]) -> Statement:
+def _lease_weights(versions: Sequence[str], *, frozen: bool) -> Statement:
     if not versions:
-        text = "no engine has attested a version; has the run been published?"
+        asked = "its checkpoint yet" if frozen else "a version; has the run been published?"
+        text = f"no engine has attested {asked}"
         return Statement(_C.WEIGHTS_SYNCED, False, _R.NO_VERSION_YET, text)
     shown = ", ".join(versions[:8])
     bases = [version for version in versions if is_base(version)]
@@ -152,7 +153,8 @@ def _lease_weights(versions: Sequence[str]) -> Statement:
         return Statement(_C.WEIGHTS_SYNCED, False, _R.CHECKPOINTS_DIFFER, text)
     if bases:
         text = f"{shown}: what engines were started from; none has a published version yet"
-        return Statement(_C.WEIGHTS_SYNCED, True, _R.OWN_CHECKPOINT, text)
+        word, text = (_R.FROZEN, shown) if frozen else (_R.OWN_CHECKPOINT, text)
+        return Statement(_C.WEIGHTS_SYNCED, True, word, text)
     if len(versions) > 1:
         return Statement(_C.WEIGHTS_SYNCED, True, _R.MIXED_VERSIONS, shown)
     return Statement(_C.WEIGHTS_SYNCED, True, _R.VERSION_ATTESTED, versions[0])

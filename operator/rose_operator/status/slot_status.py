@@ -100,7 +100,7 @@ def slot_status(slot: RolloutSlot, world: ClusterState, policy: Policy) -> SlotS
         _slot_ready(slot, report, state, silent),
         _slot_granted(slot, report, silent),
         Statement(_C.TELEMETRY_FRESH, not silent, _R.AGENT_SILENT if silent else _R.AS_EXPECTED),
-        _slot_weights(report),
+        _slot_weights(report, frozen=slot.spec.weights.frozen),
         Statement(_C.RECLAIMING, released, why),
     ]
     status = SlotStatus(
@@ -146,10 +146,11 @@ def _slot_granted(slot: RolloutSlot, report: SlotReport | None, silent: bool) ->
     return Statement(_C.GRANTED, True, _R.GRANT_ISSUED)
 
 
-def _slot_weights(report: SlotReport | None) -> Statement:
+def _slot_weights(report: SlotReport | None, *, frozen: bool) -> Statement:
     if report is None:
         return Statement(_C.WEIGHTS_SYNCED, None, _R.NOT_OBSERVED_YET)
     if not report.version:
         return Statement(_C.WEIGHTS_SYNCED, False, _R.NO_VERSION_YET)
-    word = _R.OWN_CHECKPOINT if is_base(report.version) else _R.VERSION_ATTESTED
+    own = _R.FROZEN if frozen else _R.OWN_CHECKPOINT
+    word = own if is_base(report.version) else _R.VERSION_ATTESTED
     return Statement(_C.WEIGHTS_SYNCED, True, word)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rose_core.api import Desired, RolloutSlot, ServingPool
-from rose_core.api.rolloutslot import SlotSharing, Tier
+from rose_core.api.rolloutslot import SlotSharing, SlotWeights, Tier
 from rose_core.api.servingpool import Compute, PoolSpec
 from rose_core.api.wholereplica import WholeReplica
-from rose_core.identity import GrantKey, SlotKey, SlotUid
+from rose_core.identity import FROZEN_RUN, GrantKey, SlotKey, SlotUid
 from rose_core.wire.sync import (
     EngineSpec,
     Grant,
@@ -51,6 +51,8 @@ def grants_of(
 
 def _allowed(slot: RolloutSlot, settings: Settings) -> bool:
     weights, namespace = slot.spec.weights, slot.spec.lease_ref.namespace
+    if weights.frozen:
+        return True
     runs = settings.runs.get(weights.store_name)
     return weights.store_name in settings.stores and may_follow(runs, namespace, weights.run)
 
@@ -79,15 +81,21 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings, authority: bytes) -
             sharing=_sharing(spec.sharing),
             kv_policy=spec.weights.kv_policy,
         ),
-        weights=WeightSource(
-            endpoint=settings.stores[spec.weights.store_name],
-            run=spec.weights.run,
-            max_staleness=spec.weights.max_staleness_versions,
-        ),
+        weights=_source(spec.weights, settings),
         router=attach_address(router, settings),
         max_concurrent_turns=spec.engine.max_running,
         whole=spec.tier is Tier.WHOLE,
         proof=RouterProof(token, authority),
+    )
+
+
+def _source(weights: SlotWeights, settings: Settings) -> WeightSource:
+    if weights.frozen:
+        return WeightSource(endpoint="", run=FROZEN_RUN)
+    return WeightSource(
+        endpoint=settings.stores[weights.store_name],
+        run=weights.run,
+        max_staleness=weights.max_staleness_versions,
     )
 
 
