@@ -84,6 +84,12 @@ class Objective(ApiModel):
             "has(self.ttftMilliseconds) || has(self.tpotMilliseconds)",
             "name at least one of ttftMilliseconds and tpotMilliseconds",
         ),
+        Rule(
+            "!has(self.ttftAloneMilliseconds) || (has(self.ttftMilliseconds) && "
+            "self.ttftAloneMilliseconds < self.ttftMilliseconds)",
+            "ttftAloneMilliseconds must be below ttftMilliseconds: nothing is left for lending",
+            ".ttftAloneMilliseconds",
+        ),
     )
 
     ttft_milliseconds: int | None = Field(
@@ -94,6 +100,15 @@ class Objective(ApiModel):
     )
     percentile: int = Field(
         default=99, ge=50, le=99, description="Share of requests that must meet it, percent."
+    )
+    ttft_alone_milliseconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=600_000,
+        description=(
+            "What a request that finds its replica empty takes to its first token with nothing "
+            "lent, at the percentile; learned from traffic when not given."
+        ),
     )
 
 

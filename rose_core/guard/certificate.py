@@ -26,6 +26,7 @@ A gate on an empty replica opens if that fits for the next request:
 | closed | its TTFT, and the prefill of what came within D after it: C |
 | open | its TTFT, which has both in it, less the time that rollouts took to stop for it |
 
+Where the owner says what a request takes alone (``slo.ttftAloneMilliseconds``), that is *next*.
 Both may only be too large: an open gate took at most that time, and D is at least that time. Both
 are learned whatever the gate does. Stops are seen at open gates only, so each request that met a
 gate which was shut for its certificate takes the oldest stop away. So a certificate that has shut a
@@ -114,7 +115,11 @@ class Certificate:
 
 
 def certify(
-    nexts: Collection[float], stops: Collection[float], slo_s: float, percentile: int
+    nexts: Collection[float],
+    stops: Collection[float],
+    slo_s: float,
+    percentile: int,
+    alone_s: float = 0.0,
 ) -> Certificate:
     """The certificate of what was seen.
 
@@ -123,13 +128,15 @@ def certify(
         stops: seconds from an arrival to a rollout engine at rest.
         slo_s: the pool's TTFT.
         percentile: share of requests that has to keep it, percent.
+        alone_s: what the owner says of a request instead, at the percentile; 0 = learn it.
     """
     levels = (percentile / 100, min(FIRST_LEVEL, percentile / 100))
-    fewest = min(len(nexts), len(stops))
+    fewest = len(stops) if alone_s else min(len(nexts), len(stops))
     level = next((one for one in levels if _enough(fewest, one)), 0.0)
     if not level:
         return Certificate(slo_s, 0.0, FIRST_STOP_S, 0.0)
-    return Certificate(slo_s, conformal(nexts, level), conformal(stops, level), level)
+    found = alone_s or conformal(nexts, level)
+    return Certificate(slo_s, found, conformal(stops, level), level)
 
 
 def _enough(count: int, level: float) -> bool:
@@ -166,7 +173,7 @@ class Envelope:
     def __init__(self) -> None:
         self._nexts: deque[float] = deque(maxlen=_REMEMBERED)
         self._stops: deque[float] = deque(maxlen=_REMEMBERED)
-        self._known: dict[tuple[float, int], Certificate] = {}
+        self._known: dict[tuple[float, int, float], Certificate] = {}
 
     def note_next(self, seconds: float, *, refused: bool = False) -> None:
         """A request has met the replica empty; see the module for what is counted of it.
@@ -190,9 +197,9 @@ class Envelope:
         """The longest stop that is remembered."""
         return max(self._stops, default=FIRST_STOP_S)
 
-    def certificate(self, slo_s: float, percentile: int) -> Certificate:
+    def certificate(self, slo_s: float, percentile: int, alone_s: float = 0.0) -> Certificate:
         """``certify`` of what is remembered."""
-        key = slo_s, percentile
+        key = slo_s, percentile, alone_s
         if key not in self._known:
-            self._known[key] = certify(self._nexts, self._stops, slo_s, percentile)
+            self._known[key] = certify(self._nexts, self._stops, slo_s, percentile, alone_s)
         return self._known[key]

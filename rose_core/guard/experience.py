@@ -186,8 +186,8 @@ class Experience:
 
     def certificate(self, goals: Objective, percentile: int) -> Certificate | None:
         """What the next request on the empty replica is promised; None: the pool names no TTFT."""
-        envelope, slo_s = self.lessons.envelope, goals.ttft_s
-        self._certificate = envelope.certificate(slo_s, percentile) if slo_s else None
+        told = self.lessons.envelope.certificate(goals.ttft_s, percentile, goals.alone_s)
+        self._certificate = told if goals.ttft_s else None
         return self._certificate
 
     def note_first_token(self, number: int, now_ns: int) -> None:

@@ -42,6 +42,7 @@ class Objective:
 
     Attributes:
         margin: share of a budget that is never used.
+        alone_s: TTFT of a request on an empty replica with nothing lent, as the owner says.
         max_increase: allowed relative increase of latency by lending (0.05 = 5 %).
     """
 
@@ -49,6 +50,7 @@ class Objective:
     tpot_s: float = 0.0
     max_increase: float = 0.0
     margin: float = 0.2
+    alone_s: float = 0.0
 
     @property
     def given(self) -> bool:

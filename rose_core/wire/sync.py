@@ -182,6 +182,7 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
         labels: match labels of the serving pods, in the pool's namespace.
         engine: ``SGLang`` or ``VLLM``; selects the telemetry dialect.
         ttft_milliseconds, tpot_milliseconds: SLO, 0 when the pool names none.
+        ttft_alone_milliseconds: of a request on an empty replica with nothing lent, 0 = learn it.
         max_increase_percent: allowed increase of latency by lending, 0 when not given.
         allowed_signals: sources the owner permits, best first.
         memory_headroom_gib, memory_headroom_percent: as the owner says; both None = by the kind of
@@ -203,6 +204,7 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     ttft_milliseconds: int = 0
     tpot_milliseconds: int = 0
     percentile: int = 99
+    ttft_alone_milliseconds: int = 0
     max_increase_percent: int = 0
     allowed_signals: tuple[SignalSource, ...] = tuple(SignalSource)
     memory_headroom_gib: int | None = None

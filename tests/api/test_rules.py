@@ -36,6 +36,10 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.mode": "Lend", "spec.maxLatencyIncreasePercent": 5},
         {"spec.mode": "Lend"},
     ),
+    ("ServingPool", "ttftAloneMilliseconds must be below ttftMilliseconds"): (
+        {"spec.slo": {"ttftMilliseconds": 500, "ttftAloneMilliseconds": 400}},
+        {"spec.slo": {"ttftMilliseconds": 500, "ttftAloneMilliseconds": 500}},
+    ),
     ("ServingPool", "name at least one of ttftMilliseconds and tpotMilliseconds"): (
         {"spec.slo": {"tpotMilliseconds": 50}},
         {"spec.slo": {"percentile": 95}},

@@ -77,6 +77,12 @@ def test_below_its_samples_a_percentile_is_claimed_at_a_lower_level() -> None:
         assert certify([0.1] * nexts, [0.02] * stops, 0.4, percentile).level == level
 
 
+def test_what_the_owner_says_stands_in_the_place_of_what_was_seen() -> None:
+    told = certify([], [0.02] * 99, 0.4, 99, alone_s=0.37)
+    assert (told.next_s, told.level, told.holds) == (0.37, 0.99, True)
+    assert not certify([0.1] * 99, [0.04] * 99, 0.4, 99, alone_s=0.37).holds
+
+
 def test_one_stall_does_not_shut_the_gate_for_ever() -> None:
     seen = [5.0, *[0.1] * 9]
     assert not certify(seen, [0.02] * 20, 0.4, 99).holds

@@ -334,6 +334,10 @@ POOLS: list[tuple[str, Row | Refused]] = [
         "slo.ttftMilliseconds",
         Row({"slo.ttftMilliseconds": 300}, guard("ttft_milliseconds"), 500, 300),
     ),
+    (
+        "slo.ttftAloneMilliseconds",
+        Row({"slo.ttftAloneMilliseconds": 200}, guard("ttft_alone_milliseconds"), 0, 200),
+    ),
     ("slo.tpotMilliseconds", Row({"slo.tpotMilliseconds": 50}, guard("tpot_milliseconds"), 0, 50)),
     ("slo.percentile", Row({"slo.percentile": 50}, lent, "", "0123", **RETURNS)),
     (

@@ -230,4 +230,5 @@ class Outcomes:
             policy.tpot_milliseconds / 1000,
             policy.max_increase_percent / 100,
             self.margin.value,
+            policy.ttft_alone_milliseconds / 1000,
         )

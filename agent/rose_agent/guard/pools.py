@@ -51,7 +51,7 @@ class Pools:
         now_ns = time.monotonic_ns()
         known = list(policies)
         percentiles = {policy.pool: policy.percentile for policy in known}
-        slo_s = {policy.pool: policy.ttft_milliseconds / 1000 for policy in known}
+        by_name = {policy.pool: policy for policy in known}
         for name in set(self._states) - set(percentiles):
             del self._states[name]
             for gauge in (
@@ -71,17 +71,21 @@ class Pools:
             burn = pool.burn.burn(percentiles[name], pool.limits.long_ns, now_ns)
             if burn.rate is not None:
                 metrics.ERROR_BUDGET_BURN.labels(name).set(burn.rate)
-            self._certificate(name, pool, slo_s[name], percentiles[name])
+            self._certificate(name, pool, by_name[name])
 
     @staticmethod
-    def _certificate(name: str, pool: PoolState, slo_s: float, percentile: int) -> None:
-        if not slo_s:
+    def _certificate(name: str, pool: PoolState, policy: PoolPolicy) -> None:
+        if not policy.ttft_milliseconds:
             return
         harm = added(pool.trial)
         if harm is not None:
             metrics.ADDED_MISSES.labels(name).set(harm.most)
             metrics.TRIAL_REQUESTS.labels(name).set(harm.requests)
-        told = pool.lessons.envelope.certificate(slo_s, percentile)
+        told = pool.lessons.envelope.certificate(
+            policy.ttft_milliseconds / 1000,
+            policy.percentile,
+            policy.ttft_alone_milliseconds / 1000,
+        )
         metrics.CERTIFICATE_HOLDS.labels(name).set(told.holds)
         metrics.CERTIFICATE_SECONDS.labels(name, "next").set(told.next_s)
         metrics.CERTIFICATE_SECONDS.labels(name, "stop").set(told.stop_s)

@@ -120,6 +120,7 @@ def policy_of(pool: ServingPool) -> PoolPolicy:
         port=spec.engine.port,
         engine=spec.engine.kind,
         ttft_milliseconds=(spec.slo.ttft_milliseconds or 0) if spec.slo else 0,
+        ttft_alone_milliseconds=(spec.slo.ttft_alone_milliseconds or 0) if spec.slo else 0,
         tpot_milliseconds=(spec.slo.tpot_milliseconds or 0) if spec.slo else 0,
         percentile=spec.slo.percentile if spec.slo else 99,
         max_increase_percent=spec.max_latency_increase_percent or 0,
