@@ -29,6 +29,16 @@ def test_replicas_of_one_and_two_gpus_have_the_memory_of_theirs(lending: Lending
         assert said["lendableBytes"] == min(room(lending, index) for index in pod.gpus)
 
 
+def test_a_slot_of_two_gpus_takes_both_of_a_replica_that_has_them(lending: Lending) -> None:
+    (wide,) = (pod for pod in lending.pods if len(pod.gpus) == 2)
+    lending.renew_lease(gpusPerSlot=2)
+    lending.wait(lambda: lending.lent() == {wide.name}, "an engine over two GPUs")
+    assert lending.slots()[wide.name][1] == wide.gpus
+    assert "5 TooFewGPUs" in lending.why()
+    lending.renew_lease()
+    lending.wait_for_all()
+
+
 def test_a_replica_of_eight_has_the_memory_of_its_tightest(installed: Lending) -> None:
     installed.serve(chat_8=1)
     (pod,) = installed.pods
