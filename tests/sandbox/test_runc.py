@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
+from rose_sandbox.errors import BadPath, CannotCheckpoint
+from rose_sandbox.runtimes import kernel
 from rose_sandbox.runtimes.runc import RuncRuntime
-from rose_sandbox.runtimes.runtime import Handle, Runtime
-from tests.sandbox.contract import Contract, said
+from rose_sandbox.runtimes.runtime import Handle, Kind, Runtime, SandboxSpec
+from tests.sandbox.contract import SMALL, Contract, said
 
 pytestmark = pytest.mark.sandbox
 
@@ -36,3 +39,87 @@ class TestRunc(Contract):
             await said(runtime, box, "python3 server.py & sleep 0.5")
 
         return start
+
+
+async def test_a_tenant_is_nobody_on_the_host_and_sees_no_network(runc: RuncRuntime) -> None:
+    box = await runc.create(SandboxSpec("box"))
+    facts = await runc.facts(box)
+    assert facts.cgroup is not None
+    for pid in facts.pids:
+        status = Path(f"/proc/{pid}/status").read_text()  # noqa: ASYNC240
+        assert f"Uid:\t{kernel.FIRST_ID}" in status
+        assert "NoNewPrivs:\t1" in status
+        assert "Seccomp:\t2" in status
+    assert await said(runc, box, "id -u; ls /sys/class/net 2>/dev/null; ip -br link | wc -l") == (
+        "0\n1\n"
+    )
+    for forbidden in (
+        "mount -t tmpfs x /mnt",
+        "unshare -U true",
+        "echo 1 > /proc/sys/kernel/panic",
+        "cat /proc/kcore | head -c 1 | grep .",
+        "mknod /root/disk b 254 0",
+        "python3 -c 'import ctypes, sys; sys.exit(ctypes.CDLL(None).syscall(425, 8, 0) < 0)'",
+    ):
+        assert (await runc.exec(box, forbidden, 20)).exit_code != 0, forbidden
+
+
+async def test_links_of_a_tenant_do_not_lead_to_files_of_the_host(
+    runc: RuncRuntime, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("the host's")
+    box = await runc.create(SandboxSpec("box"))
+    await said(runc, box, f"ln -s {secret} /root/a; ln -s /proc/1/root{secret} /root/b")
+    await said(runc, box, f"ln -s {tmp_path} /root/folder; ln -s ../../../../..{secret} /root/c")
+    for path in ("/root/a", "/root/b", "/root/c", "/root/folder/secret"):
+        with pytest.raises(BadPath):
+            await runc.read_file(box, path)
+    with pytest.raises(BadPath):
+        await runc.write_file(box, "/root/folder/secret", b"the tenant's")
+    assert secret.read_text() == "the host's"
+
+
+async def test_a_full_disk_and_a_full_memory_end_what_fills_them(runc: RuncRuntime) -> None:
+    box = await runc.create(SandboxSpec("box", limits=SMALL))
+    full = await runc.exec(box, "dd if=/dev/zero of=/root/x bs=1M count=64", 60)
+    assert b"quota exceeded" in full.stderr or b"No space" in full.stderr
+    assert await said(runc, box, "rm /root/x; echo on") == "on\n"
+    greedy = await runc.exec(box, "python3 -c 'x = bytearray(1 << 30)'", 60)
+    assert greedy.exit_code != 0
+    assert await said(runc, box, "echo on") == "on\n"
+
+
+async def test_what_cannot_be_saved_is_named_and_the_sandbox_lives_on(
+    runc: RuncRuntime, tmp_path: Path
+) -> None:
+    box = await runc.create(SandboxSpec("box"))
+    # A deleted file over CRIU's limit, still open.
+    hold = "dd if=/dev/zero of=/root/x bs=1M count=70 2>/dev/null; (rm x; sleep 1000) <x & sleep 1"
+    await runc.exec(box, hold, 30)
+    for kind in (Kind.PROCESSES, Kind.FULL):
+        with pytest.raises(CannotCheckpoint) as refused:
+            await runc.checkpoint(box, kind, tmp_path / "..")
+        assert refused.value.what == "large deleted file"
+    assert not (tmp_path / ".." / "files.tar").exists()
+    await said(runc, box, "pgrep -x sleep")
+    (tmp_path / "into").mkdir()
+    await runc.checkpoint(box, Kind.FILES, tmp_path / "into")
+
+
+async def test_a_runtime_that_starts_anew_finds_what_ran_and_what_slept(
+    runc: RuncRuntime, tmp_path: Path
+) -> None:
+    box = await runc.create(SandboxSpec("box"))
+    other = await runc.create(SandboxSpec("other"))
+    await said(runc, box, "X=1; sleep 1000 &", session="main")
+    await said(runc, other, "X=2", session="main")
+    await runc.suspend(other, tmp_path)
+    # Half of one more, from a host that was killed in the middle.
+    (tmp_path / "host" / "sandboxes" / "half").mkdir()
+    later = RuncRuntime(tmp_path / "host", runc.parts)
+    assert [handle.key for handle in await later.sandboxes()] == ["box", "other"]
+    assert await said(later, box, "echo $X; pgrep -x sleep >&2", session="main") == "1\n"
+    awake = await later.resume(other)
+    assert await said(later, awake, "echo $X", session="main") == "2\n"
+    await later.create(SandboxSpec("half"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rose_sandbox.runtimes.inside import INIT
 from rose_sandbox.runtimes.kernel import FIRST_ID, IDS
+from rose_sandbox.runtimes.parts import SYSTEM_PATH
 from rose_sandbox.runtimes.runtime import SandboxSpec
 
 CPU_PERIOD_US = 100_000
@@ -45,7 +46,15 @@ _REFUSED_CALLS = [
 ]
 
 
-def config(spec: SandboxSpec, root: Path, cgroup: str, criu: Path, *, mapped: bool) -> object:
+# runc restores into an empty network, whose loopback nobody has switched on.
+LOOPBACK = """\
+#!/bin/sh
+pid=$(sed 's/.*"pid":\\([0-9]*\\).*/\\1/')
+exec nsenter --target "$pid" --net ip link set lo up
+"""
+
+
+def config(spec: SandboxSpec, root: Path, cgroup: str, criu: Path, loopback: Path) -> object:
     """The whole file as JSON values.
 
     Args:
@@ -53,7 +62,7 @@ def config(spec: SandboxSpec, root: Path, cgroup: str, criu: Path, *, mapped: bo
         root: its root folder, mounted.
         cgroup: its group, from the top of each hierarchy.
         criu: the configuration of CRIU.
-        mapped: its root is another user of the host.
+        loopback: a program with the text ``LOOPBACK``.
     """
     variables = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -61,7 +70,7 @@ def config(spec: SandboxSpec, root: Path, cgroup: str, criu: Path, *, mapped: bo
         "LANG": "C.UTF-8",
         "TERM": "dumb",
     } | dict(spec.environment)
-    namespaces = ["pid", "ipc", "uts", "mount", "network"] + (["user"] if mapped else [])
+    namespaces = ["pid", "ipc", "uts", "mount", "network", "user"]
     ids = [{"containerID": 0, "hostID": FIRST_ID, "size": IDS}]
     return {
         "ociVersion": "1.0.2",
@@ -91,7 +100,8 @@ def config(spec: SandboxSpec, root: Path, cgroup: str, criu: Path, *, mapped: bo
         ],
         "linux": {
             "namespaces": [{"type": name} for name in namespaces],
-            **({"uidMappings": ids, "gidMappings": ids} if mapped else {}),
+            "uidMappings": ids,
+            "gidMappings": ids,
             "cgroupsPath": cgroup,
             "resources": {
                 "devices": [{"allow": False, "access": "rwm"}],
@@ -110,6 +120,7 @@ def config(spec: SandboxSpec, root: Path, cgroup: str, criu: Path, *, mapped: bo
             "maskedPaths": ["/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/sysrq-trigger"],
             "readonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys"],
         },
+        "hooks": {"createRuntime": [{"path": str(loopback), "env": [f"PATH={SYSTEM_PATH}"]}]},
         "annotations": {"org.criu.config": str(criu)},
     }
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rose_sandbox.errors import Unavailable
 
-PROGRAMS = ("runc", "criu", "btrfs", "mkfs.btrfs", "tar", "ip", "mount", "umount")
-_SYSTEM = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PROGRAMS = ("runc", "criu", "btrfs", "mkfs.btrfs", "tar", "ip", "mount", "umount", "nsenter")
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Parts:
     @property
     def path(self) -> str:
         """``PATH`` of the runtime's programs."""
-        return f"{self.folder / 'bin'}:{_SYSTEM}"
+        return f"{self.folder / 'bin'}:{SYSTEM_PATH}"
 
     def lacking(self) -> tuple[str, ...]:
         """What a sandbox needs and this machine has not, by name."""

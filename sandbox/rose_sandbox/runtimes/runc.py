@@ -17,14 +17,12 @@ Next step: ``inside`` is what a command talks to.
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +48,18 @@ from rose_sandbox.errors import (
     UnknownSandbox,
 )
 from rose_sandbox.runtimes import inside, kernel, oci
+from rose_sandbox.runtimes.files import is_gone, look, put, read, runner_of, write
 from rose_sandbox.runtimes.parts import Parts, find_parts
+from rose_sandbox.runtimes.processes import (
+    POLL_SECONDS,
+    empty,
+    inner_pid,
+    pauses,
+    stat_of,
+    stop_anew,
+    text_of,
+    ticks,
+)
 from rose_sandbox.runtimes.programs import run
 from rose_sandbox.runtimes.runtime import (
     COMMAND_BYTES,
@@ -75,7 +84,6 @@ START_SECONDS = 20.0
 GRACE_SECONDS = 1.0
 """For a session's shell to notice that what it waited for was killed, before it is killed too."""
 SETTLE_TRIES = 25
-_POLL_SECONDS = (0.002, 0.03)  # first and longest: a short command is not made to wait
 # CRIU's: connections inside are saved, none leads out; deleted files up to what a log may have.
 _CRIU = """\
 tcp-established
@@ -137,6 +145,7 @@ class RuncRuntime:
         # Several hosts on a machine never meet in the kernel's groups.
         self._group = f"rose-sandbox-{hashlib.sha256(str(self._folder).encode()).hexdigest()[:8]}"
         self._criu = self._folder / "criu.conf"
+        self._loopback = self._folder / "loopback"
         self._roots = Path("/run") / self._group
         self._threads = ThreadPoolExecutor(thread_name_prefix="sandbox")
         self._opening = asyncio.Lock()
@@ -150,8 +159,14 @@ class RuncRuntime:
             if not self._is_open:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._criu.write_text(_CRIU)
+                self._loopback.write_text(oci.LOOPBACK)
+                self._loopback.chmod(0o755)
                 self._roots.mkdir(mode=0o711, exist_ok=True)
                 await self._volume.open()
+                # A host that was killed while it made one left a half behind.
+                for home in self._folder.glob("sandboxes/*"):
+                    if not (home / "sandbox.json").exists():
+                        await self._remove(home.name)
                 self._is_open = True
 
     async def images(self) -> tuple[str, ...]:
@@ -251,7 +266,7 @@ class RuncRuntime:
         bundle = home / "bundle"
         bundle.mkdir(exist_ok=True)
         config = oci.config(
-            spec, self._roots / key, f"/{self._group}/{key}", self._criu, mapped=True
+            spec, self._roots / key, f"/{self._group}/{key}", self._criu, self._loopback
         )
         (bundle / "config.json").write_text(json.dumps(config))
         if parts is not None and parts.processes is not None:
@@ -296,7 +311,7 @@ class RuncRuntime:
 
     async def _wait_until_it_listens(self, key: str) -> None:
         ends = time.monotonic() + START_SECONDS
-        for pause in _pauses():
+        for pause in pauses():
             with suppress(OSError, UnknownSandbox), self._root(key) as root:
                 os.close(kernel.open_in(root, f"{inside.FOLDER}/in", os.O_WRONLY | os.O_NONBLOCK))
                 return
@@ -323,7 +338,7 @@ class RuncRuntime:
             await self._runc(key, "delete", "--force")
         for folder in self._groups(key):
             # A restore that failed leaves some behind, of which runc knows nothing.
-            await self._in_thread(_empty, folder)
+            await self._in_thread(empty, folder)
         await self._volume.unmount(self._roots / key)
         with suppress(OSError):
             (self._roots / key).rmdir()
@@ -344,7 +359,7 @@ class RuncRuntime:
                 quiet=quiet,
             )
         except RuntimeFailed as error:
-            words = re.findall(r'level=error msg="(.*)"$', _text(log), re.MULTILINE)
+            words = re.findall(r'level=error msg="(.*)"$', text_of(log), re.MULTILINE)
             raise RuntimeFailed("; ".join(words) or str(error)) from error
 
     def _groups(self, key: str) -> list[Path]:
@@ -373,22 +388,22 @@ class RuncRuntime:
         self._next += 1
         # Numbers of an earlier host or of a restored state are never met again.
         number = f"{time.time_ns():x}{self._next:x}"
-        begun = _ticks()
+        begun = ticks()
         with self._root(handle.key) as root:
             await self._in_thread(self._ask, root, number, command, session)
             lost = late = False
             code: int | None = None
             ends, killed = time.monotonic() + within, 0.0
-            for turn, pause in enumerate(_pauses()):
-                answer = await self._in_thread(_look, root, f"{number}.rc")
+            for turn, pause in enumerate(pauses()):
+                answer = await self._in_thread(look, root, f"{number}.rc")
                 if answer is not None and answer.endswith(b"\n"):
                     word, _, rest = answer.decode().strip().partition(" ")
                     code, lost = int(word), rest == "lost"
                     break
                 now = time.monotonic()
-                if turn % 16 == 15 and await self._in_thread(_is_gone, root, number):
+                if turn % 16 == 15 and await self._in_thread(is_gone, root, number):
                     # The runner was killed, and says nothing.
-                    answer = await self._in_thread(_look, root, f"{number}.rc")
+                    answer = await self._in_thread(look, root, f"{number}.rc")
                     if answer is None:
                         code, lost = 137, session is not None
                         break
@@ -401,8 +416,8 @@ class RuncRuntime:
                     if hard and session is None:
                         break
                 await asyncio.sleep(pause)
-            out = await self._in_thread(_look, root, f"{number}.out")
-            err = await self._in_thread(_look, root, f"{number}.err")
+            out = await self._in_thread(look, root, f"{number}.out")
+            err = await self._in_thread(look, root, f"{number}.err")
             await self._in_thread(self._settle, handle.key, root, number)
             await self._in_thread(self._tidy, handle.key, root, number)
         return ExecResult(
@@ -438,7 +453,7 @@ class RuncRuntime:
 
     def _ask(self, root: int, number: str, command: str, session: str | None) -> None:
         with kernel.owner(kernel.FIRST_ID):
-            _write(root, f"{inside.FOLDER}/{number}.cmd", command.encode() + b"\n", 0o600)
+            write(root, f"{inside.FOLDER}/{number}.cmd", command.encode() + b"\n", 0o600)
         door = kernel.open_in(root, f"{inside.FOLDER}/in", os.O_WRONLY | os.O_NONBLOCK)
         try:
             os.write(door, f"{number} {session or '-'}\n".encode())
@@ -447,9 +462,9 @@ class RuncRuntime:
 
     def _kill(self, key: str, root: int, number: str, begun: int, hard: bool) -> None:
         """What a command's runner started since; ``hard``: the runner itself too."""
-        runner = _runner(root, number)
-        table = {pid: entry for pid in self._pids(key) if (entry := _stat(pid)) is not None}
-        top = next((pid for pid in table if _inner(pid) == runner), None)
+        runner = runner_of(root, number)
+        table = {pid: entry for pid in self._pids(key) if (entry := stat_of(pid)) is not None}
+        top = next((pid for pid in table if inner_pid(pid) == runner), None)
         if top is None:
             return
         below = {top}
@@ -468,13 +483,13 @@ class RuncRuntime:
 
         It has already said how the command ended; an inspector should not see its last steps.
         """
-        runner = _runner(root, number)
-        top = next((pid for pid in self._pids(key) if _inner(pid) == runner), None)
+        runner = runner_of(root, number)
+        top = next((pid for pid in self._pids(key) if inner_pid(pid) == runner), None)
         for _ in range(SETTLE_TRIES if top is not None else 0):
-            doing = _text(Path(f"/proc/{top}/syscall"))
+            doing = text_of(Path(f"/proc/{top}/syscall"))
             if not doing or doing.startswith("0 0x9 "):
                 return
-            time.sleep(_POLL_SECONDS[0])
+            time.sleep(POLL_SECONDS[0])
 
     def _tidy(self, key: str, root: int, number: str) -> None:
         """Remove a command's files, but for streams that something in the background still has."""
@@ -511,7 +526,7 @@ class RuncRuntime:
         """See ``Runtime``."""
         self._running(handle)
         with self._root(handle.key) as root:
-            return await self._in_thread(_read, root, path, limit)
+            return await self._in_thread(read, root, path, limit)
 
     async def write_file(self, handle: Handle, path: str, data: bytes, mode: int = 0o644) -> None:
         """See ``Runtime``."""
@@ -521,7 +536,7 @@ class RuncRuntime:
         if len(data) > min(FILE_BYTES, record.spec.limits.disk_bytes):
             raise TooLarge(f"{len(data)} bytes for {path} do not fit")
         with self._root(handle.key) as root:
-            await self._in_thread(_put, root, path, data, mode)
+            await self._in_thread(put, root, path, data, mode)
 
     async def connect(self, handle: Handle, port: int) -> socket.socket:
         """See ``Runtime``."""
@@ -576,6 +591,7 @@ class RuncRuntime:
         images, work = home / "images", home / "dump"
         await self._clear(images, work)
         await self._runc(key, "pause")
+        await self._in_thread(stop_anew, self._pids(key))
         started = time.monotonic()
         try:
             if kind.has_files:
@@ -688,138 +704,7 @@ class RuncRuntime:
         )
 
 
-# --- a sandbox's files, by a descriptor of its root -------------------------------------------
-
-
-def _look(root: int, name: str) -> bytes | None:
-    """A file of ``inside.FOLDER``, whole; None where there is none."""
-    try:
-        return _read(root, f"{inside.FOLDER}/{name}", FILE_BYTES)
-    except (BadPath, TooLarge):
-        return None
-
-
-def _read(root: int, path: str, limit: int) -> bytes:
-    try:
-        descriptor = kernel.open_in(root, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError as error:
-        raise BadPath(f"{path}: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as file:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode):
-            raise BadPath(f"{path} is no plain file")
-        if facts.st_size > limit:
-            raise TooLarge(f"{path} has {facts.st_size} bytes, over {limit}")
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise TooLarge(f"{path} has over {limit} bytes")
-    return data
-
-
-def _write(root: int, path: str, data: bytes, mode: int) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY
-    descriptor = kernel.open_in(root, path, flags, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BadPath(f"{path} is no plain file")
-        file.write(data)
-
-
-def _put(root: int, path: str, data: bytes, mode: int) -> None:
-    """Write a file as the sandbox's root, with the folders above it."""
-    try:
-        with kernel.owner(kernel.FIRST_ID):
-            above = path.strip("/").split("/")[:-1]
-            for depth in range(len(above)):
-                _make_folder(root, "/" + "/".join(above[:depth]), above[depth])
-            _write(root, path, data, mode)
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise TooLarge(f"{path}: the sandbox's disk is full") from error
-        raise BadPath(f"{path}: {error.strerror}") from error
-
-
-def _make_folder(root: int, parent: str, name: str) -> None:
-    descriptor = kernel.open_in(root, parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(FileExistsError):
-            os.mkdir(name, 0o755, dir_fd=descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _runner(root: int, number: str) -> int | None:
-    said = _look(root, f"{number}.pid")
-    return int(said) if said and said.strip().isdigit() else None
-
-
-def _is_gone(root: int, number: str) -> bool:
-    """Whether a command's runner has ended, as far as its own ``/proc`` says."""
-    runner = _runner(root, number)
-    if runner is None:
-        return False
-    try:
-        os.close(kernel.open_in(root, f"/proc/{runner}", os.O_PATH))
-    except OSError:
-        return True
-    return False
-
-
-# --- processes --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Stat:
-    parent: int
-    session: int
-    started: int
-
-
-def _stat(pid: int) -> _Stat | None:
-    words = _text(Path(f"/proc/{pid}/stat")).rpartition(") ")[2].split()
-    return _Stat(int(words[1]), int(words[3]), int(words[19])) if words else None
-
-
-def _inner(pid: int) -> int | None:
-    """A process's id in its own sandbox."""
-    found = re.search(r"^NSpid:.*\s(\d+)$", _text(Path(f"/proc/{pid}/status")), re.MULTILINE)
-    return int(found[1]) if found else None
-
-
-def _ticks() -> int:
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
-
-
-def _empty(group: Path) -> None:
-    """Kill what is in a group, and remove it."""
-    for _ in range(50):
-        pids = _text(group / "cgroup.procs").split()
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), 9)
-        with suppress(OSError):
-            group.rmdir()
-            return
-        if not group.exists():
-            return
-        time.sleep(0.02)
-
-
-def _pauses() -> Iterator[float]:
-    pause, longest = _POLL_SECONDS
-    while True:
-        yield pause
-        pause = min(longest, pause * 1.3)
-
-
 # --- records and logs -------------------------------------------------------------------------
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _part(path: Path) -> Part:
@@ -837,7 +722,7 @@ def _check(part: Part) -> None:
 
 def _errors(log: Path) -> str:
     """What CRIU says went wrong, first things first."""
-    found = re.findall(r"Error \(([^)]*)\): (.*)", _text(log))
+    found = re.findall(r"Error \(([^)]*)\): (.*)", text_of(log))
     told = [f"{where.partition(':')[0]}: {text}" for where, text in found if "rlimit" not in text]
     return "; ".join(told[:4])
 
