@@ -124,7 +124,8 @@ def test_a_router_hears_of_a_publish_before_the_engine_has_it() -> None:
         router="router:1",
     )
     own = "run@base.0123456789ab"
-    status = EngineStatus(slot, EngineState.SERVING, version=own, head="run@1.0")
+    status = EngineStatus(slot, EngineState.SERVING, version=own, head="run@1.0", tokenizer="3f9a")
     update = update_of(grant, status, "", gate_open=True, leaving=False, cap=1)
     assert (update.version, update.head) == (own, "run@1.0")
+    assert update.tokenizer == "3f9a"
     assert update_of(grant, None, "", gate_open=True, leaving=False, cap=1).head == ""

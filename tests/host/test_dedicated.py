@@ -20,6 +20,7 @@ from rose_agent.host.dedicated_file import DedicatedFile
 from rose_agent.os.freezers import Freezer
 from rose_core.wire.host import HostStatusRequest
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
+from rose_core.wire.tokenizer_files import digest, pack
 from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
 from rose_wire.rpc import Server
 from rose_wire.services import ATTACH
@@ -89,8 +90,10 @@ async def started(
 
 async def test_it_is_attached_gated_and_leaves(rundir: Path, models: Path) -> None:
     router = Router("install")
+    (models / "small" / "tokenizer.json").write_text("{}")
     async with started(rundir, models, await router.start()) as (host, _):
         update = await router.until("gate_open", True)
+        assert update.tokenizer == digest(pack({"tokenizer.json": b"{}"}))
         assert update.kind is EngineKind.DEDICATED
         assert (update.engine, update.lease, update.cap) == ("dedicated-0", "team/lease", 3)
         assert update.version == ""  # nothing attested: no turns yet
