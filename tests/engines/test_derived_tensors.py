@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,13 +29,30 @@ class Latent(torch.nn.Module):
         self.kv_b_proj = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
         self.w_kc: torch.Tensor | None = None
         self.table = torch.ones(4)
+        self.register_buffer("scales", torch.ones(4))
+        self.absorbed: list[torch.Tensor] = []
+        self.method = SimpleNamespace(packed={})
+        self.layers = torch.nn.ModuleList([torch.nn.Module()])
         self.post()
 
     def post(self) -> None:
         if self.kind in {"rebinds", "stays"}:
             self.w_kc = self.kv_b_proj.weight.detach().t().contiguous()
+        made = self.kv_b_proj.weight.detach().t().contiguous()
         if self.kind == "writes":
             self.table.add_(1)
+        if self.kind == "through data":
+            self.table.data.copy_(made[0])
+        if self.kind == "buffer":
+            self.scales.copy_(made[0])  # type: ignore[operator]
+        if self.kind == "list":
+            self.absorbed = [made]
+        if self.kind == "element":
+            self.absorbed[:] = [made]
+        if self.kind == "object":
+            self.method.packed["w"] = (made,)
+        if self.kind == "layer":
+            self.layers[0].packed = made
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         parameters = dict(self.named_parameters())
@@ -62,20 +80,39 @@ def test_a_model_without_such_tensors_is_laid_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "path"), [("rebinds", "w_kc"), ("stays", "w_kc"), ("writes", "table")]
+    ("kind", "path"),
+    [
+        ("rebinds", "w_kc"),
+        ("stays", "w_kc"),
+        ("writes", "table"),
+        ("through data", "table"),
+        ("buffer", "scales"),
+        ("list", "absorbed.0"),
+        ("element", "absorbed.0"),
+        ("object", "method.packed.w.0"),
+        ("layer", "layers.0.packed"),
+    ],
 )
 def test_what_a_loader_makes_from_weights_is_refused_by_its_path(kind: str, path: str) -> None:
     with pytest.raises(UnsupportedEngine, match=f"keeps '{path}', which its loader makes"):
         boxes(kind)
 
 
-def test_what_was_there_before_is_put_back() -> None:
+@pytest.mark.parametrize("kind", ["rebinds", "list", "element", "object", "layer"])
+def test_what_was_there_before_is_put_back(kind: str) -> None:
     """A captured graph reads the old memory."""
-    model = Latent("rebinds")
-    old = model.w_kc
+    model = Latent(kind)
+
+    def held() -> list[object]:
+        parts = [model.w_kc, model.absorbed, *model.absorbed]
+        return [*parts, *model.method.packed.values(), getattr(model.layers[0], "packed", None)]
+
+    old = held()
     with pytest.raises(UnsupportedEngine):
         derive(model, dict(model.named_parameters()), CHECKPOINT)
-    assert model.w_kc is old
+    now = held()
+    assert len(now) == len(old)
+    assert all(one is other for one, other in zip(now, old, strict=True))
 
 
 def test_copies_in_a_pool_of_threads_are_seen() -> None:

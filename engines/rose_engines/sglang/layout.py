@@ -6,7 +6,8 @@ view's first element and strides say which rectangle goes where. So whatever the
 fused projections, expert stacks, padding and this rank's slice is known here too, for any model
 whose loader only copies. One that computes (converts, transposes, repacks) is refused by name.
 A model that keeps tensors which its loader makes *from* weights (MLA's ``w_kc``) is refused by the
-path of such a tensor: a commit in place would change the weight and leave what was made of it.
+path of such a tensor, wherever it hangs (attribute, buffer, list, dictionary, object): a commit in
+place would change the weight and leave what was made of it.
 The result is kept in a file and used again while checkpoint, engine, ranks and parameters are the
 same. Next step: ``parameters`` proves it against the live bytes.
 """
@@ -21,8 +22,10 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -57,7 +60,7 @@ _FILLS = {
 # Copies that a loader makes of what it was given: the original is as good.
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}  # noqa: SLF001
 # Another text makes the files worthless that were written by weaker rules.
-_RULES = "derived tensors are refused"
+_RULES = "derived tensors are refused wherever they hang"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -101,12 +104,13 @@ def _watch(
     model: Loader, parameters: Mapping[str, torch.Tensor], checkpoint: Mapping[str, StoredTensor]
 ) -> dict[str, tuple[Box, ...]]:
     sources = {name: _tensor(*stored) for name, stored in checkpoint.items()}
-    recorder = _Recorder(parameters, sources)
-    before = _derived(model, parameters)
+    before = _reachable(model)
+    watched = {_address(held.value) for held in _tensors(before).values()}
+    recorder = _Recorder(parameters, sources, watched)
     try:
         with torch.no_grad(), _in_this_thread(), recorder:
             model.load_weights(iter(sources.items()))
-        _refuse_derived(model, parameters, before)
+        _refuse_derived(model, parameters, before, recorder.written)
     except UnsupportedEngine:
         raise
     except Exception as error:  # the engine's loader may raise anything
@@ -117,48 +121,119 @@ def _watch(
     return {name: tuple(recorder.boxes[name]) for name in checkpoint}
 
 
-# Path -> the object and attribute that hold the tensor, the tensor, and its count of writes.
-_Derived = dict[str, tuple[Any, str, torch.Tensor, int]]
 # What models of SGLang are known to make of weights, also where the loader does not renew it.
-_KNOWN_DERIVED = ("w_kc", "w_vc", "w_scale_k", "w_scale_v")
+_KNOWN_DERIVED = {"w_kc", "w_vc", "w_scale_k", "w_scale_v"}
+# Nothing in there is a tensor of the model, and much of it is the whole process.
+_NOT_FOLLOWED = (type, ModuleType, Enum, torch.dtype, torch.device, torch.Size)
 
 
-def _derived(model: Loader, parameters: Mapping[str, torch.Tensor]) -> _Derived:
-    """Every tensor that hangs on a module and is no parameter, no buffer and no view of one."""
+class _Held(NamedTuple):
+    """What a model holds somewhere: a tensor, or something that may hold tensors.
+
+    Attributes:
+        holder: a module, another object, a list, a tuple or a dictionary.
+        key: attribute, index or key in it.
+        value: what is there.
+    """
+
+    holder: Any
+    key: Any
+    value: Any
+
+    def put_back(self) -> None:
+        """Have the holder hold it again; what is in a tuple cannot have changed."""
+        if isinstance(self.holder, list):
+            self.holder[self.key : self.key + 1] = [self.value]
+        elif isinstance(self.holder, dict):
+            self.holder[self.key] = self.value
+        elif not isinstance(self.holder, tuple):
+            vars(self.holder)[self.key] = self.value
+
+
+def _reachable(model: Loader) -> dict[str, _Held]:
+    """Whatever hangs on the modules, by path: everything once, parameters and buffers too.
+
+    Also what is in lists, dictionaries and objects that are no modules; not what a class, a
+    closure or slots hold.
+    """
     if not isinstance(model, torch.nn.Module):
         return {}
-    own = {_address(one) for one in parameters.values()}
-    own |= {_address(one) for one in model.buffers()}
-    return {
-        f"{path}.{name}".lstrip("."): (module, name, value, value._version)  # noqa: SLF001
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and _address(value) not in own
-    }
+    found: dict[str, _Held] = {}
+    seen = {id(model)}
+    waiting: list[tuple[str, Any]] = [("", model)]
+    while waiting:
+        path, holder = waiting.pop()
+        for key, value in _entries(holder):
+            if isinstance(value, _NOT_FOLLOWED) or not _may_hold(value) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            # Modules keep submodules, parameters and buffers in dictionaries of their own.
+            inner = isinstance(holder, torch.nn.Module) and key in _OF_MODULES
+            name = path if inner else f"{path}.{key}".lstrip(".")
+            found[f"{path}.{key}" if inner else name] = _Held(holder, key, value)
+            waiting.append((name, value))
+    return found
+
+
+_OF_MODULES = {"_modules", "_parameters", "_buffers"}
+
+
+def _may_hold(value: Any) -> bool:  # noqa: ANN401
+    return isinstance(value, torch.Tensor | list | tuple | dict) or hasattr(value, "__dict__")
+
+
+def _entries(holder: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
+    if isinstance(holder, list | tuple):
+        return list(enumerate(holder))
+    entries = list(holder.items()) if isinstance(holder, dict) else []
+    return entries + list(getattr(holder, "__dict__", {}).items())
 
 
 def _refuse_derived(
-    model: Loader, parameters: Mapping[str, torch.Tensor], before: _Derived
+    model: Loader,
+    parameters: Mapping[str, torch.Tensor],
+    before: Mapping[str, _Held],
+    written: set[int],
 ) -> None:
-    """Refuse a model of which loading changed a tensor that is neither parameter nor buffer.
+    """Refuse a model of which loading changed a tensor that is no parameter.
+
+    Args:
+        model: after its loader was called once more.
+        parameters: its parameters; views of them follow them.
+        before: what it held before.
+        written: addresses of memory of before that the loader wrote to.
 
     Raises:
         UnsupportedEngine: names the tensor; what was there before is put back.
     """
-    after = _derived(model, parameters)
+    own = {_address(one) for one in parameters.values()}
+    there = {_address(held.value) for held in _tensors(before).values()}
     changed = ""
-    for path, (module, name, value, writes) in after.items():
-        old = before.get(path)
-        if old is None or old[2] is not value or old[3] != writes or name in _KNOWN_DERIVED:
+    for path, held in _tensors(_reachable(model)).items():
+        address = _address(held.value)
+        if address in own or not held.value.numel():
+            continue
+        if address not in there or address in written or held.key in _KNOWN_DERIVED:
             changed = changed or path
-        if old is not None and old[2] is not value:
-            # A captured graph still reads the memory of the old one.
-            setattr(module, name, old[2])
-    if changed:
-        raise UnsupportedEngine(
-            f"the model keeps {changed!r}, which its loader makes from weights: it would stay old "
-            "when they are changed in place, and tokens would be wrong under an attested version"
-        )
+    if not changed:
+        return
+    for held in before.values():
+        # A captured graph still reads the memory of the old one.
+        if isinstance(held.value, torch.Tensor | list | tuple | dict):
+            held.put_back()
+    raise UnsupportedEngine(
+        f"the model keeps {changed!r}, which its loader makes from weights: it would stay old "
+        "when they are changed in place, and tokens would be wrong under an attested version"
+    )
+
+
+def _tensors(held: Mapping[str, _Held]) -> dict[str, _Held]:
+    """Those that are tensors with plain memory."""
+    return {
+        path: one
+        for path, one in held.items()
+        if isinstance(one.value, torch.Tensor) and one.value.layout is torch.strided
+    }
 
 
 @contextlib.contextmanager
@@ -213,9 +288,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch sa
     """Writes copies into parameters down instead of carrying them out."""
 
     def __init__(
-        self, parameters: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        sources: Mapping[str, torch.Tensor],
+        watched: set[int],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # Versions of tensors do not count what is written through ``.data``.
+        self.written: set[int] = set()
+        self._watched = watched
         self.boxes: dict[str, list[Box]] = defaultdict(list)
         self._sources = {_address(tensor): name for name, tensor in sources.items()}
         self._targets: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
@@ -246,6 +327,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch sa
             for value, argument in zip(args, func._schema.arguments, strict=False)  # noqa: SLF001
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        self.written |= self._watched & {
+            _address(tensor) for tensor in written if isinstance(tensor, torch.Tensor)
+        }
         for tensor in written:
             for name, parameter in self._targets.get(_address(tensor), ()):
                 first = tensor.storage_offset() - parameter.storage_offset()
