@@ -47,8 +47,8 @@ TURNS = [
     ("pkill -x sleep", PROCESSES),
     ("echo x > /dev/shm/a", PROCESSES),
     ("rm /dev/shm/a", PROCESSES),
-    ("(while :; do date > /root/now; sleep 0.02; done) & sleep 0.1", FULL),
-    ("true", FULL),
+    ("(while :; do date > /root/now; sleep 0.02; done) & sleep 0.3", FULL),
+    ("sleep 0.5", FULL),
     ("pkill -f date; pkill bash; sleep 0.1; true", None),
 ]
 SESSION = [

@@ -28,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from rose_sandbox.runtimes import kernel
@@ -316,17 +317,11 @@ def _memory(pid: int, maps: str) -> str | None:
 
 def _own_runs(entries: bytes) -> Iterator[tuple[int, int]]:
     """Runs of pages that are present or swapped and no file's: (first, count)."""
-    first = None
-    words = memoryview(entries).cast("Q")
-    for index, word in enumerate(words):
-        own = word >> 62 and not word >> 61 & 1
-        if own and first is None:
-            first = index
-        elif not own and first is not None:
-            yield first, index - first
-            first = None
-    if first is not None:
-        yield first, len(words) - first
+    words = np.frombuffer(entries, np.uint64)
+    own = np.zeros(len(words) + 2, np.int8)
+    own[1:-1] = (words >> np.uint64(62) != 0) & (words >> np.uint64(61) & np.uint64(1) == 0)
+    edges = np.flatnonzero(np.diff(own)).tolist()
+    yield from ((begin, end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=True))
 
 
 def _shell(pid: int, init: int) -> str | None:

@@ -83,7 +83,8 @@ START_SECONDS = 20.0
 """Until the first process of a sandbox listens; it takes milliseconds on a free machine."""
 GRACE_SECONDS = 1.0
 """For a session's shell to notice that what it waited for was killed, before it is killed too."""
-SETTLE_TRIES = 25
+SETTLE_TRIES = 250
+"""Half a second on a busy machine; a runner that has answered ends within its next slice."""
 # CRIU's: connections inside are saved, none leads out; deleted files up to what a log may have.
 _CRIU = """\
 tcp-established
