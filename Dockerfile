@@ -18,6 +18,7 @@ COPY operator /source/operator
 COPY agent /source/agent
 COPY router /source/router
 COPY trainer /source/trainer
+COPY rewards /source/rewards
 COPY simulate /source/simulate
 COPY cli /source/cli
 COPY dev /source/dev

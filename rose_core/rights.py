@@ -57,6 +57,7 @@ class Listener(StrEnum):
     RELAY = "relay"
     INGEST = "ingest"
     FORWARD = "forward"
+    REWARDS = "rewards"
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,13 @@ RULES: tuple[Rule, ...] = (
         ("* /{path}",),
         (_P.TRAINER,),
         "its machine's loopback: who reaches it calls the router as the trainer",
+    ),
+    Rule(_L.REWARDS, _PAGES, (_P.ANYBODY,)),
+    Rule(
+        _L.REWARDS,
+        ("POST /v1/rewards", "GET /v1/queue"),
+        _TEAMS,
+        "functions of its team and those of nobody; by its team's token, or on the loopback",
     ),
 )
 

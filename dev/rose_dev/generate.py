@@ -43,6 +43,7 @@ PACKAGES = {
     "rose_router": "router/rose_router",
     "rose_weights": "weights/rose_weights",
     "rose_trainer": "trainer/rose_trainer",
+    "rose_rewards": "rewards/rose_rewards",
     "rose_engines": "engines/rose_engines",
 }
 

@@ -18,7 +18,19 @@ ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
 
 
 @pytest.mark.parametrize(
-    "folder", ["operator", "agent", "engines", "weights", "router", "trainer", "wire", "cli", "dev"]
+    "folder",
+    [
+        "operator",
+        "agent",
+        "engines",
+        "weights",
+        "router",
+        "trainer",
+        "rewards",
+        "wire",
+        "cli",
+        "dev",
+    ],
 )
 def test_folders_by_place_are_no_packages(folder: str) -> None:
     # A package `operator` on the path would hide the standard library's module of that name.

@@ -1,0 +1,28 @@
+"""Exceptions of the reward functions.
+
+RewardsError
+├── BadFunctions    the platform's list of functions is wrong; says where
+├── BadReward       a caller asks for what cannot be computed
+├── Busy            as many rewards wait as may
+└── WorkerEnded     a worker died or was stopped before it had answered
+"""
+
+
+class RewardsError(Exception):
+    """Base of everything ``rose_rewards`` raises."""
+
+
+class BadFunctions(RewardsError):
+    """The list of functions cannot be used; says which line, and what is expected."""
+
+
+class BadReward(RewardsError):
+    """A request that is wrong whoever asks it; says what is."""
+
+
+class Busy(RewardsError):
+    """The queue is full; ask again later."""
+
+
+class WorkerEnded(RewardsError):
+    """A worker is gone, and the answer that it owed with it."""

@@ -1,0 +1,95 @@
+"""The platform's list of reward functions: YAML, a name and what stands behind it.
+
+    exact: {rule: exact}
+    gsm8k: {rule: math, seconds: 10}
+    unit-tests: {module: "checks:run", path: /teams/a, team: a, seconds: 60, memoryMebibytes: 2048}
+    judge: {judge: http://router-research-judge.rose-routers.svc:8000, tokenFile: /etc/rose/judge}
+
+A function with a team may be called by that team alone, and its code runs under a user of that
+team's own. Next step: ``gateway`` runs them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pydantic
+import pydantic.alias_generators
+import yaml
+
+from rose_rewards.errors import BadFunctions
+from rose_wire import problems
+
+_PROMPT = (
+    "Task:\n{task}\n\nExpected answer:\n{expected}\n\nAnswer:\n{answer}\n\n"
+    "Reply with one number from 0 (wrong) to 1 (right) and nothing else."
+)
+
+
+class RewardFunction(pydantic.BaseModel):
+    """One function; exactly one of ``rule``, ``module`` and ``judge`` is given.
+
+    Attributes:
+        rule: one of ``rose_rewards.rules``.
+        module: ``package.module:function`` of the team's own.
+        path: folder that its module is found in.
+        judge: URL of a lease whose model judges.
+        token_file: with what the judge's router is called.
+        model, prompt: what it is asked; the prompt names answer, expected and task.
+        team: whose it is; empty = everybody may call it.
+        seconds: longest time of one verification.
+        memory_mebibytes: address space of one worker.
+        network: whether its workers see one; a judge is called by the gateway.
+        correct_from: rewards from here on are of correct answers.
+        tries: how often one is tried before it is lost.
+    """
+
+    model_config = pydantic.ConfigDict(
+        extra="forbid",
+        alias_generator=pydantic.alias_generators.to_camel,
+        populate_by_name=True,
+        frozen=True,
+    )
+
+    rule: Literal["exact", "contains", "number", "math"] | None = None
+    module: str | None = pydantic.Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    path: Path | None = None
+    judge: str | None = pydantic.Field(default=None, pattern=r"^https?://")
+    token_file: Path | None = None
+    model: str = "default"
+    prompt: str = _PROMPT
+    team: Annotated[str, pydantic.Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$|^$")] = ""
+    seconds: float = pydantic.Field(default=30.0, gt=0, le=3600)
+    memory_mebibytes: int = pydantic.Field(default=1024, ge=64, le=1 << 20)
+    network: bool = False
+    correct_from: float = 1.0
+    tries: int = pydantic.Field(default=2, ge=1, le=10)
+
+    @pydantic.model_validator(mode="after")
+    def _one_kind(self) -> RewardFunction:
+        if sum(one is not None for one in (self.rule, self.module, self.judge)) != 1:
+            message = "give exactly one of rule, module and judge"
+            raise ValueError(message)
+        return self
+
+    @property
+    def entry(self) -> str:
+        """``module:function`` that a worker runs; not of a judge."""
+        return self.module or f"rose_rewards.rules:{self.rule}"
+
+
+def read(path: Path) -> dict[str, RewardFunction]:
+    """The functions by name.
+
+    Raises:
+        BadFunctions: the file cannot be read or says something else; where and what.
+    """
+    try:
+        found = pydantic.TypeAdapter(dict[str, RewardFunction]).validate_python(
+            yaml.safe_load(path.read_text())
+        )
+    except problems.FILE_ERRORS as error:
+        message = f"--functions {path}: {problems.of_file(error)}; docs/rewards.md shows one"
+        raise BadFunctions(message) from error
+    return found

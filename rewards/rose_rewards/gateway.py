@@ -1,0 +1,266 @@
+"""Takes rewards, computes each once, and says how it ended.
+
+| a reward is | from | left by |
+|---|---|---|
+| waiting | ``score``, while every worker is busy | ``rose_core.rewards.order`` picks it |
+| running | a worker, or a judge, has it | its result |
+| known | scored or masked | asked again under its trajectory: the same result |
+
+A lost one is forgotten, so that asking again tries anew. Judges run in an engine and take no
+worker. Functions have no state: a gateway that starts anew computes what it is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import statistics
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rose_core.rewards.limits import TimeLimits
+from rose_core.rewards.order import WaitingReward, first
+from rose_core.rewards.results import Lost, Masked, Result, Scored, result_of
+from rose_rewards import judge, metrics
+from rose_rewards.errors import BadReward, Busy, WorkerEnded
+from rose_rewards.functions import RewardFunction
+from rose_rewards.pool import WorkerPool
+
+# Results that are remembered, and groups of which members are missing: some steps of a large run.
+_REMEMBERED = 200_000
+_REMEMBERED_TIMES = 256
+
+
+class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a trainer sends the moment a trajectory ends.
+
+    Attributes:
+        trajectory: its session key; asking again under it gives the same result.
+        function: by the platform's name.
+        answer, expected: what the function compares, any JSON.
+        task: which verifications take about as long as each other.
+        group, members: its group and how many trajectories that has; 0 = unknown.
+        data: more that the function is given.
+        deadline_seconds: from now; earlier ones go first.
+    """
+
+    trajectory: str
+    function: str
+    answer: Any
+    expected: Any = None
+    task: str = ""
+    group: str = ""
+    members: int = 0
+    data: Any = None
+    deadline_seconds: float | None = None
+
+
+@dataclass
+class _Known:
+    """A reward that runs, or has its result."""
+
+    digest: bytes
+    result: asyncio.Future[Result]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A reward in the queue."""
+
+    key: tuple[str, str]
+    reward: Reward
+    deadline: float | None
+
+
+@dataclass
+class Gateway:
+    """The rewards of one process.
+
+    Args:
+        functions: the platform's list.
+        pool: verifies.
+        session: to ask judges with.
+        workers: verifications at a time.
+        queue_limit: rewards that may wait.
+    """
+
+    functions: Mapping[str, RewardFunction]
+    pool: WorkerPool
+    session: aiohttp.ClientSession
+    workers: int
+    queue_limit: int = 4096
+    clock: Callable[[], float] = time.monotonic
+    limits: TimeLimits = field(default_factory=TimeLimits)
+    _known: OrderedDict[tuple[str, str], _Known] = field(default_factory=OrderedDict)
+    _groups: OrderedDict[tuple[str, str], int] = field(default_factory=OrderedDict)
+    _waiting: dict[int, _Waiting] = field(default_factory=dict)
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _verifying: int = 0
+    _arrivals: int = 0
+    _times: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_TIMES))
+
+    @property
+    def queue(self) -> int:
+        """Rewards that wait or run."""
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def p50(self) -> float | None:
+        """Median seconds of a verification; None while none has ended."""
+        return statistics.median(self._times) if self._times else None
+
+    async def score(self, reward: Reward, team: str = "") -> Result:
+        """The reward's result; the same for the same trajectory.
+
+        Raises:
+            BadReward: there is no such function for this team, or the trajectory was asked with
+                another body.
+            Busy: too many wait.
+        """
+        self._check(reward, team)
+        key = (team, reward.trajectory)
+        digest = hashlib.sha256(msgspec.json.encode(reward)).digest()
+        known = self._known.get(key)
+        if known is not None and known.digest != digest:
+            message = f"trajectory {reward.trajectory!r} was sent before with another content"
+            raise BadReward(message)
+        if known is None:
+            known = self._admit(key, reward, digest)
+        # Shielded: a caller that goes away must not take the result from one that asks again.
+        return await asyncio.shield(known.result)
+
+    def _check(self, reward: Reward, team: str) -> None:
+        function = self.functions.get(reward.function)
+        if function is None or function.team not in {"", team}:
+            open_to = sorted(n for n, one in self.functions.items() if one.team in {"", team})
+            message = f"function {reward.function!r} is none of {', '.join(open_to) or 'none'}"
+            raise BadReward(message)
+        if not reward.trajectory:
+            message = "trajectory is empty; send the trajectory's session key"
+            raise BadReward(message)
+
+    def _admit(self, key: tuple[str, str], reward: Reward, digest: bytes) -> _Known:
+        if len(self._waiting) >= self.queue_limit:
+            message = f"{self.queue_limit} rewards wait already"
+            raise Busy(message)
+        known = self._known[key] = _Known(digest, asyncio.get_running_loop().create_future())
+        while len(self._known) > _REMEMBERED and next(iter(self._known.values())).result.done():
+            self._known.popitem(last=False)
+        if reward.group and reward.members:
+            self._groups.setdefault((key[0], reward.group), reward.members)
+            while len(self._groups) > _REMEMBERED:
+                self._groups.popitem(last=False)
+        seconds = reward.deadline_seconds
+        one = _Waiting(key, reward, None if seconds is None else self.clock() + seconds)
+        if self.functions[reward.function].judge is not None:
+            self._start(one)
+        else:
+            self._arrivals += 1
+            self._waiting[self._arrivals] = one
+            self._fill()
+        metrics.QUEUE.set(self.queue)
+        return known
+
+    def _fill(self) -> None:
+        """Start what may start."""
+        while self._verifying < self.workers:
+            chosen = first(
+                WaitingReward(
+                    number,
+                    self._groups.get((one.key[0], one.reward.group)),
+                    one.deadline,
+                )
+                for number, one in self._waiting.items()
+            )
+            if chosen is None:
+                break
+            self._verifying += 1
+            self._start(self._waiting.pop(chosen.number))
+        metrics.BUSY.set(self._verifying)
+
+    def _start(self, one: _Waiting) -> None:
+        task = asyncio.create_task(self._run(one))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _run(self, one: _Waiting) -> None:
+        function = self.functions[one.reward.function]
+        try:
+            result = await self._result(function, one.reward)
+        except Exception as error:  # noqa: BLE001  # a caller waits: it is told, and not left alone
+            result = Lost(f"Failed: {type(error).__name__}: {error}")
+        finally:
+            if function.judge is None:
+                self._verifying -= 1
+        self._conclude(one, result)
+        self._fill()
+
+    def _conclude(self, one: _Waiting, result: Result) -> None:
+        name, group = one.reward.function, (one.key[0], one.reward.group)
+        known = self._known[one.key]
+        if isinstance(result, Lost):
+            del self._known[one.key]
+        elif group in self._groups:
+            self._groups[group] -= 1
+            if self._groups[group] <= 0:
+                del self._groups[group]
+        outcome = type(result).__name__.lower()
+        metrics.RESULTS.labels(name, outcome).inc()
+        if isinstance(result, Scored):
+            metrics.SECONDS.labels(name).observe(result.seconds)
+            if result.correct:
+                metrics.CORRECT.labels(name).inc()
+                self.limits.learn(name, one.reward.task, result.seconds)
+        known.result.set_result(result)
+        metrics.QUEUE.set(self.queue - 1)  # this one's task ends after it
+
+    async def _result(self, function: RewardFunction, reward: Reward) -> Result:
+        if function.judge is not None:
+            return await self._judged(function, reward)
+        body = msgspec.json.encode(
+            {word: getattr(reward, word) for word in ("answer", "expected", "task", "data")}
+        )
+        seconds = self.limits.limit(reward.function, reward.task, function.seconds)
+        said = "it was not tried"
+        for attempt in range(function.tries):
+            began = self.clock()
+            try:
+                found = await self.pool.verify(reward.function, body, seconds)
+            except TimeoutError:
+                took = self.clock() - began
+                self._times.append(took)
+                return Masked(f"TimedOut: no verdict after {seconds:.3g} s", took)
+            except (WorkerEnded, OSError) as error:
+                said = f"{error} (tried {attempt + 1} times)"
+                continue
+            took = self.clock() - began
+            self._times.append(took)
+            return result_of(found, function.correct_from, took)
+        return Lost(f"WorkerEnded: {said}")
+
+    async def _judged(self, function: RewardFunction, reward: Reward) -> Result:
+        began = self.clock()
+        fields = {word: str(getattr(reward, word)) for word in ("answer", "expected", "task")}
+        try:
+            async with asyncio.timeout(function.seconds):
+                found = await judge.verdict(function, self.session, fields)
+        except WorkerEnded as error:
+            return Lost(f"JudgeFailed: {error}")
+        except TimeoutError:
+            return Lost(f"JudgeFailed: no verdict of {function.judge} after {function.seconds} s")
+        return result_of(found, function.correct_from, self.clock() - began)
+
+    async def close(self) -> None:
+        """End what runs; who waits for it gets no result, and asks the next gateway."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        for known in self._known.values():
+            known.result.cancel()
+        await self.pool.close()

@@ -1,0 +1,213 @@
+"""``rose rewards``: the process behind the one URL of reward functions.
+
+    rose rewards --functions functions.yaml --address 127.0.0.1:8100
+
+``POST /v1/rewards`` waits for the result and answers 200 with it, whatever it is. 400 says that the
+request is wrong, 429 that the queue is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from rose_core.rewards.scale import wish
+from rose_rewards import functions, metrics
+from rose_rewards.errors import BadFunctions, BadReward, Busy
+from rose_rewards.gateway import Gateway, Reward
+from rose_rewards.pool import WorkerPool, users
+from rose_wire import flags, observability
+
+LOG = logging.getLogger(__name__)
+_RETRY_AFTER = {"Retry-After": "1"}
+# An answer of some hundred thousand tokens as text.
+_BODY_BYTES = 4 << 20
+# Above those of people and packages on common images, below those that Kubernetes gives to pods.
+_FIRST_USER = 61_000
+
+
+def teams_of(path: Path | None) -> dict[str, str]:
+    """Tokens and their teams, a line ``TEAM TOKEN`` each; nothing without a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is no pair.
+    """
+    if path is None:
+        return {}
+    pairs = [line.split() for line in path.read_text().splitlines() if line.strip()]
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        message = f"--token-file {path}: expected a line TEAM TOKEN for each team"
+        raise ValueError(message)
+    return {token: team for team, token in pairs}
+
+
+def application(gateway: Gateway, teams: Mapping[str, str], target: float) -> web.Application:
+    """The routes over one gateway.
+
+    Args:
+        gateway: computes.
+        teams: by token; empty lets everybody in as no team.
+        target: seconds in which what waits should be computed.
+    """
+
+    def caller(request: web.Request) -> str | None:
+        """The caller's team; None when the token is nobody's."""
+        if not teams:
+            return ""
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        shown = given.strip().encode(errors="replace") if scheme.lower() == "bearer" else b""
+        found = [
+            team for token, team in teams.items() if hmac.compare_digest(shown, token.encode())
+        ]
+        return found[0] if found else None
+
+    async def score(request: web.Request) -> web.Response:
+        team = caller(request)
+        if team is None:
+            return _said(401, "send Authorization: Bearer TOKEN of your team (--token-file)")
+        try:
+            reward = msgspec.json.decode(await request.read(), type=Reward)
+            result = await gateway.score(reward, team)
+        except (msgspec.DecodeError, BadReward) as error:
+            return _said(400, str(error))
+        except Busy as error:
+            return _said(429, str(error), _RETRY_AFTER)
+        return web.Response(body=msgspec.json.encode(result), content_type="application/json")
+
+    async def queue(request: web.Request) -> web.Response:
+        if caller(request) is None:
+            return _said(401, "send Authorization: Bearer TOKEN of your team (--token-file)")
+        wanted = wish(gateway.queue, gateway.p50, target, gateway.queue_limit)
+        said = {"queue": gateway.queue, "p50_seconds": gateway.p50, "wish": wanted}
+        return web.json_response(said)
+
+    app = web.Application(client_max_size=_BODY_BYTES)
+    app.add_routes([*observability.pages(metrics.REGISTRY)])
+    app.add_routes([web.post("/v1/rewards", score), web.get("/v1/queue", queue)])
+    return app
+
+
+def _said(status: int, text: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.json_response({"message": text}, status=status, headers=headers)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    path: Path,
+    *,
+    address: str = "127.0.0.1:0",
+    workers: int = 1,
+    queue_limit: int = 4096,
+    token_file: Path | None = None,
+    first_user: int = _FIRST_USER,
+    target: float = 1.0,
+) -> AsyncIterator[tuple[Gateway, int]]:
+    """Serve until the block ends; gives the gateway and its port.
+
+    Raises:
+        BadFunctions: the list is wrong, or teams cannot be kept apart here.
+        OSError, ValueError: the address is taken, or the token file is wrong.
+    """
+    listed, teams = functions.read(path), teams_of(token_file)
+    pool = WorkerPool(listed, users(listed, first_user))
+    async with aiohttp.ClientSession() as session:
+        gateway = Gateway(listed, pool, session, workers, queue_limit)
+        runner = web.AppRunner(application(gateway, teams, target), access_log=None)
+        await runner.setup()
+        try:
+            host, _, port = address.rpartition(":")
+            await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+            yield gateway, int(runner.addresses[0][1])
+        finally:
+            await gateway.close()
+            await runner.cleanup()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(prog="rose rewards", description=__doc__.splitlines()[0])
+    add = made.add_argument
+    add("--functions", type=Path, required=True, help="the platform's list, YAML")
+    add("--address", type=flags.listener, default="127.0.0.1:8100", help="HOST:PORT")
+    add(
+        "--workers",
+        type=flags.one_or_more,
+        default=os.cpu_count() or 1,
+        help="verifications at a time",
+    )
+    add("--queue-limit", type=flags.one_or_more, default=4096, help="rewards that may wait")
+    add("--token-file", type=Path, help="a line TEAM TOKEN for each team")
+    add(
+        "--first-user",
+        type=flags.one_or_more,
+        default=_FIRST_USER,
+        help="user id of the first team",
+    )
+    add(
+        "--target-seconds",
+        type=flags.above_zero,
+        default=1.0,
+        help="in which the workers that /v1/queue wishes for would compute what waits",
+    )
+    flags.add_log_level(made)
+    return made
+
+
+def _closed(given: argparse.Namespace) -> None:
+    """Refuse an open door to the network.
+
+    Raises:
+        ValueError: it would be one.
+    """
+    host = str(given.address).rpartition(":")[0].strip("[]")
+    try:
+        here = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        here = False
+    if not here and given.token_file is None:
+        message = f"--address {given.address}: everybody could call; give --token-file"
+        raise ValueError(message)
+
+
+async def _serve(given: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with running(
+        given.functions,
+        address=given.address,
+        workers=given.workers,
+        queue_limit=given.queue_limit,
+        token_file=given.token_file,
+        first_user=given.first_user,
+        target=given.target_seconds,
+    ) as (_, port):
+        LOG.info("ready: port %d", port)
+        await stop.wait()
+
+
+def main(argv: list[str]) -> int:
+    """``rose rewards``: 0 stopped, 1 could not start."""
+    given = parser().parse_args(argv)
+    logging.basicConfig(level=given.log_level, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        _closed(given)
+        asyncio.run(_serve(given))
+    except (OSError, ValueError, BadFunctions) as error:
+        sys.stderr.write(f"rose rewards: {flags.complaint(error, argv)}\n")
+        return 1
+    return 0

@@ -1,0 +1,30 @@
+"""Metrics of the reward functions."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+REGISTRY = CollectorRegistry()
+
+RESULTS = Counter(
+    "rose_rewards_results_total",
+    "Rewards by function and outcome: scored, masked or lost.",
+    ["function", "outcome"],
+    registry=REGISTRY,
+)
+CORRECT = Counter(
+    "rose_rewards_correct_total", "Answers found correct.", ["function"], registry=REGISTRY
+)
+SECONDS = Histogram(
+    "rose_rewards_seconds",
+    "Time of one verification, its wait excluded.",
+    ["function"],
+    registry=REGISTRY,
+    buckets=(0.001, 0.01, 0.1, 0.5, 1, 5, 20, 60, 300),
+)
+QUEUE = Gauge("rose_rewards_queue", "Rewards that wait or run.", registry=REGISTRY)
+BUSY = Gauge("rose_rewards_busy_workers", "Workers that verify now.", registry=REGISTRY)
+ENDED = Counter(
+    "rose_rewards_ended_workers_total",
+    "Workers that ended before they had answered, stopped ones included.",
+    ["function"],
+    registry=REGISTRY,
+)

@@ -1,0 +1,195 @@
+"""Workers: processes that verify, one function each, kept for the next reward of that function.
+
+| a worker is | from | left by |
+|---|---|---|
+| idle | it has answered and waits for the next | ``take``, or ended to make room |
+| busy | ``take`` | its answer, its time limit or its death |
+
+At most ``most`` exist. A function without an idle worker takes the place of another function's,
+the one idle for longest. A worker that overran or died is never used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rose_rewards import metrics
+from rose_rewards.errors import BadFunctions, WorkerEnded
+from rose_rewards.functions import RewardFunction
+from rose_rewards.worker import Terms
+
+# An answer is a number, or an object with two; more is a function that has gone wrong.
+_LONGEST_ANSWER = 64 << 10
+# Importing a large library (sympy, torch) on a cold disk.
+_START_SECONDS = 60.0
+# Between the end of a pipe and that of its process.
+_END_SECONDS = 1.0
+
+
+def users(functions: Mapping[str, RewardFunction], first: int) -> dict[str, int]:
+    """The user of each function's workers, one per team; ROSE's own rules have one too.
+
+    Args:
+        functions: the platform's list.
+        first: user id of the first team.
+
+    Raises:
+        BadFunctions: this process is no root, and more than one team has functions.
+    """
+    teams = sorted({one.team for one in functions.values() if one.judge is None})
+    if os.geteuid() == 0:
+        return {
+            name: first + teams.index(one.team) for name, one in functions.items() if not one.judge
+        }
+    if len(teams) > 1:
+        message = (
+            f"functions of {len(teams)} teams ({', '.join(team or 'all' for team in teams)}) need "
+            "a user each, which takes root; start one process per team, or as root"
+        )
+        raise BadFunctions(message)
+    return dict.fromkeys(functions, 0)
+
+
+@dataclass
+class Worker:
+    """One process; ``folder`` is its home and its alone."""
+
+    process: asyncio.subprocess.Process
+    folder: Path
+
+    @classmethod
+    async def start(cls, function: RewardFunction, user: int) -> Worker:
+        """Start one and wait until its function is imported.
+
+        Raises:
+            WorkerEnded: it could not be confined, or the function cannot be imported; says why.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="rose-reward-"))
+        if user:
+            os.chown(folder, user, user)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-m", "rose_rewards.worker"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            cwd=folder,
+            # Nothing of ours: a token in the environment would be the team's.
+            env={"HOME": str(folder), "TMPDIR": str(folder), "PATH": os.defpath, "LANG": "C.UTF-8"},
+            start_new_session=True,
+            limit=_LONGEST_ANSWER,
+        )
+        made = cls(process, folder)
+        terms = Terms(
+            function.entry,
+            str(function.path or ""),
+            user,
+            function.memory_mebibytes << 20,
+            function.network,
+        )
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                said = await made.ask(msgspec.json.encode(terms))
+        except BaseException:
+            await made.end()
+            raise
+        if "failed" in said:
+            await made.end()
+            message = f"{function.entry} cannot be confined or imported: {said['failed']}"
+            raise WorkerEnded(message)
+        return made
+
+    async def ask(self, line: bytes) -> dict[str, Any]:
+        """One line in, one out.
+
+        Raises:
+            WorkerEnded: it is gone, or wrote no answer.
+        """
+        assert self.process.stdin is not None  # noqa: S101  # both are pipes, see start
+        assert self.process.stdout is not None  # noqa: S101
+        try:
+            self.process.stdin.write(line + b"\n")
+            await self.process.stdin.drain()
+            answer = await self.process.stdout.readline()
+            said = msgspec.json.decode(answer, type=dict[str, Any])
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_SECONDS):
+                    await self.process.wait()
+            code = self.process.returncode
+            message = "the worker wrote no answer" if code is None else f"exit code {code}"
+            raise WorkerEnded(message) from error
+        return said
+
+    async def end(self) -> None:
+        """End it and whatever it has started, and remove its folder."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+
+
+@dataclass
+class WorkerPool:
+    """The workers of one gateway.
+
+    Args:
+        functions: the platform's list.
+        users: of each function's workers.
+    """
+
+    functions: Mapping[str, RewardFunction]
+    users: Mapping[str, int]
+    _idle: list[tuple[str, Worker]] = field(default_factory=list)
+
+    async def verify(self, name: str, body: bytes, seconds: float) -> object:
+        """Run one verification; whoever calls it sees to it that no more than may run do.
+
+        Returns:
+            What the function said.
+
+        Raises:
+            WorkerEnded: the worker died or failed; the text says how.
+            TimeoutError: it took longer than ``seconds``; its worker is gone.
+        """
+        worker = await self._take(name)
+        try:
+            async with asyncio.timeout(seconds):
+                said = await worker.ask(body)
+        except BaseException:
+            metrics.ENDED.labels(name).inc()
+            await worker.end()
+            raise
+        self._idle.append((name, worker))
+        if "failed" in said:
+            message = str(said["failed"])
+            raise WorkerEnded(message)
+        return said.get("said")
+
+    async def _take(self, name: str) -> Worker:
+        for place, (of, worker) in enumerate(self._idle):
+            if of == name:
+                del self._idle[place]
+                return worker
+        if self._idle:
+            _, oldest = self._idle.pop(0)
+            await oldest.end()
+        return await Worker.start(self.functions[name], self.users[name])
+
+    async def close(self) -> None:
+        """End every idle worker."""
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(worker.end() for _, worker in idle))

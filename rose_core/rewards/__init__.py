@@ -1,0 +1,1 @@
+"""What a reward is, which one is computed next, for how long, and on how many workers (pure)."""

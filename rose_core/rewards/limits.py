@@ -1,0 +1,46 @@
+"""How long a verification may take, learned from those of correct answers (RollPacker's rule).
+
+A wrong answer may run for ever; a correct one takes about as long as the other correct ones of its
+task. What takes far longer is hopeless and is stopped, so that its worker serves the next.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+# So many correct answers of a task are seen before a limit is drawn from them.
+LEAST = 8
+_REMEMBERED = 64
+# Room above the slowest correct one: what a machine under load adds.
+_ROOM = 2.0
+# Under a second the noise of the machine is larger than the answer's own time.
+_FLOOR_SECONDS = 1.0
+_MOST_TASKS = 10_000
+
+
+class TimeLimits:
+    """Time limits by function and task; the least recently used task is forgotten first."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()
+
+    def limit(self, function: str, task: str, most: float) -> float:
+        """Seconds that a verification may take.
+
+        Args:
+            function: that verifies.
+            task: whose answer it is.
+            most: the function's own limit; holds while too little is known, and above all.
+        """
+        seen = self._seen.get((function, task))
+        if seen is None or len(seen) < LEAST:
+            return most
+        return min(most, max(_FLOOR_SECONDS, _ROOM * max(seen)))
+
+    def learn(self, function: str, task: str, seconds: float) -> None:
+        """A correct answer took so long to be verified."""
+        key = (function, task)
+        self._seen.setdefault(key, deque(maxlen=_REMEMBERED)).append(seconds)
+        self._seen.move_to_end(key)
+        if len(self._seen) > _MOST_TASKS:
+            self._seen.popitem(last=False)

@@ -1,0 +1,70 @@
+"""What is decided about rewards, without a process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose_core.rewards.limits import LEAST, TimeLimits
+from rose_core.rewards.order import WaitingReward, first
+from rose_core.rewards.results import Lost, Masked, Scored, result_of
+from rose_core.rewards.scale import wish
+
+
+def test_an_answer_is_a_number_or_says_itself_whether_it_is_correct() -> None:
+    assert result_of(0.5, 1.0, 2.0) == Scored(0.5, False, 2.0)
+    assert result_of(True, 1.0, 2.0) == Scored(1.0, True, 2.0)
+    assert result_of({"reward": 0.1, "correct": True}, 1.0, 2.0) == Scored(0.1, True, 2.0)
+
+
+@pytest.mark.parametrize(
+    "said", [math.nan, math.inf, "1", [], {}, {"reward": None}, {"reward": 1, "correct": "yes"}]
+)
+def test_what_is_no_number_is_lost_and_never_zero(said: object) -> None:
+    assert isinstance(result_of(said, 1.0, 0.0), Lost)
+
+
+def test_no_verdict_is_masked() -> None:
+    assert isinstance(result_of(None, 1.0, 0.0), Masked)
+
+
+def test_the_wish_is_queue_times_median_over_target() -> None:
+    assert wish(100, 0.5, 5.0, 64) == 10
+    assert wish(0, 0.5, 5.0, 64) == 0
+    assert wish(7, None, 5.0, 64) == 1
+    assert wish(100, 60.0, 1.0, 64) == 64
+
+
+@given(queue=st.integers(1, 10_000), p50=st.floats(0.0, 1e4), target=st.floats(0.01, 1e3))
+def test_a_queue_wishes_for_somebody_and_never_for_more_than_it_has(
+    queue: int, p50: float, target: float
+) -> None:
+    assert 1 <= wish(queue, p50, target, 64) <= min(queue, 64)
+    assert wish(queue, p50, target, 64) <= wish(queue + 1, p50, target, 64)
+
+
+def test_a_limit_is_learned_from_correct_answers_of_the_same_task_alone() -> None:
+    limits = TimeLimits()
+    for number in range(LEAST):
+        assert limits.limit("f", "short", 60.0) == 60.0
+        limits.learn("f", "short", 1.0 + number / 10)
+    assert limits.limit("f", "short", 60.0) == pytest.approx(2 * (1.0 + (LEAST - 1) / 10))
+    assert limits.limit("f", "other", 60.0) == 60.0
+    assert limits.limit("f", "short", 2.0) == 2.0
+    for _ in range(64):
+        limits.learn("f", "short", 0.001)
+    assert limits.limit("f", "short", 60.0) == 1.0
+
+
+def test_the_member_that_completes_a_group_goes_first() -> None:
+    early = WaitingReward(1, left=7)
+    last = WaitingReward(3, left=1)
+    urgent = WaitingReward(4, left=7, deadline=5.0)
+    assert first([early, last, urgent]) is last
+    assert first([early, urgent]) is urgent
+    assert first([early, WaitingReward(2, left=7)]) is early
+    assert first([early, WaitingReward(5)]) == WaitingReward(5)
+    assert first([]) is None

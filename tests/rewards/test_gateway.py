@@ -1,0 +1,372 @@
+"""Rewards over HTTP, computed by real workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import yaml
+from aiohttp import web
+
+from rose_cli.main import main as rose
+from rose_core import rights
+from rose_core.rights import Listener
+from rose_rewards import functions, pool
+from rose_rewards.errors import BadFunctions
+from rose_rewards.gateway import Gateway
+from rose_rewards.main import running
+from rose_wire.ports import free_port
+from tests.host.helpers import until
+
+TEAM = '''
+import os, signal, socket, time
+from pathlib import Path
+
+def sleep(reward):
+    time.sleep(reward["data"])
+    return 1.0
+
+def wait(reward):
+    while reward["data"] and not Path(reward["data"]).exists():
+        time.sleep(0.01)
+    return 1.0
+
+def fail(reward):
+    raise ValueError("no such case")
+
+def die(reward):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def die_once(reward):
+    mark = Path(reward["data"])
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+def noisy(reward):
+    print("a line that is no answer", flush=True)
+    return {"reward": 0.25, "correct": True}
+
+def look(reward):
+    """Tries what a team must not be able to do; says what it could."""
+    could = []
+    for path in reward["data"]:
+        try:
+            if Path(path).is_dir():
+                os.listdir(path)
+            else:
+                Path(path).read_bytes()
+            could.append(path)
+        except OSError:
+            pass
+    try:
+        socket.create_connection(("127.0.0.1", reward["expected"]), 1)
+        could.append("network")
+    except OSError:
+        pass
+    try:
+        os.setuid(0)
+        could.append("root")
+    except OSError:
+        pass
+    known = ("HOME", "TMPDIR", "PATH", "LANG", "LC_CTYPE")
+    could += [name for name in os.environ if name not in known]
+    return {"reward": len(could), "correct": not could}
+
+def greedy(reward):
+    return float(len(bytearray(4 << 30)))
+
+def home(reward):
+    Path(os.environ["HOME"], "secret").write_text("of team a")
+    Path(reward["data"]).write_text(os.environ["HOME"])
+    return 1.0
+'''
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that workers' users can enter, as a team's code must be."""
+    made = Path(tempfile.mkdtemp(prefix="rose-rewards-"))
+    made.chmod(0o755)
+    (made / "checks.py").write_text(TEAM)
+    (made / "out").mkdir()
+    (made / "out").chmod(0o777)
+    yield made
+    shutil.rmtree(made)
+
+
+@dataclass
+class Rewards:
+    """A gateway that serves."""
+
+    gateway: Gateway
+    url: str
+    session: aiohttp.ClientSession
+
+    async def ask(self, token: str = "", **fields: object) -> tuple[int, dict[str, Any]]:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        body = {"trajectory": "t", "answer": "", **fields}
+        async with self.session.post(self.url, json=body, headers=headers) as reply:
+            return reply.status, await reply.json()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    folder: Path, listed: dict[str, Any], workers: int = 2, token_file: Path | None = None
+) -> AsyncIterator[Rewards]:
+    (folder / "functions.yaml").write_text(yaml.safe_dump(listed))
+    async with (
+        aiohttp.ClientSession() as session,
+        running(folder / "functions.yaml", workers=workers, token_file=token_file) as (
+            gateway,
+            port,
+        ),
+    ):
+        yield Rewards(gateway, f"http://127.0.0.1:{port}/v1/rewards", session)
+
+
+async def queued(gateway: Gateway, most: int) -> None:
+    async def enough() -> bool:
+        return gateway.queue == most
+
+    await until(enough, f"{most} rewards wait or run")
+
+
+def own(folder: Path, name: str, **more: object) -> dict[str, Any]:
+    return {"module": f"checks:{name}", "path": str(folder), **more}
+
+
+async def test_rules_judge_answers(folder: Path) -> None:
+    rules = {name: {"rule": name} for name in ("exact", "contains", "number", "math")}
+    cases = [
+        ("exact", " 42 ", "42", 1.0),
+        ("exact", "43", "42", 0.0),
+        ("contains", "it is 42.", "42", 1.0),
+        ("number", "So 6 * 7 = 1,042.0", "1042", 1.0),
+        ("number", "none", "42", 0.0),
+        ("math", r"the answer is $\frac{2}{4}$", r"$\frac{1}{2}$", 1.0),
+        ("math", r"$\frac{2}{3}$", r"$\frac{1}{2}$", 0.0),
+    ]
+    async with serving(folder, rules) as rewards:
+        for number, (name, answer, expected, reward) in enumerate(cases):
+            status, said = await rewards.ask(
+                function=name, trajectory=f"t{number}", answer=answer, expected=expected
+            )
+            assert (status, said["outcome"], said.get("reward")) == (200, "scored", reward), said
+            assert said["correct"] == (reward == 1.0)
+        _, said = await rewards.ask(function="number", answer="1", expected="none")
+        assert said["outcome"] == "masked"
+
+
+async def test_a_trajectory_has_one_result_however_often_it_is_asked(folder: Path) -> None:
+    async with serving(folder, {"sleep": own(folder, "sleep")}) as rewards:
+        answers = await asyncio.gather(*(rewards.ask(function="sleep", data=0.2) for _ in range(5)))
+        assert len({str(said) for _, said in answers}) == 1
+        assert (await rewards.ask(function="sleep", data=0.2)) == answers[0]
+        status, said = await rewards.ask(function="sleep", data=0.3)
+        assert status == 400
+        assert "sent before with another content" in said["message"]
+
+
+async def test_failures_have_names_and_none_is_a_zero(folder: Path) -> None:
+    names = ("sleep", "fail", "die", "die_once", "noisy", "greedy", "missing")
+    listed = {name: own(folder, name, seconds=5) for name in names}
+    listed["sleep"]["seconds"] = 0.3
+    async with serving(folder, listed) as rewards:
+
+        async def outcome(name: str, data: object = None) -> str:
+            _, said = await rewards.ask(function=name, trajectory=name, data=data)
+            return ": ".join((said["outcome"], str(said.get("reason", said.get("reward")))))
+
+        assert (await outcome("sleep", 60)).startswith("masked: TimedOut")
+        assert (await outcome("fail")).startswith("lost: WorkerEnded: ValueError: no such case")
+        assert "exit code -9 (tried 2 times)" in await outcome("die")
+        assert await outcome("die_once", str(folder / "out" / "mark")) == "scored: 1.0"
+        assert await outcome("noisy") == "scored: 0.25"
+        assert (await outcome("greedy")).startswith("lost: WorkerEnded: MemoryError")
+        assert "cannot be confined or imported: AttributeError" in await outcome("missing")
+
+
+async def test_a_lost_reward_is_tried_anew_when_it_is_asked_again(folder: Path) -> None:
+    listed = {"once": own(folder, "die_once", tries=1)}
+    async with serving(folder, listed) as rewards:
+        mark = str(folder / "out" / "mark")
+        _, said = await rewards.ask(function="once", data=mark)
+        assert said["outcome"] == "lost"
+        _, said = await rewards.ask(function="once", data=mark)
+        assert said["outcome"] == "scored"
+
+
+async def test_killed_workers_lose_no_reward_and_double_none(folder: Path) -> None:
+    listed = {"sleep": own(folder, "sleep", tries=10)}
+    async with serving(folder, listed, workers=4) as rewards:
+        asked = [
+            asyncio.create_task(rewards.ask(function="sleep", trajectory=f"t{number}", data=0.01))
+            for number in range(200)
+        ]
+        killed = 0
+        while not all(task.done() for task in asked):
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):
+                    if "rose_rewards.worker" in child.cmdline() and killed < 12:
+                        child.send_signal(signal.SIGKILL)
+                        killed += 1
+            await asyncio.sleep(0.1)
+        assert killed == 12
+        answers = [task.result() for task in asked]
+        assert {said["outcome"] for _, said in answers} == {"scored"}
+        assert rewards.gateway.queue == 0
+
+
+async def test_the_member_that_completes_a_group_is_verified_first(folder: Path) -> None:
+    async with serving(folder, {"wait": own(folder, "wait")}, workers=1) as rewards:
+        ended: list[str] = []
+
+        async def one(name: str, group: str = "", members: int = 0, data: str = "") -> None:
+            await rewards.ask(
+                function="wait", trajectory=name, data=data, group=group, members=members
+            )
+            ended.append(name)
+
+        await one("a1", "a", 2)
+        busy = asyncio.create_task(one("busy", data=str(folder / "go")))
+        await queued(rewards.gateway, 1)
+        others = []
+        for name, group, members in (("b1", "b", 3), ("b2", "b", 3), ("a2", "a", 2)):
+            others.append(asyncio.create_task(one(name, group, members)))
+            await queued(rewards.gateway, 1 + len(others))
+        (folder / "go").touch()
+        await asyncio.gather(busy, *others)
+        assert ended == ["a1", "busy", "a2", "b1", "b2"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="users of their own take root")
+async def test_code_of_one_team_reads_nothing_of_another_and_nothing_of_ours(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_TURN_TOKEN", "a word of ours")
+    tokens = folder / "tokens"
+    tokens.write_text("a word-a\nb word-b\n")
+    tokens.chmod(0o600)
+    listed = {
+        "home": own(folder, "home", team="a"),
+        "look": own(folder, "look", team="b"),
+    }
+    async with serving(folder, listed, token_file=tokens) as rewards:
+        said_home = folder / "out" / "home"
+        _, said = await rewards.ask("word-a", function="home", data=str(said_home))
+        assert said["outcome"] == "scored", said
+        home = said_home.read_text()
+        paths = [str(tokens), home, f"{home}/secret", f"/proc/{os.getpid()}/environ"]
+        paths += [
+            f"/proc/{child.pid}/{name}"
+            for child in psutil.Process().children()
+            for name in ("environ", "mem", "fd")
+        ]
+        port = int(rewards.url.split(":")[2].split("/")[0])
+        _, said = await rewards.ask("word-b", function="look", data=paths, expected=port)
+        assert (said["outcome"], said.get("reward")) == ("scored", 0.0), said
+        assert said["correct"]
+
+
+async def test_a_team_calls_its_own_functions_and_a_stranger_none(folder: Path) -> None:
+    tokens = folder / "tokens"
+    tokens.write_text("a word-a\nb word-b\n")
+    listed = {"mine": own(folder, "noisy", team="a")}
+    async with serving(folder, listed, token_file=tokens) as rewards:
+        assert (await rewards.ask("word-a", function="mine"))[0] == 200
+        status, said = await rewards.ask("word-b", function="mine")
+        assert (status, "none of none" in said["message"]) == (400, True)
+        for token in ("", "word-c"):
+            assert (await rewards.ask(token, function="mine"))[0] == 401
+        base = rewards.url.removesuffix("/v1/rewards")
+        answers = {}
+        for verb in rights.verbs(Listener.REWARDS):
+            method, _, path = verb.partition(" ")
+            async with rewards.session.request(method, base + path) as reply:
+                answers[verb] = reply.status
+        closed = {verb for verb, status in answers.items() if status == 401}
+        assert closed == {"POST /v1/rewards", "GET /v1/queue"}
+
+
+async def test_a_judge_that_is_away_is_asked_again_and_one_that_refuses_is_named(
+    folder: Path,
+) -> None:
+    answers = [(503, ""), (200, "I say 0.75"), (200, "no number"), (400, "no such model")]
+    asked: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        status, text = answers.pop(0)
+        body = {"choices": [{"message": {"content": text}}]}
+        return web.json_response(body if status == 200 else {"message": text}, status=status)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    listed = {"judge": {"judge": f"http://127.0.0.1:{port}", "tries": 3, "correctFrom": 0.5}}
+    try:
+        async with serving(folder, listed) as rewards:
+            said = [
+                (await rewards.ask(function="judge", trajectory=f"t{number}", answer="A"))[1]
+                for number in range(3)
+            ]
+    finally:
+        await runner.cleanup()
+    assert [one["outcome"] for one in said] == ["scored", "masked", "lost"]
+    assert (said[0]["reward"], said[0]["correct"]) == (0.75, True)
+    assert "1 tries: 400" in said[2]["reason"]
+    assert "no such model" in said[2]["reason"]
+    assert "Answer:\nA\n" in asked[0]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("f: {}", "give exactly one of rule, module and judge"),
+        ("f: {rule: exact, judge: 'http://x'}", "give exactly one"),
+        ("f: {rule: exact, second: 1}", "f.second"),
+        ("f: {module: checks}", "f.module"),
+        ("[", "is no YAML"),
+    ],
+)
+def test_a_wrong_list_is_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "f.yaml").write_text(text)
+    with pytest.raises(BadFunctions, match=said):
+        functions.read(tmp_path / "f.yaml")
+
+
+def test_several_teams_take_root(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "f.yaml").write_text(
+        yaml.safe_dump({name: own(folder, "noisy", team=name) for name in ("a", "b")})
+    )
+    listed = functions.read(folder / "f.yaml")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(BadFunctions, match="start one process per team"):
+        pool.users(listed, 61_000)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert pool.users(listed, 61_000) == {"a": 61_000, "b": 61_001}
+
+
+def test_a_door_to_the_network_takes_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "f.yaml").write_text("exact: {rule: exact}")
+    words = ["rewards", f"--functions={tmp_path / 'f.yaml'}", "--address=0.0.0.0:0"]
+    assert rose(words) == 1
+    assert "give --token-file" in capsys.readouterr().err
