@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 
 from rose_agent.os.freezers import HOST_LEAF
 from rose_dev.gpu_node.failures import act
-from tests.chart.installation import SERVING
+from rose_dev.waiting import wait_until
+from tests.chart.installation import SERVING, SYSTEM
 from tests.gpu_node.lending import MARKS, Lending
 from tests.gpu_node.machine import apply, ready, sleeper
 from tests.gpu_node.serving_pods import GIB, ServingPod
@@ -163,25 +166,30 @@ def patch_pool(lending: Lending, change: dict[str, Any]) -> None:
 
 
 def test_an_engine_that_should_be_gone_is_named_and_keeps_the_gpu(lending: Lending) -> None:
-    """A process in the cgroup of a slot that nobody knows any more, as one that would not end."""
+    """A process of the engine host's pod, in the cgroup of a slot that nobody knows any more.
+
+    In another pod the mark of an engine would count for nothing.
+    """
     if not DEVICES.is_dir():
         pytest.skip(f"no {DEVICES}: the cgroup of the host is not to be had in this way")
-    lending.node.kubectl("create", "namespace", STRAYS, check=False)
-    pod = sleeper("stray", STRAYS)
-    ready(lending.node, pod)
+    where = ("daemonset/rose-engine-host", f"--namespace={SYSTEM}", "--container=engine-host")
+    begin = "sleep 100000 </dev/null >/dev/null 2>&1 &"
+    lending.node.kubectl("exec", *where, "--", "sh", "-c", begin)
     outer, inner = only_sleeper()
     group = DEVICES / host_group(lending).lstrip("/") / "rose-00000000-gone"
     group.mkdir()
+    left, *_ = lending.single()
+    gpu = str(left.gpus[0])
     try:
         (group / "cgroup.procs").write_text(str(outer))
-        left, *_ = lending.single()
-        act(lending.state, "hold", [str(left.gpus[0]), str(inner), str(GIB)])
+        act(lending.state, "hold", [gpu, str(inner), str(GIB)])
         lending.wait(lambda: with_word(lending, "NotVacated") == {left.name}, "the one word")
         text = "engines that should be gone have processes on the GPU: gone"
         assert lending.message(left) == text
-        act(lending.state, "drop", [str(left.gpus[0]), str(inner)])
     finally:
-        lending.node.kubectl("delete", "namespace", STRAYS, "--wait=true", seconds=90)
+        act(lending.state, "drop", [gpu, str(inner)])
+        os.kill(outer, signal.SIGKILL)
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), "its end", seconds=10)
         group.rmdir()
     lending.wait_for_all()
 
@@ -230,7 +238,7 @@ def test_gpus_that_another_team_has_claimed_as_well_are_shared(lending: Lending)
     try:
         ready(node, pod)
         lending.wait(lambda: with_word(lending, "SharedGpu") == names, "every GPU is shared")
-        assert f"{STRAYS}/monitor" in lending.message(lending.pods[0])
+        assert "monitor" in lending.message(lending.pods[0])
         lending.wait(
             lambda: (
                 "6 of 6 replicas cannot be lent; 6 SharedGpu" in lending.condition("DevicesFit")
