@@ -8,7 +8,7 @@ much of it this process holds. Here are those that are held whole in host memory
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,14 +84,24 @@ class WholeTensor(ABC):
         """Every element."""
 
 
+def nothing() -> None:
+    """Nothing is made of this tensor."""
+
+
 @dataclass
 class HostTensor(WholeTensor):
-    """A tensor in host memory: ``flat`` is (a view of) the storage the engine computes with."""
+    """A tensor in host memory.
+
+    Attributes:
+        flat: (a view of) the storage the engine computes with.
+        written: called after each ``put``; renews what the engine keeps that is made of it.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     flat: Bits
+    written: Callable[[], object] = nothing
 
     def take(self, where: Where) -> Bits:
         """A copy of these elements."""
@@ -106,6 +116,7 @@ class HostTensor(WholeTensor):
             self.flat[where] = bits
         else:
             kernels().put(self.flat, where, bits)
+        self.written()
 
     def holds(self, where: Where, bits: Bits) -> bool:
         """Whether these elements are these bits."""

@@ -13,7 +13,8 @@ import torch
 
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import StoredTensor
-from rose_engines.sglang.layout import derive
+from rose_engines.sglang.layout import derive, renewals
+from rose_engines.sglang.parameters import live_tensors
 
 NAME = "kv_b_proj.weight"
 BITS = np.arange(1, 17, dtype=np.uint16)
@@ -113,6 +114,38 @@ def test_what_was_there_before_is_put_back(kind: str) -> None:
     now = held()
     assert len(now) == len(old)
     assert all(one is other for one, other in zip(now, old, strict=True))
+
+
+class Shifted(torch.nn.Module):
+    """A norm that keeps its weight plus one, as SGLang's ``GemmaRMSNorm`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(16, dtype=torch.bfloat16), False)
+        self.register_buffer("gemma_weight", torch.ones(16), persistent=False)
+
+    def refresh_gemma_weight(self) -> None:
+        self.gemma_weight.copy_(self.weight.data).add_(1)  # type: ignore[operator]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, given in weights:
+            self.weight.data.copy_(given)
+        self.refresh_gemma_weight()
+
+
+def test_what_a_module_can_renew_follows_a_commit_and_its_undo_at_the_same_address() -> None:
+    model, bits = Shifted(), np.full(16, 0x3F80, np.uint16)  # 1.0
+    checkpoint: dict[str, StoredTensor] = {"weight": ("BF16", (16,), bits)}
+    model.load_weights([("", torch.ones(16))])
+    named, address = dict(model.named_parameters()), model.gemma_weight.data_ptr()
+    boxes = derive(model, named, checkpoint)
+    live = live_tensors(named, checkpoint, boxes, renewals(model, named))
+    where = np.array([3, 5])
+    for value, kept in ((0x4000, 3.0), (0x3F80, 2.0)):
+        live["weight"].put(where, np.full(2, value, np.uint16))
+        assert model.gemma_weight[where].tolist() == [kept, kept]
+        assert model.gemma_weight.data_ptr() == address
+    assert model.gemma_weight.tolist() == [2.0] * 16
 
 
 def test_copies_in_a_pool_of_threads_are_seen() -> None:

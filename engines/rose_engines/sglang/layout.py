@@ -123,8 +123,31 @@ def _watch(
 
 # What models of SGLang are known to make of weights, also where the loader does not renew it.
 _KNOWN_DERIVED = {"w_kc", "w_vc", "w_scale_k", "w_scale_v"}
+# What a module can renew in place, at the same address: tensor -> the weight that it is made of,
+# and the method that makes it. Committing the weight calls it.
+_RENEWED = {"gemma_weight": ("weight", "refresh_gemma_weight")}
 # Nothing in there is a tensor of the model, and much of it is the whole process.
 _NOT_FOLLOWED = (type, ModuleType, Enum, torch.dtype, torch.device, torch.Size)
+
+
+def renewals(
+    model: Loader, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, Callable[[], object]]:
+    """Parameter -> what to call when it was overwritten, so that nothing made of it stays old."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return {names[id(weight)]: renew for _, weight, renew in _renewed(model) if id(weight) in names}
+
+
+def _renewed(model: Loader) -> list[tuple[torch.Tensor, torch.Tensor, Callable[[], object]]]:
+    """Tensors that modules can renew, what each is made of, and how."""
+    return [
+        (tensor, weight, renew)
+        for module in (model.modules() if isinstance(model, torch.nn.Module) else ())
+        for made, (of, method) in _RENEWED.items()
+        if isinstance(tensor := getattr(module, made, None), torch.Tensor)
+        and isinstance(weight := getattr(module, of, None), torch.Tensor)
+        and callable(renew := getattr(module, method, None))
+    ]
 
 
 class _Held(NamedTuple):
@@ -207,6 +230,8 @@ def _refuse_derived(
         UnsupportedEngine: names the tensor; what was there before is put back.
     """
     own = {_address(one) for one in parameters.values()}
+    named = {id(one) for one in parameters.values()}
+    own |= {_address(made) for made, of, _ in _renewed(model) if id(of) in named}
     there = {_address(held.value) for held in _tensors(before).values()}
     changed = ""
     for path, held in _tensors(_reachable(model)).items():

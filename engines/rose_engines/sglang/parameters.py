@@ -9,8 +9,9 @@ covered once, and what is left over must be zero padding. A layout that is not s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from rose_engines import device_digest
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import StoredTensor
 from rose_engines.slices import Box, SlicedTensor
-from rose_engines.tensors import HostTensor, LiveTensor, Where, WholeTensor
+from rose_engines.tensors import HostTensor, LiveTensor, Where, WholeTensor, nothing
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +30,15 @@ if TYPE_CHECKING:
 Layout = Mapping[str, tuple[Box, ...]]
 """Checkpoint tensor -> where this rank holds it; no box at all: other ranks hold it."""
 
+Renewals = Mapping[str, Callable[[], object]]
+"""Parameter -> what to call when it was overwritten."""
+
 
 def live_tensors(
-    parameters: Mapping[str, torch.Tensor], checkpoint: Mapping[str, StoredTensor], layout: Layout
+    parameters: Mapping[str, torch.Tensor],
+    checkpoint: Mapping[str, StoredTensor],
+    layout: Layout,
+    renewals: Renewals = MappingProxyType({}),
 ) -> dict[str, LiveTensor]:
     """The proved map: checkpoint name -> its elements inside the running model.
 
@@ -39,6 +46,7 @@ def live_tensors(
         parameters: the model's parameters by name.
         checkpoint: what the engine was started from.
         layout: what ``layout.derive`` found; tensors it leaves out are tied to others.
+        renewals: what ``layout.renewals`` found.
 
     Raises:
         UnsupportedEngine: names the tensor or parameter whose layout is no permutation.
@@ -48,7 +56,7 @@ def live_tensors(
     for name, boxes in layout.items():
         dtype, shape, bits = checkpoint[name]
         _check_bounds(name, bits, boxes, flats)
-        tensor = _live(name, dtype, shape, boxes, flats)
+        tensor = _live(name, dtype, shape, boxes, flats, renewals)
         if not np.array_equal(tensor.all_bits(), _held(bits, boxes)):
             raise UnsupportedEngine(
                 f"checkpoint tensor {name!r} does not lie in {boxes[0].parameter!r} as it is: the "
@@ -83,12 +91,13 @@ def _flat(name: str, parameter: torch.Tensor) -> torch.Tensor:
     return data.view(-1).view(integers[data.element_size()])
 
 
-def _live(
+def _live(  # noqa: PLR0917
     name: str,
     dtype: str,
     shape: tuple[int, ...],
     boxes: tuple[Box, ...],
     flats: Mapping[str, torch.Tensor],
+    renewals: Renewals,
 ) -> LiveTensor:
     if not boxes:  # this rank holds nothing of it
         return SlicedTensor(name, dtype, shape, (), HostTensor(name, dtype, (0,), _NO_BITS))
@@ -98,18 +107,24 @@ def _live(
             f"checkpoint tensor {name!r} lies in several parameters: {', '.join(sorted(names))}"
         )
     flat, first = flats[boxes[0].parameter], boxes[0].target_first
+    written = renewals.get(boxes[0].parameter)
     if len(boxes) == 1 and boxes[0].rows == 1 and boxes[0].columns == math.prod(shape):
-        return _storage(name, dtype, shape, flat[first : boxes[0].target_end])
-    return SlicedTensor(name, dtype, shape, boxes, _storage(name, dtype, shape, flat))
+        return _storage(name, dtype, shape, flat[first : boxes[0].target_end], written)
+    return SlicedTensor(name, dtype, shape, boxes, _storage(name, dtype, shape, flat, written))
 
 
 def _storage(
-    name: str, dtype: str, shape: tuple[int, ...], flat: torch.Tensor
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    flat: torch.Tensor,
+    written: Callable[[], object] | None,
 ) -> HostTensor | DeviceTensor:
     if flat.device.type == "cpu":
         array = flat.numpy()
-        return HostTensor(name, dtype, shape, array.view(f"u{array.itemsize}"))
-    return DeviceTensor(name, dtype, shape, flat)
+        bits = array.view(f"u{array.itemsize}")
+        return HostTensor(name, dtype, shape, bits, written or nothing)
+    return DeviceTensor(name, dtype, shape, flat, written or nothing)
 
 
 _NO_BITS = np.zeros(0, np.uint8)
@@ -135,12 +150,14 @@ class DeviceTensor(WholeTensor):
 
     Attributes:
         flat: flat view of the storage, signed integers.
+        written: called after each ``put``; renews what the engine keeps that is made of it.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     flat: torch.Tensor
+    written: Callable[[], object] = nothing
 
     def take(self, where: Where) -> Bits:
         """A copy of these elements in host memory."""
@@ -151,6 +168,7 @@ class DeviceTensor(WholeTensor):
         import torch  # noqa: PLC0415  # only inside engines
 
         self.flat[self._index(where)] = self._there(bits)
+        self.written()
         if self.flat.is_cuda:
             torch.cuda.synchronize(self.flat.device)
 

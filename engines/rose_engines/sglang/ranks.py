@@ -72,7 +72,8 @@ def read_live(scheduler: Any, folder: Path) -> dict[str, LiveTensor]:  # noqa: A
             f"the engine's loader puts checkpoint tensor {missing[0]!r} nowhere "
             f"({len(missing)} such tensors)"
         )
-    return parameters.live_tensors(named, checkpoint, boxes)
+    renewals = layout.renewals(model, named)
+    return parameters.live_tensors(named, checkpoint, boxes, renewals)
 
 
 def join(scheduler: Any, live: Live, control: Path) -> Ranks:  # noqa: ANN401
