@@ -119,13 +119,15 @@ def test_what_was_there_before_is_put_back(kind: str) -> None:
 class Shifted(torch.nn.Module):
     """A norm that keeps its weight plus one, as SGLang's ``GemmaRMSNorm`` does."""
 
+    gemma_weight: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(16, dtype=torch.bfloat16), False)
         self.register_buffer("gemma_weight", torch.ones(16), persistent=False)
 
     def refresh_gemma_weight(self) -> None:
-        self.gemma_weight.copy_(self.weight.data).add_(1)  # type: ignore[operator]
+        self.gemma_weight.copy_(self.weight.data).add_(1)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for _, given in weights:
