@@ -58,6 +58,7 @@ class Listener(StrEnum):
     INGEST = "ingest"
     FORWARD = "forward"
     REWARDS = "rewards"
+    SANDBOX = "sandbox host"
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,24 @@ RULES: tuple[Rule, ...] = (
         _TEAMS,
         "functions of its team and those of nobody; by its team's token, or on the loopback",
     ),
+    Rule(_L.SANDBOX, ("GET /healthz",), (_P.ANYBODY,)),
+    Rule(
+        _L.SANDBOX,
+        (
+            *("GET /sessions", "POST /sessions", "GET /sessions/{key}", "DELETE /sessions/{key}"),
+            *("POST /sessions/{key}/exec", "GET /sessions/{key}/files"),
+            *("PUT /sessions/{key}/files", "* /sessions/{key}/port/{port}/{path}"),
+            *(
+                f"POST /sessions/{{key}}/{step}"
+                for step in (
+                    *("turn", "ready", "checkpoint", "restore", "fork", "suspend", "resume"),
+                )
+            ),
+        ),
+        _TEAMS,
+        "of the run that the host serves, by the host's token",
+    ),
+    Rule(_L.SANDBOX, ("POST /traffic",), (_P.NODE, _P.TRAINER), "its node, by the host's token"),
 )
 
 

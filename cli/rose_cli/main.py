@@ -49,6 +49,7 @@ VERBS: dict[str, Verb] = {
     ),
     "mps": Verb("rose_agent.devices.mps.main", "run the MPS daemon of a node", "agent"),
     "weight-sync": Verb("rose_agent.weightsync.main", "bring weights to this node", "weights"),
+    "sandbox-host": Verb("rose_sandbox.main", "run agents' sandboxes on this node", "sandbox"),
     "router": Verb("rose_router.main", "serve a lease's URL to trainers", "router"),
     "weights": Verb("rose_weights.main", "serve, inspect, verify and compare weights", "weights"),
     "tenant": Verb(

@@ -10,6 +10,10 @@ SandboxError
 ├── CannotRestore     the parts do not give a sandbox back; nothing of it is left behind
 ├── BadPath           a path that is none, leads nowhere or is no plain file
 ├── TooLarge          a file or a command over its bound
+├── UnknownTurn       a turn without a record
+├── CommandDiffers    another command has been run under that name
+├── TokensDiffer      a record is bound to other tokens than the caller's
+├── HostAway          a sandbox host does not answer, or refused without a name
 ├── NotListening      nothing in the sandbox answers at that port
 └── RuntimeFailed     the runtime's own program failed; its words are in the text
 """
@@ -67,6 +71,22 @@ class TooLarge(SandboxError):
 
 class NotListening(SandboxError):
     """Nothing in the sandbox answers at that port."""
+
+
+class UnknownTurn(SandboxError):
+    """A turn without a record; the text says which have one."""
+
+
+class CommandDiffers(SandboxError):
+    """Another command has been run under that name: a replay that is not the trajectory's."""
+
+
+class TokensDiffer(SandboxError):
+    """A record is bound to other tokens than the caller goes on from."""
+
+
+class HostAway(SandboxError):
+    """A sandbox host does not answer, or refused without a name of these."""
 
 
 class RuntimeFailed(SandboxError):

@@ -1,0 +1,378 @@
+"""``Sandbox``: an agent's world for Python, on a sandbox host or in this process.
+
+    async with Sandbox(session="episode-7") as box:
+        result = await box.run("make test")
+        await box.checkpoint(ids)
+        children = await box.fork(4)
+
+With ``url`` (or ``ROSE_SANDBOX_URL``, token in ``ROSE_SANDBOX_TOKEN``) it calls a host. With
+neither it is a host of its own in this process, for one machine: root and ``make sandbox`` are
+needed, and records lie in ``folder``.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import aiohttp
+
+from rose_core.sandboxes.outside import Effect, EffectsCrossed
+from rose_core.sandboxes.policy import Wait
+from rose_core.sandboxes.turns import OutOfTurn
+from rose_sandbox import errors
+from rose_sandbox.errors import CannotCheckpoint, HostAway
+from rose_sandbox.host import COMMAND_SECONDS, Told
+from rose_sandbox.main import open_host
+from rose_sandbox.runtimes.runtime import ExecResult, Limits
+from rose_weights.errors import Fenced
+
+URL, TOKEN = "ROSE_SANDBOX_URL", "ROSE_SANDBOX_TOKEN"
+_ANSWER_SECONDS = 60.0
+"""Beyond a command's own limit: a restore of the largest sandbox that fits a host."""
+
+
+class Sandboxes(Protocol):
+    """What ``Sandbox`` needs of a host, near or far."""
+
+    async def create(
+        self,
+        session: str,
+        *,
+        image: str,
+        limits: Limits,
+        environment: Mapping[str, str],
+        folder: str,
+    ) -> Told:
+        """See ``Host``; so for all of these."""
+        ...
+
+    async def exec(
+        self, session: str, command: str, within: float, *, name: str | None, shell: str | None
+    ) -> ExecResult:
+        """See ``Host``."""
+        ...
+
+    async def read_file(self, session: str, path: str) -> bytes:
+        """See ``Host``."""
+        ...
+
+    async def write_file(self, session: str, path: str, data: bytes, mode: int) -> None:
+        """See ``Host``."""
+        ...
+
+    async def turn_began(
+        self,
+        session: str,
+        ids: Sequence[int],
+        *,
+        weight_versions: Sequence[str],
+        wait: Wait | None,
+    ) -> Told:
+        """See ``Host``."""
+        ...
+
+    async def tokens_ready(self, session: str) -> Told:
+        """See ``Host``."""
+        ...
+
+    async def checkpoint(self, session: str, ids: Sequence[int]) -> Told:
+        """See ``Host``."""
+        ...
+
+    async def suspend(self, session: str) -> Told:
+        """See ``Host``."""
+        ...
+
+    async def fork(self, session: str, n: int, turn: int | None) -> tuple[str, ...]:
+        """See ``Host``."""
+        ...
+
+    async def end(self, session: str, *, forget: bool) -> None:
+        """See ``Host``."""
+        ...
+
+    async def close(self) -> None:
+        """See ``Host``."""
+        ...
+
+
+class RemoteHost:
+    """A host over HTTP; raises what the host raised.
+
+    Args:
+        url: of the host.
+        token: that it asks for.
+    """
+
+    def __init__(self, url: str, token: str = "") -> None:
+        self._url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = aiohttp.ClientSession(headers=headers)
+
+    async def create(
+        self,
+        session: str,
+        *,
+        image: str,
+        limits: Limits,
+        environment: Mapping[str, str],
+        folder: str,
+    ) -> Told:
+        """See ``Host``; so for all of these."""
+        body = {
+            "session": session,
+            "image": image,
+            "limits": asdict(limits),
+            "environment": dict(environment),
+            "folder": folder,
+        }
+        return Told(**await self._call("POST", "", body))
+
+    async def exec(
+        self, session: str, command: str, within: float, *, name: str | None, shell: str | None
+    ) -> ExecResult:
+        """See ``Host``."""
+        body = {"command": command, "within": within, "name": name, "shell": shell}
+        told = await self._call("POST", f"/{session}/exec", body, within)
+        streams = {one: base64.b64decode(told[one]) for one in ("stdout", "stderr")}
+        return ExecResult(**{**told, **streams})
+
+    async def read_file(self, session: str, path: str) -> bytes:
+        """See ``Host``."""
+        return await self._bytes("GET", f"/{session}/files", {"path": path})
+
+    async def write_file(self, session: str, path: str, data: bytes, mode: int) -> None:
+        """See ``Host``."""
+        asked = {"path": path, "mode": f"{mode:o}"}
+        await self._bytes("PUT", f"/{session}/files", asked, data)
+
+    async def turn_began(
+        self, session: str, ids: Sequence[int], *, weight_versions: Sequence[str], wait: Wait | None
+    ) -> Told:
+        """See ``Host``."""
+        body = {
+            "ids": list(ids),
+            "weight_versions": list(weight_versions),
+            "wait": asdict(wait) if wait is not None else None,
+        }
+        return Told(**await self._call("POST", f"/{session}/turn", body))
+
+    async def tokens_ready(self, session: str) -> Told:
+        """See ``Host``."""
+        return Told(**await self._call("POST", f"/{session}/ready", {}))
+
+    async def checkpoint(self, session: str, ids: Sequence[int]) -> Told:
+        """See ``Host``."""
+        return Told(**await self._call("POST", f"/{session}/checkpoint", {"ids": list(ids)}))
+
+    async def restore(
+        self, session: str, turn: int | None = None, *, flag: bool = False, tokens: str = ""
+    ) -> dict[str, Any]:
+        """See ``Host``; the answer as ``http`` writes it."""
+        crossing = "flag" if flag else "refuse"
+        body = {"turn": turn, "crossing": crossing, "tokens": tokens}
+        return await self._call("POST", f"/{session}/restore", body)
+
+    async def suspend(self, session: str) -> Told:
+        """See ``Host``."""
+        return Told(**await self._call("POST", f"/{session}/suspend", {}))
+
+    async def fork(self, session: str, n: int, turn: int | None) -> tuple[str, ...]:
+        """See ``Host``."""
+        made = await self._call("POST", f"/{session}/fork", {"n": n, "turn": turn})
+        return tuple(made["sessions"])
+
+    async def end(self, session: str, *, forget: bool) -> None:
+        """See ``Host``."""
+        await self._bytes("DELETE", f"/{session}", {"forget": str(forget).lower()})
+
+    async def close(self) -> None:
+        """Hang up; sandboxes live on."""
+        await self._http.close()
+
+    async def _call(
+        self, method: str, path: str, body: object, within: float = 0.0
+    ) -> dict[str, Any]:
+        limit = aiohttp.ClientTimeout(total=within + _ANSWER_SECONDS)
+        try:
+            async with self._http.request(
+                method, f"{self._url}/sessions{path}", json=body, timeout=limit
+            ) as answer:
+                await _check(answer)
+                told: dict[str, Any] = await answer.json()
+                return told
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise HostAway(f"{self._url} does not answer: {error}") from error
+
+    async def _bytes(
+        self, method: str, path: str, query: Mapping[str, str], data: bytes | None = None
+    ) -> bytes:
+        try:
+            async with self._http.request(
+                method, f"{self._url}/sessions{path}", params=query, data=data
+            ) as answer:
+                await _check(answer)
+                return await answer.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise HostAway(f"{self._url} does not answer: {error}") from error
+
+
+async def _check(answer: aiohttp.ClientResponse) -> None:
+    if answer.ok:
+        return
+    try:
+        told = await answer.json()
+        name, text = str(told["error"]), str(told["message"])
+    except (ValueError, KeyError, TypeError, aiohttp.ClientError) as error:
+        raise HostAway(f"{answer.url} answered {answer.status}") from error
+    if name == "EffectsCrossed":
+        raise EffectsCrossed(tuple(Effect(**one) for one in told["effects"]))
+    if name == "CannotCheckpoint":
+        raise CannotCheckpoint(str(told["what"]), text)
+    others: dict[str, type[Exception]] = {
+        "NotAllowed": HostAway,
+        "Fenced": Fenced,
+        "OutOfTurn": OutOfTurn,
+        "ValueError": ValueError,
+    }
+    raise others.get(name, getattr(errors, name, HostAway))(text)
+
+
+class Sandbox:
+    """A sandbox for as long as a block lasts.
+
+    Args:
+        session: of the trajectory, as at the router; made up where none is given.
+        image, limits, environment, folder: as in ``SandboxSpec``.
+        url, token: of a host; by default what the environment says, else this process.
+        at: a folder for a host in this process.
+        host: one that is there already, which this does not close.
+        existing: the session has a sandbox: a child of ``fork``.
+    """
+
+    def __init__(
+        self,
+        *,
+        session: str = "",
+        image: str = "base",
+        limits: Limits | None = None,
+        environment: Mapping[str, str] | None = None,
+        folder: str = "/root",
+        url: str = "",
+        token: str = "",
+        at: Path = Path("/var/lib/rose/sandboxes"),
+        host: Sandboxes | None = None,
+        existing: bool = False,
+    ) -> None:
+        self.session = session or uuid.uuid4().hex
+        self._limits, self._image, self._folder = limits or Limits(), image, folder
+        self._environment = dict(environment or {})
+        self._url, self._token = url or os.environ.get(URL, ""), token or os.environ.get(TOKEN, "")
+        self._at, self._given, self._host, self._existing = at, host, host, existing
+
+    async def __aenter__(self) -> Self:
+        """Start it.
+
+        Raises:
+            Unavailable: no host is named, and this machine lacks a part.
+            UnknownImage, AlreadyThere, HostAway: as the host says.
+        """
+        if self._host is None and self._url:
+            self._host = RemoteHost(self._url, self._token)
+        elif self._host is None:
+            self._host = open_host(self._at, str(self._at / "store"), "embedded")
+        if not self._existing:
+            try:
+                await self._host.create(
+                    self.session,
+                    image=self._image,
+                    limits=self._limits,
+                    environment=self._environment,
+                    folder=self._folder,
+                )
+            except BaseException:
+                await self._leave()
+                raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End it; its records stay where the block failed, so that it can be restored."""
+        try:
+            await self._there.end(self.session, forget=kind is None)
+        finally:
+            await self._leave()
+
+    async def run(
+        self,
+        command: str,
+        within: float = COMMAND_SECONDS,
+        *,
+        name: str | None = None,
+        shell: str | None = "main",
+    ) -> ExecResult:
+        """Run a command; ``cd`` and ``export`` last until the next one."""
+        return await self._there.exec(self.session, command, within, name=name, shell=shell)
+
+    async def read(self, path: str) -> bytes:
+        """A file's bytes."""
+        return await self._there.read_file(self.session, path)
+
+    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        """Write a file."""
+        await self._there.write_file(self.session, path, data, mode)
+
+    async def checkpoint(self, ids: Sequence[int] = ()) -> Told:
+        """Make this moment recoverable, with the token ids that led to it."""
+        return await self._there.checkpoint(self.session, ids)
+
+    async def began(
+        self,
+        ids: Sequence[int] = (),
+        *,
+        weight_versions: Sequence[str] = (),
+        wait: Wait | None = None,
+    ) -> Told:
+        """The model is asked: what the turn changed is saved while it thinks."""
+        return await self._there.turn_began(
+            self.session, ids, weight_versions=weight_versions, wait=wait
+        )
+
+    async def ready(self) -> Told:
+        """The model has answered; returns when the sandbox may act."""
+        return await self._there.tokens_ready(self.session)
+
+    async def suspend(self) -> Told:
+        """Free its memory until it is needed."""
+        return await self._there.suspend(self.session)
+
+    async def fork(self, n: int, turn: int | None = None) -> list[Sandbox]:
+        """Children that go on from a turn; each is ended by ``async with`` of its own.
+
+        Raises:
+            UnknownTurn: the turn has no record; ``checkpoint`` makes one.
+        """
+        names = await self._there.fork(self.session, n, turn)
+        return [Sandbox(session=name, host=self._there, existing=True) for name in names]
+
+    @property
+    def _there(self) -> Sandboxes:
+        if self._host is None:
+            raise RuntimeError("a Sandbox is used inside `async with`")
+        return self._host
+
+    async def _leave(self) -> None:
+        if self._given is None and self._host is not None:
+            await self._host.close()
+            self._host = None

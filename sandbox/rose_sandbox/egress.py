@@ -1,0 +1,169 @@
+"""The way out of a sandbox: a small HTTP proxy at ``127.0.0.1:3128`` of its network.
+
+It listens inside the sandbox's network and dials from the host's, so a sandbox has no network of
+its own. Only the hosts that were allowed are dialled, and every request is told before it is sent.
+
+| bound | |
+|---|---|
+| requests at the same time | 16 |
+| head of a request | 64 KiB |
+| body and answer | 64 MiB each, 60 s |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from rose_core.sandboxes.outside import Effect
+from rose_sandbox.runtimes import kernel
+
+PORT = 3128
+MOST = 16
+HEAD_BYTES = 64 * 1024
+BODY_BYTES = 64 * 1024 * 1024
+SECONDS = 60.0
+
+Tell = Callable[[Effect], Awaitable[None]]
+
+
+class Egress:
+    """The proxy of one sandbox.
+
+    Args:
+        allowed: hosts as shell patterns.
+        tell: is told each request before it is sent; what it raises keeps the request in.
+    """
+
+    def __init__(self, allowed: Sequence[str], tell: Tell) -> None:
+        self._allowed, self._tell = tuple(allowed), tell
+        self._server: asyncio.Server | None = None
+        self._free = asyncio.Semaphore(MOST)
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def listen(self, pid: int, port: int = PORT) -> None:
+        """Listen in the network of a process.
+
+        Raises:
+            OSError: it is gone, or something listens there.
+        """
+        made: list[socket.socket] = []
+        failed: list[OSError] = []
+
+        def enter() -> None:
+            try:
+                made.append(kernel.socket_of(pid))
+            except OSError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=enter)  # entering spoils a thread: one of its own
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        if failed:
+            raise failed[0]
+        made[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made[0].bind(("127.0.0.1", port))
+        await self.serve(made[0])
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Answer at a socket that is bound."""
+        self._server = await asyncio.start_server(self._met, sock=listener, limit=HEAD_BYTES)
+
+    async def close(self) -> None:
+        """Hang up; a connection that lives on would keep the sandbox from being saved."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _met(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - a handler is a task
+        self._running.add(task)
+        try:
+            async with self._free, asyncio.timeout(SECONDS):
+                await self._answer(reader, writer)
+        except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+            pass  # the sandbox sees a connection that ends
+        finally:
+            self._running.discard(task)
+            writer.close()
+
+    async def _answer(  # noqa: PLR0911 - each refusal is one line
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return await _say(writer, 431, "the request's head is over 64 KiB")
+        line, *lines = head.decode("latin-1").split("\r\n")
+        words = line.split(" ")
+        if len(words) != 3:
+            return await _say(writer, 400, "no request line")
+        method, target, _ = words
+        fields = {
+            name.strip().lower(): value.strip()
+            for name, _, value in (one.partition(":") for one in lines if one)
+        }
+        url = urlsplit(f"//{target}" if method == "CONNECT" else target)
+        host, port = url.hostname or "", url.port or (443 if method == "CONNECT" else 80)
+        if not any(fnmatch.fnmatchcase(host, one) for one in self._allowed):
+            return await _say(
+                writer, 403, f"host {host!r} is not allowed; start the host with --egress for it"
+            )
+        if "transfer-encoding" in fields:
+            return await _say(writer, 411, "send a Content-Length")
+        length = int(fields.get("content-length", "0"))
+        if not 0 <= length <= BODY_BYTES:
+            return await _say(writer, 413, "the body is over 64 MiB")
+        shown = f"{host}:{port}" if method == "CONNECT" else f"{host}:{port}{url.path or '/'}"
+        try:
+            await self._tell(Effect(0, method, shown, keyed="idempotency-key" in fields))
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing unrecorded goes out
+            return await _say(writer, 503, f"the effect cannot be recorded: {error}")
+        there, out = await asyncio.open_connection(host, port)
+        try:
+            if method == "CONNECT":
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                await asyncio.gather(_copy(reader, out), _copy(there, writer))
+                return None
+            path = url.path or "/"
+            asked = f"{method} {path}{'?' + url.query if url.query else ''} HTTP/1.1\r\n"
+            kept = [one for one in lines if one and not _of_the_hop(one)]
+            text = asked + "\r\n".join([*kept, "Connection: close"]) + "\r\n\r\n"
+            out.write(text.encode("latin-1"))
+            if length:
+                out.write(await reader.readexactly(length))
+            await out.drain()
+            await _copy(there, writer)
+        finally:
+            out.close()
+        return None
+
+
+def _of_the_hop(line: str) -> bool:
+    name = line.partition(":")[0].strip().lower()
+    return name in {"connection", "proxy-connection", "proxy-authorization", "keep-alive"}
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    left = BODY_BYTES
+    while left > 0 and (data := await reader.read(min(left, 64 * 1024))):
+        writer.write(data)
+        await writer.drain()
+        left -= len(data)
+    with suppress(OSError):
+        writer.write_eof()
+
+
+async def _say(writer: asyncio.StreamWriter, status: int, text: str) -> None:
+    body = f"{text}\n".encode()
+    head = f"HTTP/1.1 {status} ROSE\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()

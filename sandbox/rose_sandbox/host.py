@@ -1,0 +1,753 @@
+"""The sandboxes of one host: turns, records, restores and forks.
+
+What a turn's record needs is decided in ``rose_core.sandboxes``; this carries it out:
+
+| step of a boundary | if the host dies after it |
+|---|---|
+| inspector looks, runtime cuts | the record before stands |
+| record published | the turn is recoverable, also elsewhere |
+| reply released | - |
+
+Only one boundary of a sandbox runs at a time; those of different sandboxes are ordered by their
+expected reply. A host that is fenced ends its sandbox and says ``Fenced``.
+Next step: ``http`` offers it to callers elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rose_core.sandboxes import outside, policy
+from rose_core.sandboxes.outside import Crossing, Effect
+from rose_core.sandboxes.policy import Action, Costs, Decision, Traffic, Wait, decide
+from rose_core.sandboxes.traffic import Request, admit
+from rose_core.sandboxes.turns import HOLD_SECONDS, Clock, Phase
+from rose_sandbox.egress import Egress
+from rose_sandbox.errors import (
+    AlreadyThere,
+    CannotCheckpoint,
+    CommandDiffers,
+    SandboxError,
+    TokensDiffer,
+    UnknownSandbox,
+    UnknownTurn,
+)
+from rose_sandbox.inspector.inspector import Effects, Inspector
+from rose_sandbox.runtimes.runtime import (
+    CheckpointParts,
+    ExecResult,
+    Handle,
+    Kind,
+    Limits,
+    Part,
+    Runtime,
+    SandboxSpec,
+)
+from rose_weights.errors import Fenced, UnknownVersion, WeightsError
+from rose_weights.store.records import (
+    Command,
+    OutsideEffect,
+    Owned,
+    Record,
+    Records,
+    Turn,
+    digest_of,
+)
+
+CHECKPOINTS = 2
+"""At the same time: each is mostly one processor's work, and agents run beside them."""
+COMMAND_SECONDS = 600.0
+"""A command's limit where the caller gives none: the longest build in the recorded traces."""
+MOST_CHILDREN = 64
+"""Of one fork: the largest group that trainers' recipes use."""
+_LOOK_SECONDS = 0.1
+"""How often deferred checkpoints look at serving again: a burst's shortest pause."""
+_MEMORY_SHORT = 0.15
+"""Part of the machine's memory: below it the next sandbox of 1 GiB may not fit on 8 GiB."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a caller hears of a session.
+
+    Attributes:
+        session, turn, phase: where it stands.
+        recoverable_to: the newest turn that survives this host.
+        action, reason: what was done at the last boundary.
+        unsaved: why the last boundary has no record; empty: it has one.
+        seconds: that the last boundary's checkpoint took.
+        bytes: that records needed so far.
+    """
+
+    session: str
+    turn: int
+    phase: str
+    recoverable_to: int
+    action: str = Action.NONE
+    reason: str = ""
+    unsaved: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restore gave back.
+
+    Attributes:
+        told: as for every call.
+        ids: token ids of the session up to the turn: what the router's session goes on from.
+        weight_versions: that sampled them.
+        crossing: effects outside that lie between.
+    """
+
+    told: Told
+    ids: tuple[int, ...]
+    weight_versions: tuple[str, ...]
+    crossing: Crossing
+
+
+@dataclass
+class _Box:
+    spec: SandboxSpec
+    handle: Handle
+    owned: Owned
+    clock: Clock = field(default_factory=Clock)
+    effects: tuple[Effect, ...] = ()
+    commands: dict[str, Command] = field(default_factory=dict)
+    ids: tuple[int, ...] = ()
+    versions: tuple[str, ...] = ()
+    decision: Decision = field(default=Decision(Action.NONE, policy.Reason.UNCHANGED))
+    unsaved: str = ""
+    seconds: float = 0.0
+    # A record failed behind a cut: the inspector's mark is ahead of what is saved.
+    forced: bool = False
+    boundary: asyncio.Task[None] | None = None
+    egress: Egress | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    costs: Costs = field(default_factory=Costs)
+
+
+class Host:
+    """Runs sandboxes, one for each session.
+
+    Args:
+        runtime, inspector: of this machine.
+        records: of the run.
+        owner: this host's name in records.
+        scratch: folder for parts on their way.
+        egress: hosts (shell patterns) that sandboxes may reach through the proxy; none: no network.
+        traffic: what else happens on the machine.
+        warm: tells the router that children go on where their parent's prefix lies.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        inspector: Inspector,
+        records: Records,
+        *,
+        owner: str,
+        scratch: Path,
+        egress: Sequence[str] = (),
+        traffic: Callable[[], Traffic] | None = None,
+        warm: Callable[[str, Sequence[str]], Awaitable[None]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runtime, self._inspector, self._records = runtime, inspector, records
+        self._owner, self._scratch, self._allowed = owner, scratch, tuple(egress)
+        self._traffic = traffic or memory_traffic
+        self._warm, self._now = warm, clock
+        self._boxes: dict[str, _Box] = {}
+        self._waiting: dict[str, tuple[Request, asyncio.Event]] = {}
+        self._running = 0
+        self._pumping: asyncio.Task[None] | None = None
+        scratch.mkdir(parents=True, exist_ok=True)
+
+    # -- sandboxes ---------------------------------------------------------------------------
+
+    async def create(
+        self,
+        session: str,
+        *,
+        image: str = "base",
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        environment: Mapping[str, str] | None = None,
+        folder: str = "/root",
+    ) -> Told:
+        """Start a session's sandbox.
+
+        Raises:
+            AlreadyThere: the session has one here, or has records: restore it, or end it.
+            UnknownImage, BadPath: as ``Runtime.create``.
+        """
+        if session in self._boxes:
+            raise AlreadyThere(f"session {session} has a sandbox here; end it or restore it")
+        if await asyncio.to_thread(self._records.turns, session):
+            raise AlreadyThere(f"session {session} has records; restore it or end it with forget")
+        spec = SandboxSpec(key_of(session), image, limits, dict(environment or {}), folder)
+        handle = await self._runtime.create(spec)
+        try:
+            owned = await asyncio.to_thread(self._records.own, session, self._owner)
+            # Turn 0, the bare image: what leaves the sandbox before turn 1 has a record too.
+            await asyncio.to_thread(self._records.publish, owned, Turn(0, (), _told_spec(spec)))
+        except WeightsError:
+            await self._runtime.end(handle)
+            raise
+        box = _Box(spec, handle, owned)
+        await self._begin(session, box)
+        return self._tell(session, box)
+
+    async def exec(
+        self,
+        session: str,
+        command: str,
+        within: float = COMMAND_SECONDS,
+        *,
+        name: str | None = None,
+        shell: str | None = "main",
+    ) -> ExecResult:
+        """Run a command in a sandbox, whose agent acts.
+
+        Args:
+            session: whose.
+            command: for the shell.
+            within: seconds.
+            name: of the command in the trajectory; run once: asked again, its result is told again.
+            shell: that lives on between commands; None: a fresh one.
+
+        Raises:
+            CommandDiffers: another command has been run under that name.
+        """
+        box = self._box(session)
+        async with box.lock:
+            await self._awake(session, box)
+            digest = hashlib.sha256(command.encode()).hexdigest()
+            known = box.commands.get(name) if name is not None else None
+            if known is not None:
+                if known.digest != digest:
+                    raise CommandDiffers(
+                        f"{name} of session {session} was another command; take a new name, or go "
+                        "back to the turn before it"
+                    )
+                return _result(known.result)
+            made = await self._runtime.exec(box.handle, command, within, session=shell)
+            if name is not None:
+                box.commands[name] = Command(name, digest, _result_json(made))
+            return made
+
+    async def read_file(self, session: str, path: str) -> bytes:
+        """A file's bytes."""
+        box = self._box(session)
+        await self._awake(session, box)
+        return await self._runtime.read_file(box.handle, path)
+
+    async def write_file(self, session: str, path: str, data: bytes, mode: int = 0o644) -> None:
+        """Write a file."""
+        box = self._box(session)
+        async with box.lock:
+            await self._awake(session, box)
+            await self._runtime.write_file(box.handle, path, data, mode)
+
+    async def connect(self, session: str, port: int) -> socket.socket:
+        """A TCP connection to a server in the sandbox; a non-blocking socket."""
+        box = self._box(session)
+        await self._awake(session, box)
+        return await self._runtime.connect(box.handle, port)
+
+    async def state(self, session: str) -> Told:
+        """Where a session stands."""
+        return self._tell(session, self._box(session))
+
+    def sessions(self) -> tuple[str, ...]:
+        """Those with a sandbox here."""
+        return tuple(sorted(self._boxes))
+
+    async def end(self, session: str, *, forget: bool = False) -> None:
+        """End a session's sandbox; its records stay unless ``forget``. Ended is no error."""
+        box = self._boxes.pop(session, None)
+        if box is not None:
+            await self._settle(box)
+            await self._close(box)
+        if forget:
+            owned = await asyncio.to_thread(self._records.own, session, self._owner)
+            await asyncio.to_thread(self._records.forget, owned)
+
+    # -- turns -------------------------------------------------------------------------------
+
+    async def turn_began(
+        self,
+        session: str,
+        ids: Sequence[int] = (),
+        *,
+        weight_versions: Sequence[str] = (),
+        wait: Wait | None = None,
+    ) -> Told:
+        """The agent asks the model: a boundary. Its checkpoint begins in the background.
+
+        Args:
+            session: whose.
+            ids: all token ids of the session so far.
+            weight_versions: that sampled them.
+            wait: until the reply, as the router expects it.
+
+        Raises:
+            OutOfTurn: the session waits for the model already.
+        """
+        box = self._box(session)
+        async with box.lock:
+            box.clock = box.clock.began(self._now(), wait)
+            box.ids, box.versions = tuple(ids), tuple(weight_versions)
+            box.boundary = asyncio.create_task(self._boundary(session, box))
+        return self._tell(session, box)
+
+    async def tokens_ready(self, session: str) -> Told:
+        """The model has answered; returns when the agent may act on it.
+
+        Raises:
+            Fenced: another host has the session; this answer belongs to nobody here.
+        """
+        box = self._box(session)
+        if box.boundary is not None and not box.boundary.done():
+            # Held, but not for ever: the caller sees in recoverable_to that it was let go.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(box.boundary), HOLD_SECONDS)
+        if box.boundary is not None and box.boundary.done():
+            box.boundary.result()
+        if box.clock.phase is not Phase.ACTING:
+            box.clock = box.clock.ready(self._now())
+        await self._awake(session, box)
+        return self._tell(session, box)
+
+    async def checkpoint(self, session: str, ids: Sequence[int] = ()) -> Told:
+        """A boundary that is waited for: a turn that takes no time.
+
+        Raises:
+            CannotCheckpoint: something cannot be saved; the sandbox lives on.
+        """
+        await self.turn_began(session, ids or self._box(session).ids)
+        box = self._box(session)
+        if box.boundary is not None:
+            await box.boundary
+        box.clock = (
+            box.clock.ready(self._now()) if box.clock.phase is not Phase.ACTING else box.clock
+        )
+        if box.unsaved:
+            raise CannotCheckpoint(box.unsaved, f"session {session}: {box.unsaved}")
+        return self._tell(session, box)
+
+    async def suspend(self, session: str) -> Told:
+        """Save a sandbox and free its memory; the next call that needs it brings it back."""
+        box = self._box(session)
+        await self._settle(box)
+        async with box.lock:
+            if box.clock.phase is Phase.ACTING:
+                box.clock = box.clock.began(self._now())
+            if box.clock.phase is Phase.WAITING:
+                await self._save(box, Decision(Action.SUSPEND, policy.Reason.LONG_WAIT))
+            box.clock = box.clock.ready(self._now())
+        if box.unsaved:
+            raise CannotCheckpoint(box.unsaved, f"session {session}: {box.unsaved}")
+        return self._tell(session, box)
+
+    async def resume(self, session: str) -> Told:
+        """Bring a suspended sandbox back; one that runs is no error."""
+        box = self._box(session)
+        async with box.lock:
+            await self._awake(session, box)
+        return self._tell(session, box)
+
+    # -- going back, and on from there --------------------------------------------------------
+
+    async def restore(
+        self, session: str, turn: int | None = None, *, flag: bool = False, tokens: str = ""
+    ) -> Restored:
+        """Give a session back as it was at the end of a turn, here, wherever it was before.
+
+        Args:
+            session: whose; the host that has it is fenced.
+            turn: None: the newest one that is recoverable.
+            flag: tell effects that cannot be repeated rather than refuse.
+            tokens: digest of the ids that the caller goes on from; empty: it takes the record's.
+
+        Raises:
+            UnknownTurn: there is no record of it; the text says of which there are.
+            EffectsCrossed: what cannot be repeated lies between.
+            TokensDiffer: the record is bound to other tokens.
+            CannotRestore: the parts do not give a sandbox back; the records are as they were.
+        """
+        record = await self._record(session, turn)
+        if tokens and tokens != record.tokens:
+            raise TokensDiffer(
+                f"turn {record.turn} of session {session} goes with tokens {record.tokens[:16]}, "
+                f"not {tokens[:16]}: restore the turn whose tokens you have"
+            )
+        ids = await asyncio.to_thread(self._records.ids, record)
+        happened = await self._happened(session)
+        crossing = outside.cross(happened, record.turn, flag=flag)
+        box = self._boxes.pop(session, None)
+        if box is not None:
+            await self._settle(box)
+            await self._close(box)
+        else:  # what an earlier process of this host left behind
+            await self._runtime.end(Handle(key_of(session)))
+        handle, spec = await self._bring(record, key_of(session))
+        try:
+            owned = await asyncio.to_thread(self._records.own, session, self._owner)
+            noted = tuple(_noted(one) for one in happened)
+            await asyncio.to_thread(self._records.back, owned, record.turn, noted)
+        except WeightsError:
+            await self._runtime.end(handle)
+            raise
+        box = _Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
+        box.ids, box.versions, box.effects = ids, record.weight_versions, happened
+        box.commands = {one.name: one for one in record.commands}
+        await self._begin(session, box)
+        return Restored(self._tell(session, box), ids, record.weight_versions, crossing)
+
+    async def fork(self, session: str, n: int, turn: int | None = None) -> tuple[str, ...]:
+        """Sessions and sandboxes that go on from a turn; the parent may run, be away or be gone.
+
+        Args:
+            session: the parent.
+            n: children, 1 to ``MOST_CHILDREN``.
+            turn: None: the newest recoverable one.
+
+        Returns:
+            The children's sessions. All of them, or none.
+
+        Raises:
+            UnknownTurn: there is no record of it.
+            CannotRestore: the record does not give a sandbox back.
+        """
+        if not 1 <= n <= MOST_CHILDREN:
+            raise ValueError(f"n is {n}; a fork has 1 to {MOST_CHILDREN} children")
+        record = await self._record(session, turn)
+        ids = await asyncio.to_thread(self._records.ids, record)
+        names = [f"{session}.{record.turn}-{uuid.uuid4().hex[:8]}" for _ in range(n)]
+        made = await asyncio.gather(
+            *(self._child(name, session, record, ids) for name in names), return_exceptions=True
+        )
+        failed = [one for one in made if isinstance(one, BaseException)]
+        if failed:
+            await asyncio.gather(*(self.end(name, forget=True) for name in names))
+            raise failed[0]
+        if self._warm is not None:
+            await self._warm(session, tuple(names))
+        return tuple(names)
+
+    async def _child(self, name: str, parent: str, record: Record, ids: tuple[int, ...]) -> None:
+        handle, spec = await self._bring(record, key_of(name))
+        try:
+            owned = await asyncio.to_thread(self._records.own, name, self._owner)
+            at = (parent, record.turn)
+            await asyncio.to_thread(self._records.adopt, owned, record, at)
+        except WeightsError:
+            await self._runtime.end(handle)
+            raise
+        box = _Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
+        box.ids, box.versions = ids, record.weight_versions
+        box.effects = tuple(_effect(one) for one in record.effects)
+        box.commands = {one.name: one for one in record.commands}
+        await self._begin(name, box)
+
+    async def close(self) -> None:
+        """End boundaries and let go; sandboxes and records stay."""
+        for box in self._boxes.values():
+            await self._settle(box)
+            if box.egress is not None:
+                await box.egress.close()
+        if self._pumping is not None:
+            self._pumping.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._pumping
+        await self._inspector.close()
+        await self._runtime.close()
+
+    # -- a boundary ---------------------------------------------------------------------------
+
+    async def _boundary(self, session: str, box: _Box) -> None:
+        await self._admitted(session, box)
+        try:
+            async with box.lock:
+                if self._boxes.get(session) is box and box.clock.phase is Phase.WAITING:
+                    await self._decided(box)
+        except Fenced:
+            self._boxes.pop(session, None)
+            await self._close(box)
+            raise
+        finally:
+            self._running -= 1
+            self._pump()
+
+    async def _decided(self, box: _Box) -> None:
+        facts = await self._runtime.facts(box.handle)
+        effects = await self._inspector.effects(box.spec.key, facts)
+        if box.forced:
+            effects = replace(effects, unknown=(*effects.unknown, "a record failed"))
+        turn = policy.Turn(box.clock.turn, box.clock.saved)
+        traffic = replace(self._traffic(), serving_burns=False)  # admitted
+        await self._save(box, decide(turn, effects, box.clock.wait, box.costs, traffic))
+
+    async def _save(self, box: _Box, decision: Decision) -> None:
+        began = self._now()
+        box.clock, box.decision, box.unsaved = box.clock.saving(), decision, ""
+        try:
+            async with self._folder() as folder:
+                suspends = decision.action is Action.SUSPEND
+                if suspends:  # its parts stay where ``resume`` looks for them
+                    kept = self._scratch / box.spec.key
+                    shutil.rmtree(kept, ignore_errors=True)
+                    kept.mkdir()
+                    parts = await self._runtime.suspend(box.handle, kept)
+                else:
+                    parts = await self._cut(box, decision, folder)
+                box.forced = True
+                await self._publish(box, parts)
+                box.forced = False
+            box.clock = box.clock.suspended() if suspends else box.clock.stored()
+        except CannotCheckpoint as error:
+            box.unsaved = error.what
+            box.clock = box.clock.failed()
+        except Fenced:
+            raise
+        except (SandboxError, WeightsError) as error:
+            box.unsaved = str(error)
+            # A suspended sandbox has no processes to go on with: it is brought back at once.
+            if decision.action is Action.SUSPEND and box.forced:
+                box.handle = await self._runtime.resume(box.handle)
+            box.clock = box.clock.failed()
+        box.seconds = self._now() - began
+
+    async def _cut(self, box: _Box, decision: Decision, folder: Path) -> CheckpointParts:
+        if decision.action is Action.NONE:
+            return CheckpointParts(box.spec)
+        kind = Kind(decision.action.value)
+        parts = await self._runtime.checkpoint(box.handle, kind, folder)
+        await self._inspector.saved(box.spec.key)
+        if kind is Kind.FULL:
+            return parts
+        # Half a cut is whole only while the other half stood still: what changed since is seen now.
+        box.forced = True
+        facts = await self._runtime.facts(box.handle)
+        since: Effects = await self._inspector.effects(box.spec.key, facts)
+        other = since.processes if kind is Kind.FILES else since.files
+        if not (since.unknown or other):
+            return parts
+        box.decision = Decision(Action.FULL, policy.Reason.CHANGED)
+        parts = await self._runtime.checkpoint(box.handle, Kind.FULL, folder)
+        await self._inspector.saved(box.spec.key)
+        return parts
+
+    async def _publish(self, box: _Box, parts: CheckpointParts) -> None:
+        files, processes = await asyncio.to_thread(
+            lambda: tuple(
+                None if part is None else part.path.read_bytes()
+                for part in (parts.files, parts.processes)
+            )
+        )
+        turn = Turn(
+            box.clock.turn,
+            box.ids,
+            _told_spec(box.spec),
+            files,
+            processes,
+            box.versions,
+            tuple(_noted(one) for one in box.effects),
+            tuple(box.commands.values()),
+            box.owned.last.parent if box.owned.last is not None else None,
+        )
+        await asyncio.to_thread(self._records.publish, box.owned, turn)
+
+    # -- whose turn it is to save ---------------------------------------------------------------
+
+    async def _admitted(self, session: str, box: _Box) -> None:
+        event = asyncio.Event()
+        self._waiting[session] = (Request(session, self._now(), box.clock.expected), event)
+        self._pump()
+        try:
+            await event.wait()
+        except asyncio.CancelledError:
+            if event.is_set():
+                self._running -= 1
+            raise
+        finally:
+            self._waiting.pop(session, None)
+
+    def _pump(self) -> None:
+        burns = self._traffic().serving_burns
+        free = CHECKPOINTS - self._running
+        requests = [one for one, event in self._waiting.values() if not event.is_set()]
+        for one in admit(requests, self._now(), free, serving_burns=burns):
+            self._running += 1
+            self._waiting[one.key][1].set()
+        deferred = burns and bool(requests)
+        if deferred and (self._pumping is None or self._pumping.done()):
+            self._pumping = asyncio.create_task(self._look_again())
+
+    async def _look_again(self) -> None:
+        while self._traffic().serving_burns:  # noqa: ASYNC110 - the kernel and guards tell nobody
+            await asyncio.sleep(_LOOK_SECONDS)
+        self._pump()
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    async def _bring(self, record: Record, key: str) -> tuple[Handle, SandboxSpec]:
+        spec = _spec_of(record.spec, key)
+        async with self._folder() as folder:
+            found: dict[str, Part | None] = {}
+            for name, part in (("files", record.files), ("processes", record.processes)):
+                found[name] = None
+                if part is not None:
+                    path = folder / f"{name}.tar"
+                    data = await asyncio.to_thread(self._records.part, part)
+                    await asyncio.to_thread(path.write_bytes, data)
+                    found[name] = Part(path, len(data))
+            saved = replace(spec, key=str(record.spec["key"]))
+            parts = CheckpointParts(saved, found["files"], found["processes"])
+            if parts.files is None and parts.processes is None:
+                return await self._runtime.create(spec), spec
+            return await self._runtime.restore(parts, spec), spec
+
+    @asynccontextmanager
+    async def _folder(self) -> AsyncIterator[Path]:
+        made = Path(tempfile.mkdtemp(dir=self._scratch))
+        try:
+            yield made
+        finally:
+            await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
+
+    async def _record(self, session: str, turn: int | None) -> Record:
+        try:
+            return await asyncio.to_thread(self._records.read, session, turn)
+        except UnknownVersion as error:
+            raise UnknownTurn(str(error)) from error
+
+    async def _happened(self, session: str) -> tuple[Effect, ...]:
+        box = self._boxes.get(session)
+        newest = await self._record(session, None)
+        noted = tuple(_effect(one) for one in newest.effects)
+        return tuple(dict.fromkeys((*noted, *(box.effects if box is not None else ()))))
+
+    # -- sandboxes of this host -------------------------------------------------------------------
+
+    async def _begin(self, session: str, box: _Box) -> None:
+        self._boxes[session] = box
+        facts = await self._runtime.facts(box.handle)
+        await self._inspector.watch(box.spec.key, facts)
+        if self._allowed and facts.init is not None:
+            box.egress = Egress(self._allowed, lambda effect: self._left(box, effect))
+            await box.egress.listen(facts.init)
+
+    async def _left(self, box: _Box, effect: Effect) -> None:
+        """Write an effect down before it happens."""
+        seen = replace(effect, turn=box.clock.turn + 1)
+        box.effects = (*box.effects, seen)
+        if seen.kind is not outside.Kind.READ:
+            await asyncio.to_thread(self._records.note, box.owned, _noted(seen))
+
+    async def _awake(self, session: str, box: _Box) -> None:
+        if box.clock.phase is not Phase.SUSPENDED:
+            return
+        if box.egress is not None:
+            await box.egress.close()
+        box.handle = await self._runtime.resume(box.handle)
+        box.clock = box.clock.resumed()
+        await self._begin(session, box)
+
+    async def _settle(self, box: _Box) -> None:
+        """Its boundary is over: one that cuts is waited for, one that waits for its turn is not."""
+        if box.boundary is not None and not box.boundary.done():
+            if box.clock.phase is not Phase.SAVING:
+                box.boundary.cancel()
+            with suppress(asyncio.CancelledError, Fenced):
+                await box.boundary
+
+    async def _close(self, box: _Box) -> None:
+        box.clock = box.clock.ended()
+        if box.egress is not None:
+            await box.egress.close()
+        await self._inspector.forget(box.spec.key)
+        await self._runtime.end(box.handle)
+        shutil.rmtree(self._scratch / box.spec.key, ignore_errors=True)
+
+    def _box(self, session: str) -> _Box:
+        box = self._boxes.get(session)
+        if box is None:
+            raise UnknownSandbox(f"session {session} has no sandbox here; create or restore it")
+        return box
+
+    def _tell(self, session: str, box: _Box) -> Told:
+        return Told(
+            session,
+            box.clock.turn,
+            str(box.clock.phase),
+            box.clock.recoverable_to,
+            str(box.decision.action),
+            str(box.decision.reason),
+            box.unsaved,
+            box.seconds,
+            box.owned.written,
+        )
+
+
+def key_of(session: str) -> str:
+    """A runtime's key for a session, whatever its name is made of."""
+    return f"box-{hashlib.sha256(session.encode()).hexdigest()[:20]}"
+
+
+def memory_traffic() -> Traffic:
+    """What this machine's memory says; of serving it knows nothing."""
+    told = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
+    )
+    free = int(told["MemAvailable"].split()[0]) / int(told["MemTotal"].split()[0])
+    return Traffic(memory_short=free < _MEMORY_SHORT)
+
+
+def tokens_digest(ids: Sequence[int]) -> str:
+    """What ``restore`` compares a caller's tokens by."""
+    return digest_of(ids)
+
+
+def _told_spec(spec: SandboxSpec) -> dict[str, Any]:
+    return {**asdict(spec), "environment": dict(spec.environment)}
+
+
+def _spec_of(told: Mapping[str, Any], key: str) -> SandboxSpec:
+    limits = Limits(**told["limits"])
+    return SandboxSpec(key, told["image"], limits, dict(told["environment"]), told["folder"])
+
+
+def _effect(one: OutsideEffect) -> Effect:
+    return Effect(one.turn, one.method, one.target, one.status, one.keyed)
+
+
+def _noted(one: Effect) -> OutsideEffect:
+    return OutsideEffect(one.turn, one.method, one.target, one.status, one.keyed)
+
+
+def _result_json(result: ExecResult) -> dict[str, Any]:
+    made = asdict(result)
+    return {
+        **made,
+        "stdout": result.stdout.decode("latin-1"),
+        "stderr": result.stderr.decode("latin-1"),
+    }
+
+
+def _result(told: Mapping[str, Any]) -> ExecResult:
+    streams = {name: str(told[name]).encode("latin-1") for name in ("stdout", "stderr")}
+    return ExecResult(**{**told, **streams})

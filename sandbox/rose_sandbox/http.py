@@ -1,0 +1,341 @@
+"""A host's sandboxes over HTTP, for callers with the host's token.
+
+| route | body | answer |
+|---|---|---|
+| ``POST /sessions`` | ``session``, ``image``, ``limits``, ``environment``, ``folder`` | state |
+| ``GET /sessions``, ``GET /sessions/{key}`` | | keys, state |
+| ``POST /sessions/{key}/exec`` | ``command``, ``within``, ``name``, ``shell`` | result |
+| ``GET``, ``PUT /sessions/{key}/files?path=`` | the file | the file |
+| ``* /sessions/{key}/port/{port}/{path}`` | | what the server in the sandbox says |
+| ``POST /sessions/{key}/turn`` | ``ids``, ``weight_versions``, ``wait`` | state: a turn began |
+| ``POST /sessions/{key}/ready`` | | state, once the agent may act |
+| ``POST /sessions/{key}/checkpoint`` | ``ids`` | state, once durable |
+| ``POST /sessions/{key}/restore`` | ``turn``, ``crossing``, ``tokens`` | state, ids, effects |
+| ``POST /sessions/{key}/fork`` | ``turn``, ``n`` | the children's keys |
+| ``POST /sessions/{key}/suspend``, ``resume`` | | state |
+| ``DELETE /sessions/{key}?forget=`` | | |
+| ``POST /traffic`` | ``serving_burns``, ``seconds`` | the node's guard says how serving is |
+
+Errors are ``{"error": name, "message": ...}``; the name is the exception's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from rose_core.sandboxes.outside import EffectsCrossed
+from rose_core.sandboxes.policy import Traffic, Wait
+from rose_core.sandboxes.turns import OutOfTurn
+from rose_sandbox import errors
+from rose_sandbox.host import COMMAND_SECONDS, Host, memory_traffic
+from rose_sandbox.runtimes.runtime import FILE_BYTES, Limits
+from rose_weights.errors import Fenced, WeightsError
+from rose_wire.bearer import is_bearer
+
+STATUS: dict[type[Exception], int] = {
+    errors.UnknownSandbox: 404,
+    errors.UnknownImage: 404,
+    errors.UnknownTurn: 404,
+    errors.BadPath: 400,
+    errors.AlreadyThere: 409,
+    errors.Suspended: 409,
+    errors.CommandDiffers: 409,
+    errors.TokensDiffer: 409,
+    errors.CannotCheckpoint: 409,
+    errors.CannotRestore: 409,
+    errors.TooLarge: 413,
+    errors.NotListening: 502,
+    errors.Unavailable: 503,
+    errors.RuntimeFailed: 500,
+    EffectsCrossed: 409,
+    OutOfTurn: 409,
+    Fenced: 410,
+    WeightsError: 503,
+    ValueError: 400,
+}
+"""Of each error that has a name; the most special one counts."""
+MOST_BURN_SECONDS = 60.0
+"""A guard that dies must not stop checkpoints for ever."""
+
+
+class _Create(msgspec.Struct, forbid_unknown_fields=True):
+    session: str
+    image: str = "base"
+    limits: dict[str, float] = {}
+    environment: dict[str, str] = {}
+    folder: str = "/root"
+
+
+class _Exec(msgspec.Struct, forbid_unknown_fields=True):
+    command: str
+    within: float = COMMAND_SECONDS
+    name: str | None = None
+    shell: str | None = "main"
+
+
+class _Wait(msgspec.Struct, forbid_unknown_fields=True):
+    seconds: float
+    confidence: float = 1.0
+
+
+class _Turn(msgspec.Struct, forbid_unknown_fields=True):
+    ids: tuple[int, ...] = ()
+    weight_versions: tuple[str, ...] = ()
+    wait: _Wait | None = None
+
+
+class _Restore(msgspec.Struct, forbid_unknown_fields=True):
+    turn: int | None = None
+    crossing: str = "refuse"
+    tokens: str = ""
+
+
+class _Fork(msgspec.Struct, forbid_unknown_fields=True):
+    n: int
+    turn: int | None = None
+
+
+class _Burns(msgspec.Struct, forbid_unknown_fields=True):
+    serving_burns: bool
+    seconds: float = 5.0
+
+
+class ServingTraffic:
+    """The machine's memory, and what the node's guard says of serving until its word is old."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def burns(self, seconds: float) -> None:
+        """Serving burns its budget for so long, unless told otherwise."""
+        self._until = time.monotonic() + min(seconds, MOST_BURN_SECONDS)
+
+    def __call__(self) -> Traffic:
+        """Now."""
+        return replace(memory_traffic(), serving_burns=time.monotonic() < self._until)
+
+
+def application(host: Host, traffic: ServingTraffic, token: str) -> web.Application:
+    """The routes over a host; an empty token asks for none."""
+    api = _Api(host, traffic)
+    app = web.Application(client_max_size=FILE_BYTES, middlewares=[_named, _guarded(token)])
+    app.add_routes(
+        [
+            web.get("/healthz", api.health),
+            web.post("/traffic", api.traffic),
+            web.get("/sessions", api.sessions),
+            web.post("/sessions", api.create),
+            web.get("/sessions/{key}", api.state),
+            web.delete("/sessions/{key}", api.end),
+            web.post("/sessions/{key}/exec", api.exec),
+            web.get("/sessions/{key}/files", api.read),
+            web.put("/sessions/{key}/files", api.write),
+            web.route("*", "/sessions/{key}/port/{port}/{path:.*}", api.port),
+            web.post("/sessions/{key}/turn", api.turn),
+            web.post("/sessions/{key}/ready", api.ready),
+            web.post("/sessions/{key}/checkpoint", api.checkpoint),
+            web.post("/sessions/{key}/restore", api.restore),
+            web.post("/sessions/{key}/fork", api.fork),
+            web.post("/sessions/{key}/suspend", api.suspend),
+            web.post("/sessions/{key}/resume", api.resume),
+        ]
+    )
+    return app
+
+
+Body = TypeVar("Body")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except tuple(STATUS) as error:
+        kind = next(kind for kind in type(error).__mro__ if kind in STATUS)
+        body: dict[str, Any] = {"error": type(error).__name__, "message": str(error)}
+        if isinstance(error, EffectsCrossed):
+            body["effects"] = [asdict(one) for one in error.effects]
+        if isinstance(error, errors.CannotCheckpoint):
+            body["what"] = error.what
+        return web.json_response(body, status=STATUS[kind])
+
+
+def _guarded(token: str) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        header = request.headers.get("Authorization", "")
+        if token and request.path != "/healthz" and not is_bearer(header, token):
+            body = {"error": "NotAllowed", "message": "bearer token missing or wrong"}
+            return web.json_response(body, status=401)
+        return await handler(request)
+
+    return check
+
+
+async def _read(request: web.Request, kind: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(await request.read() or b"{}", type=kind)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from error
+
+
+class _Api:
+    def __init__(self, host: Host, traffic: ServingTraffic) -> None:
+        self._host, self._traffic = host, traffic
+
+    async def health(self, _request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def traffic(self, request: web.Request) -> web.Response:
+        told = await _read(request, _Burns)
+        self._traffic.burns(told.seconds if told.serving_burns else 0.0)
+        return web.Response(status=204)
+
+    async def sessions(self, _request: web.Request) -> web.Response:
+        return _json({"sessions": self._host.sessions()})
+
+    async def create(self, request: web.Request) -> web.Response:
+        asked = await _read(request, _Create)
+        known = asdict(Limits())
+        if unknown := sorted(asked.limits.keys() - known.keys()):
+            raise ValueError(f"limits: {', '.join(unknown)}; there are {', '.join(known)}")
+        given = {name: type(known[name])(value) for name, value in asked.limits.items()}
+        told = await self._host.create(
+            asked.session,
+            image=asked.image,
+            limits=Limits(**{**known, **given}),
+            environment=asked.environment,
+            folder=asked.folder,
+        )
+        return _json(asdict(told), 201)
+
+    async def state(self, request: web.Request) -> web.Response:
+        return _json(asdict(await self._host.state(_key(request))))
+
+    async def end(self, request: web.Request) -> web.Response:
+        await self._host.end(_key(request), forget=request.query.get("forget") == "true")
+        return web.Response(status=204)
+
+    async def exec(self, request: web.Request) -> web.Response:
+        asked = await _read(request, _Exec)
+        made = await self._host.exec(
+            _key(request), asked.command, asked.within, name=asked.name, shell=asked.shell
+        )
+        return _json(asdict(made))  # streams are base64
+
+    async def read(self, request: web.Request) -> web.Response:
+        data = await self._host.read_file(_key(request), request.query.get("path", ""))
+        return web.Response(body=data, content_type="application/octet-stream")
+
+    async def write(self, request: web.Request) -> web.Response:
+        mode = int(request.query.get("mode", "644"), 8)
+        path = request.query.get("path", "")
+        await self._host.write_file(_key(request), path, await request.read(), mode)
+        return web.Response(status=204)
+
+    async def port(self, request: web.Request) -> web.StreamResponse:
+        number = request.match_info["port"]
+        if not number.isdecimal():
+            raise ValueError(f"{number!r} is no port")
+        inside = await self._host.connect(_key(request), int(number))
+        head = [f"{request.method} /{request.match_info['path']} HTTP/1.0"]
+        if request.query_string:
+            head[0] = head[0].replace(" HTTP/1.0", f"?{request.query_string} HTTP/1.0")
+        body = await request.read()
+        kept = {"accept", "content-type", "cookie", "user-agent"}
+        head += [
+            f"{name}: {value}" for name, value in request.headers.items() if name.lower() in kept
+        ]
+        head += [f"Host: localhost:{number}", f"Content-Length: {len(body)}", "", ""]
+        reader, writer = await asyncio.open_connection(sock=inside)
+        try:
+            writer.write("\r\n".join(head).encode("latin-1") + body)
+            await writer.drain()
+            return await _relayed(request, reader)
+        finally:
+            writer.close()
+
+    async def turn(self, request: web.Request) -> web.Response:
+        asked = await _read(request, _Turn)
+        wait = Wait(asked.wait.seconds, asked.wait.confidence) if asked.wait is not None else None
+        told = await self._host.turn_began(
+            _key(request), asked.ids, weight_versions=asked.weight_versions, wait=wait
+        )
+        return _json(asdict(told))
+
+    async def ready(self, request: web.Request) -> web.Response:
+        return _json(asdict(await self._host.tokens_ready(_key(request))))
+
+    async def checkpoint(self, request: web.Request) -> web.Response:
+        asked = await _read(request, _Turn)
+        return _json(asdict(await self._host.checkpoint(_key(request), asked.ids)))
+
+    async def restore(self, request: web.Request) -> web.Response:
+        asked = await _read(request, _Restore)
+        if asked.crossing not in {"refuse", "flag"}:
+            raise ValueError(f"crossing is {asked.crossing!r}; it is refuse or flag")
+        back = await self._host.restore(
+            _key(request), asked.turn, flag=asked.crossing == "flag", tokens=asked.tokens
+        )
+        return _json(asdict(back))
+
+    async def fork(self, request: web.Request) -> web.Response:
+        asked = await _read(request, _Fork)
+        return _json({"sessions": await self._host.fork(_key(request), asked.n, asked.turn)}, 201)
+
+    async def suspend(self, request: web.Request) -> web.Response:
+        return _json(asdict(await self._host.suspend(_key(request))))
+
+    async def resume(self, request: web.Request) -> web.Response:
+        return _json(asdict(await self._host.resume(_key(request))))
+
+
+async def _relayed(request: web.Request, reader: asyncio.StreamReader) -> web.StreamResponse:
+    line = (await reader.readline()).decode("latin-1").split(" ", 2)
+    if len(line) < 2 or not line[1].strip().isdecimal():
+        raise errors.NotListening("what listens there does not speak HTTP")
+    headers: dict[str, str] = {}
+    while (field := (await reader.readline()).decode("latin-1").strip()) != "":
+        name, _, value = field.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    answer = web.StreamResponse(status=int(line[1]))
+    if "content-type" in headers:
+        answer.headers["Content-Type"] = headers["content-type"]
+    await answer.prepare(request)
+    while data := await reader.read(64 * 1024):
+        await answer.write(data)
+    await answer.write_eof()
+    return answer
+
+
+def _key(request: web.Request) -> str:
+    return request.match_info["key"]
+
+
+def _json(body: object, status: int = 200) -> web.Response:
+    data = msgspec.json.encode(body)
+    return web.Response(body=data, status=status, content_type="application/json")
+
+
+async def tell_router(
+    caller: aiohttp.ClientSession, url: str, parent: str, children: tuple[str, ...]
+) -> None:
+    """Let a lease's router send the children where their parent's prefix lies.
+
+    A router that does not answer costs them a prefill and no correctness.
+    """
+    try:
+        async with caller.post(f"{url}/sessions/{parent}/fork", json={"sessions": children}):
+            pass
+    except (aiohttp.ClientError, TimeoutError):
+        return

@@ -1,0 +1,160 @@
+"""``rose sandbox-host``: agents' sandboxes on this node, over HTTP.
+
+It needs root and what ``make sandbox`` brings. Records go to a store as weights do: a folder, or
+``s3://bucket/prefix``, where a host on another node finds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from rose_core.sandboxes.policy import Traffic
+from rose_sandbox.errors import SandboxError, Unavailable
+from rose_sandbox.host import Host, memory_traffic
+from rose_sandbox.http import ServingTraffic, application, tell_router
+from rose_sandbox.inspector.blind import BlindInspector
+from rose_sandbox.inspector.bpf import BpfInspector
+from rose_sandbox.inspector.inspector import Inspector
+from rose_sandbox.runtimes.parts import Parts, find_parts
+from rose_sandbox.runtimes.runc import RuncRuntime
+from rose_weights.errors import WeightsError
+from rose_weights.store.open_store import open_store
+from rose_weights.store.records import Records
+from rose_wire import flags
+
+LOG = logging.getLogger(__name__)
+
+
+def open_host(
+    folder: Path,
+    store: str,
+    run: str,
+    *,
+    egress: Sequence[str] = (),
+    owner: str = "",
+    traffic: Callable[[], Traffic] = memory_traffic,
+    router: tuple[aiohttp.ClientSession, str] | None = None,
+) -> Host:
+    """A host of real sandboxes; ``Host.close`` lets go of it.
+
+    Args:
+        folder: of its sandboxes.
+        store: of the records.
+        run: that they belong to.
+        egress: hosts that sandboxes may reach, as shell patterns.
+        owner: name in records; empty: this machine's.
+        traffic: what else happens on the machine.
+        router: of the lease, with its URL: told of forks.
+
+    Raises:
+        Unavailable: the machine lacks a part; the text says what brings it.
+    """
+    parts = find_parts()
+
+    async def warm(parent: str, children: Sequence[str]) -> None:
+        if router is not None:
+            await tell_router(router[0], router[1], parent, tuple(children))
+
+    return Host(
+        RuncRuntime(folder / "runc", parts),
+        _inspector(parts),
+        Records(open_store(store), run),
+        owner=owner or socket.gethostname(),
+        scratch=folder / "parts",
+        egress=egress,
+        traffic=traffic,
+        warm=warm,
+    )
+
+
+def _inspector(parts: Parts) -> Inspector:
+    try:
+        return BpfInspector(parts.folder / "bpf")
+    except Unavailable as error:
+        LOG.warning("every turn is saved in full: %s", error)
+        return BlindInspector(str(error))
+
+
+@asynccontextmanager
+async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
+    """Serve until the block ends; gives the port."""
+    traffic = ServingTraffic()
+    bearer = flags.token(given.router_token_file)
+    headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
+    async with aiohttp.ClientSession(
+        headers=headers, timeout=aiohttp.ClientTimeout(total=10)
+    ) as caller:
+        host = open_host(
+            given.folder,
+            given.store,
+            given.run,
+            egress=given.egress,
+            owner=given.owner,
+            traffic=traffic,
+            router=(caller, given.router.rstrip("/")) if given.router else None,
+        )
+        app = application(host, traffic, flags.token(given.token_file))
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            name, _, port = given.address.rpartition(":")
+            await web.TCPSite(runner, name.strip("[]"), int(port)).start()
+            yield int(runner.addresses[0][1])
+        finally:
+            await runner.cleanup()
+            await host.close()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(prog="rose sandbox-host", description=__doc__.splitlines()[0])
+    add = made.add_argument
+    add("--store", required=True, help="of the records: a folder, or s3://bucket/prefix")
+    add("--run", type=flags.run, required=True, help="the run whose agents these are")
+    add("--folder", type=Path, default=Path("/var/lib/rose/sandboxes"), help="of the sandboxes")
+    add("--address", type=flags.listener, default="127.0.0.1:7600", help="host:port to listen on")
+    add("--token-file", type=Path, required=True, help="bearer token that callers must bring")
+    add("--owner", default="", help="name of this host in records; this machine's by default")
+    add(
+        "--egress",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="that sandboxes may reach through the proxy at 127.0.0.1:3128, *.example too; repeat",
+    )
+    add("--router", type=flags.web, default="", help="the lease's router, told of forks")
+    add("--router-token-file", type=Path, help="bearer token of the router")
+    flags.add_log_level(made)
+    return made
+
+
+async def _serve(given: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with serving(given) as port:
+        LOG.info("on port %d", port)
+        await stop.wait()
+
+
+def main(argv: list[str]) -> int:
+    """``rose sandbox-host``: 0 stopped, 1 could not start."""
+    given = parser().parse_args(argv)
+    logging.basicConfig(level=given.log_level, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        asyncio.run(_serve(given))
+    except (OSError, ValueError, SandboxError, WeightsError) as error:
+        sys.stderr.write(f"rose sandbox-host: {flags.complaint(error, argv)}\n")
+        return 1
+    return 0

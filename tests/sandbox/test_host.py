@@ -1,0 +1,323 @@
+"""The host keeps what an agent's world was: turns, records, forks, and who may go on.
+
+The fake runtime stands in for runc, whose own contract tests are the same; its inspector here
+compares all of its world, as the witness compares what Linux shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rose_core.sandboxes.outside import Effect, EffectsCrossed
+from rose_core.sandboxes.policy import Traffic, Wait
+from rose_sandbox.errors import (
+    AlreadyThere,
+    CannotCheckpoint,
+    CommandDiffers,
+    TokensDiffer,
+    UnknownSandbox,
+    UnknownTurn,
+)
+from rose_sandbox.host import Host, key_of, tokens_digest
+from rose_sandbox.inspector.inspector import Effects
+from rose_sandbox.runtimes.fake import FakeRuntime
+from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind
+from rose_weights.errors import Fenced
+from rose_weights.store.records import Records
+from rose_weights.store.store import Store
+from tests.weights.faulty import FaultyDisk
+
+
+class Comparing:
+    """Compares the fake's whole world with that of the mark."""
+
+    def __init__(self, runtime: FakeRuntime, scratch: Path) -> None:
+        self.runtime, self.scratch = runtime, scratch
+        self.marks: dict[str, tuple[bytes, bytes]] = {}
+        self.last: dict[str, tuple[bytes, bytes]] = {}
+        self.unsure: tuple[str, ...] = ()
+
+    async def _look(self, key: str) -> tuple[bytes, bytes]:
+        (handle,) = [one for one in await self.runtime.sandboxes() if one.key == key]
+        folder = self.scratch / key
+        folder.mkdir(parents=True, exist_ok=True)
+        undumpable, self.runtime._undumpable = self.runtime._undumpable, frozenset()
+        parts = await FakeRuntime.checkpoint(self.runtime, handle, Kind.FULL, folder)
+        self.runtime._undumpable = undumpable
+        assert parts.files is not None
+        assert parts.processes is not None
+        processes = json.loads(parts.processes.path.read_bytes())
+        del processes["next_pid"]
+        return parts.files.path.read_bytes(), json.dumps(processes).encode()
+
+    async def watch(self, key: str, facts: Facts) -> None:
+        del facts
+        self.marks[key] = self.last[key] = await self._look(key)
+
+    async def effects(self, key: str, facts: Facts) -> Effects:
+        del facts
+        now, mark = await self._look(key), self.marks[key]
+        self.last[key] = now
+        return Effects(now[0] != mark[0], now[1] != mark[1], self.unsure)
+
+    async def saved(self, key: str) -> None:
+        self.marks[key] = self.last[key]
+
+    async def forget(self, key: str) -> None:
+        self.marks.pop(key, None)
+
+    async def close(self) -> None:
+        pass
+
+
+class World:
+    """A host, and what is around it."""
+
+    def __init__(self, root: Path, name: str = "one", runtime: FakeRuntime | None = None) -> None:
+        self.root, self.name = root, name
+        self.runtime = runtime or FakeRuntime()
+        self.inspector = Comparing(self.runtime, root / name / "looks")
+        self.records = Records(Store(root / "store"), "grpo")
+        self.traffic = Traffic()
+        self.warmed: list[tuple[str, Sequence[str]]] = []
+        self.host = self.started()
+
+    def started(self) -> Host:
+        async def warm(parent: str, children: Sequence[str]) -> None:
+            self.warmed.append((parent, children))
+
+        return Host(
+            self.runtime,
+            self.inspector,
+            self.records,
+            owner=self.name,
+            scratch=self.root / self.name / "scratch",
+            traffic=lambda: self.traffic,
+            warm=warm,
+        )
+
+    async def said(self, session: str, command: str, host: Host | None = None) -> str:
+        result = await (host or self.host).exec(session, command, 5)
+        assert result.exit_code == 0, result
+        return result.stdout.decode().strip()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def test_a_turn_saves_what_it_changed_and_a_lost_sandbox_comes_back(world: World) -> None:
+    host = world.host
+    await host.create("s")
+    await world.said("s", "export SECRET=7; echo 1 > /root/a")
+    await world.said("s", "sleep 100 &")
+    told = await host.checkpoint("s", range(10))
+    assert (told.turn, told.recoverable_to, told.action) == (1, 1, "full")
+    await world.said("s", "cat /root/a")
+    assert (await host.checkpoint("s", range(20))).action == "none"
+    await world.said("s", "echo 2 > /root/a")
+    assert (await host.checkpoint("s", range(30))).action == "files"
+    await world.said("s", "echo lost > /root/a")
+    await world.runtime.end(Handle(key_of("s")))
+    back = await host.restore("s")
+    assert back.ids == tuple(range(30))
+    assert back.told.turn == 3
+    assert await world.said("s", "cat /root/a") == "2"
+    assert await world.said("s", "echo $SECRET") == "7"
+    assert (await host.exec("s", "pgrep -x sleep", 5)).exit_code == 0
+
+
+async def test_another_host_takes_a_session_over_and_the_first_one_is_fenced(
+    world: World, tmp_path: Path
+) -> None:
+    other = World(tmp_path, "two")
+    await world.host.create("s")
+    await world.said("s", "echo 1 > /root/a")
+    await world.host.checkpoint("s", [1, 2])
+    back = await other.host.restore("s", tokens=tokens_digest([1, 2]))
+    assert back.ids == (1, 2)
+    assert await other.said("s", "cat /root/a") == "1"
+    await world.said("s", "echo stale > /root/a")
+    with pytest.raises(Fenced, match="two's under fence"):
+        await world.host.checkpoint("s", [1, 2, 3])
+    with pytest.raises(UnknownSandbox):
+        await world.host.state("s")
+    assert await world.runtime.sandboxes() == ()
+
+
+async def test_a_fork_goes_on_from_a_turn_whether_its_parent_runs_is_away_or_is_gone(
+    world: World,
+) -> None:
+    host = world.host
+    await host.create("s")
+    await world.said("s", "echo 1 > /root/a")
+    await host.checkpoint("s", [1])
+    await world.said("s", "echo 2 > /root/a")
+    await host.checkpoint("s", [1, 2])
+    children = list(await host.fork("s", 3, 1))
+    assert world.warmed == [("s", tuple(children))]
+    await host.suspend("s")
+    children += await host.fork("s", 1, 1)
+    await host.end("s")
+    children += await host.fork("s", 2, 1)
+    for number, child in enumerate(children):
+        assert await world.said(child, "cat /root/a") == "1"
+        await world.said(child, f"echo {number} > /root/a")
+        assert (await host.checkpoint(child, [1, 9])).recoverable_to == 2
+    assert [await world.said(child, "cat /root/a") for child in children] == list("012345")
+    with pytest.raises(UnknownTurn, match="no record of turn 7 of session s"):
+        await host.fork("s", 2, 7)
+    with pytest.raises(UnknownTurn, match="there are: none"):
+        await host.fork("nobody", 2)
+    with pytest.raises(ValueError, match="n is 0"):
+        await host.fork("s", 0)
+
+
+async def test_a_suspended_sandbox_comes_back_when_it_is_needed(world: World) -> None:
+    await world.host.create("s")
+    await world.said("s", "export A=1")
+    told = await world.host.suspend("s")
+    assert (told.phase, told.recoverable_to) == ("suspended", 1)
+    assert await world.said("s", "echo $A") == "1"
+    assert (await world.host.state("s")).phase == "acting"
+
+
+async def test_a_long_wait_suspends_and_the_answer_resumes(world: World) -> None:
+    await world.host.create("s")
+    await world.host.turn_began("s", [1], wait=Wait(120.0, 0.9))
+    while (await world.host.state("s")).phase != "suspended":  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    told = await world.host.tokens_ready("s")
+    assert (told.phase, told.recoverable_to, told.action) == ("acting", 1, "suspend")
+    await world.said("s", "true")
+
+
+async def test_no_checkpoint_runs_while_serving_burns_its_budget(world: World) -> None:
+    await world.host.create("s")
+    world.traffic = Traffic(serving_burns=True)
+    await world.host.turn_began("s", [1])
+    await asyncio.sleep(0.25)
+    assert (await world.host.state("s")).recoverable_to == 0
+    world.traffic = Traffic()
+    told = await world.host.tokens_ready("s")
+    assert told.recoverable_to == 1
+
+
+async def test_what_cannot_be_saved_is_named_and_the_sandbox_lives_on(tmp_path: Path) -> None:
+    world = World(tmp_path, runtime=FakeRuntime(undumpable=["uring"]))
+    await world.host.create("s")
+    await world.said("s", "uring &")
+    with pytest.raises(CannotCheckpoint, match="uring"):
+        await world.host.checkpoint("s", [1])
+    assert (await world.host.state("s")).recoverable_to == 0
+    await world.said("s", "pgrep -x uring")
+
+
+async def test_bad_calls_are_refused_by_name(world: World) -> None:
+    await world.host.create("s")
+    with pytest.raises(AlreadyThere):
+        await world.host.create("s")
+    await world.host.end("s")
+    with pytest.raises(AlreadyThere, match="has records"):
+        await world.host.create("s")
+    await world.host.end("s", forget=True)
+    await world.host.create("s")
+
+
+# The five failures of "Safe to Resume?", each excluded or found out.
+
+
+async def test_incomplete_what_the_inspector_cannot_vouch_for_is_saved_in_full(
+    world: World,
+) -> None:
+    await world.host.create("s")
+    await world.host.checkpoint("s", [1])
+    world.inspector.unsure = ("lost events",)
+    assert (await world.host.checkpoint("s", [2])).action == "full"
+
+
+async def test_incomplete_a_record_that_failed_is_made_up_for_by_the_next(
+    world: World, tmp_path: Path
+) -> None:
+    await world.host.create("s")
+    await world.said("s", "echo 1 > /root/a")
+    whole = world.records._store
+    world.records._store = Store(tmp_path / "store", disk=FaultyDisk(0, full=True))
+    with pytest.raises(CannotCheckpoint, match="No space left"):
+        await world.host.checkpoint("s", [1])
+    world.records._store = whole
+    told = await world.host.checkpoint("s", [2])
+    assert (told.action, told.recoverable_to) == ("full", 2)
+    await world.host.restore("s", 2)
+    assert await world.said("s", "cat /root/a") == "1"
+
+
+async def test_inconsistent_halves_are_never_joined(world: World, tmp_path: Path) -> None:
+    await world.host.create("s")
+    await world.said("s", "true")
+    await world.host.checkpoint("s", [1])
+    await world.said("s", "echo 1 > /root/a")
+    cut = world.runtime.checkpoint
+
+    async def moving(handle: Handle, kind: Kind, into: Path) -> CheckpointParts:
+        parts = await cut(handle, kind, into)
+        if kind is Kind.FILES:  # a job in the background goes on while the files are cut
+            await world.runtime.exec(handle, "sleep 100 &", 5)
+            await world.runtime.exec(handle, "echo 2 > /root/a", 5)
+        return parts
+
+    world.runtime.checkpoint = moving  # type: ignore[method-assign]
+    told = await world.host.checkpoint("s", [1, 2])
+    assert told.action == "full"
+    await world.host.restore("s")
+    assert await world.said("s", "cat /root/a") == "2"
+    assert (await world.host.exec("s", "pgrep -x sleep", 5)).exit_code == 0
+    del tmp_path
+
+
+async def test_stale_reads_of_the_world_outside_are_told(world: World) -> None:
+    await world.host.create("s")
+    await world.host.checkpoint("s", [1])
+    box = world.host._box("s")
+    await world.host._left(box, Effect(0, "GET", "news.example/"))
+    await world.host.checkpoint("s", [1, 2])
+    back = await world.host.restore("s", 1)
+    assert [one.target for one in back.crossing.stale] == ["news.example/"]
+
+
+async def test_an_unbound_replay_is_refused(world: World) -> None:
+    await world.host.create("s")
+    counted = "echo x >> /root/log"
+    for _ in range(2):  # asked twice, run once
+        assert (await world.host.exec("s", counted, 5, name="turn-1")).exit_code == 0
+    assert await world.said("s", "cat /root/log") == "x"
+    with pytest.raises(CommandDiffers, match="turn-1 of session s was another command"):
+        await world.host.exec("s", "rm /root/log", 5, name="turn-1")
+    await world.host.checkpoint("s", [1, 2])
+    await world.host.restore("s")
+    await world.host.exec("s", counted, 5, name="turn-1")
+    assert await world.said("s", "cat /root/log") == "x"
+    with pytest.raises(TokensDiffer, match="restore the turn whose tokens you have"):
+        await world.host.restore("s", tokens=tokens_digest([1, 3]))
+
+
+async def test_unrecorded_effects_an_effect_is_in_the_record_before_it_happens(
+    world: World, tmp_path: Path
+) -> None:
+    await world.host.create("s")
+    await world.host.checkpoint("s", [1])
+    await world.host._left(world.host._box("s"), Effect(0, "POST", "pay.example/orders"))
+    # The host dies here, before the turn's boundary; another one goes on.
+    other = World(tmp_path, "two")
+    with pytest.raises(EffectsCrossed, match=r"turn 2: POST pay\.example/orders"):
+        await other.host.restore("s")
+    back = await other.host.restore("s", flag=True)
+    assert [one.target for one in back.crossing.once] == ["pay.example/orders"]
+    await other.host.checkpoint("s", [1, 2])
+    assert [one.target for one in other.records.read("s").effects] == ["pay.example/orders"]

@@ -1,0 +1,154 @@
+"""The same sandboxes over HTTP: every route, errors by name, and nobody without the token."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rose_core.rights import Listener, verbs
+from rose_core.sandboxes.outside import Effect, EffectsCrossed
+from rose_core.sandboxes.policy import Wait
+from rose_core.sandboxes.turns import OutOfTurn
+from rose_sandbox.client import RemoteHost, Sandbox
+from rose_sandbox.errors import AlreadyThere, BadPath, HostAway, UnknownImage, UnknownTurn
+from rose_sandbox.http import ServingTraffic, application
+from rose_sandbox.main import parser
+from rose_sandbox.runtimes.runtime import Handle
+from tests.sandbox.test_host import World
+
+
+@dataclass
+class Served:
+    world: World
+    url: str
+    app: web.Application
+    traffic: ServingTraffic
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    world, traffic = World(tmp_path), ServingTraffic()
+    app = application(world.host, traffic, "word")
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield Served(world, f"http://127.0.0.1:{runner.addresses[0][1]}", app, traffic)
+    await runner.cleanup()
+
+
+async def test_an_agent_works_forks_and_leaves_nothing_behind(served: Served) -> None:
+    async with Sandbox(session="s", url=served.url, token="word") as box:
+        await box.write("/root/a", b"1")
+        result = await box.run("cat /root/a")
+        assert (result.exit_code, result.stdout) == (0, b"1")
+        assert (await box.checkpoint([1, 2])).recoverable_to == 1
+        children = await box.fork(2)
+        await box.write("/root/a", b"2")
+        for child in children:
+            async with child:
+                assert await child.read("/root/a") == b"1"
+        told = await box.began([1, 2, 3], weight_versions=["grpo@1.2"], wait=Wait(3.0, 0.5))
+        assert told.turn == 2
+        assert (await box.ready()).recoverable_to == 2
+        assert (await box.suspend()).phase == "suspended"
+        assert await box.read("/root/a") == b"2"
+    assert served.world.host.sessions() == ()
+    assert served.world.records.turns("s") == ()
+
+
+async def test_errors_come_back_by_their_names(served: Served) -> None:
+    far = RemoteHost(served.url, "word")
+    with pytest.raises(UnknownImage):
+        await Sandbox(host=far, image="none").__aenter__()
+    async with Sandbox(session="s", host=far) as box:
+        with pytest.raises(AlreadyThere):
+            await Sandbox(session="s", host=far).__aenter__()
+        with pytest.raises(BadPath):
+            await box.read("/none")
+        with pytest.raises(UnknownTurn, match="there are: 0"):
+            await box.fork(2, 5)
+        with pytest.raises(ValueError, match="n is 0"):
+            await box.fork(0)
+        await box.began([1])
+        with pytest.raises(OutOfTurn):
+            await box.began([1])
+        await box.ready()
+        inside = served.world.host._box("s")
+        await served.world.host._left(inside, Effect(0, "POST", "pay.example/"))
+        with pytest.raises(EffectsCrossed, match=r"POST pay\.example/") as refused:
+            await far.restore("s", 1)
+        assert refused.value.effects[0].turn == 2
+        back = await far.restore("s", 1, flag=True)
+        assert (back["ids"], back["told"]["turn"]) == ([1], 1)
+    await far.close()
+
+
+async def test_nobody_calls_without_the_token(served: Served) -> None:
+    far = RemoteHost(served.url, "guess")
+    with pytest.raises(HostAway, match="bearer token missing or wrong"):
+        await far.suspend("s")
+    await far.close()
+    async with aiohttp.ClientSession() as http:
+        for route in served.app.router.routes():
+            path = route.get_info().get("path") or route.get_info()["formatter"]
+            method = "GET" if route.method == "*" else route.method
+            async with http.request(method, served.url + path) as answer:
+                assert answer.status == (200 if path == "/healthz" else 401)
+
+
+async def test_every_route_stands_in_the_table_of_rights(served: Served) -> None:
+    found = set()
+    for route in served.app.router.routes():
+        path = route.get_info().get("path") or route.get_info()["formatter"]
+        if route.method != "HEAD":
+            found.add(f"{route.method} {path}")
+    assert found == verbs(Listener.SANDBOX)
+
+
+async def hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"GET /a?b=1 HTTP/1.0\r\n")
+    assert b"word" not in head  # the token is not the sandbox's
+    writer.write(b"HTTP/1.0 201 OK\r\nContent-Type: text/x\r\n\r\nhello")
+    writer.close()
+
+
+async def test_a_server_in_the_sandbox_answers_at_its_port(served: Served) -> None:
+    headers = {"Authorization": "Bearer word"}
+    async with Sandbox(session="s", url=served.url, token="word"):
+        server = await asyncio.start_server(hello, "127.0.0.1", 0)
+        real, inside = server.sockets[0].getsockname(), served.world.runtime.connect
+
+        async def connect(handle: Handle, port: int) -> socket.socket:
+            if port != 80:
+                return await inside(handle, port)
+            made = socket.create_connection(real)
+            made.setblocking(False)
+            return made
+
+        served.world.runtime.connect = connect  # type: ignore[method-assign]
+        async with aiohttp.ClientSession(headers=headers) as http:
+            async with http.get(f"{served.url}/sessions/s/port/80/a?b=1") as answer:
+                assert (answer.status, await answer.text()) == (201, "hello")
+            async with http.get(f"{served.url}/sessions/s/port/81/") as answer:
+                assert (answer.status, (await answer.json())["error"]) == (502, "NotListening")
+            async with http.post(f"{served.url}/sessions", json={"sesion": "t"}) as answer:
+                assert answer.status == 400
+                assert "sesion" in (await answer.json())["message"]
+            burns = {"serving_burns": True, "seconds": 30}
+            async with http.post(f"{served.url}/traffic", json=burns) as answer:
+                assert answer.status == 204
+        server.close()
+    assert served.traffic().serving_burns
+
+
+def test_a_host_asks_for_a_token_by_default() -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--store", "/tmp/s", "--run", "grpo"])
