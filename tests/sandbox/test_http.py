@@ -139,9 +139,9 @@ async def test_a_server_in_the_sandbox_answers_at_its_port(served: Served) -> No
                 assert (answer.status, await answer.text()) == (201, "hello")
             async with http.get(f"{served.url}/sessions/s/port/81/") as answer:
                 assert (answer.status, (await answer.json())["error"]) == (502, "NotListening")
-            async with http.post(f"{served.url}/sessions", json={"sesion": "t"}) as answer:
+            async with http.post(f"{served.url}/sessions", json={"sessionkey": "t"}) as answer:
                 assert answer.status == 400
-                assert "sesion" in (await answer.json())["message"]
+                assert "sessionkey" in (await answer.json())["message"]
             burns = {"serving_burns": True, "seconds": 30}
             async with http.post(f"{served.url}/traffic", json=burns) as answer:
                 assert answer.status == 204
