@@ -16,7 +16,7 @@ ARGS ?=
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help venv engine vllm cluster sandbox demo test test-engines test-cluster test-sandboxes test-gpu-node test-long unit check format generate docs crds clean \
-	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
+	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-bound bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal test-clients
 
 help:  ## list the targets
@@ -107,6 +107,9 @@ crds: generate  ## the kinds as CustomResourceDefinitions
 
 bench-guard: engine  ## serving beside rollouts: figures of the guard; ARGS="--serving vllm" after `make vllm`
 	$(RUN)/python -m bench.guard $(ARGS)
+
+bench-sandboxes: sandbox  ## tasks killed after every turn: chat only, files, restart, full, ours (root); ARGS="--tasks 8"
+	$(BIN)/python -m bench.sandboxes $(ARGS)
 
 bench-deaths: engine  ## who stops the rollouts when guard, engine host or both die
 	$(RUN)/python -m bench.deaths $(ARGS)

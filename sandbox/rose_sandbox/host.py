@@ -22,7 +22,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -149,7 +149,6 @@ class Host:
         scratch: folder for parts on their way.
         egress: hosts (shell patterns) that sandboxes may reach through the proxy; none: no network.
         traffic: what else happens on the machine.
-        warm: tells the router that children go on where their parent's prefix lies.
         clock: monotonic seconds.
     """
 
@@ -163,13 +162,12 @@ class Host:
         scratch: Path,
         egress: Sequence[str] = (),
         traffic: Callable[[], Traffic] | None = None,
-        warm: Callable[[str, Sequence[str]], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runtime, self._inspector, self._records = runtime, inspector, records
         self._owner, self._scratch, self._allowed = owner, scratch, tuple(egress)
         self._traffic = traffic or memory_traffic
-        self._warm, self._now = warm, clock
+        self._now = clock
         self._boxes: dict[str, _Box] = {}
         self._waiting: dict[str, tuple[Request, asyncio.Event]] = {}
         self._running = 0
@@ -444,8 +442,6 @@ class Host:
         if failed:
             await asyncio.gather(*(self.end(name, forget=True) for name in names))
             raise failed[0]
-        if self._warm is not None:
-            await self._warm(session, tuple(names))
         return tuple(names)
 
     async def _child(self, name: str, parent: str, record: Record, ids: tuple[int, ...]) -> None:

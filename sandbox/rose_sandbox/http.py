@@ -27,7 +27,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -325,17 +324,3 @@ def _key(request: web.Request) -> str:
 def _json(body: object, status: int = 200) -> web.Response:
     data = msgspec.json.encode(body)
     return web.Response(body=data, status=status, content_type="application/json")
-
-
-async def tell_router(
-    caller: aiohttp.ClientSession, url: str, parent: str, children: tuple[str, ...]
-) -> None:
-    """Let a lease's router send the children where their parent's prefix lies.
-
-    A router that does not answer costs them a prefill and no correctness.
-    """
-    try:
-        async with caller.post(f"{url}/sessions/{parent}/fork", json={"sessions": children}):
-            pass
-    except (aiohttp.ClientError, TimeoutError):
-        return

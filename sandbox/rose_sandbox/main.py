@@ -16,13 +16,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 from aiohttp import web
 
 from rose_core.sandboxes.policy import Traffic
 from rose_sandbox.errors import SandboxError, Unavailable
 from rose_sandbox.host import Host, memory_traffic
-from rose_sandbox.http import ServingTraffic, application, tell_router
+from rose_sandbox.http import ServingTraffic, application
 from rose_sandbox.inspector.blind import BlindInspector
 from rose_sandbox.inspector.bpf import BpfInspector
 from rose_sandbox.inspector.inspector import Inspector
@@ -44,7 +43,6 @@ def open_host(
     egress: Sequence[str] = (),
     owner: str = "",
     traffic: Callable[[], Traffic] = memory_traffic,
-    router: tuple[aiohttp.ClientSession, str] | None = None,
 ) -> Host:
     """A host of real sandboxes; ``Host.close`` lets go of it.
 
@@ -55,16 +53,11 @@ def open_host(
         egress: hosts that sandboxes may reach, as shell patterns.
         owner: name in records; empty: this machine's.
         traffic: what else happens on the machine.
-        router: of the lease, with its URL: told of forks.
 
     Raises:
         Unavailable: the machine lacks a part; the text says what brings it.
     """
     parts = find_parts()
-
-    async def warm(parent: str, children: Sequence[str]) -> None:
-        if router is not None:
-            await tell_router(router[0], router[1], parent, tuple(children))
 
     return Host(
         RuncRuntime(folder / "runc", parts),
@@ -74,7 +67,6 @@ def open_host(
         scratch=folder / "parts",
         egress=egress,
         traffic=traffic,
-        warm=warm,
     )
 
 
@@ -90,30 +82,24 @@ def _inspector(parts: Parts) -> Inspector:
 async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
     """Serve until the block ends; gives the port."""
     traffic = ServingTraffic()
-    bearer = flags.token(given.router_token_file)
-    headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
-    async with aiohttp.ClientSession(
-        headers=headers, timeout=aiohttp.ClientTimeout(total=10)
-    ) as caller:
-        host = open_host(
-            given.folder,
-            given.store,
-            given.run,
-            egress=given.egress,
-            owner=given.owner,
-            traffic=traffic,
-            router=(caller, given.router.rstrip("/")) if given.router else None,
-        )
-        app = application(host, traffic, flags.token(given.token_file))
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        try:
-            name, _, port = given.address.rpartition(":")
-            await web.TCPSite(runner, name.strip("[]"), int(port)).start()
-            yield int(runner.addresses[0][1])
-        finally:
-            await runner.cleanup()
-            await host.close()
+    host = open_host(
+        given.folder,
+        given.store,
+        given.run,
+        egress=given.egress,
+        owner=given.owner,
+        traffic=traffic,
+    )
+    app = application(host, traffic, flags.token(given.token_file))
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        name, _, port = given.address.rpartition(":")
+        await web.TCPSite(runner, name.strip("[]"), int(port)).start()
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+        await host.close()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -133,8 +119,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="HOST",
         help="that sandboxes may reach through the proxy at 127.0.0.1:3128, *.example too; repeat",
     )
-    add("--router", type=flags.web, default="", help="the lease's router, told of forks")
-    add("--router-token-file", type=Path, help="bearer token of the router")
     flags.add_log_level(made)
     return made
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -84,13 +83,9 @@ class World:
         self.inspector = Comparing(self.runtime, root / name / "looks")
         self.records = Records(Store(root / "store"), "grpo")
         self.traffic = Traffic()
-        self.warmed: list[tuple[str, Sequence[str]]] = []
         self.host = self.started()
 
     def started(self) -> Host:
-        async def warm(parent: str, children: Sequence[str]) -> None:
-            self.warmed.append((parent, children))
-
         return Host(
             self.runtime,
             self.inspector,
@@ -98,7 +93,6 @@ class World:
             owner=self.name,
             scratch=self.root / self.name / "scratch",
             traffic=lambda: self.traffic,
-            warm=warm,
         )
 
     async def said(self, session: str, command: str, host: Host | None = None) -> str:
@@ -161,7 +155,6 @@ async def test_a_fork_goes_on_from_a_turn_whether_its_parent_runs_is_away_or_is_
     await world.said("s", "echo 2 > /root/a")
     await host.checkpoint("s", [1, 2])
     children = list(await host.fork("s", 3, 1))
-    assert world.warmed == [("s", tuple(children))]
     await host.suspend("s")
     children += await host.fork("s", 1, 1)
     await host.end("s")

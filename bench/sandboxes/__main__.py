@@ -1,0 +1,231 @@
+"""``python -m bench.sandboxes``: tasks whose sandbox is killed after every turn, way by way.
+
+| way | after a loss the agent has |
+|---|---|
+| chat only | its conversation and a fresh sandbox |
+| chat + files | its files, and no process |
+| restart | a fresh sandbox in which all turns so far are played again |
+| full every turn | all, from a checkpoint of everything at each turn |
+| ours | all, from records of what each turn changed |
+
+The kill is SIGKILL to every process of the sandbox, and its files are removed: what comes back came
+from what was saved. All ways run on the same machine, one after another, task by task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.record import Figure, figure, record
+from bench.sandboxes.tasks import TASKS, Task
+from rose_sandbox.errors import SandboxError, Unavailable
+from rose_sandbox.host import Host, key_of
+from rose_sandbox.inspector.bpf import BpfInspector
+from rose_sandbox.runtimes.parts import find_parts
+from rose_sandbox.runtimes.runc import RuncRuntime
+from rose_sandbox.runtimes.runtime import CheckpointParts, Handle, Kind, SandboxSpec
+from rose_weights.errors import WeightsError
+from rose_weights.store.records import Records
+from rose_weights.store.store import Store
+
+WAYS = ("chat only", "chat + files", "restart", "full every turn", "ours")
+TURN_SECONDS = 60.0
+CHILDREN = 8
+
+
+@dataclass
+class Tally:
+    """Of one way.
+
+    Attributes:
+        passed: tasks whose check passed at the end.
+        failed: names of those whose did not, and why.
+        bytes: saved at all boundaries.
+        saving, restoring: seconds of each.
+        actions: what each boundary saved.
+    """
+
+    passed: int = 0
+    failed: list[str] = field(default_factory=list)
+    bytes: int = 0
+    saving: list[float] = field(default_factory=list)
+    restoring: list[float] = field(default_factory=list)
+    actions: Counter[str] = field(default_factory=Counter)
+
+
+async def kill(runtime: RuncRuntime, handle: Handle) -> None:
+    """Lose a sandbox: its processes by SIGKILL, then its files."""
+    with suppress(SandboxError):
+        for pid in (await runtime.facts(handle)).pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    await runtime.end(handle)
+
+
+async def plain(runtime: RuncRuntime, task: Task, way: str, tally: Tally, folder: Path) -> int:
+    """Play a task a way that needs no host; returns the exit code of its check."""
+    spec = SandboxSpec("plain")
+    box = await runtime.create(spec)
+    for number, turn in enumerate(task.turns):
+        await runtime.exec(box, turn, TURN_SECONDS, session=task.session)
+        parts = CheckpointParts(spec)
+        if way in {"chat + files", "full every turn"}:
+            into = folder / f"{number}"
+            into.mkdir()
+            began = time.monotonic()
+            kind = Kind.FULL if way == "full every turn" else Kind.FILES
+            parts = await runtime.checkpoint(box, kind, into)
+            tally.saving.append(time.monotonic() - began)
+            tally.bytes += parts.bytes
+        await kill(runtime, box)
+        began = time.monotonic()
+        if parts.bytes:
+            box = await runtime.restore(parts, spec)
+        else:
+            box = await runtime.create(spec)
+            for again in task.turns[: number + 1] if way == "restart" else ():
+                await runtime.exec(box, again, TURN_SECONDS, session=task.session)
+        tally.restoring.append(time.monotonic() - began)
+    code = (await runtime.exec(box, task.verify, TURN_SECONDS)).exit_code
+    await runtime.end(box)
+    return code
+
+
+async def ours(host: Host, runtime: RuncRuntime, task: Task, tally: Tally) -> int:
+    """Play a task on a host; returns the exit code of its check."""
+    name = task.name
+    await host.create(name)
+    ids: list[int] = []
+    told = await host.state(name)
+    try:
+        for number, turn in enumerate(task.turns):
+            await host.exec(name, turn, TURN_SECONDS, name=f"{number}", shell=task.session)
+            ids += range(50)
+            before = told.bytes
+            told = await host.checkpoint(name, ids)
+            tally.bytes += told.bytes - before
+            tally.saving.append(told.seconds)
+            tally.actions[told.action] += 1
+            (box,) = [one for one in await runtime.sandboxes() if one.key == key_of(name)]
+            await kill(runtime, box)
+            began = time.monotonic()
+            told = (await host.restore(name)).told
+            tally.restoring.append(time.monotonic() - began)
+        return (await host.exec(name, task.verify, TURN_SECONDS, shell=None)).exit_code
+    finally:
+        await host.end(name, forget=True)
+
+
+async def forked(host: Host) -> float:
+    """Seconds of a fork of ``CHILDREN``."""
+    await host.create("parent")
+    await host.exec("parent", "export A=1; sleep 1000 & echo 1 > /root/a")
+    await host.checkpoint("parent", [1, 2, 3])
+    began = time.monotonic()
+    children = await host.fork("parent", CHILDREN)
+    seconds = time.monotonic() - began
+    for one in (*children, "parent"):
+        await host.end(one, forget=True)
+    return seconds
+
+
+async def play(tasks: Sequence[Task], root: Path) -> tuple[dict[str, Tally], float]:
+    """Every way through every task, and the seconds of a fork."""
+    parts = find_parts()
+    runtime = RuncRuntime(root / "runc", parts)
+    host = Host(
+        runtime,
+        BpfInspector(parts.folder / "bpf"),
+        Records(Store(root / "store"), "bench"),
+        owner="bench",
+        scratch=root / "scratch",
+    )
+    found: dict[str, Tally] = defaultdict(Tally)
+    try:
+        for task in tasks:
+            for way in WAYS:
+                tally = found[way]
+                try:
+                    if way == "ours":
+                        code = await ours(host, runtime, task, tally)
+                    else:
+                        folder = Path(tempfile.mkdtemp(dir=root))
+                        code = await plain(runtime, task, way, tally, folder)
+                    why = "" if code == 0 else f"check exits {code}"
+                except (SandboxError, WeightsError) as error:
+                    why = f"{type(error).__name__}: {error}"
+                    await runtime.end(Handle("plain"))
+                if why:
+                    tally.failed.append(f"{task.name} ({why:.100})")
+                else:
+                    tally.passed += 1
+                sys.stdout.write(f"{task.name:<28} {way:<16} {why or 'passed'}\n")
+                sys.stdout.flush()
+        return found, await forked(host)
+    finally:
+        for left in await runtime.sandboxes():
+            await runtime.end(left)
+        await host.close()
+
+
+def figures(found: dict[str, Tally], tasks: int, fork_seconds: float) -> list[Figure]:
+    """What was measured, with the aims."""
+    made = []
+    for way in WAYS:
+        share = 100 * found[way].passed / tasks
+        aim = {"at_least": 100.0} if way == "ours" else {}
+        aim = {"at_most": 60.0} if way == "chat + files" else aim
+        made.append(figure(f"{way}: tasks that pass", share, "%", **aim))
+    own, full = found["ours"], found["full every turn"]
+    restores = sorted(own.restoring)
+    p99 = restores[min(len(restores) - 1, int(0.99 * len(restores)))]
+    turns = sum(own.actions.values())
+    made += [
+        figure("tasks", tasks, "", at_least=30),
+        figure("turns, each with a kill", turns, ""),
+        figure("bytes against full every turn", 100 * own.bytes / full.bytes, "%", at_most=15),
+        figure("turns that save nothing", 100 * own.actions["none"] / turns, "%"),
+        figure("ours: checkpoint, median", statistics.median(own.saving), "s"),
+        figure("full: checkpoint, median", statistics.median(full.saving), "s"),
+        figure("ours: restore, median", statistics.median(restores), "s"),
+        figure("ours: restore, p99", p99, "s", at_most=1.0),
+        figure("restart: played again, mean", statistics.mean(found["restart"].restoring), "s"),
+        figure(f"fork of {CHILDREN}, in all", fork_seconds, "s", at_most=1.0),
+    ]
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: measured; 1: this machine cannot run sandboxes."""
+    flags = argparse.ArgumentParser(prog="python -m bench.sandboxes", description=__doc__)
+    flags.add_argument("--tasks", type=int, default=len(TASKS), help="as many, drawn at random")
+    flags.add_argument("--seed", type=int, default=1, help="of the draw")
+    given = flags.parse_args(argv)
+    drawn = random.Random(given.seed).sample(TASKS, min(given.tasks, len(TASKS)))  # noqa: S311
+    with tempfile.TemporaryDirectory(prefix="rose-bench-sandboxes-") as root:
+        try:
+            found, fork_seconds = asyncio.run(play(drawn, Path(root)))
+        except Unavailable as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+    notes = [f"{way}: {failed}" for way in WAYS for failed in found[way].failed]
+    notes.append("saved by action: " + str(dict(found["ours"].actions)))
+    record("sandboxes", figures(found, len(drawn), fork_seconds), notes=notes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
