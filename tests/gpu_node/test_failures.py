@@ -15,35 +15,12 @@ from rose_dev.gpu_node.failures import act
 from rose_dev.waiting import wait_until
 from tests.chart.installation import SERVING, SYSTEM
 from tests.gpu_node.lending import MARKS, Lending
-from tests.gpu_node.machine import apply, ready, sleeper
 from tests.gpu_node.serving_pods import GIB, ServingPod
 
 pytestmark = [*MARKS, pytest.mark.long]
 
 DEVICES = Path("/sys/fs/cgroup/devices")
 STRAYS = "strays"
-ADMIN = "resource.kubernetes.io/admin-access"
-EVERY_GPU: dict[str, Any] = {
-    "apiVersion": "resource.k8s.io/v1",
-    "kind": "ResourceClaimTemplate",
-    "metadata": {"name": "every-gpu", "namespace": STRAYS},
-    "spec": {
-        "spec": {
-            "devices": {
-                "requests": [
-                    {
-                        "name": "all",
-                        "exactly": {
-                            "deviceClassName": "gpu.nvidia.com",
-                            "allocationMode": "All",
-                            "adminAccess": True,
-                        },
-                    }
-                ]
-            }
-        }
-    },
-}
 FIRST = {
     "lose": "DeviceUnknown",
     "ecc": "EccErrors",
@@ -223,32 +200,6 @@ def host_group(lending: Lending) -> str:
             return path.removesuffix(f"/{HOST_LEAF}")
     message = "no engine host runs on the node"
     raise AssertionError(message)
-
-
-def test_gpus_that_another_team_has_claimed_as_well_are_shared(lending: Lending) -> None:
-    """A monitor's claim with admin access, of which the kubelet does not say that it is one."""
-    node = lending.node
-    node.kubectl("create", "namespace", STRAYS, check=False)
-    node.kubectl("label", "namespace", STRAYS, f"{ADMIN}=true")
-    apply(node, EVERY_GPU)
-    claim = {"name": "gpus", "resourceClaimTemplateName": "every-gpu"}
-    container = {"resources": {"claims": [{"name": "gpus"}]}}
-    pod = sleeper("monitor", STRAYS, container=container, spec={"resourceClaims": [claim]})
-    names = {pod.name for pod in lending.pods}
-    try:
-        ready(node, pod)
-        lending.wait(lambda: with_word(lending, "SharedGpu") == names, "every GPU is shared")
-        assert "monitor" in lending.message(lending.pods[0])
-        lending.wait(
-            lambda: (
-                "6 of 6 replicas cannot be lent; 6 SharedGpu" in lending.condition("DevicesFit")
-            ),
-            "the pool says so",
-        )
-    finally:
-        node.kubectl("delete", "namespace", STRAYS, "--wait=true", seconds=90)
-    lending.renew_lease()
-    lending.wait_for_all()
 
 
 def test_gpus_without_a_driver_are_told_from_a_node_without_gpus(lending: Lending) -> None:
