@@ -134,10 +134,9 @@ class Worker:
 
     async def end(self) -> None:
         """End it and whatever it has started, and remove its folder."""
+        # Not process.kill(): it polls, which takes the exit code from the event loop.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
         await self.process.wait()
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
