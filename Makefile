@@ -15,7 +15,7 @@ ARGS ?=
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv engine vllm cluster sandbox demo test test-engines test-cluster test-sandboxes test-gpu-node test-long unit check format generate docs crds clean \
+.PHONY: atlas help venv engine vllm cluster sandbox demo test test-engines test-cluster test-sandboxes test-gpu-node test-long unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-bound bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal test-clients
 
@@ -145,6 +145,9 @@ bench-operator: cluster  ## the operator at fleet scale: time to plan, grants, w
 
 bench-rollouts: venv  ## policies of placement on one step of work
 	$(RUN)/python -m bench.rollouts $(ARGS)
+
+atlas: engine  ## which architectures of SGLang a commit in place leaves exact: docs/atlas.md (cached)
+	$(RUN)/python -m bench.atlas $(ARGS)
 
 bench-rounds: engine  ## the example's reward curve with tail batching beside the one without, on a real SGLang
 	$(BIN)/python -m bench.rounds $(ARGS)

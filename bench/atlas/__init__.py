@@ -1,0 +1,1 @@
+"""Exactness atlas: which architectures of SGLang keep nothing old after a commit in place."""
