@@ -87,7 +87,14 @@ def examined(names: list[str], folder: Path) -> None:
         "SGLANG_PLUGINS": "none",
         "SGLANG_CPU_OMP_THREADS_BIND": "0",
     }
-    arguments = [engine_python(), "-m", "bench.atlas.process", str(free_port()), folder, *names]
+    arguments: list[str | Path] = [
+        engine_python(),
+        "-m",
+        "bench.atlas.process",
+        str(free_port()),
+        folder,
+        *names,
+    ]
     subprocess.run(arguments, env=environment, check=True, cwd=ROOT)
 
 
