@@ -204,9 +204,9 @@ async def heard(found: Fleet, name: str, word: str) -> tuple[set[str], set[str],
     )
 
 
-# The API's verbs are no requests to a process, and the forwarder's are a wildcard. Rewards run on
-# no node: tests/rewards shows their tokens to them.
-NO_REQUESTS = {Listener.API, Listener.FORWARD, Listener.REWARDS}
+# The API's verbs are no requests to a process, and the forwarder's are a wildcard. Rewards and
+# sandboxes are no part of a serving fleet: tests/rewards and tests/sandbox show tokens to them.
+NO_REQUESTS = {Listener.API, Listener.FORWARD, Listener.REWARDS, Listener.SANDBOX}
 EVERY_VERB = {verb for one in Listener if one not in NO_REQUESTS for verb in rights.verbs(one)} | {
     "GET /",
     "GET /debug",
