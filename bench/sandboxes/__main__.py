@@ -132,7 +132,7 @@ async def ours(host: Host, runtime: RuncRuntime, task: Task, tally: Tally) -> in
 async def forked(host: Host) -> float:
     """Seconds of a fork of ``CHILDREN``."""
     await host.create("parent")
-    await host.exec("parent", "export A=1; sleep 1000 & echo 1 > /root/a")
+    await host.exec("parent", "export A=1; sleep 1000 & echo 1 > /home/a")
     await host.checkpoint("parent", [1, 2, 3])
     began = time.monotonic()
     children = await host.fork("parent", CHILDREN)

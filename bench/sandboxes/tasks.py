@@ -31,7 +31,7 @@ class Task:
     session: str | None = "main"
 
 
-_COUNTER = """cat > /root/counter.py <<'END'
+_COUNTER = """cat > /home/counter.py <<'END'
 import http.server
 class Handler(http.server.BaseHTTPRequestHandler):
     count = 0
@@ -52,7 +52,7 @@ _UP = "for i in $(seq 50); do curl -sf localhost:8000 >/dev/null && break; sleep
 _POST = "curl -s -X POST localhost:8000"
 _COMMITS = (
     "git config --global user.email a@b.c; git config --global user.name a; "
-    "git init -q -b main /root/r; cd /root/r; for i in 1 2 3; do echo $i >> f; "
+    "git init -q -b main /home/r; cd /home/r; for i in 1 2 3; do echo $i >> f; "
     "git add f; git commit -qm $i; done"
 )
 
@@ -61,43 +61,43 @@ TASKS = (
     Task(
         "working-folder",
         ("shell",),
-        ("mkdir -p /root/a/b; cd /root/a/b", "ls /", "pwd", "echo here > mark"),
-        "test $(cat /root/a/b/mark) = here",
+        ("mkdir -p /home/a/b; cd /home/a/b", "ls /", "pwd", "echo here > mark"),
+        "test $(cat /home/a/b/mark) = here",
     ),
     Task(
         "exported-variables",
         ("shell",),
-        ("export STAGE=prod", "export LEVEL=3", "env | grep STAGE", "echo $STAGE-$LEVEL > /root/v"),
-        "test $(cat /root/v) = prod-3",
+        ("export STAGE=prod", "export LEVEL=3", "env | grep STAGE", "echo $STAGE-$LEVEL > /home/v"),
+        "test $(cat /home/v) = prod-3",
     ),
     Task(
         "shell-functions",
         ("shell",),
         (
             "twice() { echo $(( $1 * 2 )); }",
-            "ls /root",
+            "ls /home",
             "quad() { twice $(twice $1); }",
             "uptime",
-            "quad 5 > /root/q",
+            "quad 5 > /home/q",
         ),
-        "test $(cat /root/q) = 20",
+        "test $(cat /home/q) = 20",
     ),
     Task(
         "arrays-and-options",
         ("shell",),
-        ("shopt -s extglob; list=(a b c)", "list+=(d)", "ls /usr", "echo ${#list[@]} > /root/n"),
-        "test $(cat /root/n) = 4",
+        ("shopt -s extglob; list=(a b c)", "list+=(d)", "ls /usr", "echo ${#list[@]} > /home/n"),
+        "test $(cat /home/n) = 4",
     ),
     Task(
         "activated-venv",
         ("shell",),
         (
-            "python3 -m venv --without-pip /root/venv",
-            ". /root/venv/bin/activate",
+            "python3 -m venv --without-pip /home/venv",
+            ". /home/venv/bin/activate",
             "python -c 'import sys; print(sys.prefix)'",
-            "python -c 'import sys; print(sys.prefix)' > /root/prefix",
+            "python -c 'import sys; print(sys.prefix)' > /home/prefix",
         ),
-        "test $(cat /root/prefix) = /root/venv",
+        "test $(cat /home/prefix) = /home/venv",
     ),
     Task(
         "umask-and-limits",
@@ -106,88 +106,88 @@ TASKS = (
             "umask 077",
             "ulimit -n 200",
             "cat /proc/self/limits",
-            "ulimit -n > /root/l; touch /root/u",
+            "ulimit -n > /home/l; touch /home/u",
         ),
-        "test $(cat /root/l) = 200 && test $(stat -c %a /root/u) = 600",
+        "test $(cat /home/l) = 200 && test $(stat -c %a /home/u) = 600",
     ),
     # --- descriptors
     Task(
         "open-descriptor",
         ("shell",),
-        ("exec 5>>/root/log", "echo one >&5", "cat /root/log", "echo two >&5", "exec 5>&-"),
-        'test "$(paste -sd, /root/log)" = one,two',
+        ("exec 5>>/home/log", "echo one >&5", "cat /home/log", "echo two >&5", "exec 5>&-"),
+        'test "$(paste -sd, /home/log)" = one,two',
     ),
     Task(
         "read-half-a-file",
         ("shell",),
         (
-            "seq 10 > /root/in; exec 6</root/in",
+            "seq 10 > /home/in; exec 6</home/in",
             "read a <&6; read b <&6",
             "ls",
-            "read c <&6; echo $a$b$c > /root/o",
+            "read c <&6; echo $a$b$c > /home/o",
         ),
-        "test $(cat /root/o) = 123",
+        "test $(cat /home/o) = 123",
     ),
     Task(
         "deleted-open-file",
         ("shell", "deleted"),
         (
-            "exec 7<>/root/secret; echo hidden >&7",
-            "rm /root/secret",
-            "ls -la /root",
-            "cat /proc/$$/fd/7 > /root/found",
+            "exec 7<>/home/secret; echo hidden >&7",
+            "rm /home/secret",
+            "ls -la /home",
+            "cat /proc/$$/fd/7 > /home/found",
         ),
-        "test $(cat /root/found) = hidden && ! test -e /root/secret",
+        "test $(cat /home/found) = hidden && ! test -e /home/secret",
     ),
     Task(
         "deleted-log-of-a-job",
         ("job", "deleted"),
         (
-            'python3 -uc \'import time\nf=open("/root/d","w+");f.write("kept");f.flush()\n'
+            'python3 -uc \'import time\nf=open("/home/d","w+");f.write("kept");f.flush()\n'
             "time.sleep(9000)' &",
-            "sleep 0.5; rm /root/d",
+            "sleep 0.5; rm /home/d",
             "ps aux | wc -l",
-            "cat /proc/$(pgrep -f time.sleep | head -1)/fd/3 > /root/got",
+            "cat /proc/$(pgrep -f time.sleep | head -1)/fd/3 > /home/got",
         ),
-        "test $(cat /root/got) = kept",
+        "test $(cat /home/got) = kept",
         session=None,
     ),
     Task(
         "pipe-between-jobs",
         ("job",),
         (
-            "mkfifo /root/p; (while read -r x; do echo got $x >> /root/got; done) <>/root/p &",
-            "echo a > /root/p; sleep 0.2",
-            "cat /root/got",
-            "echo b > /root/p; sleep 0.2",
+            "mkfifo /home/p; (while read -r x; do echo got $x >> /home/got; done) <>/home/p &",
+            "echo a > /home/p; sleep 0.2",
+            "cat /home/got",
+            "echo b > /home/p; sleep 0.2",
         ),
-        "test \"$(paste -sd, /root/got)\" = 'got a,got b'",
+        "test \"$(paste -sd, /home/got)\" = 'got a,got b'",
         session=None,
     ),
     # --- jobs
     Task(
         "background-sleep",
         ("job",),
-        ("sleep 9000 & echo $! > /root/pid", "ps aux", "ls /", "uptime"),
-        "test $(cat /proc/$(cat /root/pid)/comm) = sleep",
+        ("sleep 9000 & echo $! > /home/pid", "ps aux", "ls /", "uptime"),
+        "test $(cat /proc/$(cat /home/pid)/comm) = sleep",
         session=None,
     ),
     Task(
         "job-of-a-shell",
         ("shell", "job"),
-        ("sleep 9000 & job=$!", "ls", "kill -0 $job", "kill $job; wait $job; echo $? > /root/rc"),
-        "test $(cat /root/rc) = 143",
+        ("sleep 9000 & job=$!", "ls", "kill -0 $job", "kill $job; wait $job; echo $? > /home/rc"),
+        "test $(cat /home/rc) = 143",
     ),
     Task(
         "stopped-process",
         ("job",),
         (
-            "sleep 9000 & echo $! > /root/pid",
-            "kill -STOP $(cat /root/pid)",
+            "sleep 9000 & echo $! > /home/pid",
+            "kill -STOP $(cat /home/pid)",
             "ps aux",
-            "cut -d' ' -f3 /proc/$(cat /root/pid)/stat > /root/state",
+            "cut -d' ' -f3 /proc/$(cat /home/pid)/stat > /home/state",
         ),
-        "test $(cat /root/state) = T",
+        "test $(cat /home/state) = T",
         session=None,
     ),
     Task(
@@ -195,21 +195,21 @@ TASKS = (
         ("job", "memory"),
         (
             "python3 -c 'import signal,time\nn=[0]\ndef h(*a):\n n[0]+=1\n"
-            ' open("/root/n","w").write(str(n[0]))\n'
+            ' open("/home/n","w").write(str(n[0]))\n'
             "signal.signal(signal.SIGUSR1,h)\nwhile True: time.sleep(9000)' & "
-            "echo $! > /root/pid; sleep 0.5",
-            "kill -USR1 $(cat /root/pid); sleep 0.2",
-            "cat /root/n",
-            "kill -USR1 $(cat /root/pid); sleep 0.2",
+            "echo $! > /home/pid; sleep 0.5",
+            "kill -USR1 $(cat /home/pid); sleep 0.2",
+            "cat /home/n",
+            "kill -USR1 $(cat /home/pid); sleep 0.2",
         ),
-        "test $(cat /root/n) = 2",
+        "test $(cat /home/n) = 2",
         session=None,
     ),
     # --- servers
     Task(
         "counting-server",
         ("server", "memory"),
-        (_COUNTER, f"python3 /root/counter.py & {_UP}", _POST, "ls /root", _POST, _POST),
+        (_COUNTER, f"python3 /home/counter.py & {_UP}", _POST, "ls /home", _POST, _POST),
         "test $(curl -s localhost:8000) = 3",
         session=None,
     ),
@@ -217,10 +217,10 @@ TASKS = (
         "file-server",
         ("server",),
         (
-            "mkdir /root/www; echo hello > /root/www/x",
-            f"cd /root/www; python3 -m http.server 8000 >/dev/null 2>&1 & {_UP}",
+            "mkdir /home/www; echo hello > /home/www/x",
+            f"cd /home/www; python3 -m http.server 8000 >/dev/null 2>&1 & {_UP}",
             "curl -s localhost:8000/x",
-            "echo again > /root/www/y",
+            "echo again > /home/www/y",
         ),
         "test $(curl -s localhost:8000/y) = again",
         session=None,
@@ -242,12 +242,12 @@ TASKS = (
         "unix-socket-echo",
         ("server", "socket"),
         (
-            "socat UNIX-LISTEN:/root/s,fork EXEC:cat & sleep 0.5",
-            "echo one | socat - UNIX-CONNECT:/root/s",
-            "ls -la /root",
-            "echo two | socat - UNIX-CONNECT:/root/s > /root/e",
+            "socat UNIX-LISTEN:/home/s,fork EXEC:cat & sleep 0.5",
+            "echo one | socat - UNIX-CONNECT:/home/s",
+            "ls -la /home",
+            "echo two | socat - UNIX-CONNECT:/home/s > /home/e",
         ),
-        "test $(cat /root/e) = two",
+        "test $(cat /home/e) = two",
         session=None,
     ),
     Task(
@@ -258,37 +258,37 @@ TASKS = (
             "exec 8<>/dev/tcp/127.0.0.1/9000",
             "echo one >&8; read -r x <&8",
             "ls /",
-            "echo two >&8; read -r y <&8; echo $x$y > /root/xy",
+            "echo two >&8; read -r y <&8; echo $x$y > /home/xy",
         ),
-        "test $(cat /root/xy) = onetwo",
+        "test $(cat /home/xy) = onetwo",
     ),
     Task(
         "udp-listener",
         ("server", "socket"),
         (
-            "socat -u UDP-RECV:9001 OPEN:/root/u,creat,append & sleep 0.5",
+            "socat -u UDP-RECV:9001 OPEN:/home/u,creat,append & sleep 0.5",
             "echo a | socat - UDP:127.0.0.1:9001; sleep 0.2",
-            "cat /root/u",
+            "cat /home/u",
             "echo b | socat - UDP:127.0.0.1:9001; sleep 0.2",
         ),
-        'test "$(paste -sd, /root/u)" = a,b',
+        'test "$(paste -sd, /home/u)" = a,b',
         session=None,
     ),
     Task(
         "job-queue",
         ("job", "memory"),
         (
-            "mkdir /root/q /root/done; cat > /root/w.py <<'END'\n"
+            "mkdir /home/q /home/done; cat > /home/w.py <<'END'\n"
             "import os,time\nseen=[]\nwhile True:\n"
-            " for n in sorted(set(os.listdir('/root/q'))-set(seen)):\n"
-            "  seen.append(n); open('/root/done/'+n,'w').write(str(len(seen)))\n"
+            " for n in sorted(set(os.listdir('/home/q'))-set(seen)):\n"
+            "  seen.append(n); open('/home/done/'+n,'w').write(str(len(seen)))\n"
             " time.sleep(0.05)\nEND",
-            "python3 /root/w.py &",
-            "touch /root/q/a; sleep 0.4",
-            "ls /root/done",
-            "touch /root/q/b; sleep 0.4",
+            "python3 /home/w.py &",
+            "touch /home/q/a; sleep 0.4",
+            "ls /home/done",
+            "touch /home/q/b; sleep 0.4",
         ),
-        "test $(cat /root/done/a)$(cat /root/done/b) = 12",
+        "test $(cat /home/done/a)$(cat /home/done/b) = 12",
         session=None,
     ),
     # --- terminals
@@ -299,9 +299,9 @@ TASKS = (
             "tmux new-session -d -s w; sleep 0.3",
             "tmux send-keys -t w 'X=42' Enter; sleep 0.3",
             "tmux ls",
-            "tmux send-keys -t w 'echo $X > /root/x' Enter; sleep 0.5",
+            "tmux send-keys -t w 'echo $X > /home/x' Enter; sleep 0.5",
         ),
-        "test $(cat /root/x) = 42",
+        "test $(cat /home/x) = 42",
         session=None,
     ),
     Task(
@@ -311,9 +311,9 @@ TASKS = (
             "tmux new-session -d -s p 'python3 -q'; sleep 0.8",
             "tmux send-keys -t p 'n = 6' Enter; sleep 0.3",
             "tmux capture-pane -pt p",
-            'tmux send-keys -t p \'open("/root/o", "w").write(str(n * 7))\' Enter; sleep 0.5',
+            'tmux send-keys -t p \'open("/home/o", "w").write(str(n * 7))\' Enter; sleep 0.5',
         ),
-        "test $(cat /root/o) = 42",
+        "test $(cat /home/o) = 42",
         session=None,
     ),
     # --- data bases
@@ -321,24 +321,24 @@ TASKS = (
         "sqlite-rows",
         (),
         (
-            "sqlite3 /root/d 'create table t(a int); insert into t values (1),(2)'",
-            "sqlite3 /root/d 'select count(*) from t'",
-            "sqlite3 /root/d 'insert into t select a+10 from t'",
-            "sqlite3 /root/d '.schema'",
+            "sqlite3 /home/d 'create table t(a int); insert into t values (1),(2)'",
+            "sqlite3 /home/d 'select count(*) from t'",
+            "sqlite3 /home/d 'insert into t select a+10 from t'",
+            "sqlite3 /home/d '.schema'",
         ),
-        "test $(sqlite3 /root/d 'select sum(a) from t') = 26",
+        "test $(sqlite3 /home/d 'select sum(a) from t') = 26",
     ),
     Task(
         "sqlite-open-transaction",
         ("job", "memory"),
         (
-            "sqlite3 /root/d 'create table t(a int)'; mkfifo /root/sql; "
-            "sleep 9000 > /root/sql & sqlite3 /root/d < /root/sql > /root/out &",
-            "echo 'begin; insert into t values (1);' > /root/sql; sleep 0.2",
-            "sqlite3 /root/d 'select count(*) from t' > /root/before",
-            "echo 'insert into t values (2); commit;' > /root/sql; sleep 0.4",
+            "sqlite3 /home/d 'create table t(a int)'; mkfifo /home/sql; "
+            "sleep 9000 > /home/sql & sqlite3 /home/d < /home/sql > /home/out &",
+            "echo 'begin; insert into t values (1);' > /home/sql; sleep 0.2",
+            "sqlite3 /home/d 'select count(*) from t' > /home/before",
+            "echo 'insert into t values (2); commit;' > /home/sql; sleep 0.4",
         ),
-        "test $(cat /root/before) = 0 && test $(sqlite3 /root/d 'select sum(a) from t') = 3",
+        "test $(cat /home/before) = 0 && test $(sqlite3 /home/d 'select sum(a) from t') = 3",
         session=None,
     ),
     # --- builds and repositories
@@ -347,95 +347,95 @@ TASKS = (
         (),
         (
             _COMMITS,
-            "git -C /root/r log --oneline",
-            "git -C /root/r status",
-            "git -C /root/r tag v1",
+            "git -C /home/r log --oneline",
+            "git -C /home/r status",
+            "git -C /home/r tag v1",
         ),
-        "test $(git -C /root/r rev-list --count v1) = 3",
+        "test $(git -C /home/r rev-list --count v1) = 3",
     ),
     Task(
         "git-rebase-in-the-middle",
         (),
         (
             _COMMITS,
-            "cd /root/r; git checkout -q -b side HEAD~1; echo side > f; git commit -qam side",
+            "cd /home/r; git checkout -q -b side HEAD~1; echo side > f; git commit -qam side",
             "git rebase main",
             "git status; git diff",
             "echo solved > f; git add f",
             "GIT_EDITOR=true git rebase --continue",
         ),
-        "cd /root/r && test $(cat f) = solved && test $(git rev-list --count HEAD) = 4",
+        "cd /home/r && test $(cat f) = solved && test $(git rev-list --count HEAD) = 4",
     ),
     Task(
         "git-stash-and-bisect",
         (),
         (
             _COMMITS,
-            "cd /root/r; echo dirty >> f; git stash -q",
+            "cd /home/r; echo dirty >> f; git stash -q",
             "git bisect start -q HEAD HEAD~2",
             "git bisect good",
             "git bisect reset -q; git stash pop -q",
         ),
-        "cd /root/r && test $(tail -1 f) = dirty && test $(git branch --show-current) = main",
+        "cd /home/r && test $(tail -1 f) = dirty && test $(git branch --show-current) = main",
     ),
     Task(
         "half-done-make",
         (),
         (
-            "mkdir /root/m; cd /root/m; "
+            "mkdir /home/m; cd /home/m; "
             "printf 'all: a b c\\na b c:\\n\\techo $@ > $@\\n' > Makefile",
             "make a",
             "make -n",
             "make b",
             "make",
         ),
-        "cd /root/m && make -q && test $(cat a b c | paste -sd '') = abc",
+        "cd /home/m && make -q && test $(cat a b c | paste -sd '') = abc",
     ),
     Task(
         "make-in-the-background",
         ("job",),
         (
-            "mkdir /root/m; cd /root/m; printf "
+            "mkdir /home/m; cd /home/m; printf "
             "'all: a b\\na:\\n\\tsleep 3; echo a > a\\nb: a\\n\\techo b > b\\n' > Makefile",
             "make > log 2>&1 & echo $! > pid",
             "ls",
             "while kill -0 $(cat pid) 2>/dev/null; do sleep 0.1; done",
         ),
-        "cd /root/m && test $(cat a)$(cat b) = ab",
+        "cd /home/m && test $(cat a)$(cat b) = ab",
     ),
     Task(
         "compiled-program",
         (),
         (
-            "printf '#include <stdio.h>\\nint main(){puts(\"built\");}\\n' > /root/h.c",
-            "gcc -c /root/h.c -o /root/h.o",
-            "file /root/h.o",
-            "gcc /root/h.o -o /root/h",
+            "printf '#include <stdio.h>\\nint main(){puts(\"built\");}\\n' > /home/h.c",
+            "gcc -c /home/h.c -o /home/h.o",
+            "file /home/h.o",
+            "gcc /home/h.o -o /home/h",
         ),
-        "test $(/root/h) = built",
+        "test $(/home/h) = built",
     ),
     Task(
         "patched-source",
         (),
         (
-            "mkdir /root/s; cd /root/s; seq 5 > f; cp f g; sed -i 3d g; diff -u f g > p; rm g",
+            "mkdir /home/s; cd /home/s; seq 5 > f; cp f g; sed -i 3d g; diff -u f g > p; rm g",
             "patch --dry-run f p",
             "patch f p",
             "cat f",
         ),
-        "test $(paste -sd '' /root/s/f) = 1245",
+        "test $(paste -sd '' /home/s/f) = 1245",
     ),
     # --- files of other kinds
     Task(
         "links-modes-and-holes",
         (),
         (
-            "cd /root; echo x > a; ln a b; ln -s a c; chmod 4711 a",
+            "cd /home; echo x > a; ln a b; ln -s a c; chmod 4711 a",
             "truncate -s 10M hole; mkfifo p",
             "stat a",
             "chown 1000:1000 b; touch -d 2001-01-01 hole",
         ),
-        "cd /root && test $(stat -c %h%a%u a) = 247111000 -o $(stat -c %h%u a) = 21000 "
+        "cd /home && test $(stat -c %h%a%u a) = 247111000 -o $(stat -c %h%u a) = 21000 "
         "&& test $(stat -c %Y hole) = $(date -d 2001-01-01 +%s) && test -p p && test $(cat c) = x",
     ),
     Task(
@@ -454,12 +454,12 @@ TASKS = (
         "archive-and-restore",
         (),
         (
-            "mkdir -p /root/t/d; seq 100 > /root/t/d/n; cd /root; zip -qr t.zip t",
+            "mkdir -p /home/t/d; seq 100 > /home/t/d/n; cd /home; zip -qr t.zip t",
             "unzip -l t.zip",
             "rm -r t",
             "unzip -q t.zip; rsync -a t/ u/",
         ),
-        "diff -r /root/t /root/u && test $(wc -l < /root/u/d/n) = 100",
+        "diff -r /home/t /home/u && test $(wc -l < /home/u/d/n) = 100",
     ),
     Task(
         "memory-file-system",

@@ -264,7 +264,7 @@ class Sandbox:
         image: str = "base",
         limits: Limits | None = None,
         environment: Mapping[str, str] | None = None,
-        folder: str = "/root",
+        folder: str = "/home",
         url: str = "",
         token: str = "",
         at: Path = Path("/var/lib/rose/sandboxes"),

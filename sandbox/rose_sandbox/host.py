@@ -183,7 +183,7 @@ class Host:
         image: str = "base",
         limits: Limits = Limits(),  # noqa: B008 - frozen
         environment: Mapping[str, str] | None = None,
-        folder: str = "/root",
+        folder: str = "/home",
     ) -> Told:
         """Start a session's sandbox.
 

@@ -71,7 +71,7 @@ class _Create(msgspec.Struct, forbid_unknown_fields=True):
     image: str = "base"
     limits: dict[str, float] = {}
     environment: dict[str, str] = {}
-    folder: str = "/root"
+    folder: str = "/home"
 
 
 class _Exec(msgspec.Struct, forbid_unknown_fields=True):

@@ -57,16 +57,16 @@ class Contract:
 
     async def test_it_starts_in_its_folder_with_its_environment(self, runtime: Runtime) -> None:
         box = await runtime.create(
-            SandboxSpec("box", limits=SMALL, environment={"A": "b c"}, folder="/root")
+            SandboxSpec("box", limits=SMALL, environment={"A": "b c"}, folder="/home")
         )
-        assert await said(runtime, box, "pwd; echo $A") == "/root\nb c\n"
+        assert await said(runtime, box, "pwd; echo $A") == "/home\nb c\n"
 
     async def test_a_session_keeps_what_its_shell_knows_and_others_do_not(
         self, runtime: Runtime, box: Handle
     ) -> None:
         await said(runtime, box, "export X=1; cd /etc", session="main")
         assert await said(runtime, box, "echo $X; pwd", session="main") == "1\n/etc\n"
-        assert await said(runtime, box, "echo $X; pwd") == "\n/root\n"
+        assert await said(runtime, box, "echo $X; pwd") == "\n/home\n"
         assert await said(runtime, box, "echo $X", session="other") == "\n"
 
     async def test_a_session_that_exits_is_lost_and_begins_anew(
@@ -95,7 +95,7 @@ class Contract:
         await said(runtime, box, "pgrep -x sleep")
 
     async def test_long_output_is_cut_in_the_middle(self, runtime: Runtime, box: Handle) -> None:
-        await runtime.write_file(box, "/root/long", b"a" * 600 + b"b" * 600)
+        await runtime.write_file(box, "/home/long", b"a" * 600 + b"b" * 600)
         result = await runtime.exec(box, "cat long", 20, output_bytes=100)
         assert (result.stdout, result.cut) == (b"a" * 50 + b"b" * 50, True)
 
@@ -103,21 +103,21 @@ class Contract:
         data = bytes(range(256)) * 100
         await runtime.write_file(box, "/opt/new/folder/x.bin", data)
         assert await runtime.read_file(box, "/opt/new/folder/x.bin") == data
-        await said(runtime, box, "echo out > /root/y")
-        assert await runtime.read_file(box, "/root/y") == b"out\n"
+        await said(runtime, box, "echo out > /home/y")
+        assert await runtime.read_file(box, "/home/y") == b"out\n"
 
     async def test_bad_files_are_refused_by_name(self, runtime: Runtime, box: Handle) -> None:
         with pytest.raises(BadPath):
-            await runtime.read_file(box, "/root/none")
+            await runtime.read_file(box, "/home/none")
         with pytest.raises(BadPath):
             await runtime.write_file(box, "relative", b"")
-        await runtime.write_file(box, "/root/x", b"12345")
+        await runtime.write_file(box, "/home/x", b"12345")
         with pytest.raises(TooLarge):
-            await runtime.read_file(box, "/root/x", limit=4)
+            await runtime.read_file(box, "/home/x", limit=4)
         with pytest.raises(BadPath):
-            await runtime.write_file(box, "/root/x/below", b"")
+            await runtime.write_file(box, "/home/x/below", b"")
         with pytest.raises(TooLarge):
-            await runtime.write_file(box, "/root/big", bytes(SMALL.disk_bytes + 1))
+            await runtime.write_file(box, "/home/big", bytes(SMALL.disk_bytes + 1))
         assert await said(runtime, box, "echo on") == "on\n"
 
     async def test_bad_sandboxes_are_refused_by_name(self, runtime: Runtime, box: Handle) -> None:
@@ -134,29 +134,29 @@ class Contract:
     async def test_an_ended_sandbox_is_gone_and_its_key_is_free(
         self, runtime: Runtime, box: Handle
     ) -> None:
-        await said(runtime, box, "echo 1 > /root/x; sleep 1000 &")
+        await said(runtime, box, "echo 1 > /home/x; sleep 1000 &")
         await runtime.end(box)
         await runtime.end(box)
         assert await runtime.sandboxes() == ()
         with pytest.raises(UnknownSandbox):
             await runtime.exec(box, "true", 1)
         box = await runtime.create(SandboxSpec("box", limits=SMALL))
-        assert (await runtime.exec(box, "test -e /root/x", 20)).exit_code == 1
+        assert (await runtime.exec(box, "test -e /home/x", 20)).exit_code == 1
         assert (await runtime.exec(box, "pgrep -x sleep", 20)).exit_code == 1
 
     async def test_a_full_checkpoint_gives_files_processes_and_shells_back(
         self, runtime: Runtime, box: Handle, tmp_path: Path
     ) -> None:
-        await said(runtime, box, "export X=1; echo 1 > /root/x; sleep 1000 &", session="main")
+        await said(runtime, box, "export X=1; echo 1 > /home/x; sleep 1000 &", session="main")
         parts = await runtime.checkpoint(box, Kind.FULL, tmp_path)
         assert parts.files is not None
         assert parts.files.bytes == parts.files.path.stat().st_size > 0
-        await said(runtime, box, "export X=2; echo 2 > /root/x; pkill -x sleep", session="main")
+        await said(runtime, box, "export X=2; echo 2 > /home/x; pkill -x sleep", session="main")
         assert (await runtime.exec(box, "pgrep -x sleep", 20)).exit_code == 1
         await runtime.end(box)
 
         box = await runtime.restore(parts, parts.spec)
-        assert await said(runtime, box, "echo $X; cat /root/x", session="main") == "1\n1\n"
+        assert await said(runtime, box, "echo $X; cat /home/x", session="main") == "1\n1\n"
         await said(runtime, box, "pgrep -x sleep")
         assert (await runtime.exec(box, "sleep 1000", 1)).timed_out
         await said(runtime, box, "pkill -x sleep")
@@ -164,11 +164,11 @@ class Contract:
     async def test_files_alone_come_back_without_processes(
         self, runtime: Runtime, box: Handle, tmp_path: Path
     ) -> None:
-        await said(runtime, box, "echo 1 > /root/x; sleep 1000 &")
+        await said(runtime, box, "echo 1 > /home/x; sleep 1000 &")
         parts = await runtime.checkpoint(box, Kind.FILES, tmp_path)
         assert parts.processes is None
         other = await runtime.restore(parts, replace(parts.spec, key="other"))
-        assert await said(runtime, other, "cat /root/x") == "1\n"
+        assert await said(runtime, other, "cat /home/x") == "1\n"
         assert (await runtime.exec(other, "pgrep -x sleep", 20)).exit_code == 1
         await said(runtime, box, "pgrep -x sleep")
 
@@ -178,7 +178,7 @@ class Contract:
         folders = [tmp_path / "files", tmp_path / "processes"]
         for folder in folders:
             folder.mkdir()
-        await said(runtime, box, "echo 1 > /root/x")
+        await said(runtime, box, "echo 1 > /home/x")
         files = await runtime.checkpoint(box, Kind.FILES, folders[0])
         await said(runtime, box, "sleep 1000 &")
         processes = await runtime.checkpoint(box, Kind.PROCESSES, folders[1])
@@ -186,13 +186,13 @@ class Contract:
         await runtime.end(box)
         joined = CheckpointParts(files.spec, files.files, processes.processes)
         box = await runtime.restore(joined, joined.spec)
-        assert await said(runtime, box, "cat /root/x") == "1\n"
+        assert await said(runtime, box, "cat /home/x") == "1\n"
         await said(runtime, box, "pgrep -x sleep")
 
     async def test_torn_parts_are_refused_and_leave_nothing(
         self, runtime: Runtime, box: Handle, tmp_path: Path
     ) -> None:
-        await said(runtime, box, "echo 1 > /root/x", session="main")
+        await said(runtime, box, "echo 1 > /home/x", session="main")
         parts = await runtime.checkpoint(box, Kind.FULL, tmp_path)
         await runtime.end(box)
         assert parts.files is not None
@@ -205,22 +205,22 @@ class Contract:
             part.path.write_bytes(whole)
         assert await runtime.sandboxes() == ()
         box = await runtime.restore(parts, parts.spec)
-        assert await said(runtime, box, "cat /root/x") == "1\n"
+        assert await said(runtime, box, "cat /home/x") == "1\n"
 
     async def test_children_of_a_fork_begin_alike_and_go_their_own_ways(
         self, runtime: Runtime, box: Handle
     ) -> None:
-        await said(runtime, box, "export X=1; echo 1 > /root/x; sleep 1000 &", session="main")
+        await said(runtime, box, "export X=1; echo 1 > /home/x; sleep 1000 &", session="main")
         children = await runtime.fork(box, ["a", "b", "c"])
         assert [child.key for child in children] == ["a", "b", "c"]
         for child in children:
             await said(runtime, child, "pgrep -x sleep")
             name = child.key
-            await said(runtime, child, f"export X={name}; echo {name} > /root/x", session="main")
+            await said(runtime, child, f"export X={name}; echo {name} > /home/x", session="main")
         for child in (*children, box):
             name = "1" if child is box else child.key
             expected = f"{name}\n{name}\n"
-            assert await said(runtime, child, "echo $X; cat /root/x", session="main") == expected
+            assert await said(runtime, child, "echo $X; cat /home/x", session="main") == expected
         with pytest.raises(AlreadyThere):
             await runtime.fork(box, ["d", "a"])
         assert len(await runtime.sandboxes()) == 4
@@ -228,7 +228,7 @@ class Contract:
     async def test_a_suspended_sandbox_has_no_process_and_runs_on_when_resumed(
         self, runtime: Runtime, box: Handle, tmp_path: Path
     ) -> None:
-        await said(runtime, box, "export X=1; echo 1 > /root/x; sleep 1000 &", session="main")
+        await said(runtime, box, "export X=1; echo 1 > /home/x; sleep 1000 &", session="main")
         parts = await runtime.suspend(box, tmp_path)
         assert parts.files is not None
         assert parts.processes is not None
@@ -240,7 +240,7 @@ class Contract:
             await runtime.create(SandboxSpec("box"))
         again = await runtime.resume(box)
         assert again.incarnation == box.incarnation + 1
-        assert await said(runtime, again, "echo $X; cat /root/x", session="main") == "1\n1\n"
+        assert await said(runtime, again, "echo $X; cat /home/x", session="main") == "1\n1\n"
         await said(runtime, again, "pgrep -x sleep")
         with pytest.raises(UnknownSandbox):
             await runtime.exec(box, "true", 1)

@@ -26,13 +26,13 @@ pytestmark = pytest.mark.sandbox
 
 # The seed of the lane; ROSE_SANDBOX_TURNS plays more.
 SEED, TURNS = 20260, int(os.environ.get("ROSE_SANDBOX_TURNS", "60"))
-MEMORY_OF = "python3 -u /root/keeper.py"
+MEMORY_OF = "python3 -u /home/keeper.py"
 KEEPER = b"""
 import os
-os.path.exists('/root/in') or os.mkfifo('/root/in')
+os.path.exists('/home/in') or os.mkfifo('/home/in')
 kept = {}
 while True:
-    with open('/root/in') as lines:
+    with open('/home/in') as lines:
         for line in lines:
             name, _, value = line.strip().partition('=')
             kept[name] = value
@@ -41,44 +41,44 @@ while True:
 
 def command(dice: random.Random) -> str:
     """One step of a turn."""
-    name = f"/root/f{dice.randrange(4)}"
-    other = f"/root/f{dice.randrange(4)}"
+    name = f"/home/f{dice.randrange(4)}"
+    other = f"/home/f{dice.randrange(4)}"
     return dice.choice(
         [
-            "ls -la /root",
+            "ls -la /home",
             "cat /etc/passwd | wc",
             "ps aux",
             "git --version",
             f"cat {name}",
             f"cat {name} 2>/dev/null | sort | uniq -c",
             "python3 -c 'import json; print(json.dumps([1]))'",
-            f"echo {dice.random()} > /root/t && rm /root/t",
+            f"echo {dice.random()} > /home/t && rm /home/t",
             "(sleep 0.02 &) ; sleep 0.05",
             f"echo {dice.random()} >> {name}",
             f"printf x | dd of={name} conv=notrunc 2>/dev/null",
             f"cp -p {name} {other} 2>/dev/null",
             f"mv {name} {other} 2>/dev/null",
             f"rm -f {name}",
-            f"ln -sf {name} /root/link",
+            f"ln -sf {name} /home/link",
             f"chmod {dice.choice(['600', '644'])} {name} 2>/dev/null",
-            f"touch -d 2020-01-0{dice.randrange(1, 9)} /root/f*",
-            f"python3 -c \"import mmap; f=open('/root/m','a+b'); f.truncate(4096); "
+            f"touch -d 2020-01-0{dice.randrange(1, 9)} /home/f*",
+            f"python3 -c \"import mmap; f=open('/home/m','a+b'); f.truncate(4096); "
             f'm=mmap.mmap(f.fileno(),4096); m[0]={dice.randrange(256)}; m.close()"',
             f"truncate -s {dice.randrange(9999)} {name}",
-            f"mkdir -p /root/d{dice.randrange(3)}",
-            f"rmdir /root/d{dice.randrange(3)} 2>/dev/null",
+            f"mkdir -p /home/d{dice.randrange(3)}",
+            f"rmdir /home/d{dice.randrange(3)} 2>/dev/null",
             "sed -i s/0/1/ /etc/services",
             f"sleep {dice.randrange(1000, 2000)} &",
             "pkill -o -x sleep",
             f"echo {dice.random()} > /dev/shm/x",
             "rm -f /dev/shm/x",
-            f"echo v{dice.randrange(9)}={dice.randrange(9)} > /root/in",
-            f"sqlite3 /root/db 'create table if not exists t(a); insert into t values "  # noqa: S608
+            f"echo v{dice.randrange(9)}={dice.randrange(9)} > /home/in",
+            f"sqlite3 /home/db 'create table if not exists t(a); insert into t values "  # noqa: S608
             f"({dice.randrange(9)})'",
             f"exec 5>>{name}; echo {dice.random()} >&5; exec 5>&-",
-            f"cd /root/d{dice.randrange(3)} 2>/dev/null",
+            f"cd /home/d{dice.randrange(3)} 2>/dev/null",
             f"V={dice.randrange(5)}",
-            "tar -C /root -cf - . | tar -tf - > /dev/null",
+            "tar -C /home -cf - . | tar -tf - > /dev/null",
         ]
     )
 
@@ -134,7 +134,7 @@ async def test_no_effect_is_missed(runc: RuncRuntime, parts: Parts) -> None:
         pytest.skip(str(error))
     dice = random.Random(SEED)
     box = await runc.create(SandboxSpec("box"))
-    await runc.write_file(box, "/root/keeper.py", KEEPER)
+    await runc.write_file(box, "/home/keeper.py", KEEPER)
     await runc.exec(box, f"{MEMORY_OF} & sleep 0.3", 20)
     await inspector.watch("box", await runc.facts(box))
     facts = await runc.facts(box)
@@ -142,7 +142,7 @@ async def test_no_effect_is_missed(runc: RuncRuntime, parts: Parts) -> None:
     missed, none = [], 0
     for _ in range(TURNS):
         turn = "; ".join(command(dice) for _ in range(dice.randrange(1, 4)))
-        turn = f"timeout 2 bash -c {_quoted(turn)}" if "/root/in" in turn else turn
+        turn = f"timeout 2 bash -c {_quoted(turn)}" if "/home/in" in turn else turn
         session = dice.choice([None, "main"])
         await runc.exec(box, turn, 20, session=session)
         facts = await runc.facts(box)

@@ -109,20 +109,20 @@ def world(tmp_path: Path) -> World:
 async def test_a_turn_saves_what_it_changed_and_a_lost_sandbox_comes_back(world: World) -> None:
     host = world.host
     await host.create("s")
-    await world.said("s", "export SECRET=7; echo 1 > /root/a")
+    await world.said("s", "export SECRET=7; echo 1 > /home/a")
     await world.said("s", "sleep 100 &")
     told = await host.checkpoint("s", range(10))
     assert (told.turn, told.recoverable_to, told.action) == (1, 1, "full")
-    await world.said("s", "cat /root/a")
+    await world.said("s", "cat /home/a")
     assert (await host.checkpoint("s", range(20))).action == "none"
-    await world.said("s", "echo 2 > /root/a")
+    await world.said("s", "echo 2 > /home/a")
     assert (await host.checkpoint("s", range(30))).action == "files"
-    await world.said("s", "echo lost > /root/a")
+    await world.said("s", "echo lost > /home/a")
     await world.runtime.end(Handle(key_of("s")))
     back = await host.restore("s")
     assert back.ids == tuple(range(30))
     assert back.told.turn == 3
-    assert await world.said("s", "cat /root/a") == "2"
+    assert await world.said("s", "cat /home/a") == "2"
     assert await world.said("s", "echo $SECRET") == "7"
     assert (await host.exec("s", "pgrep -x sleep", 5)).exit_code == 0
 
@@ -132,12 +132,12 @@ async def test_another_host_takes_a_session_over_and_the_first_one_is_fenced(
 ) -> None:
     other = World(tmp_path, "two")
     await world.host.create("s")
-    await world.said("s", "echo 1 > /root/a")
+    await world.said("s", "echo 1 > /home/a")
     await world.host.checkpoint("s", [1, 2])
     back = await other.host.restore("s", tokens=tokens_digest([1, 2]))
     assert back.ids == (1, 2)
-    assert await other.said("s", "cat /root/a") == "1"
-    await world.said("s", "echo stale > /root/a")
+    assert await other.said("s", "cat /home/a") == "1"
+    await world.said("s", "echo stale > /home/a")
     with pytest.raises(Fenced, match="two's under fence"):
         await world.host.checkpoint("s", [1, 2, 3])
     with pytest.raises(UnknownSandbox):
@@ -150,9 +150,9 @@ async def test_a_fork_goes_on_from_a_turn_whether_its_parent_runs_is_away_or_is_
 ) -> None:
     host = world.host
     await host.create("s")
-    await world.said("s", "echo 1 > /root/a")
+    await world.said("s", "echo 1 > /home/a")
     await host.checkpoint("s", [1])
-    await world.said("s", "echo 2 > /root/a")
+    await world.said("s", "echo 2 > /home/a")
     await host.checkpoint("s", [1, 2])
     children = list(await host.fork("s", 3, 1))
     await host.suspend("s")
@@ -160,10 +160,10 @@ async def test_a_fork_goes_on_from_a_turn_whether_its_parent_runs_is_away_or_is_
     await host.end("s")
     children += await host.fork("s", 2, 1)
     for number, child in enumerate(children):
-        assert await world.said(child, "cat /root/a") == "1"
-        await world.said(child, f"echo {number} > /root/a")
+        assert await world.said(child, "cat /home/a") == "1"
+        await world.said(child, f"echo {number} > /home/a")
         assert (await host.checkpoint(child, [1, 9])).recoverable_to == 2
-    assert [await world.said(child, "cat /root/a") for child in children] == list("012345")
+    assert [await world.said(child, "cat /home/a") for child in children] == list("012345")
     with pytest.raises(UnknownTurn, match="no record of turn 7 of session s"):
         await host.fork("s", 2, 7)
     with pytest.raises(UnknownTurn, match="there are: none"):
@@ -239,7 +239,7 @@ async def test_incomplete_a_record_that_failed_is_made_up_for_by_the_next(
     world: World, tmp_path: Path
 ) -> None:
     await world.host.create("s")
-    await world.said("s", "echo 1 > /root/a")
+    await world.said("s", "echo 1 > /home/a")
     whole = world.records._store
     world.records._store = Store(tmp_path / "store", disk=FaultyDisk(0, full=True))
     with pytest.raises(CannotCheckpoint, match="No space left"):
@@ -248,28 +248,28 @@ async def test_incomplete_a_record_that_failed_is_made_up_for_by_the_next(
     told = await world.host.checkpoint("s", [2])
     assert (told.action, told.recoverable_to) == ("full", 2)
     await world.host.restore("s", 2)
-    assert await world.said("s", "cat /root/a") == "1"
+    assert await world.said("s", "cat /home/a") == "1"
 
 
 async def test_inconsistent_halves_are_never_joined(world: World, tmp_path: Path) -> None:
     await world.host.create("s")
     await world.said("s", "true")
     await world.host.checkpoint("s", [1])
-    await world.said("s", "echo 1 > /root/a")
+    await world.said("s", "echo 1 > /home/a")
     cut = world.runtime.checkpoint
 
     async def moving(handle: Handle, kind: Kind, into: Path) -> CheckpointParts:
         parts = await cut(handle, kind, into)
         if kind is Kind.FILES:  # a job in the background goes on while the files are cut
             await world.runtime.exec(handle, "sleep 100 &", 5)
-            await world.runtime.exec(handle, "echo 2 > /root/a", 5)
+            await world.runtime.exec(handle, "echo 2 > /home/a", 5)
         return parts
 
     world.runtime.checkpoint = moving  # type: ignore[method-assign]
     told = await world.host.checkpoint("s", [1, 2])
     assert told.action == "full"
     await world.host.restore("s")
-    assert await world.said("s", "cat /root/a") == "2"
+    assert await world.said("s", "cat /home/a") == "2"
     assert (await world.host.exec("s", "pgrep -x sleep", 5)).exit_code == 0
     del tmp_path
 
@@ -286,16 +286,16 @@ async def test_stale_reads_of_the_world_outside_are_told(world: World) -> None:
 
 async def test_an_unbound_replay_is_refused(world: World) -> None:
     await world.host.create("s")
-    counted = "echo x >> /root/log"
+    counted = "echo x >> /home/log"
     for _ in range(2):  # asked twice, run once
         assert (await world.host.exec("s", counted, 5, name="turn-1")).exit_code == 0
-    assert await world.said("s", "cat /root/log") == "x"
+    assert await world.said("s", "cat /home/log") == "x"
     with pytest.raises(CommandDiffers, match="turn-1 of session s was another command"):
-        await world.host.exec("s", "rm /root/log", 5, name="turn-1")
+        await world.host.exec("s", "rm /home/log", 5, name="turn-1")
     await world.host.checkpoint("s", [1, 2])
     await world.host.restore("s")
     await world.host.exec("s", counted, 5, name="turn-1")
-    assert await world.said("s", "cat /root/log") == "x"
+    assert await world.said("s", "cat /home/log") == "x"
     with pytest.raises(TokensDiffer, match="restore the turn whose tokens you have"):
         await world.host.restore("s", tokens=tokens_digest([1, 3]))
 

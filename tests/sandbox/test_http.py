@@ -45,20 +45,20 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 async def test_an_agent_works_forks_and_leaves_nothing_behind(served: Served) -> None:
     async with Sandbox(session="s", url=served.url, token="word") as box:
-        await box.write("/root/a", b"1")
-        result = await box.run("cat /root/a")
+        await box.write("/home/a", b"1")
+        result = await box.run("cat /home/a")
         assert (result.exit_code, result.stdout) == (0, b"1")
         assert (await box.checkpoint([1, 2])).recoverable_to == 1
         children = await box.fork(2)
-        await box.write("/root/a", b"2")
+        await box.write("/home/a", b"2")
         for child in children:
             async with child:
-                assert await child.read("/root/a") == b"1"
+                assert await child.read("/home/a") == b"1"
         told = await box.began([1, 2, 3], weight_versions=["grpo@1.2"], wait=Wait(3.0, 0.5))
         assert told.turn == 2
         assert (await box.ready()).recoverable_to == 2
         assert (await box.suspend()).phase == "suspended"
-        assert await box.read("/root/a") == b"2"
+        assert await box.read("/home/a") == b"2"
     assert served.world.host.sessions() == ()
     assert served.world.records.turns("s") == ()
 

@@ -35,7 +35,7 @@ class TestRunc(Contract):
     def serve(self) -> Serve:
         async def start(runtime: Runtime, box: Handle, port: int, answer: bytes) -> None:
             program = SERVER.format(port=port, answer=answer).encode()
-            await runtime.write_file(box, "/root/server.py", program)
+            await runtime.write_file(box, "/home/server.py", program)
             await said(runtime, box, "python3 server.py & sleep 0.5")
 
         return start
@@ -58,7 +58,7 @@ async def test_a_tenant_is_nobody_on_the_host_and_sees_no_network(runc: RuncRunt
         "unshare -U true",
         "echo 1 > /proc/sys/kernel/panic",
         "cat /proc/kcore | head -c 1 | grep .",
-        "mknod /root/disk b 254 0",
+        "mknod /home/disk b 254 0",
         "python3 -c 'import ctypes, sys; sys.exit(ctypes.CDLL(None).syscall(425, 8, 0) < 0)'",
     ):
         assert (await runc.exec(box, forbidden, 20)).exit_code != 0, forbidden
@@ -70,21 +70,21 @@ async def test_links_of_a_tenant_do_not_lead_to_files_of_the_host(
     secret = tmp_path / "secret"
     secret.write_text("the host's")
     box = await runc.create(SandboxSpec("box"))
-    await said(runc, box, f"ln -s {secret} /root/a; ln -s /proc/1/root{secret} /root/b")
-    await said(runc, box, f"ln -s {tmp_path} /root/folder; ln -s ../../../../..{secret} /root/c")
-    for path in ("/root/a", "/root/b", "/root/c", "/root/folder/secret"):
+    await said(runc, box, f"ln -s {secret} /home/a; ln -s /proc/1/root{secret} /home/b")
+    await said(runc, box, f"ln -s {tmp_path} /home/folder; ln -s ../../../../..{secret} /home/c")
+    for path in ("/home/a", "/home/b", "/home/c", "/home/folder/secret"):
         with pytest.raises(BadPath):
             await runc.read_file(box, path)
     with pytest.raises(BadPath):
-        await runc.write_file(box, "/root/folder/secret", b"the tenant's")
+        await runc.write_file(box, "/home/folder/secret", b"the tenant's")
     assert secret.read_text() == "the host's"
 
 
 async def test_a_full_disk_and_a_full_memory_end_what_fills_them(runc: RuncRuntime) -> None:
     box = await runc.create(SandboxSpec("box", limits=SMALL))
-    full = await runc.exec(box, "dd if=/dev/zero of=/root/x bs=1M count=64", 60)
+    full = await runc.exec(box, "dd if=/dev/zero of=/home/x bs=1M count=64", 60)
     assert b"quota exceeded" in full.stderr or b"No space" in full.stderr
-    assert await said(runc, box, "rm /root/x; echo on") == "on\n"
+    assert await said(runc, box, "rm /home/x; echo on") == "on\n"
     greedy = await runc.exec(box, "python3 -c 'x = bytearray(1 << 30)'", 60)
     assert greedy.exit_code != 0
     assert await said(runc, box, "echo on") == "on\n"
@@ -95,7 +95,7 @@ async def test_what_cannot_be_saved_is_named_and_the_sandbox_lives_on(
 ) -> None:
     box = await runc.create(SandboxSpec("box"))
     # A deleted file over CRIU's limit, still open.
-    hold = "dd if=/dev/zero of=/root/x bs=1M count=70 2>/dev/null; (rm x; sleep 1000) <x & sleep 1"
+    hold = "dd if=/dev/zero of=/home/x bs=1M count=70 2>/dev/null; (rm x; sleep 1000) <x & sleep 1"
     await runc.exec(box, hold, 30)
     for kind in (Kind.PROCESSES, Kind.FULL):
         with pytest.raises(CannotCheckpoint) as refused:

@@ -66,7 +66,7 @@ def config(spec: SandboxSpec, root: Path, cgroup: str, criu: Path, loopback: Pat
     """
     variables = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "HOME": "/root",
+        "HOME": "/home",
         "LANG": "C.UTF-8",
         "TERM": "dumb",
     } | dict(spec.environment)

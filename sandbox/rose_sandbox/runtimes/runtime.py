@@ -96,7 +96,7 @@ class SandboxSpec:
     image: str = "base"
     limits: Limits = Limits()
     environment: Mapping[str, str] = field(default_factory=dict)
-    folder: str = "/root"
+    folder: str = "/home"
 
 
 @dataclass(frozen=True)
