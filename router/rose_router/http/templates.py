@@ -17,7 +17,7 @@ import functools
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set, ValuesView
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
@@ -27,6 +27,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from rose_router.errors import BadRequest
@@ -42,7 +43,14 @@ _ENTRY = 8  # bytes of a place in a list
 _MOST_NUMBER = 100_000
 """A width, a count, an exponent: no template asks for so much, and larger ones fill the memory."""
 _MOST_DIGITS = 4000  # of a whole number; Python's own limit for texts of them
-_NUMBERS = re.compile(r"\d{6,}")
+_NUMBERS = re.compile(r"\d+")
+_NESTED = re.compile(r"\{[^{}]*\{")  # a width that is an argument
+_MOST_BETWEEN = 16  # characters between the parts of a JSON text, of one level of its indent
+_OF_TEXT = frozenset(
+    {"capitalize", "e", "escape", "format", "indent", "lower", "replace", "safe", "string"}
+    | {"striptags", "title", "trim", "truncate", "upper", "wordcount"}
+)
+"""Filters that begin with the text of whatever they are given."""
 _FILTERS = frozenset(
     {"abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape"}
     | {"first", "float", "format", "groupby", "indent", "int", "items", "join", "last", "length"}
@@ -95,6 +103,24 @@ def _size(value: object) -> int:
     return 16
 
 
+def _charge_text(*values: object) -> int:
+    """Charge the text of these, all that is inside them too, before it is made; its length."""
+    length = 0
+    for value in values:
+        if isinstance(value, str):  # nearly all there are
+            _BUDGET.get().charge(len(value))
+            length += 4 + len(value)
+        elif isinstance(value, Mapping):
+            length += 4 + _charge_text(*value.keys(), *value.values())
+        elif isinstance(value, list | tuple | Set | ValuesView):
+            length += 4 + _charge_text(*value)
+        else:
+            made = _size(value)
+            _BUDGET.get().charge(made)
+            length += made + 4
+    return length
+
+
 def _check_arguments(*values: object) -> None:
     """Refuse what would make much of little."""
     for value in values:
@@ -103,6 +129,13 @@ def _check_arguments(*values: object) -> None:
             raise ValueError(message)
         if isinstance(value, list | tuple) and len(value) < 8:
             _check_arguments(*value)
+
+
+class _Namespace(Namespace):
+    """What ``set`` changes; its text does not show what is in it."""
+
+    def __repr__(self) -> str:
+        return "<namespace>"
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -126,8 +159,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             of = right if times is left else left
             _BUDGET.get().charge((_size(of) + 1) * max(0, times))
         elif operator == "%" and isinstance(left, str):
-            _check_form(left, right)
-            _spend(left, right)
+            _charge_form(left, left.count("%"), right)
         else:
             _spend(left, right)
         return super().call_binop(context, operator, left, right)
@@ -143,7 +175,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         """A method, a macro, a function."""
         if called in _OWN:
             return called(*args)
-        _grow(getattr(called, "__name__", ""), getattr(called, "__self__", None), args)
+        name, of = getattr(called, "__name__", ""), getattr(called, "__self__", None)
+        if name == "join" and isinstance(of, str) and len(args) == 1 and not _is_text(args[0]):
+            args = (list(args[0]),)  # also what comes one by one is counted before it is joined
+        _grow(name, of, args, kwargs)
         made = super().call(context, called, *args, **kwargs)
         _spend(made)
         return made
@@ -155,10 +190,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             return None
 
         def bounded(*args: Any, **kwargs: Any) -> str:  # noqa: ANN401  # a template's values
-            form, given = str(value.__self__), (*args, *kwargs.values())
-            _check_form(form, *given)
-            most = max(map(_size, given), default=0)
-            _BUDGET.get().charge(len(form) + form.count("{") * most)
+            form = str(value.__self__)
+            if _NESTED.search(form.replace("{{", "").replace("}}", "")):
+                raise ValueError("a width that is an argument is not for templates")
+            _charge_form(form, form.count("{"), *args, *kwargs.values())
             return wrapped(*args, **kwargs)
 
         return bounded
@@ -168,24 +203,42 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str | bytes)
+
+
 def _check_form(form: str, *values: object) -> None:
     """Refuse widths: ``%9999999d``, ``{:>9999999}``, ``%*d``."""
-    if _NUMBERS.search(form) or "*" in form:
+    if any(len(found) > 5 for found in _NUMBERS.findall(form)) or "*" in form:
         raise ValueError("a format is wider than a text can be")
     _check_arguments(*values)
 
 
-def _grow(name: str, of: object, args: tuple[Any, ...]) -> None:
+def _charge_form(form: str, places: int, *values: object) -> None:
+    """Charge a format: it may show all of its arguments in each of its places, each so wide."""
+    _check_form(form, *values)
+    widths = sum(int(found) for found in _NUMBERS.findall(form))
+    _BUDGET.get().charge(len(form) + widths + places * _charge_text(*values))
+
+
+def _grow(name: str, of: object, args: tuple[Any, ...], more: Mapping[str, Any]) -> None:
     """Charge what a method or filter makes of these before it does, or refuse it."""
     match name, args:
         case "replace", (old, new, *_) if isinstance(of, str):
+            _charge_text(old, new)
             _BUDGET.get().charge(of.count(str(old)) * len(str(new)) + len(of))
-        case "join", (parts, *_) if isinstance(of, str) and isinstance(parts, list | tuple):
-            _spend(*parts, *[of] * len(parts))
+        case "join", (parts,) if isinstance(of, str):
+            _BUDGET.get().charge(len(parts) * (len(of) + 1))
+            _charge_text(parts)
+        case "expandtabs", _ if isinstance(of, str | bytes):
+            tabs = of.count("\t") if isinstance(of, str) else of.count(b"\t")
+            widths = [*args, *more.values(), 8]
+            _check_arguments(*widths)
+            _BUDGET.get().charge(tabs * max(int(one) for one in widths))
         case (("translate" | "maketrans"), _):
             raise ValueError("str.translate is not for templates")
         case _ if isinstance(of, str | bytes | list | tuple):
-            _check_arguments(*args)
+            _check_arguments(*args, *more.values())
     _spend()
 
 
@@ -197,19 +250,24 @@ def _bounded(name: str, made_by: Any) -> Callable[..., Any]:  # noqa: ANN401  # 
     def bounded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # a template's values
         value, rest = args[skipped], [*args[skipped + 1 :], *kwargs.values()]
         _check_arguments(*(one for one in rest if name not in ("default", "d", "in")))
+        if name in _OF_TEXT and not isinstance(value, str):
+            _charge_text(value)
         if name == "join":
             value = list(value)
             args = (*args[:skipped], value, *args[skipped + 1 :])
-            _spend(*value, *rest[:1] * len(value))
+            _BUDGET.get().charge(len(value) * _charge_text(*rest[:1]))
+            _charge_text(value)
         elif name == "replace":
-            _grow(name, str(value), tuple(rest))
-        elif name in ("format", "sum"):
-            _check_form(str(value) if name == "format" else "", *rest)
-            if name == "sum" and any(not _is_number(one) for one in rest):
-                raise ValueError("sum is for numbers")
+            _grow(name, str(value), tuple(rest), {})
+        elif name == "format":
+            form = str(value)
+            _charge_form(form, form.count("%"), *rest)
+        elif name == "sum" and any(not _is_number(one) for one in rest):
+            raise ValueError("sum is for numbers")
         elif name == "indent":
             width = rest[0] if rest else 4
-            _BUDGET.get().charge(str(value).count("\n") * (width if _is_number(width) else 4))
+            wide = width if isinstance(width, int) else _size(width)
+            _BUDGET.get().charge(str(value).count("\n") * wide)
         made = made_by(*args, **kwargs)
         _spend(made)
         return made
@@ -233,16 +291,14 @@ class _Counted(Extension):
     @staticmethod
     def joined(*parts: object) -> str:
         """``a ~ b``."""
-        made = [str(one) for one in parts]
-        _spend(*made)
-        return "".join(made)
+        _charge_text(*parts)
+        return "".join(str(one) for one in parts)
 
     @staticmethod
     def shown(value: object) -> object:
         """``{{ value }}``, which a block may keep."""
-        text = value if isinstance(value, str | int) else str(value)
-        _BUDGET.get().charge(len(text) if isinstance(text, str) else _size(text))
-        return text
+        _charge_text(value)
+        return value if isinstance(value, str | int) else str(value)
 
     @staticmethod
     def written(characters: int) -> str:
@@ -323,6 +379,8 @@ class Template:
         environment.tests = {
             name: _bounded(name, made_by) for name, made_by in environment.tests.items()
         }
+        del environment.globals["lipsum"]  # makes text of nothing
+        environment.globals["namespace"] = _Namespace
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _now
         counting = next(e for e in environment.extensions.values() if isinstance(e, _Counted))
@@ -376,7 +434,13 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # jinja's own filter escapes HTML, which no model was trained on.
-    _BUDGET.get().charge(_weight(value))
+    _charge_text(value)
+    between = [_size(one) for one in separators or ()]
+    level = indent if isinstance(indent, int) else _size(indent or "")
+    if max(level, *between, 0) > _MOST_BETWEEN:
+        raise ValueError("a JSON text is wider than a conversation can need")
+    if level:
+        _BUDGET.get().charge(_entries(value, level))
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -384,6 +448,16 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
+
+
+def _entries(value: object, width: int, depth: int = 1) -> int:
+    """Characters of the indents of a JSON text; at each level so many more."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return 0
+    _BUDGET.get().charge(0)
+    return (len(value) + 1) * width * depth + sum(_entries(v, width, depth + 1) for v in value)
 
 
 def _now(form: str) -> str:
