@@ -175,15 +175,14 @@ class Envelope:
         self._stops: deque[float] = deque(maxlen=_REMEMBERED)
         self._known: dict[tuple[float, int, float], Certificate] = {}
 
-    def note_next(self, seconds: float, *, refused: bool = False) -> None:
-        """A request has met the replica empty; see the module for what is counted of it.
-
-        Args:
-            seconds: that.
-            refused: the gate that it met was shut for its certificate.
-        """
+    def note_next(self, seconds: float) -> None:
+        """A request has met the replica empty; see the module for what is counted of it."""
         self._nexts.append(seconds)
-        if refused and self._stops:
+        self._known.clear()
+
+    def note_refused(self) -> None:
+        """A request has met a gate that was shut for its certificate."""
+        if self._stops:
             self._stops.popleft()
         self._known.clear()
 

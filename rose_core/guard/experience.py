@@ -235,11 +235,15 @@ class Experience:
     def _lead(self, done: FinishedRequest) -> bool | None:
         """Learn from a request that met the replica empty; whether it exceeds its certificate."""
         mark, ttft = self._marks.get(done.number), done.ttft_s
-        if mark is None or not mark.leads or ttft is None:
+        if mark is None or not mark.leads:
             return None
         taught = self.lessons
+        if mark.refused:  # also one without a TTFT (not streamed, failed): some pools have no other
+            taught.envelope.note_refused()
+        if ttft is None:
+            return None
         seconds = ttft - mark.stop_s if mark.met_open else ttft + mark.behind_s
-        taught.envelope.note_next(seconds, refused=mark.refused)
+        taught.envelope.note_next(seconds)
         return taught.certified.add(ttft, mark.promised) if mark.promised else None
 
     def _shares(self, done: FinishedRequest) -> tuple[float, float]:

@@ -133,6 +133,30 @@ def test_a_gate_that_was_shut_for_slow_stops_opens_to_learn_them_anew() -> None:
         assert asked < 60, "the slow stops are never forgotten"
 
 
+@pytest.mark.parametrize(
+    ("first_ns", "status"), [(0, 200), (9 * MS, 500)], ids=["not streamed", "failed"]
+)
+def test_a_shut_gate_opens_again_for_requests_without_a_ttft(first_ns: int, status: int) -> None:
+    goals = Objective(ttft_s=0.4, alone_s=0.35)
+    said = Experience(NOW, lessons=Lessons())
+    for _ in range(20):
+        said.note_stop(0.075)
+    told = said.certificate(goals, 99)
+    assert told is not None
+    assert not told.holds
+    for number in range(20):
+        now = NOW + number * S
+        said.certificate(goals, 99)
+        said.begin(number, now)
+        first = now + first_ns if first_ns else 0
+        how = EndKind.COMPLETE
+        done = FinishedRequest(number, now, first, now + 10 * MS, 400, 2, status, how, "/")
+        said.learn(done, goals, 0)
+    told = said.certificate(goals, 99)
+    assert told is not None
+    assert told.holds, "nothing else would ever take its stops away"
+
+
 def test_what_stopping_took_is_not_counted_twice() -> None:
     world = World()
     for _ in range(120):
