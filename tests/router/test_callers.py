@@ -155,6 +155,13 @@ def test_a_token_ends_at_its_second_although_it_was_good_a_moment_before() -> No
     assert tokens.caller_of(shown) is None
 
 
+def test_a_token_that_ends_after_any_time_is_none_and_no_error_of_ours() -> None:
+    token = jwt.encode({"aud": [LEASE], "exp": 10**400}, KEY, "RS256", headers={"kid": "k"})
+    accounts = keys()
+    assert accounts.account_of(token, LEASE) is None
+    assert "none that this cluster makes" in accounts.complaint(token, LEASE, "team")
+
+
 def test_keys_that_are_withdrawn_open_nothing_from_that_moment_on() -> None:
     accounts = keys()
     tokens = Tokens(accounts=accounts, lease="team/grpo")

@@ -21,6 +21,8 @@ _ALGORITHMS = ("RS256", "ES256", "ES384", "ES512")
 _ACCOUNT = "system:serviceaccount:"
 # Of what a caller showed, this much is told back.
 _MOST_SAID = 200
+# What anybody may send as a token: also numbers of any length, and lists as deep as a head is long.
+_UNREADABLE = (jwt.InvalidTokenError, TypeError, ValueError, OverflowError, RecursionError)
 
 
 class Account(NamedTuple):
@@ -87,7 +89,7 @@ class ServiceAccounts:
                 options={"require": ["exp", "sub", "aud"], "verify_exp": False},
             )
             expires = float(claims["exp"])
-        except (jwt.InvalidTokenError, KeyError, TypeError, ValueError):
+        except (KeyError, *_UNREADABLE):
             return None
         if expires <= self.now():
             return None
@@ -106,7 +108,7 @@ class ServiceAccounts:
             claims = jwt.decode(token, options={"verify_signature": False, "verify_exp": False})
             audiences = claims.get("aud") or ()
             subject, until = str(claims.get("sub", "")), float(claims.get("exp", 0))
-        except (jwt.InvalidTokenError, TypeError, ValueError):
+        except _UNREADABLE:
             return "the bearer token is none that this cluster makes"
         if until <= self.now():
             return f"the bearer token expired at {_time(until)}"
