@@ -83,8 +83,10 @@ def misfits(world: PlanningPass) -> Mapping[str, tuple[Misfit, ...]]:
             pool = world.pools.get(key)
             if pool is None or world.coming_in(lease, key):
                 continue
-            cause = _of_no_class(lease, classes.get(key, Counter())) or (
-                fits_nowhere(world, pool, lease) if lease.needs.nodes else None
+            cause = (
+                _of_no_class(lease, classes.get(key, Counter()))
+                or _too_few(lease, world.members.get(key, ()))
+                or (fits_nowhere(world, pool, lease) if lease.needs.nodes else None)
             )
             if cause is not None:
                 found[key].append(Misfit(lease.key, *cause))
@@ -101,6 +103,15 @@ def _of_no_class(lease: Lease, classes: Counter[str]) -> Cause | None:
         [f"{count} {word}" for word, count in sorted(classes.items())]
     )
     return Reason.OTHER_DEVICE_CLASS, text
+
+
+def _too_few(lease: Lease, replicas: Sequence[Replica]) -> Cause | None:
+    """Why no replica is wide enough for one slot; None while one names no GPU."""
+    most = max((len(replica.gpus) for replica in replicas), default=0)
+    if lease.gpus_per_slot <= most or not all(replica.gpus for replica in replicas) or not most:
+        return None
+    text = f"gpusPerSlot is {lease.gpus_per_slot}, the pool's replicas have {most} GPUs at most"
+    return Reason.TOO_FEW_GPUS, text
 
 
 def _listed(words: Sequence[str]) -> str:

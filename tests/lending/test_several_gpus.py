@@ -31,3 +31,12 @@ def test_it_reads_how_many_gpus_replicas_have() -> None:
     assert verdict.reason is Reason.TOO_FEW_GPUS
     assert verdict.message == "it has 1 GPUs, gpusPerSlot is 2"
     assert "1 TooFewGPUs" in outcome.message
+
+
+def test_a_pool_says_that_none_of_its_replicas_is_wide_enough() -> None:
+    eight = replace(WIDE, gpus_per_slot=8)
+    (misfit,) = plan(world([ONE, TWO], [eight]), NOW).misfits["s/chat"]
+    assert (misfit.lease, misfit.reason) == ("r/wide", Reason.TOO_FEW_GPUS)
+    assert misfit.text == "gpusPerSlot is 8, the pool's replicas have 2 GPUs at most"
+    assert not plan(world([ONE, TWO, EIGHT], [eight]), NOW).misfits
+    assert not plan(world([ONE, replica("d", gpus=())], [eight]), NOW).misfits, "not known yet"
