@@ -309,8 +309,10 @@ class SlotTotals(ApiModel):
     """Counters of one slot as last added to the lease's totals."""
 
     uid: str = Field(max_length=36, description="The slot's uid.")
-    lent_milliseconds: int = Field(default=0, ge=0, le=2**53, description="Time under a grant.")
-    open_milliseconds: int = Field(default=0, ge=0, le=2**53, description="Time with an open gate.")
+    lent_milliseconds: int = Field(default=0, ge=0, le=2**53, description="GPU time under a grant.")
+    open_milliseconds: int = Field(
+        default=0, ge=0, le=2**53, description="GPU time with an open gate."
+    )
     harvested_tokens: int = Field(default=0, ge=0, le=2**53, description="Output tokens made.")
     weight_bytes: int = Field(default=0, ge=0, le=2**53, description="Weights pulled.")
     serving_requests: int = Field(

@@ -59,10 +59,10 @@ WHOLE_PHASES = Counter(
     registry=REGISTRY,
 )
 OPEN_SECONDS = Counter(
-    "rose_guard_open_seconds", "Time with an open gate, all slots.", registry=REGISTRY
+    "rose_guard_open_seconds", "GPU time with an open gate, all slots.", registry=REGISTRY
 )
 LENT_SECONDS = Counter(
-    "rose_guard_lent_seconds", "Time with a granted slot, all slots.", registry=REGISTRY
+    "rose_guard_lent_seconds", "GPU time with a granted slot, all slots.", registry=REGISTRY
 )
 SERVING_REQUESTS = Counter(
     "rose_guard_serving_requests",
