@@ -20,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench.record import Figure, figure, record
+from bench.sandboxes.own import own_runtime
 from bench.sandboxes.tasks import TASKS, Task
 from rose_sandbox.inspector.bpf import BpfInspector
 from rose_sandbox.runtimes.runc import RuncRuntime
@@ -114,7 +115,11 @@ async def _fork(runtime: RuncRuntime) -> float:
 
 async def measure(folder: Path, tasks: tuple[Task, ...]) -> list[Figure]:
     """All figures."""
-    runtime = RuncRuntime(folder)
+    async with own_runtime(folder) as runtime:
+        return await _measure(runtime, tasks)
+
+
+async def _measure(runtime: RuncRuntime, tasks: tuple[Task, ...]) -> list[Figure]:
     call = await _traced_call(runtime)
     forked = await _fork(runtime)
     inspector = BpfInspector(runtime.parts.folder / "bpf")
@@ -123,7 +128,6 @@ async def measure(folder: Path, tasks: tuple[Task, ...]) -> list[Figure]:
         solved += await _play(runtime, inspector, task, times, lose=False)
         lost += await _play(runtime, inspector, task, times, lose=True)
     await inspector.close()
-    await runtime.close()
     turns = sum(times.classes.values())
     return [
         figure("a traced call", call, "ns", at_most=1000),

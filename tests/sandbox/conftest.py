@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.sandboxes.own import own_runtime
 from rose_sandbox.errors import Unavailable
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.runc import RuncRuntime
@@ -23,9 +24,6 @@ def parts() -> Parts:
 
 @pytest.fixture
 async def runc(parts: Parts, tmp_path: Path) -> AsyncIterator[RuncRuntime]:
-    """A host's runtime, which ends with all its sandboxes."""
-    runtime = RuncRuntime(tmp_path / "host", parts)
-    yield runtime
-    for handle in await runtime.sandboxes():
-        await runtime.end(handle)
-    await runtime.close()
+    """A host's runtime, of which nothing is left after the test."""
+    async with own_runtime(tmp_path / "host", parts) as runtime:
+        yield runtime

@@ -27,6 +27,9 @@ async def inspector(parts: Parts) -> AsyncIterator[BpfInspector]:
 
 
 NONE, FILES, PROCESSES, FULL, UNKNOWN = Class
+MAP = (
+    'import mmap; f = open("/dev/shm/a", "r+b"); m = mmap.mmap(f.fileno(), 2); m[0] = 7; m.close()'
+)
 # A turn's command -> its class; each begins where the one before ended.
 TURNS = [
     ("ls -la /", NONE),
@@ -46,6 +49,9 @@ TURNS = [
     ("ps aux", NONE),
     ("pkill -x sleep", PROCESSES),
     ("echo x > /dev/shm/a", PROCESSES),
+    (f"python3 -c '{MAP}'", PROCESSES),
+    ("truncate -s 900G /dev/shm/a", PROCESSES),
+    ("cat /dev/shm/a | head -c 10", NONE),
     ("rm /dev/shm/a", PROCESSES),
     ("(while :; do date > /home/now; sleep 0.02; done) & sleep 0.3", FULL),
     ("sleep 0.5", FULL),

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from bench.sandboxes.own import own_runtime
 from rose_sandbox.errors import BadPath, CannotCheckpoint
 from rose_sandbox.runtimes import kernel
+from rose_sandbox.runtimes.parts import Parts
+from rose_sandbox.runtimes.processes import hierarchies
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runtime import Handle, Kind, Runtime, SandboxSpec
 from tests.sandbox.contract import SMALL, Contract, said
@@ -24,6 +30,7 @@ while True:
     connection.sendall({answer!r})
     connection.close()
 """
+CALL = "import ctypes, sys; sys.exit(ctypes.CDLL(None).syscall(*map(int, sys.argv[1:])) < 0)"
 
 
 class TestRunc(Contract):
@@ -60,6 +67,14 @@ async def test_a_tenant_is_nobody_on_the_host_and_sees_no_network(runc: RuncRunt
         "cat /proc/kcore | head -c 1 | grep .",
         "mknod /home/disk b 254 0",
         "python3 -c 'import ctypes, sys; sys.exit(ctypes.CDLL(None).syscall(425, 8, 0) < 0)'",
+        # clone into a user namespace of its own, with every right in it
+        f"python3 -c {CALL!r} 56 $((0x10000000 | 17)) 0 0 0 0",
+        # the same by clone3, whose flags lie in memory
+        "python3 -c 'import ctypes, sys; flags = ctypes.create_string_buffer(88); flags[3] = 16; "
+        "sys.exit(ctypes.CDLL(None).syscall(435, flags, 88) < 0)'",
+        # vsock, which no network namespace holds back, and the kernel's ciphers
+        "python3 -c 'import socket; socket.socket(40, 1)'",
+        "python3 -c 'import socket; socket.socket(38, 5)'",
     ):
         assert (await runc.exec(box, forbidden, 20)).exit_code != 0, forbidden
 
@@ -123,3 +138,85 @@ async def test_a_runtime_that_starts_anew_finds_what_ran_and_what_slept(
     awake = await later.resume(other)
     assert await said(later, awake, "echo $X", session="main") == "2\n"
     await later.create(SandboxSpec("half"))
+
+
+async def test_a_host_that_was_killed_in_a_checkpoint_leaves_nothing_of_it(
+    runc: RuncRuntime, tmp_path: Path
+) -> None:
+    """Its cut was taken for the next one, with old files, and its sandbox stood still for ever."""
+    box = await runc.create(SandboxSpec("box"))
+    await said(runc, box, "echo old > /root/x")
+    program = f"""
+import asyncio, os, signal
+from pathlib import Path
+from rose_sandbox.runtimes.parts import Parts
+from rose_sandbox.runtimes.processes import hierarchies
+from rose_sandbox.runtimes.runc import RuncRuntime
+from rose_sandbox.runtimes.runtime import Handle, Kind
+runtime = RuncRuntime(Path({str(tmp_path / "host")!r}))
+async def cut(name, cut, real=runtime._volume.cut):
+    await real(name, cut)
+    os.kill(os.getpid(), signal.SIGKILL)
+runtime._volume.cut = cut
+asyncio.run(runtime.checkpoint(Handle("box"), Kind.FILES, Path({str(tmp_path)!r})))
+"""
+    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await killed.wait() == -signal.SIGKILL
+
+    later = RuncRuntime(tmp_path / "host", runc.parts)
+    await said(later, box, "echo new > /root/x")
+    parts = await later.checkpoint(box, Kind.FILES, tmp_path)
+    await later.end(box)
+    box = await later.restore(parts, parts.spec)
+    assert await said(later, box, "cat /root/x") == "new\n"
+
+
+def left_on_the_machine(word: str) -> list[str]:
+    """Mounts, folders of mounts and control groups with a word in their path."""
+    places = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    places += map(str, Path("/run").iterdir())
+    places += [str(group) for top in hierarchies() for group in top.glob("rose-sandbox-*")]
+    return [place for place in places if word in place]
+
+
+async def test_mounts_lie_apart_from_the_folder_of_state_and_end_with_the_runtime(
+    runc: RuncRuntime, tmp_path: Path
+) -> None:
+    box = await runc.create(SandboxSpec("box"))
+    assert left_on_the_machine(str(tmp_path)) == []
+    mounted = left_on_the_machine(runc.group)
+    await runc.close()
+    assert left_on_the_machine(runc.group) == mounted != []  # its sandbox lives on
+    later = RuncRuntime(tmp_path / "host", runc.parts)
+    await said(later, box, "echo on > /root/x")
+    await later.end(box)
+    await later.close()
+    assert left_on_the_machine(runc.group) == []
+
+
+async def test_what_a_killed_test_left_is_removed_by_the_next_one(
+    parts: Parts, tmp_path: Path
+) -> None:
+    program = f"""
+import asyncio, os, signal
+from pathlib import Path
+from bench.sandboxes.own import own_runtime
+from rose_sandbox.runtimes.runtime import SandboxSpec
+async def main():
+    async with own_runtime(Path({str(tmp_path / "killed")!r})) as runtime:
+        box = await runtime.create(SandboxSpec("box"))
+        await runtime.exec(box, "sleep 1000 &", 20)
+        await runtime._runc("box", "pause")
+        print(runtime.group, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    killed = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await killed.communicate()
+    group = out.decode().strip()
+    assert left_on_the_machine(group) != []
+    async with own_runtime(tmp_path / "next", parts):
+        # A control group goes only without a process.
+        assert left_on_the_machine(group) == []

@@ -24,7 +24,7 @@ import stat
 import struct
 import termios
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -254,6 +254,22 @@ def _add(digest: xxhash.xxh3_128, text: str) -> None:
     digest.update(text.encode(errors="surrogateescape") + b"\0")
 
 
+def _add_content(digest: xxhash.xxh3_128, root: int, path: str) -> None:
+    """What a file in memory holds, not its holes: a tenant's file may say that it is endless."""
+    descriptor = kernel.open_in(root, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return
+        end = 0
+        with suppress(OSError):  # no data behind the last hole
+            while True:
+                begin = file.seek(end, os.SEEK_DATA)
+                end = file.seek(begin, os.SEEK_HOLE)
+                digest.update(struct.pack("=QQ", begin, end))
+                for at in range(begin, end, _CHUNK):
+                    digest.update(os.pread(descriptor, min(_CHUNK, end - at), at))
+
+
 def _descriptor(base: str, name: str, unsure: set[str]) -> str:
     path = f"{base}/fd/{name}"
     target = os.readlink(path)  # noqa: PTH115 - as above
@@ -338,10 +354,18 @@ def _shell(pid: int, init: int) -> str | None:
 
 
 def _inside(init: int, path: str) -> str:
+    with (
+        _root(init) as root,
+        os.fdopen(kernel.open_in(root, path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file,
+    ):
+        return file.read().decode(errors="replace")
+
+
+@contextmanager
+def _root(init: int) -> Iterator[int]:
     root = os.open(f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with os.fdopen(kernel.open_in(root, path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            return file.read().decode(errors="replace")
+        yield root
     finally:
         os.close(root)
 
@@ -364,4 +388,8 @@ def _shared(init: int) -> str:
             for where, entry in sorted(_listing(top)):
                 if not where.startswith(FOLDER.removeprefix("/run")):
                     _add(digest, f"{folder}{where} {_comparable(entry, strict=False)}")
+                    if stat.S_ISREG(entry[1]):
+                        # A write through a map leaves no time on a file in memory.
+                        with suppress(FileNotFoundError), _root(init) as root:
+                            _add_content(digest, root, f"{folder}{where}")
     return digest.hexdigest()

@@ -42,7 +42,7 @@ class Parts:
         """What a sandbox needs and this machine has not, by name."""
         programs = [name for name in PROGRAMS if shutil.which(name, path=self.path) is None]
         rights = [] if os.geteuid() == 0 else ["root"]
-        images = [] if self.images.is_dir() else ["images"]
+        images = [] if self.images.is_dir() and any(self.images.iterdir()) else ["images"]
         return (*rights, *programs, *images)
 
 

@@ -68,8 +68,26 @@ def stop_anew(pids: Sequence[int]) -> None:
                 os.kill(pid, signal.SIGSTOP)
 
 
-def empty(group: Path) -> None:
-    """Kill what is in a group, and remove it."""
+def hierarchies() -> list[Path]:
+    """Where groups of this machine lie: one folder, or one for each controller."""
+    top = Path("/sys/fs/cgroup")
+    if (top / "cgroup.controllers").exists():
+        return [top]
+    return [folder for folder in top.iterdir() if folder.is_dir()]
+
+
+def empty(groups: Sequence[Path]) -> None:
+    """Kill what is in groups of the same processes, and remove them."""
+    for group in groups:  # all of them first: one that stands still holds the others' processes
+        for name, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+            with suppress(OSError):
+                if (group / name).exists():
+                    (group / name).write_text(word)
+    for group in groups:
+        _empty(group)
+
+
+def _empty(group: Path) -> None:
     for _ in range(50):
         pids = text_of(group / "cgroup.procs").split()
         for pid in pids:

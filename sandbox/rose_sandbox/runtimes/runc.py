@@ -8,7 +8,8 @@ anew over the same folder finds what an earlier one left, running or suspended.
 | ``sandbox.json`` | spec, incarnation, and the parts where it is suspended |
 | ``bundle/config.json`` | what runc is told (``oci``) |
 
-Its root is mounted below ``/run``: a sandbox's root is another user, who must get there.
+All mounts lie below ``/run/GROUP``: a sandbox's root is another user, who must get there, and a
+folder of state can be removed without a walk into what is mounted.
 
 A frozen instant: ``runc pause``, snapshot, CRIU's dump, ``runc resume``. Packing comes after it.
 Next step: ``inside`` is what a command talks to.
@@ -53,6 +54,7 @@ from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.processes import (
     POLL_SECONDS,
     empty,
+    hierarchies,
     inner_pid,
     pauses,
     stat_of,
@@ -142,12 +144,13 @@ class RuncRuntime:
     def __init__(self, folder: Path, parts: Parts | None = None) -> None:
         self.parts = parts or find_parts()
         self._folder = folder.resolve()
-        self._volume = Volume(self._folder, self.parts)
         # Several hosts on a machine never meet in the kernel's groups.
-        self._group = f"rose-sandbox-{hashlib.sha256(str(self._folder).encode()).hexdigest()[:8]}"
+        self.group = f"rose-sandbox-{hashlib.sha256(str(self._folder).encode()).hexdigest()[:8]}"
         self._criu = self._folder / "criu.conf"
         self._loopback = self._folder / "loopback"
-        self._roots = Path("/run") / self._group
+        self._roots = Path("/run") / self.group
+        # No key begins with a point.
+        self._volume = Volume(self._folder, self._roots / ".host", self.parts)
         self._threads = ThreadPoolExecutor(thread_name_prefix="sandbox")
         self._opening = asyncio.Lock()
         self._is_open = False
@@ -164,10 +167,15 @@ class RuncRuntime:
                 self._loopback.chmod(0o755)
                 self._roots.mkdir(mode=0o711, exist_ok=True)
                 await self._volume.open()
-                # A host that was killed while it made one left a half behind.
+                # A host that was killed while it made one left a half behind; while it saved one,
+                # a cut and a sandbox that stands still.
+                await self._volume.remove_cuts()
                 for home in self._folder.glob("sandboxes/*"):
                     if not (home / "sandbox.json").exists():
                         await self._remove(home.name)
+                    else:
+                        with suppress(RuntimeFailed):  # most are not paused
+                            await self._runc(home.name, "resume")
                 self._is_open = True
 
     async def images(self) -> tuple[str, ...]:
@@ -186,9 +194,11 @@ class RuncRuntime:
     async def close(self) -> None:
         """See ``Runtime``."""
         if self._is_open:
-            await self._volume.close()
-            with suppress(OSError):
-                self._roots.rmdir()
+            if not any(self._record(one.key).suspended is None for one in await self.sandboxes()):
+                await self._volume.close()
+                for folder in (self._roots, *self._tops()):
+                    with suppress(OSError):
+                        folder.rmdir()
             self._is_open = False
         self._threads.shutdown(wait=False)
 
@@ -196,7 +206,7 @@ class RuncRuntime:
         return self._folder / "sandboxes" / key
 
     def _container(self, key: str) -> str:
-        return f"{self._group}-{key}"
+        return f"{self.group}-{key}"
 
     def _record(self, key: str) -> _Record:
         try:
@@ -267,7 +277,7 @@ class RuncRuntime:
         bundle = home / "bundle"
         bundle.mkdir(exist_ok=True)
         config = oci.config(
-            spec, self._roots / key, f"/{self._group}/{key}", self._criu, self._loopback
+            spec, self._roots / key, f"/{self.group}/{key}", self._criu, self._loopback
         )
         (bundle / "config.json").write_text(json.dumps(config))
         if parts is not None and parts.processes is not None:
@@ -337,9 +347,8 @@ class RuncRuntime:
         """Its processes and its root, not its files."""
         with suppress(RuntimeFailed):
             await self._runc(key, "delete", "--force")
-        for folder in self._groups(key):
-            # A restore that failed leaves some behind, of which runc knows nothing.
-            await self._in_thread(empty, folder)
+        # A restore that failed leaves some behind, of which runc knows nothing.
+        await self._in_thread(empty, self._groups(key))
         await self._volume.unmount(self._roots / key)
         with suppress(OSError):
             (self._roots / key).rmdir()
@@ -363,11 +372,11 @@ class RuncRuntime:
             words = re.findall(r'level=error msg="(.*)"$', text_of(log), re.MULTILINE)
             raise RuntimeFailed("; ".join(words) or str(error)) from error
 
+    def _tops(self) -> list[Path]:
+        return [folder / self.group for folder in hierarchies() if (folder / self.group).is_dir()]
+
     def _groups(self, key: str) -> list[Path]:
-        top = Path("/sys/fs/cgroup")
-        hybrid = [folder for folder in top.iterdir() if folder.is_dir()]
-        unified = [top] if (top / "cgroup.controllers").exists() else hybrid
-        return [folder / self._group / key for folder in unified if (folder / self._group).is_dir()]
+        return [folder / key for folder in self._tops()]
 
     # --- commands ---------------------------------------------------------------------------
 
@@ -382,6 +391,7 @@ class RuncRuntime:
     ) -> ExecResult:
         """See ``Runtime``."""
         self._running(handle)
+        await self._open()
         if len(command.encode()) > COMMAND_BYTES:
             raise TooLarge(f"the command has over {COMMAND_BYTES} bytes; write a file and run it")
         if session is not None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 
-from rose_sandbox.errors import RuntimeFailed
 from rose_sandbox.runtimes.kernel import FIRST_ID, mount_mapped
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.programs import run
@@ -29,18 +29,23 @@ def is_mounted(folder: Path) -> bool:
 
 
 class Volume:
-    """Mounted below a folder.
+    """Mounted below a folder of its own, apart from the host's state.
+
+    Whoever removes a folder of state, as test runners and clean-ups of temporary folders do, must
+    not walk into the image or into what sandboxes have.
 
     Args:
         folder: of the host's state.
+        mounts: of mounts alone; below ``/run``, which ends with the mounts.
         parts: programs and images.
     """
 
-    def __init__(self, folder: Path, parts: Parts) -> None:
+    def __init__(self, folder: Path, mounts: Path, parts: Parts) -> None:
         self._parts = parts
         self._file = folder / "volume.img"
-        self._mount = folder / "volume"
-        self._lowers = folder / "lower"
+        self._mounts = mounts
+        self._mount = mounts / "volume"
+        self._lowers = mounts / "lower"
 
     async def open(self) -> None:
         """Make the file system where there is none, and mount it; images too.
@@ -48,7 +53,8 @@ class Volume:
         Raises:
             RuntimeFailed: the machine has no btrfs, loop devices or overlays.
         """
-        self._mount.mkdir(parents=True, exist_ok=True)
+        self._mounts.mkdir(mode=0o700, exist_ok=True)
+        self._mount.mkdir(exist_ok=True)
         if not self._file.exists():
             new = self._file.with_suffix(".new")
             with new.open("wb") as file:
@@ -100,6 +106,11 @@ class Volume:
         (folder / "work").mkdir()
         await self._run("btrfs", "qgroup", "limit", str(disk_bytes), folder)
 
+    async def remove_cuts(self) -> None:
+        """What a host that was killed between a cut and its end left."""
+        for folder in self._mount.glob("*.*"):
+            await self.remove(folder.name)
+
     async def cut(self, name: str, cut: str) -> None:
         """A subvolume's files as they are now."""
         await self._run("btrfs", "subvolume", "snapshot", self.subvolume(name), self.subvolume(cut))
@@ -147,14 +158,14 @@ class Volume:
             await self._run("umount", "--lazy", root)
 
     async def close(self) -> None:
-        """Unmount everything, unless a sandbox still uses it."""
+        """Unmount everything; only where no sandbox runs, for its root would not hold a mount."""
         lowers = sorted(self._lowers.iterdir()) if self._lowers.exists() else []
         for folder in (*lowers, self._mount):
             if is_mounted(folder):
-                try:
-                    await self._run("umount", folder)
-                except RuntimeFailed:
-                    return
+                await self._run("umount", "--lazy", folder)
+        for folder in (*lowers, self._lowers, self._mount, self._mounts):
+            with suppress(OSError):
+                folder.rmdir()
 
     async def _run(self, *arguments: str | Path) -> bytes:
         return await run(self._parts.path, *arguments)
