@@ -396,3 +396,13 @@ async def test_a_dedicated_engine_that_the_lease_does_not_name_is_refused(stage:
             error = made.task.exception()
         assert isinstance(error, Refused)
         assert "spec.dedicatedEngines" in str(error)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/tokenize", "/detokenize", "/v1/messages"])
+async def test_a_body_without_words_is_refused_with_a_reason_before_a_tokenizer_came(
+    stage: Make, path: str
+) -> None:
+    async with stage() as s, s.post(path, {"model": "m"}) as reply:
+        assert reply.status == 400
+        answer = await reply.json()
+        assert answer["error"]["message"]

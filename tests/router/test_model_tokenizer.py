@@ -96,6 +96,15 @@ async def test_what_is_not_as_its_digest_says_is_never_taken() -> None:
         assert n.words.current.sampling_defaults == {"temperature": 0.5}
 
 
+async def test_an_engine_that_names_what_it_has_not_keeps_nobody_from_those_that_have_it() -> None:
+    async with nodes() as n:
+        n.attach("a", OTHER, told=digest(GOOD))
+        n.attach("b", GOOD)
+        await settled(n)
+        assert n.words.current is not None
+        assert n.asked == ["http://a", "http://b"]
+
+
 async def test_what_is_no_tokenizer_is_asked_for_once_and_named() -> None:
     async with nodes() as n:
         n.attach("a", BROKEN)

@@ -273,7 +273,12 @@ class TurnHandlers:
 
     def _words(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise BadRequest("NoTokenizer", self._model_words.missing())
+            why = self._model_words.missing()
+            if not why:  # the body has no text that would have been waited for
+                why = (
+                    "no engine has brought the model's tokenizer yet; send what the route asks for"
+                )
+            raise BadRequest("NoTokenizer", why)
         return self._tokenizer
 
     async def _agent(

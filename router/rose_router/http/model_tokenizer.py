@@ -4,7 +4,8 @@
 |---|---|---|
 | none | the router was given one (``--tokenizer``) | given, for good |
 | none | an engine names a digest, and its node answers with what the digest says | brought |
-| none, brought | what came is no tokenizer | as before; that digest is never asked for again |
+| none, brought | it is no tokenizer | as before; that digest is never asked for again |
+| none, brought | it is not what the digest says | as before; that engine is never asked again |
 | brought | no engine has that digest any more, and one has another | brought anew |
 
 A text that comes before the tokenizer waits for it, as turns wait for engines. Next step:
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import aiohttp
 
-from rose_core.wire.tokenizer_files import MOST_BYTES, BadTokenizerFiles, unpack
+from rose_core.wire.tokenizer_files import MOST_BYTES, BadTokenizerFiles, digest, unpack
 from rose_router.engines.engine_client import Target
 from rose_router.engines.fleet import Engine, Fleet
 from rose_router.errors import BadRequest, Overloaded
@@ -30,7 +31,7 @@ LOG = logging.getLogger(__name__)
 
 _RETRY_SECONDS = (0.5, 1.0, 2.0, 5.0, 15.0)
 _MOST_BROKEN = 64
-"""Digests that are remembered as no tokenizer; a lease has one model, and so one digest."""
+"""What is remembered as no tokenizer; a lease has one model, and so one digest."""
 _PART = 1 / 16
 """Of the router's memory that the files may have: a tokenizer takes some ten times their size
 while it is made."""
@@ -65,7 +66,8 @@ class ModelTokenizer:
         self._fetch = fetch
         self._most = min(MOST_BYTES, int(memory_bytes * _PART) or MOST_BYTES)
         self._digest = ""
-        self._broken: dict[str, str] = {}
+        # By digest, or by digest and engine where the engine gave something else.
+        self._broken: dict[tuple[str, str], str] = {}
         self._failures = 0
         self._came = asyncio.Event()
         self.most_text = 0
@@ -90,9 +92,12 @@ class ModelTokenizer:
     def _may_come(self) -> bool:
         if self._fetch is None:
             return False
-        return not len(self._fleet) or any(
-            one.update.tokenizer and one.update.tokenizer not in self._broken for one in self._fleet
-        )
+        return not len(self._fleet) or any(self._is_fresh(one) for one in self._fleet)
+
+    def _is_fresh(self, engine: Engine) -> bool:
+        """Whether it names a tokenizer that may be good, as far as it is known."""
+        named = engine.update.tokenizer
+        return bool(named) and self._broken.keys().isdisjoint({(named, ""), (named, engine.name)})
 
     async def wait(self, seconds: float) -> None:
         """Return when it is known, or when none will come.
@@ -128,7 +133,7 @@ class ModelTokenizer:
             if engine is None:
                 await self._fleet.changed.wait(lambda: self._wanted() is None)
                 continue
-            named = engine.update.tokenizer
+            named, frame = engine.update.tokenizer, b""
             try:
                 frame = await fetch(Target(engine.update.url, engine.update.token), self._most)
                 source = Path(f"tokenizer of engine {engine.name}")
@@ -142,7 +147,9 @@ class ModelTokenizer:
                 LOG.warning("tokenizer of engine %s cannot be used: %s", engine.name, error)
                 if len(self._broken) == _MOST_BROKEN:
                     self._broken.clear()
-                self._broken[named] = f"that of its engines cannot be used ({error})"
+                # Others may have what this one had no right to name.
+                whose = "" if digest(frame) == named else engine.name
+                self._broken[named, whose] = f"that of its engines cannot be used ({error})"
                 self._fleet.changed.fire()
             else:
                 self._failures, self._digest = 0, named
@@ -163,7 +170,7 @@ class ModelTokenizer:
         named = {one.update.tokenizer for one in able}
         if self.current is not None and (not named or self._digest in named):
             return None
-        fresh = (one for one in able if one.update.tokenizer not in self._broken)
+        fresh = (one for one in able if self._is_fresh(one))
         # After a failure the next one is asked.
         found = sorted(fresh, key=lambda one: (one.detached_at is not None, one.name))
         return found[self._failures % len(found)] if found else None
