@@ -1,11 +1,13 @@
 """Engine specification -> command line and environment."""
 
+from dataclasses import replace as replace_launch
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from rose_core.api.arguments import ALLOWED
+from rose_core.guard.freezing import Grace
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
 from rose_engines.sglang.arguments import (
@@ -59,6 +61,15 @@ def test_a_chunk_ends_in_time_also_after_a_long_context(context: int, chunk: int
     assert pairs(command(asked, LAUNCH))["--chunked-prefill-size"] == str(chunk)
     smaller = replace(asked, arguments={"chunked-prefill-size": "32"})
     assert pairs(command(smaller, LAUNCH))["--chunked-prefill-size"] == "32"
+
+
+@pytest.mark.parametrize("context", [512, 4096, 32768, 131072])
+def test_a_chunk_over_several_gpus_ends_before_it_is_ended_with_its_engine(context: int) -> None:
+    asked = replace(spec(), context_tokens=context)
+    chunk = int(pairs(command(asked, replace_launch(LAUNCH, ranks=2)))["--chunked-prefill-size"])
+    # Of the 8B on one H200 of decision 0199: 28 ms for 512 tokens after 2,048, 60 after 32,768.
+    measured_ms = chunk / 512 * (28 + (60 - 28) * max(0, context - 2048) / (32768 - 2048))
+    assert measured_ms < 0.9 * Grace().iteration_ns / 1e6
 
 
 @pytest.mark.parametrize(
