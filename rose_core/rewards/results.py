@@ -11,7 +11,7 @@ Next step: ``rose_rewards.gateway`` makes them, a trainer trains on those that a
 
 from __future__ import annotations
 
-import math
+import sys
 
 import msgspec
 
@@ -45,6 +45,8 @@ class Lost(msgspec.Struct, frozen=True, tag="lost", tag_field="outcome"):
 
 Result = Scored | Masked | Lost
 
+_MOST = sys.float_info.max  # whole numbers beyond it are no floats, and NaN is not below it
+
 
 def result_of(said: object, correct_from: float, seconds: float) -> Result:
     """What a function's answer means.
@@ -60,7 +62,7 @@ def result_of(said: object, correct_from: float, seconds: float) -> Result:
     reward = fields.get("reward")
     if isinstance(reward, bool):
         reward = float(reward)
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
+    if not isinstance(reward, int | float) or not -_MOST <= reward <= _MOST:
         return Lost(f"NoNumber: the function gave {said!r:.80}; expected a finite number")
     correct = fields.get("correct", reward >= correct_from)
     if not isinstance(correct, bool):

@@ -21,7 +21,18 @@ def test_an_answer_is_a_number_or_says_itself_whether_it_is_correct() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [math.nan, math.inf, "1", [], {}, {"reward": None}, {"reward": 1, "correct": "yes"}]
+    "said",
+    [
+        math.nan,
+        math.inf,
+        -math.inf,
+        10**400,
+        "1",
+        [],
+        {},
+        {"reward": None},
+        {"reward": 1, "correct": "yes"},
+    ],
 )
 def test_what_is_no_number_is_lost_and_never_zero(said: object) -> None:
     assert isinstance(result_of(said, 1.0, 0.0), Lost)
