@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.record import Figure, figure, record
+from bench.sandboxes.own import own_runtime
 from bench.sandboxes.tasks import TASKS, Task
 from rose_sandbox.errors import SandboxError, Unavailable
 from rose_sandbox.host import Host, key_of
 from rose_sandbox.inspector.bpf import BpfInspector
-from rose_sandbox.runtimes.parts import find_parts
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runtime import CheckpointParts, Handle, Kind, SandboxSpec
 from rose_weights.errors import WeightsError
@@ -144,11 +144,16 @@ async def forked(host: Host) -> float:
 
 async def play(tasks: Sequence[Task], root: Path) -> tuple[dict[str, Tally], float]:
     """Every way through every task, and the seconds of a fork."""
-    parts = find_parts()
-    runtime = RuncRuntime(root / "runc", parts)
+    async with own_runtime(root / "runc") as runtime:
+        return await _play(tasks, root, runtime)
+
+
+async def _play(
+    tasks: Sequence[Task], root: Path, runtime: RuncRuntime
+) -> tuple[dict[str, Tally], float]:
     host = Host(
         runtime,
-        BpfInspector(parts.folder / "bpf"),
+        BpfInspector(runtime.parts.folder / "bpf"),
         Records(Store(root / "store"), "bench"),
         owner="bench",
         scratch=root / "scratch",

@@ -95,7 +95,7 @@ class Egress:
             self._running.discard(task)
             writer.close()
 
-    async def _answer(  # noqa: PLR0911 - each refusal is one line
+    async def _answer(  # noqa: C901, PLR0911 - each refusal is one line
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
@@ -106,6 +106,11 @@ class Egress:
         words = line.split(" ")
         if len(words) != 3:
             return await _say(writer, 400, "no request line")
+        if any(mark in one for one in (line, *lines) for mark in "\r\n\0"):
+            # Servers that take one for an end of line would see a request that nobody was told.
+            return await _say(writer, 400, "a control character in the request's head")
+        if sum(one.partition(":")[0].strip().lower() == "content-length" for one in lines) > 1:
+            return await _say(writer, 400, "two lengths: where this request ends is not sure")
         method, target, _ = words
         fields = {
             name.strip().lower(): value.strip()
@@ -136,7 +141,9 @@ class Egress:
             path = url.path or "/"
             asked = f"{method} {path}{'?' + url.query if url.query else ''} HTTP/1.1\r\n"
             kept = [one for one in lines if one and not _of_the_hop(one)]
-            text = asked + "\r\n".join([*kept, "Connection: close"]) + "\r\n\r\n"
+            # The host that was allowed, not another one behind the same address.
+            own = [f"Host: {url.netloc.rpartition('@')[2]}", "Connection: close"]
+            text = asked + "\r\n".join([*own, *kept]) + "\r\n\r\n"
             out.write(text.encode("latin-1"))
             if length:
                 out.write(await reader.readexactly(length))
@@ -149,7 +156,7 @@ class Egress:
 
 def _of_the_hop(line: str) -> bool:
     name = line.partition(":")[0].strip().lower()
-    return name in {"connection", "proxy-connection", "proxy-authorization", "keep-alive"}
+    return name in {"host", "connection", "proxy-connection", "proxy-authorization", "keep-alive"}
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -519,11 +519,11 @@ class Host:
             box.clock = box.clock.failed()
         except Fenced:
             raise
-        except (SandboxError, WeightsError) as error:
+        except (SandboxError, WeightsError, OSError) as error:
             box.unsaved = str(error)
             # A suspended sandbox has no processes to go on with: it is brought back at once.
             if decision.action is Action.SUSPEND and box.forced:
-                box.handle = await self._runtime.resume(box.handle)
+                await self._resume(box)
             box.clock = box.clock.failed()
         box.seconds = self._now() - began
 
@@ -641,6 +641,10 @@ class Host:
 
     async def _begin(self, session: str, box: _Box) -> None:
         self._boxes[session] = box
+        await self._attach(box)
+
+    async def _attach(self, box: _Box) -> None:
+        """Inspector and proxy belong to the processes: set anew with every life of them."""
         facts = await self._runtime.facts(box.handle)
         await self._inspector.watch(box.spec.key, facts)
         if self._allowed and facts.init is not None:
@@ -657,11 +661,15 @@ class Host:
     async def _awake(self, session: str, box: _Box) -> None:
         if box.clock.phase is not Phase.SUSPENDED:
             return
+        await self._resume(box)
+        box.clock = box.clock.resumed()
+        self._boxes[session] = box
+
+    async def _resume(self, box: _Box) -> None:
         if box.egress is not None:
             await box.egress.close()
         box.handle = await self._runtime.resume(box.handle)
-        box.clock = box.clock.resumed()
-        await self._begin(session, box)
+        await self._attach(box)
 
     async def _settle(self, box: _Box) -> None:
         """Its boundary is over: one that cuts is waited for, one that waits for its turn is not."""

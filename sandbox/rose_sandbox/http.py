@@ -247,9 +247,9 @@ class _Api:
         if not number.isdecimal():
             raise ValueError(f"{number!r} is no port")
         inside = await self._host.connect(_key(request), int(number))
-        head = [f"{request.method} /{request.match_info['path']} HTTP/1.0"]
-        if request.query_string:
-            head[0] = head[0].replace(" HTTP/1.0", f"?{request.query_string} HTTP/1.0")
+        # As the caller wrote it: what is decoded may have spaces and ends of lines.
+        path = request.rel_url.raw_path_qs.partition(f"/port/{number}/")[2]
+        head = [f"{request.method} /{path} HTTP/1.0"]
         body = await request.read()
         kept = {"accept", "content-type", "cookie", "user-agent"}
         head += [

@@ -26,7 +26,7 @@ from rose_sandbox.host import Host, key_of, tokens_digest
 from rose_sandbox.inspector.inspector import Effects
 from rose_sandbox.runtimes.fake import FakeRuntime
 from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind
-from rose_weights.errors import Fenced
+from rose_weights.errors import Fenced, StoreFailed
 from rose_weights.store.records import Records
 from rose_weights.store.store import Store
 from tests.weights.faulty import FaultyDisk
@@ -298,6 +298,32 @@ async def test_an_unbound_replay_is_refused(world: World) -> None:
     assert await world.said("s", "cat /home/log") == "x"
     with pytest.raises(TokensDiffer, match="restore the turn whose tokens you have"):
         await world.host.restore("s", tokens=tokens_digest([1, 3]))
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), StoreFailed("away")])
+async def test_a_suspend_without_a_record_runs_on_as_after_any_resume(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The inspector went on with the group of processes that were gone, the proxy in no network."""
+    await world.host.create("s")
+    watched: list[str] = []
+    real = world.inspector.watch
+
+    async def watch(key: str, facts: Facts) -> None:
+        watched.append(key)
+        await real(key, facts)
+
+    def publish(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(world.inspector, "watch", watch)
+    with monkeypatch.context() as away:
+        away.setattr(world.records, "publish", publish)
+        with pytest.raises(CannotCheckpoint, match=r"No space|away"):
+            await world.host.suspend("s")
+    assert watched == [key_of("s")]
+    assert (await world.host.exec("s", "echo on", 20)).stdout == b"on\n"
+    assert (await world.host.checkpoint("s", [1])).recoverable_to > 0
 
 
 async def test_unrecorded_effects_an_effect_is_in_the_record_before_it_happens(

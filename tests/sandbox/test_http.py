@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from rose_core.rights import Listener, verbs
 from rose_core.sandboxes.outside import Effect, EffectsCrossed
@@ -112,9 +113,12 @@ async def test_every_route_stands_in_the_table_of_rights(served: Served) -> None
     assert found == verbs(Listener.SANDBOX)
 
 
+ASKED: list[bytes] = []
+
+
 async def hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     head = await reader.readuntil(b"\r\n\r\n")
-    assert head.startswith(b"GET /a?b=1 HTTP/1.0\r\n")
+    ASKED.append(head.partition(b"\r\n")[0])
     assert b"word" not in head  # the token is not the sandbox's
     writer.write(b"HTTP/1.0 201 OK\r\nContent-Type: text/x\r\n\r\nhello")
     writer.close()
@@ -137,6 +141,11 @@ async def test_a_server_in_the_sandbox_answers_at_its_port(served: Served) -> No
         async with aiohttp.ClientSession(headers=headers) as http:
             async with http.get(f"{served.url}/sessions/s/port/80/a?b=1") as answer:
                 assert (answer.status, await answer.text()) == (201, "hello")
+            assert ASKED[-1] == b"GET /a?b=1 HTTP/1.0"
+            spaced = URL(f"{served.url}/sessions/s/port/80/a%20b%2Fc", encoded=True)
+            async with http.get(spaced) as answer:
+                assert (answer.status, await answer.text()) == (201, "hello")
+            assert ASKED[-1] == b"GET /a%20b%2Fc HTTP/1.0"
             async with http.get(f"{served.url}/sessions/s/port/81/") as answer:
                 assert (answer.status, (await answer.json())["error"]) == (502, "NotListening")
             async with http.post(f"{served.url}/sessions", json={"sessionkey": "t"}) as answer:

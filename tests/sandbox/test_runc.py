@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.sandboxes.own import own_runtime
-from rose_sandbox.errors import BadPath, CannotCheckpoint
+from rose_sandbox.errors import BadPath, CannotCheckpoint, RuntimeFailed
 from rose_sandbox.runtimes import kernel
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.processes import hierarchies
@@ -103,6 +103,13 @@ async def test_a_full_disk_and_a_full_memory_end_what_fills_them(runc: RuncRunti
     greedy = await runc.exec(box, "python3 -c 'x = bytearray(1 << 30)'", 60)
     assert greedy.exit_code != 0
     assert await said(runc, box, "echo on") == "on\n"
+
+
+async def test_a_sandbox_that_takes_no_commands_says_why(runc: RuncRuntime) -> None:
+    box = await runc.create(SandboxSpec("box", limits=SMALL))
+    await runc.exec(box, "rm -r /run/rose", 1)
+    with pytest.raises(RuntimeFailed, match=r"takes no commands .*/run/rose.*earlier turn"):
+        await runc.exec(box, "true", 1)
 
 
 async def test_what_cannot_be_saved_is_named_and_the_sandbox_lives_on(

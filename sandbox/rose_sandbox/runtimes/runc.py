@@ -463,9 +463,15 @@ class RuncRuntime:
             raise UnknownSandbox(f"sandbox {key} does not run") from error
 
     def _ask(self, root: int, number: str, command: str, session: str | None) -> None:
-        with kernel.owner(kernel.FIRST_ID):
-            write(root, f"{inside.FOLDER}/{number}.cmd", command.encode() + b"\n", 0o600)
-        door = kernel.open_in(root, f"{inside.FOLDER}/in", os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            with kernel.owner(kernel.FIRST_ID):
+                write(root, f"{inside.FOLDER}/{number}.cmd", command.encode() + b"\n", 0o600)
+            door = kernel.open_in(root, f"{inside.FOLDER}/in", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            raise RuntimeFailed(
+                f"the sandbox takes no commands ({inside.FOLDER}: {error.strerror}); what ran in "
+                "it broke or filled that folder: go back to an earlier turn, or end it"
+            ) from error
         try:
             os.write(door, f"{number} {session or '-'}\n".encode())
         finally:

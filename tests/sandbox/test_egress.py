@@ -1,0 +1,96 @@
+"""What leaves a sandbox by its proxy is what was told before, and goes where it was allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from rose_core.sandboxes.outside import Effect
+from rose_sandbox.egress import Egress
+
+
+@dataclass
+class Way:
+    """A proxy before a server that notes what it is sent."""
+
+    told: list[Effect] = field(default_factory=list)
+    sent: list[bytes] = field(default_factory=list)
+    server: int = 0
+    proxy: int = 0
+
+    async def ask(self, head: str, body: bytes = b"") -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.proxy)
+        writer.write(head.encode() + body)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        return answer
+
+
+@pytest.fixture
+async def way() -> AsyncIterator[Way]:
+    made = Way()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        made.sent.append(head)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
+        await writer.drain()
+        writer.close()
+
+    async def tell(effect: Effect) -> None:
+        made.told.append(effect)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    made.server = server.sockets[0].getsockname()[1]
+    listener = socket.create_server(("127.0.0.1", 0))
+    made.proxy = listener.getsockname()[1]
+    egress = Egress(["127.0.0.1"], tell)
+    await egress.serve(listener)
+    yield made
+    await egress.close()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_request_goes_to_the_host_that_was_allowed_and_to_no_other_behind_it(
+    way: Way,
+) -> None:
+    url = f"http://127.0.0.1:{way.server}/orders?x=1"
+    answer = await way.ask(f"POST {url} HTTP/1.1\r\nHost: pay.example\r\nContent-Length: 0\r\n\r\n")
+    assert answer.endswith(b"ok")
+    assert [(one.method, one.target) for one in way.told] == [
+        ("POST", f"127.0.0.1:{way.server}/orders")
+    ]
+    (head,) = way.sent
+    assert head.startswith(b"POST /orders?x=1 HTTP/1.1\r\n")
+    assert head.lower().count(b"host:") == 1
+    assert f"Host: 127.0.0.1:{way.server}\r\n".encode() in head
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "X: 1\nTransfer-Encoding: chunked",
+        "X: 1\rTransfer-Encoding: chunked",
+        "Content-Length: 0\r\nContent-Length: 40",
+        "Transfer-Encoding: chunked",
+    ],
+)
+async def test_a_second_request_inside_one_that_was_told_is_refused(way: Way, fields: str) -> None:
+    body = b"0\r\n\r\nPOST /pay HTTP/1.1\r\nContent-Length: 0\r\n\r\n"
+    answer = await way.ask(f"GET http://127.0.0.1:{way.server}/ HTTP/1.1\r\n{fields}\r\n\r\n", body)
+    assert answer.split()[1] in {b"400", b"411"}
+    assert way.sent == []
+    assert way.told == []
+
+
+async def test_other_hosts_are_refused_by_name(way: Way) -> None:
+    answer = await way.ask("CONNECT other.example:443 HTTP/1.1\r\n\r\n")
+    assert answer.split()[1] == b"403"
+    assert b"other.example" in answer
+    assert b"--egress" in answer
+    assert way.told == []
