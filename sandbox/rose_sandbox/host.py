@@ -350,7 +350,7 @@ class Host:
         """Save a sandbox and free its memory; the next call that needs it brings it back."""
         box = self._box(session)
         await self._settle(box)
-        async with box.lock:
+        async with self._ended_if_fenced(session, box), box.lock:
             if box.clock.phase is Phase.ACTING:
                 box.clock = box.clock.began(self._now())
             if box.clock.phase is Phase.WAITING:
@@ -477,16 +477,21 @@ class Host:
     async def _boundary(self, session: str, box: _Box) -> None:
         await self._admitted(session, box)
         try:
-            async with box.lock:
+            async with self._ended_if_fenced(session, box), box.lock:
                 if self._boxes.get(session) is box and box.clock.phase is Phase.WAITING:
                     await self._decided(box)
+        finally:
+            self._running -= 1
+            self._pump()
+
+    @asynccontextmanager
+    async def _ended_if_fenced(self, session: str, box: _Box) -> AsyncIterator[None]:
+        try:
+            yield
         except Fenced:
             self._boxes.pop(session, None)
             await self._close(box)
             raise
-        finally:
-            self._running -= 1
-            self._pump()
 
     async def _decided(self, box: _Box) -> None:
         facts = await self._runtime.facts(box.handle)

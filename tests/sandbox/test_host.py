@@ -326,6 +326,17 @@ async def test_a_suspend_without_a_record_runs_on_as_after_any_resume(
     assert (await world.host.checkpoint("s", [1])).recoverable_to > 0
 
 
+async def test_a_fenced_host_that_suspends_ends_its_sandbox(world: World, tmp_path: Path) -> None:
+    await world.host.create("s")
+    await world.host.checkpoint("s", [1])
+    await world.said("s", "echo 1 > /home/a")
+    await World(tmp_path, "two").host.restore("s")
+    with pytest.raises(Fenced):
+        await world.host.suspend("s")
+    assert world.host.sessions() == ()
+    assert await world.runtime.sandboxes() == ()
+
+
 async def test_unrecorded_effects_an_effect_is_in_the_record_before_it_happens(
     world: World, tmp_path: Path
 ) -> None:
