@@ -13,6 +13,7 @@ from rose_router.http.templates import Template
 
 MESSAGES = [{"role": "user", "content": "hello\nthere"}]
 DOUBLING = "{% set ns = namespace(a='xxxxxxxx') %}{% for i in range(60) %}"
+DEEP = "{% set a = [[[1] * 9000] * 9000] * 9000 %}{% set b = [[[1] * 9000] * 9000] * 9000 %}"
 
 HOSTILE = {
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
@@ -69,6 +70,13 @@ HOSTILE = {
     "many parts of JSON": "{{ ([1] * 90000) | tojson(separators=('x' * 90000, ':')) | length }}",
     "deep JSON": "{{ ([([1] * 900)] * 900) | tojson(indent='x' * 900) | length }}",
     "JSON of nested lists": "{% set a = [1] * 9000 %}{{ ([[a] * 9000] * 9000) | tojson }}",
+    "comparisons": DEEP + "{{ a == b }}",
+    "containment": DEEP + "{{ a[0] in b }}",
+    "comparisons by test": DEEP + "{{ a is eq(b) }}",
+    "counts": DEEP + "{{ b.count(a[0]) }}",
+    "sorted lists": DEEP + "{{ [a, b] | sort | length }}",
+    "sorted letters": "{{ ('x' * 90000 * 600) | sort | length }}",
+    "lines": "{{ ('xx\n' * 90000 * 200).splitlines() | length }}",
     "lorem ipsum": "{{ lipsum(n=99999999) | length }}",
     "ranges": "{{ range(9999999999) | list }}",
 }

@@ -51,6 +51,11 @@ _OF_TEXT = frozenset(
     | {"striptags", "title", "trim", "truncate", "upper", "wordcount"}
 )
 """Filters that begin with the text of whatever they are given."""
+_COMPARING = frozenset(
+    {"sort", "unique", "min", "max", "groupby", "dictsort", "in", "eq", "equalto", "==", "ne", "!="}
+    | {"lt", "lessthan", "<", "gt", "greaterthan", ">", "le", "<=", "ge", ">="}
+)
+"""Filters and tests that may look at all that is inside what they are given."""
 _FILTERS = frozenset(
     {"abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape"}
     | {"first", "float", "format", "groupby", "indent", "int", "items", "join", "last", "length"}
@@ -119,6 +124,15 @@ def _charge_text(*values: object) -> int:
             _BUDGET.get().charge(made)
             length += made + 4
     return length
+
+
+def _charge_entries(*values: object) -> None:
+    """Charge all that is inside these, which a comparison may look at in one step of ours."""
+    for value in values:
+        inner = value.values() if isinstance(value, Mapping) else value
+        if isinstance(inner, list | tuple | Set | ValuesView):
+            _BUDGET.get().charge(len(inner))
+            _charge_entries(*inner)
 
 
 def _check_arguments(*values: object) -> None:
@@ -230,6 +244,12 @@ def _grow(name: str, of: object, args: tuple[Any, ...], more: Mapping[str, Any])
         case "join", (parts,) if isinstance(of, str):
             _BUDGET.get().charge(len(parts) * (len(of) + 1))
             _charge_text(parts)
+        case (("split" | "rsplit" | "splitlines"), _) if isinstance(of, str):
+            sep = str(args[0]) if args and args[0] else ""
+            parts = of.count(sep) if sep else of.count(" ") + of.count("\n")
+            _BUDGET.get().charge(len(of) + parts * 8 * _ENTRY)
+        case (("count" | "index"), _) if isinstance(of, list | tuple):
+            _charge_entries(of, *args)
         case "expandtabs", _ if isinstance(of, str | bytes):
             tabs = of.count("\t") if isinstance(of, str) else of.count(b"\t")
             widths = [*args, *more.values(), 8]
@@ -250,6 +270,10 @@ def _bounded(name: str, made_by: Any) -> Callable[..., Any]:  # noqa: ANN401  # 
     def bounded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # a template's values
         value, rest = args[skipped], [*args[skipped + 1 :], *kwargs.values()]
         _check_arguments(*(one for one in rest if name not in ("default", "d", "in")))
+        if name in _COMPARING:
+            _charge_entries(value, *rest)
+        if name in ("list", "sort", "unique") and isinstance(value, str):
+            _BUDGET.get().charge(len(value) * 8 * _ENTRY)
         if name in _OF_TEXT and not isinstance(value, str):
             _charge_text(value)
         if name == "join":
@@ -295,6 +319,12 @@ class _Counted(Extension):
         return "".join(str(one) for one in parts)
 
     @staticmethod
+    def compared(value: object) -> object:
+        """A side of ``==``, ``<``, ``in`` and the like."""
+        _charge_entries(value)
+        return value
+
+    @staticmethod
     def shown(value: object) -> object:
         """``{{ value }}``, which a block may keep."""
         _charge_text(value)
@@ -307,7 +337,9 @@ class _Counted(Extension):
         return ""
 
 
-_OWN = frozenset({_Counted.step, _Counted.joined, _Counted.shown, _Counted.written})
+_OWN = frozenset(
+    {_Counted.step, _Counted.joined, _Counted.compared, _Counted.shown, _Counted.written}
+)
 """What ``_Instrument`` puts into templates; a template itself cannot name them."""
 
 
@@ -330,6 +362,13 @@ class _Instrument(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         return self._call("joined", *node.nodes)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        for side in (node, *node.ops):
+            if not isinstance(side.expr, nodes.Const):
+                side.expr = self._call("compared", side.expr)
+        return node
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
