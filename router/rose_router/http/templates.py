@@ -365,9 +365,9 @@ class _Instrument(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        for side in (node, *node.ops):
-            if not isinstance(side.expr, nodes.Const):
-                side.expr = self._call("compared", side.expr)
+        node.expr = self._call("compared", node.expr)
+        for operand in node.ops:
+            operand.expr = self._call("compared", operand.expr)
         return node
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
