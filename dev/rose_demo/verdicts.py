@@ -34,9 +34,9 @@ from rose_demo.statistics import (
 QUANTILES = (0.5, 0.9)
 HARM_TOLERANCE = 1.10
 """Ratio of lent to withheld latency, beyond the control's, that is called harm when proven."""
-WIDEST = 3.0
-"""Upper over lower end of an interval that still decides something: a wider one holds no harm and a
-threefold one alike."""
+MOST_HARM = 3.0
+"""Upper end of an interval that still says something of harm: beyond it a threefold one is not
+excluded. Its lower end says how much faster serving may have been, which harms nobody."""
 MISMATCH_LIMIT = 1e-3
 """KL per token (k3) between engine and trainer at the same version: rounding of bfloat16 stays
 below 1e-4, a wrong tensor or a stale key is far above."""
@@ -199,7 +199,7 @@ def _harm_check(comparison: Comparison) -> Check:
     |---|---|
     | both | BROKEN |
     | one of them | UNPROVEN |
-    | neither, one interval wider than ``WIDEST`` | UNPROVEN |
+    | neither, and one reaches beyond ``MOST_HARM`` | UNPROVEN |
     | neither | KEPT |
     """
     name = f"{comparison.latency.upper()} p{comparison.quantile * 100:.0f}"
@@ -215,8 +215,8 @@ def _harm_check(comparison: Comparison) -> Check:
     if all(proven):
         return Check(CheckResult.BROKEN, text)
     if not any(proven):
-        if any(one.high > WIDEST * one.low for one in (ratio, excess)):
-            return Check(CheckResult.UNPROVEN, text + "; so wide an interval decides nothing")
+        if any(one.high > MOST_HARM for one in (ratio, excess)):
+            return Check(CheckResult.UNPROVEN, text + "; so wide an interval excludes no harm")
         return Check(CheckResult.KEPT, text)
     return Check(
         CheckResult.UNPROVEN, text + "; only one of the two shows it: too noisy to tell why"
