@@ -44,6 +44,12 @@ def test_how_many_tokens_a_model_knows_is_read_from_its_folder(
     assert vocabulary(tmp_path) == words
 
 
+def test_elastic_memory_is_for_engines_of_one_gpu(model: Path) -> None:
+    wide = msgspec.structs.replace(SPEC, ranks=2, sharing=Sharing(memory_source="Elastic"))
+    with pytest.raises(BadEngine, match="gpusPerSlot is 2: memorySource Elastic is for slots of"):
+        engine_size(model, wide, Footprints())
+
+
 @pytest.fixture(autouse=True)
 def gpu(nvml: State) -> None:
     """One of 80 GiB; ``order`` sets how much of it is in use."""

@@ -82,8 +82,14 @@ def engine_size(
         gpu: product name of its GPU.
 
     Raises:
-        BadEngine: the model's folder does not say, or names what cannot be sized.
+        BadEngine: the model's folder does not say, or names what cannot be sized, or elastic memory
+            was asked for over several GPUs.
     """
+    elastic = spec.sharing.memory_source == "Elastic"
+    if elastic and spec.ranks > 1:
+        # The ranks would share one segment, in which each counts its own pages.
+        why = f"gpusPerSlot is {spec.ranks}: memorySource Elastic is for slots of one GPU"
+        raise BadEngine(f"model {model.name}: {why}")
     try:
         text = (model / "config.json").read_bytes()
         config = msgspec.json.decode(text, type=dict[str, object])
@@ -98,7 +104,7 @@ def engine_size(
         kv_per_token=shape.per_token,
         kv_tokens=spec.kv_tokens,
         fixed=promised(footprints.find(kind), estimated),
-        first_permille=FIRST_PERMILLE if spec.sharing.memory_source == "Elastic" else WHOLE,
+        first_permille=FIRST_PERMILLE if elastic else WHOLE,
         kv_bundle=2 * shape.layers * PAGE_BYTES,
         state=shape.state_bytes(spec.max_running),
     )

@@ -252,8 +252,11 @@ class RunningRequests:
         self._shown: dict[int, tuple[web.Request, str]] = {}
 
     @contextlib.contextmanager
-    def hold(self, request: web.Request, shown: str) -> Iterator[None]:
-        """While a request runs whose caller has shown this header."""
+    def hold(self, request: web.Request, shown: str | None) -> Iterator[None]:
+        """While a request runs whose caller has shown this header; ``None``: nobody was asked."""
+        if shown is None:
+            yield
+            return
         self._shown[id(request)] = request, shown
         try:
             yield
@@ -292,15 +295,12 @@ def middleware(tokens: Tokens, running: RunningRequests) -> Middleware:
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if request.method != "POST" or request.path not in _WRITTEN_DOWN:
-            shown = _admit(tokens, request)
-            if shown is None:
-                return await handler(request)
-            with running.hold(request, shown):
+            with running.hold(request, _admit(tokens, request)):
                 return await handler(request)
         outcome = "failed"
         try:
-            _admit(tokens, request)
-            reply = await handler(request)
+            with running.hold(request, _admit(tokens, request)):
+                reply = await handler(request)
         except RouterError as error:
             outcome = f"{error.status} {error.reason}"
             raise
