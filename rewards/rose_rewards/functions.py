@@ -71,11 +71,21 @@ class RewardFunction(pydantic.BaseModel):
         if sum(one is not None for one in (self.rule, self.module, self.judge)) != 1:
             message = "give exactly one of rule, module and judge"
             raise ValueError(message)
+        try:
+            self.prompt.format_map({"answer": "", "expected": "", "task": ""})
+        except (LookupError, ValueError, AttributeError) as error:
+            message = (
+                f"prompt: {error}; it may name {{answer}}, {{expected}} and {{task}}, "
+                "and other braces stand twice"
+            )
+            raise ValueError(message) from error
         return self
 
     @property
     def entry(self) -> str:
         """``module:function`` that a worker runs; not of a judge."""
+        if self.rule == "math":
+            return "rose_rewards.math_rule:math"
         return self.module or f"rose_rewards.rules:{self.rule}"
 
 

@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -56,7 +56,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     expected: Any = None
     task: str = ""
     group: str = ""
-    members: int = 0
+    members: Annotated[int, msgspec.Meta(ge=0)] = 0
     data: Any = None
     deadline_seconds: float | None = None
 
@@ -87,7 +87,7 @@ class Gateway:
         pool: verifies.
         session: to ask judges with.
         workers: verifications at a time.
-        queue_limit: rewards that may wait.
+        queue_limit: rewards that may wait, those that judges have included.
     """
 
     functions: Mapping[str, RewardFunction]
@@ -109,6 +109,11 @@ class Gateway:
     def queue(self) -> int:
         """Rewards that wait or run."""
         return len(self._waiting) + len(self._running)
+
+    @property
+    def verifications(self) -> int:
+        """Of those, the ones that take a worker."""
+        return len(self._waiting) + self._verifying
 
     @property
     def p50(self) -> float | None:
@@ -146,7 +151,7 @@ class Gateway:
             raise BadReward(message)
 
     def _admit(self, key: tuple[str, str], reward: Reward, digest: bytes) -> _Known:
-        if len(self._waiting) >= self.queue_limit:
+        if self.queue - self._verifying >= self.queue_limit:
             message = f"{self.queue_limit} rewards wait already"
             raise Busy(message)
         known = self._known[key] = _Known(digest, asyncio.get_running_loop().create_future())

@@ -25,6 +25,7 @@ import msgspec
 from aiohttp import web
 
 from rose_core.rewards.scale import wish
+from rose_core.unreadable import UNREADABLE
 from rose_rewards import functions, metrics
 from rose_rewards.errors import BadFunctions, BadReward, Busy
 from rose_rewards.gateway import Gateway, Reward
@@ -82,7 +83,7 @@ def application(gateway: Gateway, teams: Mapping[str, str], target: float) -> we
         try:
             reward = msgspec.json.decode(await request.read(), type=Reward)
             result = await gateway.score(reward, team)
-        except (msgspec.DecodeError, BadReward) as error:
+        except (*UNREADABLE, BadReward) as error:
             return _said(400, str(error))
         except Busy as error:
             return _said(429, str(error), _RETRY_AFTER)
@@ -91,7 +92,7 @@ def application(gateway: Gateway, teams: Mapping[str, str], target: float) -> we
     async def queue(request: web.Request) -> web.Response:
         if caller(request) is None:
             return _said(401, "send Authorization: Bearer TOKEN of your team (--token-file)")
-        wanted = wish(gateway.queue, gateway.p50, target, gateway.queue_limit)
+        wanted = wish(gateway.verifications, gateway.p50, target, gateway.queue_limit)
         said = {"queue": gateway.queue, "p50_seconds": gateway.p50, "wish": wanted}
         return web.json_response(said)
 
@@ -123,8 +124,11 @@ async def running(
         OSError, ValueError: the address is taken, or the token file is wrong.
     """
     listed, teams = functions.read(path), teams_of(token_file)
-    pool = WorkerPool(listed, users(listed, first_user))
-    async with aiohttp.ClientSession() as session:
+    pool = WorkerPool(listed, users(listed, first_user), workers)
+    # Judges are asked at once and for as long as the list says: neither bound is aiohttp's to set.
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    ) as session:
         gateway = Gateway(listed, pool, session, workers, queue_limit)
         runner = web.AppRunner(application(gateway, teams, target), access_log=None)
         await runner.setup()

@@ -5,8 +5,8 @@
 | idle | it has answered and waits for the next | ``take``, or ended to make room |
 | busy | ``take`` | its answer, its time limit or its death |
 
-At most ``most`` exist. A function without an idle worker takes the place of another function's,
-the one idle for longest. A worker that overran or died is never used again.
+At most ``most`` exist. Where that many do, a function without an idle worker takes the place of
+another function's, the one idle for longest. A worker that overran or died is never used again.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Worker:
     """One process; ``folder`` is its home and its alone."""
 
     process: asyncio.subprocess.Process
+    transport: asyncio.SubprocessTransport
     folder: Path
 
     @classmethod
@@ -74,23 +75,33 @@ class Worker:
         """Start one and wait until its function is imported.
 
         Raises:
-            WorkerEnded: it could not be confined, or the function cannot be imported; says why.
+            WorkerEnded: it could not be confined, or the function cannot be imported, or not in
+                time; says why.
         """
         folder = Path(tempfile.mkdtemp(prefix="rose-reward-"))
-        if user:
-            os.chown(folder, user, user)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-m", "rose_rewards.worker"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            cwd=folder,
-            # Nothing of ours: a token in the environment would be the team's.
-            env={"HOME": str(folder), "TMPDIR": str(folder), "PATH": os.defpath, "LANG": "C.UTF-8"},
-            start_new_session=True,
-            limit=_LONGEST_ANSWER,
-        )
-        made = cls(process, folder)
+        loop = asyncio.get_running_loop()
+        try:
+            if user:
+                os.chown(folder, user, user)
+            transport, protocol = await loop.subprocess_exec(
+                lambda: asyncio.subprocess.SubprocessStreamProtocol(_LONGEST_ANSWER, loop),
+                *(sys.executable, "-I", "-m", "rose_rewards.worker"),
+                stderr=asyncio.subprocess.DEVNULL,
+                cwd=folder,
+                # Nothing of ours: a token in the environment would be the team's.
+                env={
+                    "HOME": str(folder),
+                    "TMPDIR": str(folder),
+                    "PATH": os.defpath,
+                    "LANG": "C.UTF-8",
+                },
+                start_new_session=True,
+            )
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        process = asyncio.subprocess.Process(transport, protocol, loop)
+        made = cls(process, transport, folder)
         terms = Terms(
             function.entry,
             str(function.path or ""),
@@ -101,6 +112,11 @@ class Worker:
         try:
             async with asyncio.timeout(_START_SECONDS):
                 said = await made.ask(msgspec.json.encode(terms))
+        except TimeoutError as error:
+            await made.end()
+            # No verification has run: it is no verdict, and may be tried again.
+            message = f"{function.entry} was not imported within {_START_SECONDS:g} s"
+            raise WorkerEnded(message) from error
         except BaseException:
             await made.end()
             raise
@@ -137,6 +153,12 @@ class Worker:
         # Not process.kill(): it polls, which takes the exit code from the event loop.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        # A program in a session of its own may hold our pipes, and wait() lasts until they end.
+        assert self.process.stdin is not None  # noqa: S101  # a pipe, see start
+        if not self.process.stdin.transport.is_closing():
+            self.process.stdin.transport.abort()
+        if (answers := self.transport.get_pipe_transport(1)) is not None:
+            answers.close()
         await self.process.wait()
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
@@ -148,11 +170,14 @@ class WorkerPool:
     Args:
         functions: the platform's list.
         users: of each function's workers.
+        most: workers at a time.
     """
 
     functions: Mapping[str, RewardFunction]
     users: Mapping[str, int]
+    most: int = 1
     _idle: list[tuple[str, Worker]] = field(default_factory=list)
+    _busy: int = 0
 
     async def verify(self, name: str, body: bytes, seconds: float) -> object:
         """Run one verification; whoever calls it sees to it that no more than may run do.
@@ -164,15 +189,19 @@ class WorkerPool:
             WorkerEnded: the worker died or failed; the text says how.
             TimeoutError: it took longer than ``seconds``; its worker is gone.
         """
-        worker = await self._take(name)
+        self._busy += 1
         try:
-            async with asyncio.timeout(seconds):
-                said = await worker.ask(body)
-        except BaseException:
-            metrics.ENDED.labels(name).inc()
-            await worker.end()
-            raise
-        self._idle.append((name, worker))
+            worker = await self._take(name)
+            try:
+                async with asyncio.timeout(seconds):
+                    said = await worker.ask(body)
+            except BaseException:
+                metrics.ENDED.labels(name).inc()
+                await worker.end()
+                raise
+            self._idle.append((name, worker))
+        finally:
+            self._busy -= 1
         if "failed" in said:
             message = str(said["failed"])
             raise WorkerEnded(message)
@@ -183,7 +212,7 @@ class WorkerPool:
             if of == name:
                 del self._idle[place]
                 return worker
-        if self._idle:
+        if self._idle and len(self._idle) + self._busy > self.most:
             _, oldest = self._idle.pop(0)
             await oldest.end()
         return await Worker.start(self.functions[name], self.users[name])

@@ -1,4 +1,7 @@
-"""Functions that come with ROSE: rules that need no model and no network."""
+"""Functions that come with ROSE: rules that need no model and no network.
+
+Without an expected answer none has a verdict. ``math_rule`` has the one that needs a library.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,17 @@ from typing import Any
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
-def exact(reward: Mapping[str, Any]) -> float:
+def exact(reward: Mapping[str, Any]) -> float | None:
     """1 when the answer is the expected text, blanks around both aside."""
+    if reward["expected"] is None:
+        return None
     return float(str(reward["answer"]).strip() == str(reward["expected"]).strip())
 
 
-def contains(reward: Mapping[str, Any]) -> float:
+def contains(reward: Mapping[str, Any]) -> float | None:
     """1 when the expected text stands in the answer."""
+    if reward["expected"] is None:
+        return None
     return float(str(reward["expected"]) in str(reward["answer"]))
 
 
@@ -26,18 +33,6 @@ def number(reward: Mapping[str, Any]) -> float | None:
     if expected is None:
         return None
     return float(found is not None and abs(found - expected) <= 1e-6 * max(1.0, abs(expected)))
-
-
-def math(reward: Mapping[str, Any]) -> float | None:
-    """1 when math-verify finds the answer equal to the expected; needs ``rose-gpu[rewards]``."""
-    from math_verify import parse, verify  # noqa: PLC0415  # brings sympy: for who uses it
-
-    # Its own alarm is off: the gateway stops what takes too long, and says so.
-    expected = parse(str(reward["expected"]), parsing_timeout=None)
-    if not expected:
-        return None
-    answer = parse(str(reward["answer"]), parsing_timeout=None)
-    return float(verify(expected, answer, timeout_seconds=None))
 
 
 def _last(text: str) -> float | None:

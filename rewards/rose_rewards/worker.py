@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import json
 import os
 import resource
 import signal
@@ -113,9 +114,12 @@ def confine(terms: Terms) -> None:
 
 def main() -> int:
     """Answer until the pipe ends."""
-    asked = sys.stdin.buffer
+    asked = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the function prints is no answer
+    # What the function prints is no answer, and what it or a program of its own reads no question.
+    os.dup2(2, 1)
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     terms = msgspec.json.decode(asked.readline(), type=Terms)
     try:
         confine(terms)
@@ -127,14 +131,14 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001  # a team's code: whatever it raises is its answer
         function, said = None, {"failed": _text(error)}
     while True:
-        answers.write(msgspec.json.encode(said) + b"\n")
+        answers.write(json.dumps(said, allow_nan=False).encode() + b"\n")
         answers.flush()
         line = asked.readline()
         if not line or function is None:
             return 0
         try:
             said = {"said": function(msgspec.json.decode(line))}
-            msgspec.json.encode(said)
+            json.dumps(said, allow_nan=False)  # NaN is no verdict that is missing: it fails
         except Exception as error:  # noqa: BLE001  # as above
             said = {"failed": _text(error)}
 

@@ -7,6 +7,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -21,16 +23,17 @@ from aiohttp import web
 
 from rose_cli.main import main as rose
 from rose_core import rights
+from rose_core.rewards.results import Scored
 from rose_core.rights import Listener
 from rose_rewards import functions, pool
 from rose_rewards.errors import BadFunctions
-from rose_rewards.gateway import Gateway
+from rose_rewards.gateway import Gateway, Reward
 from rose_rewards.main import running
 from rose_wire.ports import free_port
 from tests.host.helpers import until
 
 TEAM = '''
-import os, signal, socket, time
+import os, signal, socket, subprocess, time
 from pathlib import Path
 
 def sleep(reward):
@@ -87,6 +90,25 @@ def look(reward):
 
 def greedy(reward):
     return float(len(bytearray(4 << 30)))
+
+def nan(reward):
+    return float("nan")
+
+def read_on(reward):
+    return float(len(subprocess.run(["cat"], stdout=subprocess.PIPE).stdout))
+
+def leave_behind(reward):
+    """What it leaves in a session of its own holds the pipes of the worker."""
+    child = os.fork()
+    if not child:
+        os.setsid()
+        time.sleep(reward["data"][0])
+        os._exit(0)
+    Path(reward["data"][1]).write_text(str(child))
+    time.sleep(60)
+
+def pid(reward):
+    return float(os.getpid())
 
 def home(reward):
     Path(os.environ["HOME"], "secret").write_text("of team a")
@@ -168,6 +190,9 @@ async def test_rules_judge_answers(folder: Path) -> None:
             assert said["correct"] == (reward == 1.0)
         _, said = await rewards.ask(function="number", answer="1", expected="none")
         assert said["outcome"] == "masked"
+        for name in rules:
+            _, said = await rewards.ask(function=name, trajectory=name, answer="None")
+            assert said["outcome"] == "masked", name
 
 
 async def test_a_trajectory_has_one_result_however_often_it_is_asked(folder: Path) -> None:
@@ -181,7 +206,7 @@ async def test_a_trajectory_has_one_result_however_often_it_is_asked(folder: Pat
 
 
 async def test_failures_have_names_and_none_is_a_zero(folder: Path) -> None:
-    names = ("sleep", "fail", "die", "die_once", "noisy", "greedy", "missing")
+    names = ("sleep", "fail", "die", "die_once", "noisy", "greedy", "missing", "nan", "read_on")
     listed = {name: own(folder, name, seconds=5) for name in names}
     listed["sleep"]["seconds"] = 0.3
     async with serving(folder, listed) as rewards:
@@ -197,6 +222,68 @@ async def test_failures_have_names_and_none_is_a_zero(folder: Path) -> None:
         assert await outcome("noisy") == "scored: 0.25"
         assert (await outcome("greedy")).startswith("lost: WorkerEnded: MemoryError")
         assert "cannot be confined or imported: AttributeError" in await outcome("missing")
+        assert (await outcome("nan")).startswith("lost: WorkerEnded: ValueError")
+        assert await outcome("read_on") == "scored: 0.0"
+
+
+async def test_a_worker_that_is_not_ready_in_time_is_no_verdict(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_START_SECONDS", 0.001)
+    async with serving(folder, {"noisy": own(folder, "noisy")}) as rewards:
+        _, said = await rewards.ask(function="noisy")
+        assert said["outcome"] == "lost"
+        assert "was not imported within 0.001 s (tried 2 times)" in said["reason"]
+
+
+async def test_what_a_verification_leaves_behind_takes_no_worker_with_it(folder: Path) -> None:
+    listed = {
+        "leave": own(folder, "leave_behind", seconds=0.5),
+        "noisy": own(folder, "noisy"),
+    }
+    async with serving(folder, listed, workers=1) as rewards:
+        left = folder / "out" / "left"
+        try:
+            async with asyncio.timeout(30):
+                _, said = await rewards.ask(function="leave", data=[300, str(left)])
+                assert said["outcome"] == "masked"
+                _, said = await rewards.ask(function="noisy", trajectory="next")
+                assert said["outcome"] == "scored"
+        finally:
+            os.kill(int(left.read_text()), signal.SIGKILL)
+
+
+async def test_functions_that_take_turns_keep_their_workers_while_there_is_room(
+    folder: Path,
+) -> None:
+    listed = {
+        name: {**own(folder, "pid"), "seconds": 30 + number} for number, name in enumerate("ab")
+    }
+    for workers, most in ((2, 2), (1, 4)):
+        async with serving(folder, listed, workers=workers) as rewards:
+            found = {
+                (await rewards.ask(function=name, trajectory=f"{name}{turn}"))[1]["reward"]
+                for turn in range(2)
+                for name in listed
+            }
+            assert len(found) == most
+
+
+async def test_bodies_that_are_none_are_named(folder: Path) -> None:
+    async with serving(folder, {"exact": {"rule": "exact"}}) as rewards:
+        whole = b'{"trajectory": "t", "function": "exact", "answer": %s}'
+        bodies = (b'"\xff"', b"[" * 100_000, b'"", "members": -1')
+        for body in bodies:
+            async with rewards.session.post(rewards.url, data=whole % body) as reply:
+                assert reply.status == 400, body[:20]
+
+
+def test_the_math_library_is_there_before_a_verification_is_timed() -> None:
+    module = functions.RewardFunction(rule="math").entry.partition(":")[0]
+    code = (
+        "import importlib, sys; importlib.import_module(sys.argv[1]); 'sympy' in sys.modules or 1/0"
+    )
+    subprocess.run([sys.executable, "-c", code, module], check=True)
 
 
 async def test_a_lost_reward_is_tried_anew_when_it_is_asked_again(folder: Path) -> None:
@@ -335,6 +422,46 @@ async def test_a_judge_that_is_away_is_asked_again_and_one_that_refuses_is_named
     assert "Answer:\nA\n" in asked[0]["messages"][0]["content"]
 
 
+async def test_judges_are_asked_at_once_take_no_worker_and_fill_the_queue(folder: Path) -> None:
+    more = 120
+    asked, answered = 0, asyncio.Event()
+
+    async def answer(_: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        await answered.wait()
+        return web.json_response({"choices": [{"message": {"content": "1"}}]})
+
+    async def all_asked() -> bool:
+        return asked == more
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    listed = {"judge": {"judge": f"http://127.0.0.1:{port}", "seconds": 300}}
+    try:
+        async with serving(folder, listed) as rewards:
+            rewards.gateway.queue_limit = more
+            waiting = [
+                asyncio.create_task(
+                    rewards.gateway.score(Reward(trajectory=f"t{n}", function="judge", answer=""))
+                )
+                for n in range(more)
+            ]
+            try:
+                await until(all_asked, f"{more} judges are asked")
+                assert (rewards.gateway.queue, rewards.gateway.verifications) == (more, 0)
+                assert (await rewards.ask(function="judge", trajectory="more"))[0] == 429
+            finally:
+                answered.set()
+            assert {type(one) for one in await asyncio.gather(*waiting)} == {Scored}
+    finally:
+        await runner.cleanup()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -342,6 +469,7 @@ async def test_a_judge_that_is_away_is_asked_again_and_one_that_refuses_is_named
         ("f: {rule: exact, judge: 'http://x'}", "give exactly one"),
         ("f: {rule: exact, second: 1}", "f.second"),
         ("f: {module: checks}", "f.module"),
+        ("f: {judge: 'http://x', prompt: 'Judge {anwser}'}", "it may name {answer}"),
         ("[", "is no YAML"),
     ],
 )
