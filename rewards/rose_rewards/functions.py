@@ -31,7 +31,7 @@ class RewardFunction(pydantic.BaseModel):
     """One function; exactly one of ``rule``, ``module`` and ``judge`` is given.
 
     Attributes:
-        rule: one of ``rose_rewards.rules``.
+        rule: one of ``rose_rewards.rules`` and ``math_rule``.
         module: ``package.module:function`` of the team's own.
         path: folder that its module is found in.
         judge: URL of a lease whose model judges.
