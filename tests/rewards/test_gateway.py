@@ -469,7 +469,7 @@ async def test_judges_are_asked_at_once_take_no_worker_and_fill_the_queue(folder
         ("f: {rule: exact, judge: 'http://x'}", "give exactly one"),
         ("f: {rule: exact, second: 1}", "f.second"),
         ("f: {module: checks}", "f.module"),
-        ("f: {judge: 'http://x', prompt: 'Judge {anwser}'}", "it may name {answer}"),
+        ("f: {judge: 'http://x', prompt: 'Judge {reply}'}", "it may name {answer}"),
         ("[", "is no YAML"),
     ],
 )
