@@ -33,6 +33,30 @@ def three(store: Store, kept: list[int]) -> None:
         kept.append(number)
 
 
+def test_runs_whose_names_begin_alike_hold_sessions_apart(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    # The fortieth character of the last one is a dot: what is cut there must name a run too.
+    runs = ["a" * 50, "a" * 50 + "b", "a" * 39 + ".b"]
+    for run in runs:
+        records = Records(store, run)
+        assert records.turns("s") == ()
+        records.publish(records.own("s", "one"), turn(1))
+
+
+def test_a_block_that_is_read_in_pieces_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = os.urandom(10_000)
+    records = Records(Store(tmp_path), "grpo")
+    records.publish(records.own("s", "one"), turn(1, processes=data))
+    # Linux gives 2 GiB at a time at most.
+    read = os.read
+    monkeypatch.setattr(os, "read", lambda handle, size: read(handle, min(size, 4096)))
+    part = records.read("s").processes
+    assert part is not None
+    assert records.part(part) == data
+
+
 def test_a_crash_at_any_operation_leaves_a_whole_record(tmp_path: Path) -> None:
     whole = FaultyDisk()
     three(Store(tmp_path / "count", disk=whole), [])

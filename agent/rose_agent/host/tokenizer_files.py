@@ -39,6 +39,9 @@ def _content(file: Path, root: Path, most: int) -> bytes | None:
         with os.fdopen(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
             if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
                 return None
+            # A folder on the way may have become a link since.
+            if not Path(f"/proc/self/fd/{opened.fileno()}").readlink().is_relative_to(root):
+                return None
             content = opened.read(most + 1)
     except OSError:
         return None

@@ -175,7 +175,9 @@ class Records:
 
     def place(self, session: str) -> str:
         """The store's run that holds a session."""
-        return f"{self._run[:40]}.box-{hashlib.sha256(session.encode()).hexdigest()[:16]}"
+        # Of the whole name of the run: two may begin alike, and neither may read the other's.
+        digest = hashlib.sha256(f"{self._run}/{session}".encode()).hexdigest()
+        return f"{self._run[:40].rstrip('-.')}.box-{digest[:16]}"
 
     def own(self, session: str, owner: str) -> Owned:
         """Take a session over, or begin it: every host before is fenced from here on.
