@@ -1,7 +1,7 @@
 """Which architectures a commit in place leaves exact: ``make atlas``, and docs/atlas.md of it.
 
-Results are kept in ``out/atlas`` and used again; ``--again`` forgets them. Architectures of
-SGLang's registry that were not examined are on the page too.
+Results are kept in ``out/atlas`` and used again; ``--again`` forgets them. The page says what was
+not examined.
 """
 
 # ruff: noqa: E501  # sentences of the page
@@ -111,11 +111,11 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         [
             "# Which architectures a commit in place leaves exact",
             "",
-            f"Of {built} architectures that build at a tiny size on CPU, {counts['exact']} are exact, "
+            f"Of {built} models that build at a tiny size on CPU, {counts['exact']} are exact, "
             f"{counts['exact after refresh']} exact after what is made of weights was refreshed in "
             f"place, "
             f"{counts['refused']} are refused by name and {counts['silently wrong']} are silently "
-            f"wrong. {counts['does not build']} do not build here.",
+            f"wrong. {counts['does not build']} of {len(results)} did not build here.",
             "",
             "SGLang loads a checkpoint A, ROSE writes a checkpoint B in place, and SGLang loads B into "
             "a second model.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -21,6 +21,21 @@ BITS = np.arange(1, 17, dtype=np.uint16)
 CHECKPOINT: dict[str, StoredTensor] = {NAME: ("BF16", (4, 4), BITS)}
 
 
+def _out(table: torch.Tensor, made: torch.Tensor) -> None:
+    torch.add(made, 1, out=table)
+
+
+def _foreach(table: torch.Tensor, made: torch.Tensor) -> None:
+    torch._foreach_copy_([table], [made])
+
+
+WRITERS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "through data": torch.Tensor.copy_,
+    "out": _out,
+    "foreach": _foreach,
+}
+
+
 class Latent(torch.nn.Module):
     """A model whose loader absorbs a projection, as MLA's does."""
 
@@ -29,7 +44,7 @@ class Latent(torch.nn.Module):
         self.kind = kind
         self.kv_b_proj = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
         self.w_kc: torch.Tensor | None = None
-        self.table = torch.ones(4)
+        self.table = torch.ones(4, dtype=torch.bfloat16)
         self.register_buffer("scales", torch.ones(4))
         self.absorbed: list[torch.Tensor] = []
         self.method = SimpleNamespace(packed={})
@@ -42,8 +57,7 @@ class Latent(torch.nn.Module):
         made = self.kv_b_proj.weight.detach().t().contiguous()
         if self.kind == "writes":
             self.table.add_(1)
-        if self.kind == "through data":
-            self.table.data.copy_(made[0])
+        WRITERS.get(self.kind, lambda *_: None)(self.table.data, made[0])
         if self.kind == "buffer":
             self.scales.copy_(made[0])  # type: ignore[operator]
         if self.kind == "list":
@@ -65,6 +79,10 @@ class Latent(torch.nn.Module):
                 thread = threading.Thread(target=parameters[name].data.copy_, args=(given,))
                 thread.start()
                 thread.join()
+            elif self.kind == "into out":
+                torch.mul(given, 2, out=parameters[name].data)
+            elif self.kind == "into foreach":
+                torch._foreach_copy_([parameters[name].data], [given])
             else:
                 parameters[name].data.copy_(given)
         if self.kind != "stays":
@@ -87,6 +105,8 @@ def test_a_model_without_such_tensors_is_laid_out() -> None:
         ("stays", "w_kc"),
         ("writes", "table"),
         ("through data", "table"),
+        ("out", "table"),
+        ("foreach", "table"),
         ("buffer", "scales"),
         ("list", "absorbed.0"),
         ("element", "absorbed.0"),
@@ -97,6 +117,15 @@ def test_a_model_without_such_tensors_is_laid_out() -> None:
 def test_what_a_loader_makes_from_weights_is_refused_by_its_path(kind: str, path: str) -> None:
     with pytest.raises(UnsupportedEngine, match=f"keeps '{path}', which its loader makes"):
         boxes(kind)
+
+
+@pytest.mark.parametrize("kind", ["into out", "into foreach"])
+def test_a_loader_that_computes_into_a_parameter_is_refused_and_leaves_it(kind: str) -> None:
+    model = Latent(kind)
+    before = model.kv_b_proj.weight.detach().clone()
+    with pytest.raises(UnsupportedEngine, match="loader computes 'kv_b_proj"):
+        derive(model, dict(model.named_parameters()), CHECKPOINT)
+    assert torch.equal(model.kv_b_proj.weight, before)
 
 
 @pytest.mark.parametrize("kind", ["rebinds", "list", "element", "object", "layer"])

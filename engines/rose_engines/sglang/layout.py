@@ -60,7 +60,7 @@ _FILLS = {
 # Copies that a loader makes of what it was given: the original is as good.
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}  # noqa: SLF001
 # Another text makes the files worthless that were written by weaker rules.
-_RULES = "derived tensors are refused wherever they hang"
+_RULES = "derived tensors are refused wherever they hang, whatever writes them"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -335,7 +335,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch sa
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        target = self._target(func, args)
+        target = self._target(func, args, kwargs or {})
         if target is None:
             copied = func in _COPIES and self._is_source(args[0]) and _same_type(args[0], kwargs)
             return args[0] if copied else func(*args, **(kwargs or {}))
@@ -345,16 +345,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch sa
             raise UnsupportedEngine(f"the engine's loader computes {target[0]!r} with {func}")
         return args[0]
 
-    def _target(self, func: Any, args: tuple[Any, ...]) -> tuple[str, torch.Tensor] | None:  # noqa: ANN401
+    def _target(
+        self,
+        func: Any,  # noqa: ANN401  # an operator of torch
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[str, torch.Tensor] | None:
         """The parameter that this operator writes to."""
-        written = [
-            value
-            for value, argument in zip(args, func._schema.arguments, strict=False)  # noqa: SLF001
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        self.written |= self._watched & {
-            _address(tensor) for tensor in written if isinstance(tensor, torch.Tensor)
-        }
+        written: list[torch.Tensor] = []
+        for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            # ``out=`` comes by name, and ``_foreach_copy_`` writes to a list.
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            several = value if isinstance(value, list | tuple) else (value,)
+            written += [one for one in several if isinstance(one, torch.Tensor)]
+        self.written |= self._watched & {_address(tensor) for tensor in written}
         for tensor in written:
             for name, parameter in self._targets.get(_address(tensor), ()):
                 first = tensor.storage_offset() - parameter.storage_offset()
