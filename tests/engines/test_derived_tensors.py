@@ -57,7 +57,8 @@ class Latent(torch.nn.Module):
         made = self.kv_b_proj.weight.detach().t().contiguous()
         if self.kind == "writes":
             self.table.add_(1)
-        WRITERS.get(self.kind, lambda *_: None)(self.table.data, made[0])
+        if write := WRITERS.get(self.kind):
+            write(self.table.data, made[0])
         if self.kind == "buffer":
             self.scales.copy_(made[0])  # type: ignore[operator]
         if self.kind == "list":
