@@ -44,7 +44,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         trajectory: its session key; asking again under it gives the same result.
         function: by the platform's name.
         answer, expected: what the function compares, any JSON.
-        task: which verifications take about as long as each other.
+        task: which verifications take about as long as each other; empty = unknown.
         group, members: its group and how many trajectories that has; 0 = unknown.
         data: more that the function is given.
         deadline_seconds: from now; earlier ones go first.
@@ -76,6 +76,11 @@ class _Waiting:
     key: tuple[str, str]
     reward: Reward
     deadline: float | None
+
+    @property
+    def task(self) -> str:
+        """Its team's task: what one team sends must not draw a limit for another."""
+        return f"{self.key[0]}/{self.reward.task}" if self.reward.task else ""
 
 
 @dataclass
@@ -130,7 +135,9 @@ class Gateway:
         """
         self._check(reward, team)
         key = (team, reward.trajectory)
-        digest = hashlib.sha256(msgspec.json.encode(reward)).digest()
+        # Who asks again has less time left.
+        same = msgspec.structs.replace(reward, deadline_seconds=None)
+        digest = hashlib.sha256(msgspec.json.encode(same)).digest()
         known = self._known.get(key)
         if known is not None and known.digest != digest:
             message = f"trajectory {reward.trajectory!r} was sent before with another content"
@@ -197,7 +204,7 @@ class Gateway:
     async def _run(self, one: _Waiting) -> None:
         function = self.functions[one.reward.function]
         try:
-            result = await self._result(function, one.reward)
+            result = await self._result(function, one)
         except Exception as error:  # noqa: BLE001  # a caller waits: it is told, and not left alone
             result = Lost(f"Failed: {type(error).__name__}: {error}")
         finally:
@@ -221,30 +228,28 @@ class Gateway:
             metrics.SECONDS.labels(name).observe(result.seconds)
             if result.correct:
                 metrics.CORRECT.labels(name).inc()
-                self.limits.learn(name, one.reward.task, result.seconds)
+                self.limits.learn(name, one.task, result.seconds)
         known.result.set_result(result)
         metrics.QUEUE.set(self.queue - 1)  # this one's task ends after it
 
-    async def _result(self, function: RewardFunction, reward: Reward) -> Result:
+    async def _result(self, function: RewardFunction, one: _Waiting) -> Result:
+        reward = one.reward
         if function.judge is not None:
             return await self._judged(function, reward)
         body = msgspec.json.encode(
             {word: getattr(reward, word) for word in ("answer", "expected", "task", "data")}
         )
-        seconds = self.limits.limit(reward.function, reward.task, function.seconds)
+        seconds = self.limits.limit(reward.function, one.task, function.seconds)
         said = "it was not tried"
         for attempt in range(function.tries):
-            began = self.clock()
             try:
-                found = await self.pool.verify(reward.function, body, seconds)
+                found, took = await self.pool.verify(reward.function, body, seconds)
             except TimeoutError:
-                took = self.clock() - began
-                self._times.append(took)
-                return Masked(f"TimedOut: no verdict after {seconds:.3g} s", took)
+                self._times.append(seconds)
+                return Masked(f"TimedOut: no verdict after {seconds:.3g} s", seconds)
             except (WorkerEnded, OSError) as error:
                 said = f"{error} (tried {attempt + 1} times)"
                 continue
-            took = self.clock() - began
             self._times.append(took)
             return result_of(found, function.correct_from, took)
         return Lost(f"WorkerEnded: {said}")

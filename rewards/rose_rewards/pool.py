@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,11 +180,11 @@ class WorkerPool:
     _idle: list[tuple[str, Worker]] = field(default_factory=list)
     _busy: int = 0
 
-    async def verify(self, name: str, body: bytes, seconds: float) -> object:
+    async def verify(self, name: str, body: bytes, seconds: float) -> tuple[object, float]:
         """Run one verification; whoever calls it sees to it that no more than may run do.
 
         Returns:
-            What the function said.
+            What the function said, and its seconds; the start of a worker is not among them.
 
         Raises:
             WorkerEnded: the worker died or failed; the text says how.
@@ -192,6 +193,7 @@ class WorkerPool:
         self._busy += 1
         try:
             worker = await self._take(name)
+            began = time.monotonic()
             try:
                 async with asyncio.timeout(seconds):
                     said = await worker.ask(body)
@@ -199,13 +201,14 @@ class WorkerPool:
                 metrics.ENDED.labels(name).inc()
                 await worker.end()
                 raise
+            took = time.monotonic() - began
             self._idle.append((name, worker))
         finally:
             self._busy -= 1
         if "failed" in said:
             message = str(said["failed"])
             raise WorkerEnded(message)
-        return said.get("said")
+        return said.get("said"), took
 
     async def _take(self, name: str) -> Worker:
         for place, (of, worker) in enumerate(self._idle):

@@ -29,7 +29,7 @@ class TimeLimits:
 
         Args:
             function: that verifies.
-            task: whose answer it is.
+            task: whose answer it is; empty = unknown, and nothing is known of how long it takes.
             most: the function's own limit; holds while too little is known, and above all.
         """
         seen = self._seen.get((function, task))
@@ -38,7 +38,9 @@ class TimeLimits:
         return min(most, max(_FLOOR_SECONDS, _ROOM * max(seen)))
 
     def learn(self, function: str, task: str, seconds: float) -> None:
-        """A correct answer took so long to be verified."""
+        """A correct answer took so long to be verified; without a task it tells of no other."""
+        if not task:
+            return
         key = (function, task)
         self._seen.setdefault(key, deque(maxlen=_REMEMBERED)).append(seconds)
         self._seen.move_to_end(key)

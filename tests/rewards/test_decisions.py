@@ -70,6 +70,13 @@ def test_a_limit_is_learned_from_correct_answers_of_the_same_task_alone() -> Non
     assert limits.limit("f", "short", 60.0) == 1.0
 
 
+def test_answers_of_no_task_draw_no_limit() -> None:
+    limits = TimeLimits()
+    for _ in range(LEAST):
+        limits.learn("f", "", 0.001)
+    assert limits.limit("f", "", 60.0) == 60.0
+
+
 def test_the_member_that_completes_a_group_goes_first() -> None:
     early = WaitingReward(1, left=7)
     last = WaitingReward(3, left=1)

@@ -23,6 +23,7 @@ from aiohttp import web
 
 from rose_cli.main import main as rose
 from rose_core import rights
+from rose_core.rewards.limits import LEAST
 from rose_core.rewards.results import Scored
 from rose_core.rights import Listener
 from rose_rewards import functions, pool
@@ -200,9 +201,26 @@ async def test_a_trajectory_has_one_result_however_often_it_is_asked(folder: Pat
         answers = await asyncio.gather(*(rewards.ask(function="sleep", data=0.2) for _ in range(5)))
         assert len({str(said) for _, said in answers}) == 1
         assert (await rewards.ask(function="sleep", data=0.2)) == answers[0]
+        assert (await rewards.ask(function="sleep", data=0.2, deadline_seconds=1.0)) == answers[0]
         status, said = await rewards.ask(function="sleep", data=0.3)
         assert status == 400
         assert "sent before with another content" in said["message"]
+
+
+async def test_answers_of_one_team_draw_no_limit_for_another(folder: Path) -> None:
+    tokens = folder / "tokens"
+    tokens.write_text("a word-a\nb word-b\n")
+    listed = {"sleep": own(folder, "sleep", seconds=30)}
+    async with serving(folder, listed, token_file=tokens) as rewards:
+
+        async def ask(team: str, number: int, seconds: float) -> str:
+            fields = {"trajectory": f"t{number}", "data": seconds, "task": "one"}
+            _, said = await rewards.ask(f"word-{team}", function="sleep", **fields)
+            return str(said["outcome"])
+
+        assert {await ask("a", number, 0) for number in range(LEAST)} == {"scored"}
+        assert await ask("a", LEAST, 3) == "masked"
+        assert await ask("b", 0, 3) == "scored"
 
 
 async def test_failures_have_names_and_none_is_a_zero(folder: Path) -> None:
