@@ -23,7 +23,7 @@ import pytest
 from rose_core.rollouts.admission import QueueLimits
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.wire.routing import EngineKind
-from rose_router.errors import Conflict
+from rose_router.errors import BadRequest
 from rose_router.turns.turn import Turn, TurnState
 from tests.router.world import SimEngine, V, World, greedy, judge, judge_whole, over, world
 
@@ -117,7 +117,7 @@ async def caller(w: World, chance: random.Random, number: int) -> tuple[str, Tur
         await asyncio.sleep(chance.uniform(0, 1))
         assert w.ask(most, prompt=prompt, session=session, **request) is turn
         if not turn.is_over:
-            with pytest.raises(Conflict):
+            with pytest.raises(BadRequest):
                 w.ask(most + 1, prompt=prompt, **request)
         w.service.leave(turn)
     elif manner != "waits":
