@@ -17,7 +17,7 @@ from rose_agent.weightsync.decide import DENSE_AFTER, Engine
 from rose_agent.weightsync.follower import Follower, Options
 from rose_agent.weightsync.plugin import Gate, Plugin
 from rose_core.delta import Builder, Manifest, TensorSpec, table
-from rose_core.identity import WeightVersion
+from rose_core.identity import BASE_LABEL, FROZEN_RUN, WeightVersion
 from rose_core.wire.sync import WeightSource
 from rose_engines.errors import CommitRefused
 from rose_engines.rundir import SlotDir, WeightsFile
@@ -26,6 +26,7 @@ from rose_weights.messages import Description, VersionInfo
 from rose_weights.receive.client import WeightsClient
 
 HEAD = WeightVersion("run", 1, 5)
+FOLLOWING = WeightSource("x:1", "run")
 
 
 def manifest_of(digest: str) -> Manifest:
@@ -115,14 +116,16 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
+async def follower(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: WeightSource = FOLLOWING,
+) -> AsyncIterator[Stage]:
     slot = SlotDir(tmp_path / "s").create()
     plugin, store = ScriptedPlugin(Gate(slot.permit)), ScriptedStore()
     written: list[WeightsFile] = []
     loop = asyncio.get_running_loop()
-    made = Follower(
-        slot, WeightSource("x:1", "run"), 7, Options(attest_every_seconds=60.0, clock=loop.time)
-    )
+    made = Follower(slot, source, 7, Options(attest_every_seconds=60.0, clock=loop.time))
     monkeypatch.setattr(made, "_plugin", cast("Plugin", plugin))
     monkeypatch.setattr(
         "rose_agent.weightsync.follower.WeightsClient",
@@ -157,6 +160,24 @@ async def test_weights_that_rot_are_quarantined_and_filled_again(
         assert here.store.pulls == [""]
         assert here.written[-1].version == str(HEAD)
         assert here.written[-1].error == ""
+
+
+@pytest.mark.looptime
+async def test_frozen_weights_that_rot_are_broken_for_no_store_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = WeightSource("", FROZEN_RUN)
+    async with follower(tmp_path, monkeypatch, frozen) as here:
+        right, rotten = "a" * 32, "b" * 32
+        here.plugin.engine = Engine(BASE_LABEL, right)
+        here.plugin.recomputed = right
+        await here.until(lambda: bool(here.written) and here.written[-1].attested)
+        here.plugin.recomputed = rotten
+        async with asyncio.timeout(600):
+            await here.until(lambda: here.written[-1].broken)
+        assert (here.written[-1].version, here.written[-1].attested) == ("", False)
+        assert f"have digest {rotten}" in here.written[-1].error
+        assert not any(file.version.endswith("b") for file in here.written)
 
 
 @pytest.mark.looptime

@@ -428,7 +428,7 @@ class Follower:
             error=error or self._progress.error or self._heads.error,
             history=self._history,
             engine_started_ns=self._started_ns,
-            broken=engine is not None and engine.broken,
+            broken=engine is not None and (engine.broken or self._beyond_repair(engine)),
             fetched_bytes=self._fetched,
         )
         if content == self._written:
@@ -440,6 +440,14 @@ class Follower:
             _log.warning("%s: cannot write weights.json: %s", self._slot.uid, problem)
             return
         self._written = content
+
+    def _beyond_repair(self, engine: Engine) -> bool:
+        """Whether its own checkpoint is wrong in memory: only a start brings that back.
+
+        Nobody has published it. And a weight-sync that starts anew would attest what is there now.
+        """
+        own = engine.label == BASE_LABEL and self._heads.none_published
+        return own and self._progress.quarantined
 
     def _known(self, engine: Engine | None) -> WeightsFile:
         """Version, digest and whether they are attested, of what is live."""
