@@ -108,6 +108,7 @@ class Gateway:
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _verifying: int = 0
     _arrivals: int = 0
+    _closed: bool = False
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_TIMES))
 
     @property
@@ -131,7 +132,7 @@ class Gateway:
         Raises:
             BadReward: there is no such function for this team, or the trajectory was asked with
                 another body.
-            Busy: too many wait.
+            Busy: too many wait, or it is closed.
         """
         self._check(reward, team)
         key = (team, reward.trajectory)
@@ -158,6 +159,9 @@ class Gateway:
             raise BadReward(message)
 
     def _admit(self, key: tuple[str, str], reward: Reward, digest: bytes) -> _Known:
+        if self._closed:
+            message = "this gateway is stopping"
+            raise Busy(message)
         if self.queue - self._verifying >= self.queue_limit:
             message = f"{self.queue_limit} rewards wait already"
             raise Busy(message)
@@ -268,6 +272,7 @@ class Gateway:
 
     async def close(self) -> None:
         """End what runs; who waits for it gets no result, and asks the next gateway."""
+        self._closed = True  # the port is open a little longer, and its callers ask again
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

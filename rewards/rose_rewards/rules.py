@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -30,9 +31,12 @@ def number(reward: Mapping[str, Any]) -> float | None:
     """1 when the last number of the answer is the expected one; no verdict without an expected."""
     expected = _last(str(reward["expected"]))
     found = _last(str(reward["answer"]))
-    if expected is None:
+    if expected is None or not isfinite(expected):
         return None
-    return float(found is not None and abs(found - expected) <= 1e-6 * max(1.0, abs(expected)))
+    if found is None or (found.is_integer() and expected.is_integer()):
+        return float(found == expected)
+    # Of fractions alone: among millions the next whole number is as near.
+    return float(abs(found - expected) <= 1e-6 * max(1.0, abs(expected)))
 
 
 def _last(text: str) -> float | None:

@@ -179,6 +179,8 @@ async def test_rules_judge_answers(folder: Path) -> None:
         ("contains", "it is 42.", "42", 1.0),
         ("number", "So 6 * 7 = 1,042.0", "1042", 1.0),
         ("number", "none", "42", 0.0),
+        ("number", "2500001", "2500000", 0.0),
+        ("number", "0.3333333", "0.33333333", 1.0),
         ("math", r"the answer is $\frac{2}{4}$", r"$\frac{1}{2}$", 1.0),
         ("math", r"$\frac{2}{3}$", r"$\frac{1}{2}$", 0.0),
     ]
@@ -190,6 +192,8 @@ async def test_rules_judge_answers(folder: Path) -> None:
             assert (status, said["outcome"], said.get("reward")) == (200, "scored", reward), said
             assert said["correct"] == (reward == 1.0)
         _, said = await rewards.ask(function="number", answer="1", expected="none")
+        assert said["outcome"] == "masked"
+        _, said = await rewards.ask(function="number", trajectory="n", answer="1", expected="1e999")
         assert said["outcome"] == "masked"
         for name in rules:
             _, said = await rewards.ask(function=name, trajectory=name, answer="None")
@@ -205,6 +209,13 @@ async def test_a_trajectory_has_one_result_however_often_it_is_asked(folder: Pat
         status, said = await rewards.ask(function="sleep", data=0.3)
         assert status == 400
         assert "sent before with another content" in said["message"]
+
+
+async def test_a_gateway_that_stops_starts_no_worker(folder: Path) -> None:
+    async with serving(folder, {"exact": {"rule": "exact"}}) as rewards:
+        await rewards.gateway.close()
+        assert (await rewards.ask(function="exact", expected="1"))[0] == 429
+        assert rewards.gateway.queue == 0
 
 
 async def test_answers_of_one_team_draw_no_limit_for_another(folder: Path) -> None:
