@@ -44,7 +44,9 @@ QUIET = {
     "ROSE / Harvested capacity: Moves",
     "ROSE / Harvested capacity: Requests refused by routers",
     "ROSE / Operator and agents: Links to routers",
+    "ROSE / Serving guard: Made slow by lending, at most",
     "ROSE / Serving guard: Missed by the tap",
+    "ROSE / Serving guard: Promised requests",
 }
 
 
