@@ -98,7 +98,7 @@ class Worker:
                 },
                 start_new_session=True,
             )
-        except BaseException:
+        except BaseException:  # also when cancelled: nobody else knows the folder
             shutil.rmtree(folder, ignore_errors=True)
             raise
         process = asyncio.subprocess.Process(transport, protocol, loop)
@@ -118,7 +118,7 @@ class Worker:
             # No verification has run: it is no verdict, and may be tried again.
             message = f"{function.entry} was not imported within {_START_SECONDS:g} s"
             raise WorkerEnded(message) from error
-        except BaseException:
+        except BaseException:  # also when cancelled: nobody else knows the process
             await made.end()
             raise
         if "failed" in said:
@@ -197,7 +197,7 @@ class WorkerPool:
             try:
                 async with asyncio.timeout(seconds):
                     said = await worker.ask(body)
-            except BaseException:
+            except BaseException:  # also when cancelled: what it computes is another's answer
                 metrics.ENDED.labels(name).inc()
                 await worker.end()
                 raise

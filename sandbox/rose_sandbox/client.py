@@ -297,7 +297,7 @@ class Sandbox:
                     environment=self._environment,
                     folder=self._folder,
                 )
-            except BaseException:
+            except BaseException:  # also when cancelled: ``__aexit__`` will not run
                 await self._leave()
                 raise
         return self

@@ -152,7 +152,7 @@ async def test_a_host_that_was_killed_in_a_checkpoint_leaves_nothing_of_it(
 ) -> None:
     """Its cut was taken for the next one, with old files, and its sandbox stood still for ever."""
     box = await runc.create(SandboxSpec("box"))
-    await said(runc, box, "echo old > /root/x")
+    await said(runc, box, "echo old > /home/x")
     program = f"""
 import asyncio, os, signal
 from pathlib import Path
@@ -171,11 +171,11 @@ asyncio.run(runtime.checkpoint(Handle("box"), Kind.FILES, Path({str(tmp_path)!r}
     assert await killed.wait() == -signal.SIGKILL
 
     later = RuncRuntime(tmp_path / "host", runc.parts)
-    await said(later, box, "echo new > /root/x")
+    await said(later, box, "echo new > /home/x")
     parts = await later.checkpoint(box, Kind.FILES, tmp_path)
     await later.end(box)
     box = await later.restore(parts, parts.spec)
-    assert await said(later, box, "cat /root/x") == "new\n"
+    assert await said(later, box, "cat /home/x") == "new\n"
 
 
 def left_on_the_machine(word: str) -> list[str]:
@@ -195,7 +195,7 @@ async def test_mounts_lie_apart_from_the_folder_of_state_and_end_with_the_runtim
     await runc.close()
     assert left_on_the_machine(runc.group) == mounted != []  # its sandbox lives on
     later = RuncRuntime(tmp_path / "host", runc.parts)
-    await said(later, box, "echo on > /root/x")
+    await said(later, box, "echo on > /home/x")
     await later.end(box)
     await later.close()
     assert left_on_the_machine(runc.group) == []

@@ -58,8 +58,7 @@ class Tokenizer:
         self.most_text = sys.maxsize
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files[TOKENIZER])
-        except BaseException as error:
-            # The library raises nothing narrower, and its panics are no ``Exception``.
+        except BaseException as error:  # the library's panics are no ``Exception``
             if isinstance(error, KeyboardInterrupt):
                 raise
             said = str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")

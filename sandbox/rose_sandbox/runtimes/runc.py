@@ -258,7 +258,7 @@ class RuncRuntime:
         try:
             await self._raise(record, parts, cut)
             self._keep(record)
-        except BaseException:
+        except BaseException:  # also when cancelled: half a sandbox would keep its key
             await self._remove(spec.key)
             raise
         return Handle(spec.key, record.incarnation)
@@ -594,7 +594,7 @@ class RuncRuntime:
             if kind.has_processes:
                 await self._pack_images(handle.key, into / PROCESSES)
                 processes = _part(into / PROCESSES)
-        except BaseException:
+        except BaseException:  # also when cancelled: half a checkpoint is none
             for name in (FILES, PROCESSES):
                 (into / name).unlink(missing_ok=True)
             raise
@@ -696,7 +696,7 @@ class RuncRuntime:
         running = _Record(record.spec, record.incarnation + 1)
         try:
             await self._raise(running, record.suspended, None)
-        except BaseException:
+        except BaseException:  # also when cancelled: it stays suspended, whole
             await self._stop(handle.key)
             await self._volume.remove(handle.key)
             raise
