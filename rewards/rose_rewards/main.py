@@ -15,7 +15,6 @@ import hmac
 import ipaddress
 import logging
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -31,6 +30,7 @@ from rose_rewards.errors import BadFunctions, BadReward, Busy
 from rose_rewards.gateway import Gateway, Reward
 from rose_rewards.pool import WorkerPool, users
 from rose_wire import flags, observability
+from rose_wire.daemon import listen, stop_signal
 
 LOG = logging.getLogger(__name__)
 _RETRY_AFTER = {"Retry-After": "1"}
@@ -133,9 +133,7 @@ async def running(
         runner = web.AppRunner(application(gateway, teams, target), access_log=None)
         await runner.setup()
         try:
-            host, _, port = address.rpartition(":")
-            await web.TCPSite(runner, host.strip("[]"), int(port)).start()
-            yield gateway, int(runner.addresses[0][1])
+            yield gateway, await listen(runner, address)
         finally:
             await gateway.close()
             await runner.cleanup()
@@ -188,9 +186,7 @@ def _closed(given: argparse.Namespace) -> None:
 
 
 async def _serve(given: argparse.Namespace) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_signal()
     async with running(
         given.functions,
         address=given.address,

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from rose_router.turns.barrier import Barrier, HttpIngest
 from rose_router.turns.demand import DemandFeed
 from rose_router.turns.service import Service
 from rose_wire import tls
+from rose_wire.daemon import stop_signal
 from rose_wire.errors import Unavailable
 from rose_wire.flags import complaint
 from rose_wire.rpc import Server
@@ -203,10 +203,7 @@ async def serve(given: argparse.Namespace) -> int:
     Raises:
         LoopEnded: the router could not go on; whoever started it starts it again.
     """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_signal()
     spare_collections()
     async with contextlib.AsyncExitStack() as until:
         stopped = asyncio.create_task(stop.wait())

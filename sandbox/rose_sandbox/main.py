@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,6 +30,7 @@ from rose_weights.errors import WeightsError
 from rose_weights.store.open_store import open_store
 from rose_weights.store.records import Records
 from rose_wire import flags
+from rose_wire.daemon import listen, stop_signal
 
 LOG = logging.getLogger(__name__)
 
@@ -94,9 +94,7 @@ async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        name, _, port = given.address.rpartition(":")
-        await web.TCPSite(runner, name.strip("[]"), int(port)).start()
-        yield int(runner.addresses[0][1])
+        yield await listen(runner, given.address)
     finally:
         await runner.cleanup()
         await host.close()
@@ -124,9 +122,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 async def _serve(given: argparse.Namespace) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_signal()
     async with serving(given) as port:
         LOG.info("on port %d", port)
         await stop.wait()

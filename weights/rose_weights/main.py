@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import signal
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -26,6 +25,7 @@ from rose_weights.store.blocks import Blocks
 from rose_weights.store.open_store import open_store
 from rose_weights.store.retention import WINDOW
 from rose_wire import faults, flags, memory, observability, rpc, tls
+from rose_wire.daemon import stop_signal
 from rose_wire.errors import WireError
 from rose_wire.rpc import Server
 
@@ -213,10 +213,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     server = Server(identify=identify, credentials=credentials)
     bind = _bind_relay if arguments.verb == "relay" else _bind
     close = bind(server, arguments, access)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_signal()
     async with contextlib.AsyncExitStack() as undo:
         undo.push_async_callback(close)
         undo.push_async_callback(server.stop)

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from rose_core.devices.capabilities import Capability
 from rose_core.wire.host import EngineState
 from rose_engines.rundir import RunDir
 from rose_wire import flags, observability
+from rose_wire.daemon import stop_signal
 from rose_wire.errors import WireError
 from rose_wire.observability import probe
 from rose_wire.rpc import Server
@@ -200,11 +200,9 @@ async def serve(
     Returns:
         Exit code.
     """
-    stop = asyncio.Event()
+    stop = stop_signal()
     if helper is not None:
         asyncio.get_running_loop().add_reader(helper.pidfd, _alone, freezer)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     running = await _unless(stop, start(arguments, freezer, helper))
     if running is None:
         _log.info("told to end while starting: no engine was started")

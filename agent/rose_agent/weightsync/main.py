@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import WeightSource
 from rose_engines.rundir import EngineFile, RunDir, SlotDir, read_json
 from rose_wire import faults, flags, observability
+from rose_wire.daemon import stop_signal
 
 _log = logging.getLogger(__name__)
 _SCAN_SECONDS = 0.5
@@ -128,9 +128,7 @@ async def serve(arguments: argparse.Namespace) -> int:
         probe_limit=arguments.probe_limit,
     )
     followers = Followers(RunDir(arguments.rundir).create(), options)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_signal()
     pages, port = await observability.serve(
         REGISTRY,
         host="0.0.0.0",  # noqa: S104  # the kubelet probes by the node's address

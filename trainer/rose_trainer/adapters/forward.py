@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import ipaddress
 import logging
-import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -27,6 +26,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from rose_wire import flags
+from rose_wire.daemon import listen, stop_signal
 
 LOG = logging.getLogger(__name__)
 
@@ -106,9 +106,7 @@ async def forwarding(url: str, token_file: Path, address: str) -> AsyncIterator[
         )
         await runner.setup()
         try:
-            host, _, port = address.rpartition(":")
-            await web.TCPSite(runner, host.strip("[]"), int(port)).start()
-            yield int(runner.addresses[0][1])
+            yield await listen(runner, address)
         finally:
             await runner.cleanup()
 
@@ -147,9 +145,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 async def _serve(given: argparse.Namespace) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_signal()
     flags.token(given.token_file)
     async with forwarding(given.url, given.token_file, given.address) as port:
         sys.stdout.write(f"rose forward: port {port} is {given.url}\n")

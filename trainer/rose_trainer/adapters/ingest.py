@@ -23,7 +23,6 @@ import hmac
 import json
 import logging
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -41,6 +40,7 @@ from rose_trainer.errors import BadState, NotPublished, PublishFailed
 from rose_trainer.publisher import Publisher
 from rose_weights.errors import Damaged
 from rose_weights.send.deltadirs import INDEX, DeltaDir
+from rose_wire.daemon import listen, stop_signal
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.flags import above_zero, amount, complaint, listener, run, target, token
 
@@ -334,15 +334,11 @@ async def serve(
         address: ``host:port``.
         ready: told the port.
     """
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_signal()
     runner = web.AppRunner(service.application(), access_log=None)
     await runner.setup()
-    host, port = address.rsplit(":", 1)
     try:
-        await web.TCPSite(runner, host.strip("[]"), int(port)).start()
-        ready(runner.addresses[0][1])
+        ready(await listen(runner, address))
         await stop.wait()
     finally:
         await runner.cleanup()
