@@ -3,6 +3,9 @@
 It listens inside the sandbox's network and dials from the host's, so a sandbox has no network of
 its own. Only the hosts that were allowed are dialled, and every request is told before it is sent.
 
+A pattern is never enough for the node itself, its loopback or its link (where clouds serve a
+machine's credentials), whatever a name resolves to: such an address must be allowed literally.
+
 | bound | |
 |---|---|
 | requests at the same time | 16 |
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import ipaddress
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -95,6 +99,24 @@ class Egress:
             self._running.discard(task)
             writer.close()
 
+    async def _reachable(self, host: str, port: int) -> list[str]:
+        """The addresses of a host that was allowed.
+
+        Raises:
+            _NearError: one is the node's or its link's, and was not allowed literally.
+            OSError: the name is not known.
+        """
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        for one in addresses:
+            if one not in self._allowed and is_near(one):
+                raise _NearError(
+                    f"host {host!r} is {one}, the node's own or its link's; start the host with "
+                    f"--egress {one} if sandboxes ought to reach it"
+                )
+        return addresses
+
     async def _answer(  # noqa: C901, PLR0911 - each refusal is one line
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -122,6 +144,10 @@ class Egress:
             return await _say(
                 writer, 403, f"host {host!r} is not allowed; start the host with --egress for it"
             )
+        try:
+            addresses = await self._reachable(host, port)
+        except _NearError as error:
+            return await _say(writer, 403, str(error))
         if "transfer-encoding" in fields:
             return await _say(writer, 411, "send a Content-Length")
         length = int(fields.get("content-length", "0"))
@@ -132,7 +158,7 @@ class Egress:
             await self._tell(Effect(0, method, shown, keyed="idempotency-key" in fields))
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing unrecorded goes out
             return await _say(writer, 503, f"the effect cannot be recorded: {error}")
-        there, out = await asyncio.open_connection(host, port)
+        there, out = await _dialled(addresses, port)
         try:
             if method == "CONNECT":
                 writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -152,6 +178,39 @@ class Egress:
         finally:
             out.close()
         return None
+
+
+class _NearError(Exception):
+    """A name that leads to the node itself, or to its link."""
+
+
+async def _dialled(
+    addresses: Sequence[str], port: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to the first address that answers; the name is not resolved a second time."""
+    for address in addresses[:-1]:
+        with suppress(OSError):
+            return await asyncio.open_connection(address, port)
+    return await asyncio.open_connection(addresses[-1], port)
+
+
+def is_near(address: str) -> bool:
+    """Whether an address is the node's own, of its loopback or link, or of nobody in particular."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        # Whatever way an IPv4 address is written in, it is that address which is dialled.
+        inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
+        if inner is not None and is_near(str(inner)):
+            return True
+    if found.is_loopback or found.is_link_local or found.is_multicast or found.is_unspecified:
+        return True
+    family = socket.AF_INET if found.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((str(found), 0))  # the kernel lets only its own addresses be bound
+        except OSError:
+            return False
+    return True
 
 
 def _of_the_hop(line: str) -> bool:

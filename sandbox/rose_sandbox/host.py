@@ -9,7 +9,8 @@ What a turn's record needs is decided in ``rose_core.sandboxes``; this carries i
 | reply released | - |
 
 Only one boundary of a sandbox runs at a time; those of different sandboxes are ordered by their
-expected reply. A host that is fenced ends its sandbox and says ``Fenced``.
+expected reply. A host that is fenced ends its sandbox and says ``Fenced``; it asks the store every
+``RENEW_SECONDS``, so that an agent that has a while to compute does not act beside its successor.
 Next step: ``http`` offers it to callers elsewhere.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import shutil
 import socket
 import tempfile
@@ -65,12 +67,17 @@ from rose_weights.store.records import (
     digest_of,
 )
 
+LOG = logging.getLogger(__name__)
+
 CHECKPOINTS = 2
 """At the same time: each is mostly one processor's work, and agents run beside them."""
 COMMAND_SECONDS = 600.0
 """A command's limit where the caller gives none: the longest build in the recorded traces."""
 MOST_CHILDREN = 64
 """Of one fork: the largest group that trainers' recipes use."""
+RENEW_SECONDS = 5.0
+"""How often a host asks whether its sessions are still its own: one small read for each."""
+_MOST_FENCED = 1024
 _LOOK_SECONDS = 0.1
 """How often deferred checkpoints look at serving again: a burst's shortest pause."""
 _MEMORY_SHORT = 0.15
@@ -150,6 +157,7 @@ class Host:
         egress: hosts (shell patterns) that sandboxes may reach through the proxy; none: no network.
         traffic: what else happens on the machine.
         clock: monotonic seconds.
+        renew_seconds: how often the host asks whether its sessions are still its own.
     """
 
     def __init__(
@@ -163,6 +171,7 @@ class Host:
         egress: Sequence[str] = (),
         traffic: Callable[[], Traffic] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        renew_seconds: float = RENEW_SECONDS,
     ) -> None:
         self._runtime, self._inspector, self._records = runtime, inspector, records
         self._owner, self._scratch, self._allowed = owner, scratch, tuple(egress)
@@ -172,6 +181,9 @@ class Host:
         self._waiting: dict[str, tuple[Request, asyncio.Event]] = {}
         self._running = 0
         self._pumping: asyncio.Task[None] | None = None
+        self._renew_seconds = renew_seconds
+        self._renewing: asyncio.Task[None] | None = None
+        self._fenced: dict[str, str] = {}
         scratch.mkdir(parents=True, exist_ok=True)
 
     # -- sandboxes ---------------------------------------------------------------------------
@@ -465,10 +477,11 @@ class Host:
             await self._settle(box)
             if box.egress is not None:
                 await box.egress.close()
-        if self._pumping is not None:
-            self._pumping.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._pumping
+        for task in (self._pumping, self._renewing):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
         await self._inspector.close()
         await self._runtime.close()
 
@@ -488,10 +501,36 @@ class Host:
     async def _ended_if_fenced(self, session: str, box: _Box) -> AsyncIterator[None]:
         try:
             yield
-        except Fenced:
-            self._boxes.pop(session, None)
-            await self._close(box)
+        except Fenced as error:
+            await self._lose(session, box, error)
             raise
+
+    async def _lose(self, session: str, box: _Box, error: Fenced) -> None:
+        """Another host has the session: what runs here belongs to nobody."""
+        if self._boxes.get(session) is box:
+            del self._boxes[session]
+            self._fenced[session] = str(error)
+            if len(self._fenced) > _MOST_FENCED:
+                del self._fenced[next(iter(self._fenced))]
+            await self._close(box)
+
+    async def renew(self) -> None:
+        """End the sandboxes whose sessions another host has taken over."""
+        for session, box in tuple(self._boxes.items()):
+            try:
+                await asyncio.to_thread(self._records.check, box.owned)
+            except Fenced as error:
+                LOG.warning("session %s: %s", session, error)
+                await self._settle(box)
+                await self._lose(session, box, error)
+            except WeightsError as error:
+                # A store that is away takes no record either, of this host or of another one.
+                LOG.warning("session %s: whose it is cannot be asked: %s", session, error)
+
+    async def _renew_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._renew_seconds)
+            await self.renew()
 
     async def _decided(self, box: _Box) -> None:
         facts = await self._runtime.facts(box.handle)
@@ -646,6 +685,9 @@ class Host:
 
     async def _begin(self, session: str, box: _Box) -> None:
         self._boxes[session] = box
+        self._fenced.pop(session, None)
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew_for_ever())
         await self._attach(box)
 
     async def _attach(self, box: _Box) -> None:
@@ -694,6 +736,8 @@ class Host:
 
     def _box(self, session: str) -> _Box:
         box = self._boxes.get(session)
+        if box is None and session in self._fenced:
+            raise Fenced(self._fenced[session])
         if box is None:
             raise UnknownSandbox(f"session {session} has no sandbox here; create or restore it")
         return box

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rose_core.sandboxes.outside import Effect
-from rose_sandbox.egress import Egress
+from rose_sandbox.egress import Egress, is_near
 
 
 @dataclass
@@ -94,3 +94,37 @@ async def test_other_hosts_are_refused_by_name(way: Way) -> None:
     assert b"other.example" in answer
     assert b"--egress" in answer
     assert way.told == []
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "127.8.8.8", "localhost", "[::1]", "0.0.0.0", "[::ffff:127.0.0.1]"],
+)
+async def test_a_pattern_does_not_reach_the_node_itself(way: Way, host: str) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    proxy = listener.getsockname()[1]
+    told: list[Effect] = []
+
+    async def tell(effect: Effect) -> None:
+        told.append(effect)
+
+    egress = Egress(["*"], tell)
+    await egress.serve(listener)
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy)
+    url = f"http://{host}:{way.server}/"
+    writer.write(f"GET {url} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    answer = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    await egress.close()
+    assert answer.startswith(b"HTTP/1.1 403 ")
+    assert b"--egress" in answer
+    assert (way.sent, told) == ([], [])
+
+
+def test_near_is_the_loopback_the_link_and_what_this_machine_answers_to() -> None:
+    near = ["127.0.0.1", "::1", "169.254.169.254", "fe80::1%eth0", "0.0.0.0", "::", "224.0.0.1"]
+    assert [one for one in near if not is_near(one)] == []
+    assert is_near("::ffff:169.254.169.254")
+    assert is_near("2002:a9fe:a9fe::1")
+    assert not is_near("192.0.2.7")
+    assert not is_near("2001:db8::7")

@@ -14,15 +14,15 @@ import pytest
 
 from rose_core.sandboxes.outside import Effect, EffectsCrossed
 from rose_core.sandboxes.policy import Traffic, Wait
+from rose_dev.waiting import until
 from rose_sandbox.errors import (
     AlreadyThere,
     CannotCheckpoint,
     CommandDiffers,
     TokensDiffer,
-    UnknownSandbox,
     UnknownTurn,
 )
-from rose_sandbox.host import Host, key_of, tokens_digest
+from rose_sandbox.host import RENEW_SECONDS, Host, key_of, tokens_digest
 from rose_sandbox.inspector.inspector import Effects
 from rose_sandbox.runtimes.fake import FakeRuntime
 from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind
@@ -83,6 +83,7 @@ class World:
         self.inspector = Comparing(self.runtime, root / name / "looks")
         self.records = Records(Store(root / "store"), "grpo")
         self.traffic = Traffic()
+        self.renew_seconds = RENEW_SECONDS
         self.host = self.started()
 
     def started(self) -> Host:
@@ -93,6 +94,7 @@ class World:
             owner=self.name,
             scratch=self.root / self.name / "scratch",
             traffic=lambda: self.traffic,
+            renew_seconds=self.renew_seconds,
         )
 
     async def said(self, session: str, command: str, host: Host | None = None) -> str:
@@ -140,9 +142,46 @@ async def test_another_host_takes_a_session_over_and_the_first_one_is_fenced(
     await world.said("s", "echo stale > /home/a")
     with pytest.raises(Fenced, match="two's under fence"):
         await world.host.checkpoint("s", [1, 2, 3])
-    with pytest.raises(UnknownSandbox):
+    with pytest.raises(Fenced):
         await world.host.state("s")
     assert await world.runtime.sandboxes() == ()
+
+
+async def test_a_host_learns_that_it_is_fenced_before_its_next_boundary(
+    world: World, tmp_path: Path
+) -> None:
+    world.renew_seconds = 0.01
+    world.host = world.started()
+    await world.host.create("s")
+    await world.host.create("kept")
+    await world.host.checkpoint("s", [1, 2])
+    await World(tmp_path, "two").host.restore("s")
+    await until(lambda: world.host.sessions() == ("kept",))
+    with pytest.raises(Fenced, match="two's under fence"):
+        await world.host.exec("s", "echo stale > /home/a", 5)
+    await until_one(world.runtime)
+    await world.host.close()
+
+
+async def until_one(runtime: FakeRuntime) -> None:
+    """Wait until one sandbox is left."""
+    async with asyncio.timeout(60):
+        while len(await runtime.sandboxes()) != 1:  # noqa: ASYNC110 - the runtime tells nobody
+            await asyncio.sleep(0)
+
+
+async def test_a_store_that_is_away_fences_nobody(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.host.create("s")
+
+    def away(_owned: object) -> None:
+        raise StoreFailed("away")
+
+    monkeypatch.setattr(world.records, "check", away)
+    await world.host.renew()
+    assert world.host.sessions() == ("s",)
+    await world.host.close()
 
 
 async def test_a_fork_goes_on_from_a_turn_whether_its_parent_runs_is_away_or_is_gone(

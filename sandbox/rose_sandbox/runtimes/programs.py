@@ -16,7 +16,7 @@ SECONDS = 120.0
 
 
 async def run(path: str, *arguments: str | Path, quiet: bool = False) -> bytes:
-    """Run a program; returns its stdout.
+    """Run a program; returns its stdout. A cancelled call ends when the program has.
 
     Args:
         path: ``PATH`` to find it by.
@@ -26,6 +26,17 @@ async def run(path: str, *arguments: str | Path, quiet: bool = False) -> bytes:
     Raises:
         RuntimeFailed: it failed or took over ``SECONDS``.
     """
+    running = asyncio.create_task(_run(path, *arguments, quiet=quiet))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        # Half a dump or half a mount is worse than a late one, and a start that is cancelled
+        # between fork and return would leave a process that nobody waits for.
+        await asyncio.gather(running, return_exceptions=True)
+        raise
+
+
+async def _run(path: str, *arguments: str | Path, quiet: bool) -> bytes:
     streams = asyncio.subprocess.DEVNULL if quiet else asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         *("/usr/bin/env", f"PATH={path}", *map(str, arguments)),
@@ -41,10 +52,6 @@ async def run(path: str, *arguments: str | Path, quiet: bool = False) -> bytes:
         process.kill()
         await process.wait()
         raise RuntimeFailed(f"{arguments[0]} took over {SECONDS:.0f} s") from None
-    except asyncio.CancelledError:
-        # Half a dump or half a mount is worse than a late one.
-        await process.wait()
-        raise
     if process.returncode:
         words = (err or out or b"").decode(errors="replace").strip()[-2000:]
         raise RuntimeFailed(
