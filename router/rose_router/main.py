@@ -23,7 +23,7 @@ from rose_router.engines.engine_client import EngineClient, HttpEngineClient
 from rose_router.enrolment import enrolled
 from rose_router.errors import BadRequest, LoopEnded
 from rose_router.flags import parser, settings
-from rose_router.http import app, forward
+from rose_router.http import app, bearer, forward
 from rose_router.http.memory import limit_of_process
 from rose_router.http.model_tokenizer import ModelTokenizer, over_http
 from rose_router.http.tokenization import Tokenizer
@@ -49,7 +49,7 @@ class RunningRouter:
     Attributes:
         http_port, attach_port: where; of interest when port 0 was asked for.
         peer_port: of the other replicas, 0 where they speak plain text.
-        loops: what watches turns, demand and replicas; while the router serves, none ends.
+        loops: what watches turns, callers, demand and replicas; while the router serves, none ends.
     """
 
     service: Service
@@ -143,15 +143,16 @@ async def running(
             clock=service.clock,
         )
         peers = _peers(config, service, kept)
+        application = app.create(
+            service,
+            words,
+            doors,
+            barrier,
+            forwarding=forward.middleware(peers, kept) if peers else None,
+            tell=forward.labels_to(peers, kept) if peers else None,
+        )
         runner = web.AppRunner(
-            app.create(
-                service,
-                words,
-                doors,
-                barrier,
-                forwarding=forward.middleware(peers, kept) if peers else None,
-                tell=forward.labels_to(peers, kept) if peers else None,
-            ),
+            application,
             access_log=None,
             handler_cancellation=True,
             max_line_size=HEAD_BYTES,
@@ -170,7 +171,9 @@ async def running(
                 attach_port = await server.start(attach_address)
                 if peers:
                     await peers.start()
-                loops = frozenset([*watching, *service.loops, *(peers.loops if peers else ())])
+                asking = application[bearer.RUNNING].loops
+                replicas = peers.loops if peers else ()
+                loops = frozenset([*watching, *asking, *service.loops, *replicas])
                 yield RunningRouter(service, port, attach_port, peer_port, loops)
                 await service.drain()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -13,7 +14,13 @@ import pytest
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.engines.engine_client import _encoded
-from rose_router.http.dialects.common import _in_slices, json_object, token_ids
+from rose_router.http.dialects.common import (
+    MOST_HISTORY,
+    _begins_with_text,
+    _in_slices,
+    json_object,
+    token_ids,
+)
 from rose_router.http.tokenization import Tokenizer
 from tests.router.conftest import Stage
 from tests.router.scripts import Follows, folder
@@ -113,6 +120,77 @@ async def test_a_history_of_ten_megabytes_is_refused_before_it_is_read(
         length = int(answer.lower().split(b"content-length:")[1].split(b"\r\n")[0])
         assert SHAPES[path](json.loads(await reader.readexactly(length)))
         writer.close()
+
+
+TEXTS: dict[str, list[dict[str, Any]]] = {
+    "/generate": [
+        {"text": "word " * 2_000_000},
+        {"sampling_params": {"stop": ["a", "text"]}, "text": ["word " * 2_000_000]},
+    ],
+    "/v1/completions": [{"model": "m", "n": 2, "prompt": ["word " * 1_000_000] * 2}],
+    "/tokenize": [
+        {"prompt": "word " * 2_000_000},
+        {"messages": [{"role": "user", "content": "word " * 2_000_000}]},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(path, body) for path, bodies in TEXTS.items() for body in bodies]
+)
+async def test_a_text_of_ten_megabytes_is_read_no_further_than_its_beginning(
+    stage: Staging, path: str, body: dict[str, Any]
+) -> None:
+    raw = json.dumps(body).encode()
+    async with stage(tokenizer=folder()) as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        writer.write(head.encode() + raw[: 1 << 16])  # and no more
+        assert (await reader.readline()).split()[1] == b"413"
+        answer = await reader.readuntil(b"\r\n\r\n")
+        length = int(answer.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+        said = json.loads(await reader.readexactly(length))
+        assert said["error"]["type"] == "TooLarge"
+        assert "8388608 are read at most" in said["message"]
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        b'{"input_ids": [1, 2, 3',
+        b'{"input_ids": [[1, 2], [3',
+        b'{"prompt": [[1, 2], [3',
+        b'{"sampling_params": {"text": "a", "prompt": "b"}, "input_ids": [3',
+        b'{"rid": "text", "model": "prompt", "input_ids": [3',
+        b'{"rid": "\\"text\\": \\"a", "input_ids": [3',
+        b'{"stop": ["text", "prompt"], "input_ids": [3',
+    ],
+)
+async def test_ids_are_no_text_whatever_stands_before_them(beginning: bytes) -> None:
+    assert not _begins_with_text(beginning)
+
+
+async def test_a_long_text_behind_other_fields_is_refused_before_it_is_tokenized(
+    stage: Staging,
+) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield json.dumps({"text": "word " * 2_000_000}).encode()
+
+    late = {"sampling_params": {"stop": "x" * (1 << 17)}, "text": "word " * 2_000_000}
+    async with stage(tokenizer=folder()) as s:
+        for data in (pieces(), io.BytesIO(json.dumps(late).encode())):
+            async with s.http.post(s.url + "/generate", data=data) as reply:
+                assert reply.status == 413
+                assert "read at most" in (await reply.json())["message"]
+
+
+async def test_a_long_body_of_ids_is_taken_above_the_limit_of_texts(stage: Staging) -> None:
+    raw = b" " * MOST_HISTORY + json.dumps({"input_ids": [1, 2], "text": None}).encode()
+    async with stage() as s:
+        await s.engine()
+        async with s.http.post(s.url + "/generate", data=io.BytesIO(raw)) as reply:
+            assert reply.status == 200, await reply.text()
 
 
 @pytest.mark.parametrize("path", SHAPES)

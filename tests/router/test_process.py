@@ -14,6 +14,7 @@ import pytest
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
 from rose_router.flags import parser, settings
+from rose_router.http.bearer import RunningRequests
 from rose_router.main import main
 from rose_router.turns.supervisor import Supervisor
 
@@ -71,15 +72,26 @@ async def test_it_starts_and_drains_on_sigterm(tmp_path: Path) -> None:
             await child.wait()
 
 
+@pytest.mark.parametrize(
+    ("watch", "loop"),
+    [
+        # Turns on a closed gate would wait for ever.
+        (Supervisor, "run"),
+        # A stream of a caller who may call no longer would go on.
+        (RunningRequests, "_run"),
+    ],
+)
 def test_a_router_ends_when_a_loop_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    watch: type,
+    loop: str,
 ) -> None:
-    """Its supervisor gone, turns on a closed gate would wait for ever."""
-
-    async def break_down(_self: Supervisor) -> None:
+    async def break_down(_self: object) -> None:
         raise KeyError("engine-7")
 
-    monkeypatch.setattr(Supervisor, "run", break_down)
+    monkeypatch.setattr(watch, loop, break_down)
     token = tmp_path / "token"
     token.write_text("secret\n")
     addresses = [f"--{name}-address=127.0.0.1:0" for name in ("http", "attach", "peer")]

@@ -107,6 +107,7 @@ def create(
         ],
     )
     app.cleanup_ctx.append(running.watch)
+    app[bearer.RUNNING] = running
     app[BODY_SECONDS] = settings.limits.body_seconds
     kept = int(room.limit * _KEPT_PART)
     tree = MessageTree(kept // _TOKEN_BYTES, kept // _TURN_BYTES)

@@ -244,10 +244,14 @@ class RunningRequests:
 
     A token ends at its second and a caller who was taken off the list is heard no longer, also in
     the middle of an answer: the connection is closed, and the next request reads why.
+
+    Attributes:
+        loops: what looks at them, while the application runs.
     """
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
+        self.loops: list[asyncio.Task[None]] = []
         # By number: requests are mappings, which have no hash.
         self._shown: dict[int, tuple[web.Request, str]] = {}
 
@@ -276,15 +280,19 @@ class RunningRequests:
     async def watch(self, _app: web.Application) -> AsyncIterator[None]:
         """Look again and again, from the start of the application to its end."""
         watching = asyncio.create_task(self._run())
+        self.loops = [watching]
         yield
         watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
+        await asyncio.wait({watching})  # what it failed with is for whoever saw it end
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_AGAIN_SECONDS)
             self.look()
+
+
+RUNNING = web.AppKey("running", RunningRequests)
+"""Key of an application under which its requests that run are found."""
 
 
 def middleware(tokens: Tokens, running: RunningRequests) -> Middleware:

@@ -31,7 +31,7 @@ from rose_core.rollouts.errors import InvalidTurn
 from rose_core.unreadable import UNREADABLE
 from rose_router.errors import NotFound
 from rose_router.http import virtual
-from rose_router.http.dialects.common import Hints, read_body
+from rose_router.http.dialects.common import Hints, raw_body, read_body
 from rose_router.replicas import relay
 from rose_router.replicas.peers import Peer, Peers
 
@@ -79,10 +79,17 @@ async def _where_known(
         return await handler(request)
     except NotFound:
         for peer in peers.others:
-            answer = await relay.pass_on(request, peer, peers, session, _headers(request, peers.me))
+            answer = await _passed_on(request, peer, peers, session)
             if answer is not None and answer.status != 404:
                 return answer
         raise
+
+
+async def _passed_on(
+    request: web.Request, peer: Peer, peers: Peers, session: aiohttp.ClientSession
+) -> web.StreamResponse | None:
+    headers, body = _headers(request, peers.me), await raw_body(request)
+    return await relay.pass_on(request, peer, peers, session, headers, body=body)
 
 
 async def _at_home(
@@ -94,7 +101,7 @@ async def _at_home(
         peer = peers.home(key)
         if peer is None:
             break
-        answer = await relay.pass_on(request, peer, peers, session, _headers(request, peers.me))
+        answer = await _passed_on(request, peer, peers, session)
         if answer is not None:
             return answer
     return None

@@ -23,7 +23,7 @@ from rose_router.http.chat_replies import ChatReplies
 from rose_router.http.completion_replies import CompletionReplies
 from rose_router.http.conversation import Message, messages_of
 from rose_router.http.dialects import chat, completions, messages, responses, sglang, vllm
-from rose_router.http.dialects.common import Hints, encoded, read_body, token_ids
+from rose_router.http.dialects.common import Hints, encoded, raw_body, read_body, token_ids
 from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.http.history import Find, History
 from rose_router.http.memory import ROOM, held_by
@@ -230,7 +230,7 @@ class TurnHandlers:
         return web.Response()
 
     async def _read_chat(self, request: web.Request, body: Mapping[str, Any]) -> ParsedRequest:
-        raw = await request.read()
+        raw = await raw_body(request)
         find = self._found_from_afar() if len(raw) > _LONG_BODY else None
         reading = partial(
             chat.read,
@@ -246,7 +246,7 @@ class TurnHandlers:
 
     async def _aside(self, request: web.Request, work: Callable[[], Made]) -> Made:
         """Do what a long body needs in a thread: no stream waits for it."""
-        if len(await request.read()) <= _LONG_BODY:
+        if len(await raw_body(request)) <= _LONG_BODY:
             return work()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._readers, copy_context().run, work)

@@ -39,6 +39,7 @@ from rose_core.rollouts.router_size import (
 )
 from rose_router import metrics
 from rose_router.errors import Overloaded, TooLarge
+from rose_router.http.dialects.common import MOST_HISTORY, too_long
 from rose_router.turns.request import TurnRequest
 
 _SMALL_PART = 1 / 32
@@ -52,9 +53,6 @@ _RETRY_SECONDS = 2
 CONVERSATIONS = frozenset(
     {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"}
 )
-MOST_HISTORY = 8 << 20
-"""Bytes of a conversation: two million tokens of text, which no engine here has context for. What
-is longer is refused unread."""
 _CGROUPS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -189,11 +187,7 @@ def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
             if length is None:
                 request = request.clone(client_max_size=most)
             elif length > most:
-                message = (
-                    f"a conversation of {length} bytes, and {most} are read at most; leave out or "
-                    "condense what came first"
-                )
-                raise TooLarge("TooLarge", message)
+                raise too_long(length)
         expected = most if length is None else min(length, most)
         with memory.room_for(expected) as room:
             request[ROOM] = room

@@ -43,6 +43,8 @@ async def pass_on(
     peers: Peers,
     session: aiohttp.ClientSession,
     headers: CIMultiDict[str],
+    *,
+    body: bytes,
 ) -> web.StreamResponse | None:
     """The peer's answer; ``None`` when it is not there, or was lost before it had answered."""
     try:
@@ -52,7 +54,7 @@ async def pass_on(
                     session.request(
                         request.method,
                         peer.http + request.path_qs,
-                        data=await request.read(),
+                        data=body,
                         headers=headers,
                         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
                         **peers.http(),
@@ -63,8 +65,8 @@ async def pass_on(
                     return None
                 kept = _kept(reply.headers)
                 if reply.content_type != "text/event-stream":
-                    body = await reply.read()
-                    return web.Response(status=reply.status, headers=kept, body=body)
+                    whole = await reply.read()
+                    return web.Response(status=reply.status, headers=kept, body=whole)
                 first = await reply.content.readany()
             return await _streamed(request, peer, peers, reply, kept, first=first)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:

@@ -15,7 +15,7 @@ from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.prospects import Deadline, Hint
 from rose_core.rollouts.versions import Pin, read_pin
 from rose_core.unreadable import UNREADABLE
-from rose_router.errors import BadRequest, SlowCaller
+from rose_router.errors import BadRequest, SlowCaller, TooLarge
 from rose_router.http.tokenization import Tokenizer
 
 # Header names of the trainers' session keys, first match wins.
@@ -66,19 +66,87 @@ class _Prompt(msgspec.Struct, array_like=True):
     ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=_MOST_ID)], ...]
 
 
+MOST_HISTORY = 8 << 20
+"""Bytes of a conversation: two million tokens of text, which no engine here has context for. What
+is longer is refused unread."""
+_ARRIVED = web.RequestKey("arrived", bytes)
+_BEGINNING = 1 << 16
+_IDS_OR_TEXT = frozenset({"/generate", "/v1/completions", "/tokenize", "/v1/tokenize"})
+"""Routes of prompts that may be ids, of which a context can hold more bytes than of text."""
+_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[{}\[\]]', re.DOTALL)
+
+
+def too_long(length: int) -> TooLarge:
+    """A refusal of so much text."""
+    message = (
+        f"a conversation of {length} bytes, and {MOST_HISTORY} are read at most; leave out or "
+        "condense what came first"
+    )
+    return TooLarge("TooLarge", message)
+
+
+async def raw_body(request: web.Request) -> bytes:
+    """The bytes a caller sent; they are kept.
+
+    Raises:
+        TooLarge: it begins as a text that is too long for any context; the rest is not read.
+    """
+    kept: bytes | None = request.get(_ARRIVED)
+    if kept is not None:
+        return kept
+    length = request.content_length
+    if length is None or length <= MOST_HISTORY or request.path not in _IDS_OR_TEXT:
+        return await request.read()
+    pieces, size, looked = [], 0, False
+    async for piece in request.content.iter_any():
+        pieces.append(piece)
+        size += len(piece)
+        if size > request.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(request.client_max_size, size)
+        if not looked and size >= _BEGINNING:
+            looked = True
+            if _begins_with_text(b"".join(pieces)[:_BEGINNING]):
+                raise too_long(length)
+    request[_ARRIVED] = whole = b"".join(pieces)
+    return whole
+
+
+def _begins_with_text(raw: bytes) -> bool:
+    """Whether the beginning of an object has a field that is a prompt in words."""
+    depth, name, texts = 0, b"", False
+    for found in _MARKS.finditer(raw):
+        mark = found[0]
+        if mark in b"[{":
+            texts = depth == 1 and mark == b"["  # a list of texts, or of messages
+            depth += 1
+            if texts and name == b'"messages"':
+                return True
+        elif mark in b"]}":
+            depth, texts = depth - 1, False
+        elif depth == 1 and not raw[found.end() : found.end() + 8].lstrip().startswith(b":"):
+            if name in {b'"text"', b'"prompt"'}:
+                return True
+        elif depth == 1:
+            name = mark
+        elif depth == 2 and texts and name in {b'"text"', b'"prompt"'}:
+            return True
+    return False
+
+
 async def read_body(request: web.Request) -> dict[str, Any]:
     """The JSON object a caller sent.
 
     Raises:
         BadRequest: it is none.
+        TooLarge: it is a text that is too long.
         SlowCaller: it did not come in time.
     """
     try:
         if request.content.is_eof():  # the usual case: it came with the head
-            raw = await request.read()
+            raw = await raw_body(request)
         else:
             async with asyncio.timeout(request.app.get(BODY_SECONDS, 60.0)):
-                raw = await request.read()
+                raw = await raw_body(request)
     except TimeoutError:
         message = "the body did not come in time; send it faster, or in smaller requests"
         raise SlowCaller("SlowCaller", message) from None
@@ -217,10 +285,13 @@ def encoded(
 
     Raises:
         InvalidTurn: this router has no tokenizer.
+        TooLarge: the text is longer than any context.
     """
     if tokenizer is None:
         message = f"{field}: this router has no tokenizer; send token ids as {instead}"
         raise InvalidTurn(message)
+    if len(text) > MOST_HISTORY:  # one whose length nobody said, or behind other fields
+        raise too_long(len(text))
     return token_ids(tokenizer.encode(text, special=special), field)
 
 
