@@ -27,7 +27,10 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
+
+import msgspec
 
 from rose_core.rollouts.spans import Span, shifted
 
@@ -39,6 +42,10 @@ MOST_TOKENS = 1 << 23
 """Tokens kept, of all sessions: with their log-probs 64 MiB."""
 MOST_TURNS = 1 << 15
 """Turns kept, of all sessions: a turn's own objects take about 2 KiB."""
+
+MOST_DIGESTS = 1 << 17
+"""Digests of conversations kept beside the turns."""
+_LINES = msgspec.json.Encoder().encode_lines
 
 _PART = 4
 """One session may have a quarter of all: then it is forgotten, and not its neighbours."""
@@ -330,6 +337,48 @@ class MessageTree:
         self.forgotten += 1
 
 
+class KnownDigests:
+    """Digests of conversations seen before, so that a turn looks at its own messages only.
+
+    A request holds all messages of the one before it, then the answer to that one, then what is
+    new. Whether it does is told by one hash over how they are written.
+
+    Args:
+        most: digests kept, of all conversations; each takes about 64 bytes.
+    """
+
+    def __init__(self, most: int = MOST_DIGESTS) -> None:
+        self._most = most
+        self._kept: OrderedDict[bytes, tuple[Digest, ...]] = OrderedDict()
+        self._count = 0
+        self._lock = Lock()  # long conversations are read in threads
+
+    def of(self, root: bytes, messages: Sequence[Mapping[str, Any]]) -> tuple[Digest, ...]:
+        """What the conversation has said up to each message."""
+        answers = (n for n, one in enumerate(messages) if one.get("role") == "assistant")
+        asked = max(answers, default=0)
+        written = hashlib.blake2b(root, digest_size=16)
+        written.update(_LINES(messages[:asked]))
+        known = self._take(written.digest()) if asked else ()
+        digests = (*known, *_chain(root, messages[len(known) :], known[-1:]))
+        written.update(_LINES(messages[asked:]))
+        self._keep(written.digest(), digests)
+        return digests
+
+    def _take(self, key: bytes) -> tuple[Digest, ...]:
+        with self._lock:
+            found = self._kept.pop(key, ())
+            self._count -= len(found)
+        return found
+
+    def _keep(self, key: bytes, digests: tuple[Digest, ...]) -> None:
+        with self._lock:
+            self._count += len(digests) - len(self._kept.pop(key, ()))
+            self._kept[key] = digests
+            while self._count > self._most:
+                self._count -= len(self._kept.popitem(last=False)[1])
+
+
 def fingerprint(message: Mapping[str, Any]) -> bytes:
     """What a message says, however a harness writes it.
 
@@ -382,8 +431,10 @@ def digests_of(root: bytes, messages: Sequence[Mapping[str, Any]]) -> tuple[Dige
     return tuple(_chain(root, messages))
 
 
-def _chain(root: bytes, messages: Sequence[Mapping[str, Any]]) -> Iterator[Digest]:
-    digest = _linked(b"", root)
+def _chain(
+    root: bytes, messages: Sequence[Mapping[str, Any]], after: Sequence[Digest] = ()
+) -> Iterator[Digest]:
+    digest = after[-1] if after else _linked(b"", root)
     for message in messages:
         digest = _linked(digest, fingerprint(message))
         yield digest

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.rollouts.message_tree import MessageTree, TurnNode, fingerprint, root_of
+from rose_core.rollouts import message_tree
+from rose_core.rollouts.message_tree import (
+    KnownDigests,
+    MessageTree,
+    TurnNode,
+    digests_of,
+    fingerprint,
+    root_of,
+)
 from rose_core.rollouts.spans import Span
 
 Message = dict[str, Any]
@@ -236,3 +244,42 @@ def test_however_a_session_branches_every_token_is_in_its_rows_and_sampled_ones_
     assert {token for row in rows for token in row.ids} == set(range(harness.next))
     for row in rows:
         assert row.ids == sorted(row.ids), "a row is one way through the tree"
+
+
+words = st.text("ab", max_size=2)
+talks = st.lists(
+    st.tuples(st.sampled_from(["user", "assistant", "tool"]), words).map(
+        lambda said: {"role": said[0], "content": said[1]}
+    ),
+    max_size=6,
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from([b"r", b"s"]), talks), max_size=12))
+def test_known_digests_are_those_of_the_messages(
+    asked: list[tuple[bytes, list[Message]]],
+) -> None:
+    known = KnownDigests(most=8)
+    for root, talk in asked:
+        for messages in (talk, [*talk, says("x"), user("y")]):
+            assert known.of(root, messages) == digests_of(root, messages)
+
+
+def test_of_a_conversation_that_goes_on_only_the_new_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[Message] = []
+
+    def looking(message: Message) -> bytes:
+        looked.append(message)
+        return fingerprint(message)
+
+    known, talk = KnownDigests(), [user("hi")]
+    known.of(ROOT, talk)
+    monkeypatch.setattr(message_tree, "fingerprint", looking)
+    new = [says("words", ("f", {"a": 1})), user("more")]
+    known.of(ROOT, [*talk, *new])
+    assert looked == new
+    altered = [user("HI"), *new, says("x"), user("y")]
+    known.of(ROOT, altered)
+    assert looked[2:] == altered, "what was altered is looked at from its beginning"

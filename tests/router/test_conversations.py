@@ -145,6 +145,61 @@ BY_CALLS = (
 )
 
 
+# After an answer each of these says something else by what stands far before it.
+BY_NUMBER = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<{{ messages | length }}>{% endif %}"
+)
+BY_A_LONG_TALK = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt and messages | length > 60 %}<long>{% endif %}"
+)
+# As Qwen 3's: thoughts are shown since the last question only.
+BY_LAST_QUESTION = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<{{ m.role }}>"
+    "{% if loop.index0 > ns.last and m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
+    "{{ m.content }}<end>{% endfor %}<assistant>"
+)
+
+
+def rounds(count: int, told: str = "user") -> list[dict[str, Any]]:
+    """A first question and so many answers, each with what is told of it."""
+    talk: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    for n in range(count):
+        talk.append({"role": "assistant", "content": f"words {n}", "reasoning_content": f"t{n}"})
+        if told == "tool":
+            talk[-1]["tool_calls"] = [{"id": f"c{n}", "type": "function", "function": CALL}]
+        talk.append({"role": told, "content": f"more {n}", "tool_call_id": f"c{n}"})
+    return talk
+
+
+@pytest.mark.parametrize("template", [QWEN, BY_CALLS, BY_NUMBER, BY_LAST_QUESTION])
+@pytest.mark.parametrize("told", ["user", "tool"])
+def test_what_follows_an_answer_is_what_the_whole_conversation_says(
+    tmp_path: Path, template: str, told: str
+) -> None:
+    made = speaker(tmp_path, template)
+    for count in range(1, 40):
+        talk = rounds(count, told)
+        after = made.chat_after(talk, len(talk) - 2, [], {})
+        if after is not None:  # else the whole is rendered
+            whole = made.decode(made.chat(talk, [], {}))
+            assert whole.endswith(f"words {count - 1}" + made.decode(after)) or told == "tool"
+            assert whole.endswith(made.decode(after))
+
+
+def test_a_template_that_looks_far_back_is_found_out_when_a_conversation_has_doubled(
+    tmp_path: Path,
+) -> None:
+    made = speaker(tmp_path, BY_A_LONG_TALK)
+    for count in (20, 32, 33, 50):
+        talk = rounds(count)
+        after = made.chat_after(talk, len(talk) - 2, [], {})
+        assert after is not None
+        assert ("<long>" in made.decode(after)) == (count > 30), count
+
+
 def test_what_follows_an_answer_with_calls_is_taken_only_where_the_template_goes_on_alike(
     tmp_path: Path,
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from rose_core.rollouts.message_tree import Match, MessageTree
+from rose_core.rollouts.message_tree import KnownDigests, Match, MessageTree
 from rose_router import metrics
 from rose_router.errors import BadRequest, Forbidden, TurnLost
 from rose_router.http import replies
@@ -68,6 +68,7 @@ class TurnHandlers:
         self._model_words = words
         self._readers = ThreadPoolExecutor(_READERS, "bodies")
         self._tree = tree
+        self._known = KnownDigests()
         self._stored = stored
 
     @property
@@ -76,7 +77,7 @@ class TurnHandlers:
 
     def _history(self, find: Find | None = None) -> History | None:
         tokenizer = self._tokenizer
-        return None if tokenizer is None else History(self._tree, tokenizer, find)
+        return None if tokenizer is None else History(self._tree, tokenizer, find, self._known)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """SGLang's ``/generate``."""

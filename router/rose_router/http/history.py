@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from rose_core.rollouts.message_tree import Match, MessageTree, Owner, digests_of, root_of
+from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.message_tree import KnownDigests, Match, MessageTree, Owner, root_of
 from rose_router.http.conversation import Message
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.turn import Turn
@@ -67,9 +68,17 @@ class History:
         tree: what is known.
         tokenizer: renders what is not.
         find: asks the tree; where a thread makes a prompt, it asks in the thread of the tree.
+        known: what was computed of conversations before; ``None`` = nothing.
     """
 
-    def __init__(self, tree: MessageTree, tokenizer: Tokenizer, find: Find | None = None) -> None:
+    def __init__(
+        self,
+        tree: MessageTree,
+        tokenizer: Tokenizer,
+        find: Find | None = None,
+        known: KnownDigests | None = None,
+    ) -> None:
+        self._known = KnownDigests() if known is None else known
         self._tree = tree
         self._tokenizer = tokenizer
         self._find = find or tree.find
@@ -96,10 +105,11 @@ class History:
 
         Raises:
             BadRequest: the model has no template, or it refuses the messages.
+            InvalidTurn: it makes nothing of them.
         """
         common = {name: value for name, value in variables.items() if name not in _NOT_COMMON}
         root = root_of(tools, common)
-        match = self._find(job, root, messages, session, digests_of(root, messages))
+        match = self._find(job, root, messages, session, self._known.of(root, messages))
         node, new = match.node, None
         if node is not None:
             new = self._tokenizer.chat_after(messages, match.messages - 1, tools, variables)
@@ -116,6 +126,8 @@ class History:
             ids = before + (new[1:] if ended else new)
         if begun:
             ids = ids + self._tokenizer.encode(begun, special=False)
+        if not ids:
+            raise InvalidTurn("messages: the model's chat template makes no token of them")
         return Conversation(tuple(ids), match, exact, begun, found)
 
     def note(

@@ -29,6 +29,11 @@ _LONG_TEXT = 1 << 15
 
 _SAMPLED_WITH = ("temperature", "top_p", "top_k", "min_p")
 
+_EVERY_ROUND = 8
+"""Rounds of a conversation at each of which it is rendered whole as well; then at 16, 32, ..."""
+_TRIED_ROUNDS = (3, 6, 20)
+"""Lengths of the conversations by which a template is tried once."""
+
 # Stands for an answer whose tokens are known; no caller can have written it.
 _MARK = f"answer-{secrets.token_hex(12)}"
 
@@ -128,6 +133,64 @@ class Tokenizer:
         Returns:
             Token ids; ``None`` where the template does not show an answer as it is told.
         """
+        after = self._after_mark(messages, answer, tools, more)
+        if after is None:
+            return None
+        if messages[answer].get("tool_calls") and not self._follows(
+            messages, answer, tools, more, after
+        ):
+            return None
+        return self.encode(after, special=False)
+
+    def _after_mark(
+        self,
+        messages: Sequence[Any],
+        answer: int,
+        tools: Sequence[Any],
+        more: Mapping[str, Any],
+    ) -> str | None:
+        """What stands behind an answer, as ``chat_after``.
+
+        A turn renders its own round and not its history, or a session would cost the square of its
+        rounds. That this makes the same text is shown by the template's trial, by the first rounds
+        of each conversation, and by it whole whenever it has doubled.
+        """
+        near, place = _near(messages, answer)
+        if len(near) == len(messages) or not self._looks_near:
+            return self._shown_after(messages, answer, tools, more)
+        found = self._shown_after(near, place, tools, more)
+        rounds = sum(one["role"] == "assistant" for one in messages[: answer + 1])
+        if found is not None and rounds > _EVERY_ROUND and rounds & (rounds - 1):
+            return found
+        whole = self._shown_after(messages, answer, tools, more)
+        if found is not None and whole != found:
+            self._looks_near = False
+        return whole
+
+    @cached_property
+    def _looks_near(self) -> bool:
+        """Whether what the template puts behind an answer depends on its own round alone."""
+        words = {"role": "assistant", "content": "words"}
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        asks = {"role": "user", "content": "a question"}
+        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+        gives = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "a result"}
+        for said, told in ((words, asks), (calls, gives)):
+            for rounds in _TRIED_ROUNDS:
+                talk = [asks, *(rounds * [said, told])]
+                near, place = _near(talk, len(talk) - 2)
+                found = self._shown_after(near, place, [], {})
+                if found != self._shown_after(talk, len(talk) - 2, [], {}):
+                    return False
+        return True
+
+    def _shown_after(
+        self,
+        messages: Sequence[Any],
+        answer: int,
+        tools: Sequence[Any],
+        more: Mapping[str, Any],
+    ) -> str | None:
         marked = [*messages]
         marked[answer] = {"role": "assistant", "content": _MARK}
         try:
@@ -135,13 +198,7 @@ class Tokenizer:
         except BadRequest:
             return None  # it wants the calls that results of tools belong to
         before, mark, after = text.partition(_MARK)
-        if not mark or _MARK in before or _MARK in after:
-            return None
-        if messages[answer].get("tool_calls") and not self._follows(
-            messages, answer, tools, more, after
-        ):
-            return None
-        return self.encode(after, special=False)
+        return after if mark and _MARK not in before and _MARK not in after else None
 
     def _follows(
         self,
@@ -156,11 +213,10 @@ class Tokenizer:
         Some begin the results of calls otherwise. Where an answer is shown otherwise once it is
         not the last one, its end cannot be found, and what was told of it is believed.
         """
-        # What stands between the first question and this answer seldom matters here, and a long
-        # history would be rendered three times at each of its turns.
-        first = next((n + 1 for n, one in enumerate(messages) if one["role"] == "user"), answer)
-        short = [*messages[:first], *messages[answer:]]
-        if first < answer and self._goes_on(short, first, tools, more, after):
+        # What stands before this answer's round seldom matters here, and a long history would be
+        # rendered twice more at each of its turns.
+        near, place = _near(messages, answer)
+        if len(near) < len(messages) and self._goes_on(near, place, tools, more, after):
             return True
         return self._goes_on(messages, answer, tools, more, after)
 
@@ -226,6 +282,20 @@ class Tokenizer:
         from rose_router.http.templates import Template  # noqa: PLC0415  # jinja, where asked for
 
         return Template(text)
+
+
+def _near(messages: Sequence[Any], answer: int) -> tuple[Sequence[Any], int]:
+    """A conversation without what stands between its first question and the answer's own round.
+
+    Returns:
+        The messages, and where the answer stands among them.
+    """
+    first = next((n + 1 for n, one in enumerate(messages) if one["role"] == "user"), answer)
+    before = (n for n in range(answer - 1, first - 1, -1) if messages[n]["role"] == "assistant")
+    last = next(before, first)
+    if last <= first:
+        return messages, answer
+    return [*messages[:first], *messages[last:]], answer - (last - first)
 
 
 def _read(file: Path) -> dict[str, bytes]:

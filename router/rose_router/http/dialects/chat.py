@@ -59,7 +59,7 @@ def read(
     talk = None
     if history is not None and hints.record and body.get("input_ids") is None:
         talk = _conversation(body, history, hints.job if job is None else job, hints.session)
-    prompt = prompt_of(body, tokenizer) if talk is None else token_ids(list(talk.ids), "messages")
+    prompt = prompt_of(body, tokenizer) if talk is None else talk.ids
     rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
     asked = ((f"{rid}_{answer}" if answers > 1 else rid, prompt) for answer in range(answers))
     most = body.get("max_completion_tokens") or body.get("max_tokens")
