@@ -1,8 +1,9 @@
 """Weights on an accelerator: what scattering changes and attesting take, beside its memory.
 
 A synthetic BF16 state of a model's size lies on the device. Changes are put in as an engine's
-commit does (``DeviceTensor``: positions and values come from the host), and once more with both on
-the device already, which is what a commit would cost if they had been staged there. The digest is
+commit does (``fused_scatter``: one launch that reads positions and values in pinned host memory),
+and once more with both on the device already, which is what a commit would cost if they had been
+staged there. The digest is
 ``rose_engines.device_digest`` over everything, as at an attestation. A copy of the same bytes on
 the device says what its memory carries. ``make gpu-check`` runs this; without a GPU a tiny state on
 the CPU shows that it runs, and its times mean nothing.
@@ -20,6 +21,7 @@ import torch
 
 from rose_core.delta.digest import Digest, digest_run, total
 from rose_engines import device_digest
+from rose_engines.fused_scatter import FusedScatter, Staged, lane_of
 from rose_engines.sglang.parameters import DeviceTensor
 
 SIZES = {"8B": 8_000_000_000, "32B": 32_000_000_000}
@@ -29,7 +31,7 @@ _ROUNDS = 5
 
 
 class WrongDigest(Exception):
-    """The device's digest is not the host's: no figure counts."""
+    """What is on the device is not what the host says: no figure counts."""
 
 
 def measure(elements: int, device: str) -> dict[str, Any]:
@@ -47,9 +49,15 @@ def measure(elements: int, device: str) -> dict[str, Any]:
     ]
     size = sum(tensor.flat.numel() for tensor in tensors) * 2
 
+    live = {tensor.name: tensor for tensor in tensors}
+    staged = (
+        Staged(name, where, new, new) for name, (where, new) in zip(live, changes, strict=True)
+    )
+    fused = FusedScatter(tuple(staged), live, lane_of(tensors[0].flat))
+
     def put() -> None:
-        for tensor, (where, new) in zip(tensors, changes, strict=True):
-            tensor.put(where, new)
+        if (wrong := fused.put()) is not None:
+            raise WrongDigest(f"{wrong} did not keep what was written")
 
     def scatter() -> None:
         for tensor, (where, new) in zip(tensors, there, strict=True):

@@ -28,6 +28,7 @@ from rose_core.delta.codec import (
 from rose_core.delta.digest import Digest, digest_change, total
 from rose_core.delta.manifest import Manifest
 from rose_core.delta.tiles import Tiling
+from rose_engines import fused_scatter
 from rose_engines.errors import BrokenWeights, CommitRefused
 from rose_engines.staging import StagedUpdate
 from rose_engines.tensors import HostTensor, Live
@@ -68,6 +69,7 @@ def warm_up(live: Live) -> None:
         if Codec.RICE in readable(live) and kind.width <= rice.WIDEST:
             block = encode_on_base(old, find_changes(old, new, kind, "numpy"), kind, "numpy")
             decode_block(block, kind, len(old), base=old)
+    fused_scatter.warm_up(live)
 
 
 def commit(update: StagedUpdate, live: Live) -> Digest:
@@ -98,8 +100,10 @@ def scatter(update: StagedUpdate, live: Live) -> str | None:
         The first tensor that did not keep what was written, None = all did.
     """
     faults.at("engine.commit.begin")
-    wrong = None
-    for change in update.changes:
+    wrong = update.fused.put() if update.fused is not None else None
+    if wrong is not None:
+        wrong = f"{wrong} did not keep what was written"
+    for change in update.single:
         tensor = live[change.tensor.name]
         tensor.put(change.where, change.new)
         if wrong is None and not tensor.holds(change.where, change.new):
@@ -138,7 +142,9 @@ def revert(update: StagedUpdate, live: Live, wrong: str) -> None:
 
 def put_back(update: StagedUpdate, live: Live) -> None:
     """Undo ``scatter``; again does no harm."""
-    for change in update.changes:
+    if update.fused is not None:
+        update.fused.put_back()  # whether it was kept is for whoever reads the digests
+    for change in update.single:
         live[change.tensor.name].put(change.where, change.old)
 
 

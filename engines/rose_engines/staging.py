@@ -11,6 +11,7 @@ Next step: ``rose_engines.live`` commits what was staged.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from rose_core.delta.errors import BlockError
 from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
 from rose_engines.bundle import BlockFolder, read_manifest
 from rose_engines.errors import CommitRefused
+from rose_engines.fused_scatter import FusedScatter, fuse
+from rose_engines.fused_scatter import Staged as Fused
 from rose_engines.tensors import Live, LiveTensor, Where
 
 MOST_TOGETHER = 1 << 16
@@ -61,11 +64,19 @@ class StagedUpdate:
 
     Attributes:
         current: digest of the live weights it was staged against.
+        fused: what lies on an accelerator of it, laid out for one launch.
     """
 
     manifest: Manifest
     current: Digest
     changes: tuple[Change, ...]
+    fused: FusedScatter | None = None
+
+    @functools.cached_property
+    def single(self) -> tuple[Change, ...]:
+        """Changes that are put in tensor by tensor: those in host memory."""
+        fused = self.fused.names if self.fused is not None else frozenset[str]()
+        return tuple(change for change in self.changes if change.tensor.name not in fused)
 
     @property
     def version(self) -> str:
@@ -75,7 +86,7 @@ class StagedUpdate:
     @property
     def staged_bytes(self) -> int:
         """Memory of positions, old and new bits."""
-        return sum(
+        return (self.fused.nbytes if self.fused is not None else 0) + sum(
             change.old.nbytes
             + change.new.nbytes
             + (0 if isinstance(change.where, slice) else change.where.nbytes)
@@ -115,7 +126,8 @@ def stage(
                 parts.append(stager.stage(entry, group, live[entry.name]))
                 rest()
             changes += _joined(parts)
-    return StagedUpdate(manifest, current, tuple(changes))
+    fused = fuse((Fused(one.tensor.name, one.where, one.new, one.old) for one in changes), live)
+    return StagedUpdate(manifest, current, tuple(changes), fused)
 
 
 def check_layout(manifest: Manifest, live: Live) -> None:

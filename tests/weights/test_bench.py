@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.record import figure, record, table
-from bench.weights import example, links, memory
+from bench.weights import example, launches, links, memory
 from bench.weights.generator import Adam, to_bf16
 from bench.weights.ours import Chain, wire_bytes
 from bench.weights.peers import PEERS
@@ -106,3 +106,17 @@ def test_a_publisher_holds_what_its_page_says_and_no_copy_more() -> None:
         held = memory.publisher_bytes(folder)
     assert held.model * memory.BUFFERS < held.grown < held.stated + held.model / 2
     assert held.blocks < held.model
+
+
+def test_a_commit_asks_a_gpu_for_as_much_whatever_the_number_of_tensors() -> None:
+    few, many = (launches.Model("m", layers, 128, 2, 1, 128, 4, 512) for layers in (1, 40))
+    (before, after), (more, same) = (launches.count(one, 0.01) for one in (few, many))
+    assert (after.launches, after.waits, after.pageable) == (1, 1, 0)
+    assert (same.launches, same.waits, same.pageable) == (1, 1, 0)
+    # Put in, taken out, compared and reduced; positions and bits twice, and the answer.
+    tensors = sum(1 for _ in many.shapes())
+    assert (more.launches, more.waits, more.pageable) == (4 * tensors, 2 * tensors, 5 * tensors)
+    assert before.launches < more.launches
+    changes = sum(one.new.size for one, _ in launches.staged_of(many, 0.01))
+    assert same.read >= 6 * changes
+    assert more.copied == 20 * changes + tensors

@@ -159,16 +159,23 @@ class DeviceTensor(WholeTensor):
     flat: torch.Tensor
     written: Callable[[], object] = nothing
 
+    def device_bits(self) -> torch.Tensor:
+        """The storage itself."""
+        return self.flat
+
     def take(self, where: Where) -> Bits:
         """A copy of these elements in host memory."""
         return self._to_host(self.flat[self._index(where)])
 
     def put(self, where: Where, bits: Bits) -> None:
-        """Overwrite these elements; done when it returns."""
-        import torch  # noqa: PLC0415  # only inside engines
-
+        """Overwrite these elements; done when it returns. Commits put all in at once instead."""
         self.flat[self._index(where)] = self._there(bits)
         self.written()
+        self._wait()
+
+    def _wait(self) -> None:
+        import torch  # noqa: PLC0415  # only inside engines
+
         if self.flat.is_cuda:
             torch.cuda.synchronize(self.flat.device)
 
