@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rose_engines import scatter_kernel
+from rose_engines import fused_scatter, scatter_kernel
 from rose_engines.fused_scatter import FusedScatter, KernelLane, Staged
 from rose_engines.sglang.parameters import DeviceTensor
 
@@ -33,7 +33,7 @@ def interpret(width: int, seed: int) -> str:
     signed = "u1" if width == 1 else f"i{width}"
     flats = [torch.from_numpy(one.view(signed).copy()) for one in states]
     live = {f"t{n}": DeviceTensor(f"t{n}", "x", flat.shape, flat) for n, flat in enumerate(flats)}
-    wheres = [
+    wheres: list[slice | np.ndarray] = [
         np.array([4, 0]), draw.permutation(3000)[:2100], slice(100, 2300), np.zeros(0, np.int64)
     ]  # fmt: skip
     staged, wanted = [], [one.copy() for one in states]
@@ -59,7 +59,7 @@ def compile_for_hopper(width: int) -> int:
     source = ASTSource(
         fn=scatter_kernel._scatter_chunks,
         signature={"table": "*i64", "offsets": "*i32", "values": f"*{word}", **SIGNATURE},
-        constexprs={"size": scatter_kernel.CHUNK},
+        constexprs={"size": fused_scatter.CHUNK},
     )
     made = triton.compile(source, target=HOPPER, options={"num_warps": scatter_kernel.WARPS})
     if "ld.volatile.global" not in made.asm["ptx"]:
