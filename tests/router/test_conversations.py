@@ -92,7 +92,7 @@ def test_an_answer_that_was_begun_is_continued(tmp_path: Path) -> None:
         "<user>hi<assistant>Well"
     )
     with pytest.raises(InvalidTurn, match="continue_final_message"):
-        begun(messages_of(talk[:1]), {"continue_final_message": True})
+        begun(messages_of(talk[:1]), goes_on=True)
 
 
 def test_the_generation_prompt_may_be_left_out(tmp_path: Path) -> None:

@@ -176,3 +176,46 @@ async def test_a_prompt_counts_once_however_many_answers_it_has(stage: Make) -> 
         async with s.post("/v1/completions", body | {"prompt": [PROMPT, PROMPT]}) as reply:
             usage = (await reply.json())["usage"]
         assert usage == {"prompt_tokens": 6, "completion_tokens": 24, "total_tokens": 30}
+
+
+WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+    (completion, {"n": 0}, "n: expected a whole number >= 1"),
+    (completion, {"max_tokens": 0}, "max_tokens: expected a whole number >= 1"),
+    (completion, {"logprobs": "x"}, "logprobs: expected true or false or a whole number, got text"),
+    (completion, {"rid": "r" * 300}, "rid: expected text of length <= 256"),
+    (completion, {"stream_options": 7}, "stream_options: expected an object"),
+    (completion, {"priority": 2**40}, "priority: expected a whole number <= "),
+    (completion, {"rose": {"turn": -1}}, "rose.turn: expected a whole number >= 0"),
+    (completion, {"rose": {"group": "g" * 600}}, "rose.group: expected text of length <= 512"),
+    (completion, {"session_id": 7}, "session_id: expected text, got a whole number"),
+    (completion, {"response_format": {"type": "xml"}}, "response_format.type: invalid value 'xml'"),
+    (chatted, {"n": 5000}, "n: expected a whole number <= 4096"),
+    (chatted, {"logprobs": True, "top_logprobs": 129}, "top_logprobs: expected a whole number"),
+    (chatted, {"tools": 7}, "tools: expected a list, got a whole number"),
+    (chatted, {"chat_template_kwargs": []}, "chat_template_kwargs: expected an object"),
+    (chatted, {"max_completion_tokens": 1.5}, "max_completion_tokens: expected a whole number"),
+]
+
+
+@pytest.mark.parametrize(("ask", "fields", "complaint"), WRONG)
+def test_a_field_of_another_type_is_named_with_what_it_must_be(
+    ask: Callable[..., object], fields: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(InvalidTurn) as refused:
+        ask(**fields)
+    assert str(refused.value).startswith(complaint)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "complaint"),
+    [
+        ({"n": "x"}, "sampling_params.n: expected a whole number, got text"),
+        ({"max_tokens": 0}, "sampling_params.max_tokens: expected a whole number >= 1"),
+    ],
+)
+def test_a_parameter_of_another_type_is_named_by_its_path(
+    sampling: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(InvalidTurn) as refused:
+        inference(sampling)
+    assert str(refused.value).startswith(complaint)

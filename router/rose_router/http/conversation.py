@@ -15,7 +15,7 @@ Next step: ``text.Tokenizer.chat``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -95,13 +95,13 @@ def _arguments(given: object) -> object:
     return found if isinstance(found, dict) else given
 
 
-def begun(messages: Sequence[Message], body: Mapping[str, Any]) -> tuple[list[Message], str]:
+def begun(messages: Sequence[Message], *, goes_on: bool) -> tuple[list[Message], str]:
     """The conversation, and the beginning of the answer that the caller has written already.
 
     Raises:
         InvalidTurn: the last message is to be continued and is no assistant's.
     """
-    if not body.get("continue_final_message"):
+    if not goes_on:
         return list(messages), ""
     last = messages[-1]
     if last["role"] != "assistant":

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from rose_core.identity import WeightVersion
 from rose_router.errors import BadRequest, NotHere
-from rose_router.http.dialects.common import read_body, whole_number
+from rose_router.http.dialects.common import Whole, read_as, read_body
 from rose_router.turns.barrier import Barrier
 from rose_router.turns.service import Service
 
@@ -135,7 +135,7 @@ class _Calls:
         if not isinstance(local, str) or not isinstance(source, str):
             message = "local_checkpoint_dir, source_dir: expected the names of two folders"
             raise BadRequest("NoPath", message)
-        number = whole_number(body, "target_version", 0)
+        number = read_as(body, _Pulled).target_version or 0
         self._pulled.pop(local, None)
         self._pulled[local] = folder = f"{source.rstrip('/')}/weight_v{number:06d}"
         while len(self._pulled) > _MOST_PULLED:
@@ -151,6 +151,12 @@ class _Calls:
             raise BadRequest("InvalidVersion", str(error)) from error
         self._barrier.name(version, str(body.get("label") or ""))
         return _json({"status": "ok"})
+
+
+class _Pulled(msgspec.Struct):
+    """Which of the folders."""
+
+    target_version: Whole | None = None
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
+
+import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_router.http.conversation import begun, messages_of
+from rose_router.http.conversation import Message, begun, messages_of
 from rose_router.http.dialects import openai
-from rose_router.http.dialects.common import Hints, caller_rid, priority, token_ids, whole_number
-from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms
+from rose_router.http.dialects.common import Count, Hints, Rank, Rid, read_as, token_ids
+from rose_router.http.dialects.terms import Answers, ParsedRequest, PromptTerms
 from rose_router.http.forced_calls import calls_of, forced_by, schema_of
 from rose_router.http.history import Conversation, History
 from rose_router.http.tokenization import Tokenizer
@@ -25,6 +27,54 @@ TOOL_BEGINS = "<tool_call>"
 TOOL_ENDS = "</tool_call>"
 _DEFAULT_TOKENS = 2048
 """Where nobody has said how long an answer may become."""
+
+
+class ChatRequest(msgspec.Struct):
+    """What of a request is read here; sampling parameters are ``openai``'s.
+
+    The messages are ``conversation``'s: templates get them as they came.
+    """
+
+    n: Answers | None = None
+    stream: bool | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | int | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=128)] | None = None
+    rid: Rid | None = None
+    request_id: Rid | None = None
+    priority: Rank | None = None
+
+
+class Shown(msgspec.Struct):
+    """What a template is given beside the messages.
+
+    Attributes:
+        tools: as they came.
+        tool_choice: whether the model may call; ``forced_calls`` reads what it must call.
+    """
+
+    input_ids: object = None
+    messages: object = None
+    tools: list[object] | None = None
+    tool_choice: object = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: object = None
+    reasoning_effort: object = None
+    continue_final_message: bool | None = None
+
+    def tools_shown(self) -> list[object]:
+        """A model that is shown tools calls them, and nobody would read the call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def variables(self) -> dict[str, Any]:
+        """What the template gets beside the conversation."""
+        named = {
+            "add_generation_prompt": self.add_generation_prompt,
+            "reasoning_effort": self.reasoning_effort,
+        }
+        given = {name: value for name, value in named.items() if value is not None}
+        return given | (self.chat_template_kwargs or {})
 
 
 def read(
@@ -53,31 +103,31 @@ def read(
     """
     openai.refuse(body)
     forced = forced_by(body)
-    answers = whole_number(body, "n", 1, least=1, most=MOST_ANSWERS)
-    stream = bool(body.get("stream"))
-    hints = Hints(body, headers)
+    request, shown, hints = read_as(body, ChatRequest), read_as(body, Shown), Hints(body, headers)
+    answers = request.n or 1
     talk = None
-    if history is not None and hints.record and body.get("input_ids") is None:
-        talk = _conversation(body, history, hints.job if job is None else job, hints.session)
-    prompt = prompt_of(body, tokenizer) if talk is None else talk.ids
-    rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
+    if history is not None and hints.record and shown.input_ids is None:
+        talk = _conversation(shown, history, hints.job if job is None else job, hints.session)
+    prompt = _prompt(shown, tokenizer) if talk is None else talk.ids
+    own = request.rid or request.request_id
+    rid = own or new_rid()
     asked = ((f"{rid}_{answer}" if answers > 1 else rid, prompt) for answer in range(answers))
-    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    most = request.max_completion_tokens or request.max_tokens
     terms = PromptTerms(
         hints,
         openai.sampling_of(
-            {**body, "max_tokens": most, **_forcing(body, forced)},
-            openai.to_the_end(prompt, context, _DEFAULT_TOKENS),
+            {**body, **_forcing(body, forced)},
+            most or openai.to_the_end(prompt, context, _DEFAULT_TOKENS),
             tokenizer,
         ),
-        openai.passed_of(body) | _logprobs(body, recorded=talk is not None),
-        priority=priority(body),
+        openai.passed_of(body) | _logprobs(request, recorded=talk is not None),
+        priority=request.priority or 0,
         tokenizer=tokenizer,
     )
     found = talk.session if talk is not None else ""
     return ParsedRequest(
-        terms.turns(asked, own_rid=own, session=found),
-        stream,
+        terms.turns(asked, own_rid=own is not None, session=found),
+        bool(request.stream),
         listed=True,
         conversation=talk,
         recorded=talk is not None,
@@ -92,37 +142,31 @@ def prompt_of(body: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int
     Raises:
         InvalidTurn: it is malformed, or there is no tokenizer.
     """
-    if body.get("input_ids") is not None:
-        return token_ids(body["input_ids"], "input_ids")
-    messages, beginning = begun(messages_of(body.get("messages")), body)
+    return _prompt(read_as(body, Shown), tokenizer)
+
+
+def _prompt(shown: Shown, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if shown.input_ids is not None:
+        return token_ids(shown.input_ids, "input_ids")
+    messages, beginning = _messages(shown)
     if tokenizer is None:
         message = "messages: this router has no tokenizer; send token ids as input_ids"
         raise InvalidTurn(message)
-    ids = tokenizer.chat(messages, _tools(body), _variables(body))
+    ids = tokenizer.chat(messages, shown.tools_shown(), shown.variables())
     ids += tokenizer.encode(beginning, special=False) if beginning else []
     return token_ids(ids, "messages")
 
 
-def _conversation(
-    body: Mapping[str, Any], history: History, job: str, session: str
-) -> Conversation:
+def _messages(shown: Shown) -> tuple[list[Message], str]:
+    """The conversation, and the beginning of its answer."""
+    return begun(messages_of(shown.messages), goes_on=bool(shown.continue_final_message))
+
+
+def _conversation(shown: Shown, history: History, job: str, session: str) -> Conversation:
     """The prompt, and which of its tokens were sampled here."""
-    messages, beginning = begun(messages_of(body.get("messages")), body)
-    return history.prompt(job, session, messages, _tools(body), _variables(body), begun=beginning)
-
-
-def _tools(body: Mapping[str, Any]) -> list[Any]:
-    """What the model is shown.
-
-    Raises:
-        InvalidTurn: it is no list.
-    """
-    tools = body.get("tools") or []
-    if not isinstance(tools, list):
-        message = "tools: expected a list"
-        raise InvalidTurn(message)
-    # A model that is shown tools calls them, and nobody would read the call.
-    return [] if body.get("tool_choice") == "none" else tools
+    messages, beginning = _messages(shown)
+    tools, variables = shown.tools_shown(), shown.variables()
+    return history.prompt(job, session, messages, tools, variables, begun=beginning)
 
 
 def _forcing(body: Mapping[str, Any], forced: tuple[str, ...] | None) -> dict[str, Any]:
@@ -132,26 +176,11 @@ def _forcing(body: Mapping[str, Any], forced: tuple[str, ...] | None) -> dict[st
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template gets beside the conversation.
-
-    Raises:
-        InvalidTurn: ``chat_template_kwargs`` is no object.
-    """
-    more = body.get("chat_template_kwargs") or {}
-    if not isinstance(more, dict):
-        message = "chat_template_kwargs: expected an object"
-        raise InvalidTurn(message)
-    named = ("add_generation_prompt", "reasoning_effort")
-    return {name: body[name] for name in named if body.get(name) is not None} | more
-
-
-def _logprobs(body: Mapping[str, Any], *, recorded: bool) -> dict[str, Any]:
-    if not body.get("logprobs"):
+def _logprobs(asked: ChatRequest, *, recorded: bool) -> dict[str, Any]:
+    if not asked.logprobs:
         # A training row has them, whoever asked for the answer.
         return {"return_logprob": True, "top_logprobs_num": 0} if recorded else {}
-    top = whole_number(body, "top_logprobs", 0, most=128)
-    return {"return_logprob": True, "top_logprobs_num": top}
+    return {"return_logprob": True, "top_logprobs_num": asked.top_logprobs or 0}
 
 
 def message_of(text: str, body: Mapping[str, Any], rid: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -24,7 +24,6 @@ SESSION_FIELDS = ("session_id", "routing_key")
 # Where agents' harnesses put theirs, without having been told to; first match wins.
 _HARNESS_HEADERS = ("session-id", "session_id", "X-Claude-Code-Session-Id", "conversation_id")
 _METADATA = ("session_id", "trajectory_id", "conversation_id")
-_HARNESS_FIELDS = ("prompt_cache_key", "conversation_id")
 # A cache key or a user may be the same for all of a harness's trajectories: one that has a UUID in
 # it is not. ``user`` is never one: that is whom a harness serves.
 _UUID = re.compile(
@@ -44,17 +43,42 @@ WITHOUT_EFFECT = frozenset(
 )
 
 BODY_SECONDS = web.AppKey("body_seconds", float)
-HINTS = (
-    "session",
-    "group",
-    "job",
-    "turn",
-    "min_version",
-    "version",
-    "deadline",
-    "expected_tokens",
-    "record",
-)
+
+_MOST_NAME = 512  # characters
+
+# What fields of requests may be; their complaints follow from that (``read_as``).
+Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+Rank = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31)]
+Name = Annotated[str, msgspec.Meta(max_length=_MOST_NAME)]
+Rid = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class Rose(msgspec.Struct):
+    """``rose``: what a caller may tell the router beside the turn."""
+
+    session: Name | None = None
+    group: Name | None = None
+    job: Name | None = None
+    turn: Whole | None = None
+    min_version: object = None
+    version: object = None
+    deadline: object = None
+    expected_tokens: Whole | None = None
+    record: object = None
+
+
+class Hinted(msgspec.Struct):
+    """What of a request says whose turn it is, whatever the dialect."""
+
+    rose: Rose | None = None
+    session_id: Name | None = None
+    routing_key: Name | None = None
+    # Harnesses say other things here, too; what is no session's key is passed over.
+    metadata: object = None
+    prompt_cache_key: object = None
+    conversation_id: object = None
+
 
 _MOST_ID = 2**31 - 1
 _MOST_AT_ONCE = 1 << 15  # ids that are checked in one call: a millisecond
@@ -220,16 +244,48 @@ def json_object(raw: bytes) -> dict[str, Any]:
 Read = TypeVar("Read", bound=msgspec.Struct)
 
 
-def read_as(body: Mapping[str, Any], kind: type[Read]) -> Read:
-    """A body as its dialect's struct; fields that are null count as left out.
+def read_as(body: object, kind: type[Read], field: str = "") -> Read:
+    """What a caller sent as its dialect's struct; whatever else it holds is passed over.
+
+    Args:
+        body: an object; fields that are null count as the struct says.
+        kind: what it is.
+        field: the name of it in the request; empty = it is the request.
 
     Raises:
         InvalidTurn: it is none; names the field.
     """
     try:
-        return msgspec.convert(without_nulls(body), kind)
+        return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        raise InvalidTurn(str(error)) from error
+        raise InvalidTurn(_complaint(str(error), field)) from error
+
+
+_PATH = re.compile(r" - at `\$?\.?(.*)`$")
+_KIND = re.compile(r"`([a-z]+(?: \| [a-z]+)*)`")
+_KINDS = {
+    "object": "an object",
+    "array": "a list",
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+}
+
+
+def _in_words(kinds: list[str]) -> str:
+    asked = [_KINDS.get(kind, kind) for kind in kinds if kind != "null" or len(kinds) == 1]
+    return " or ".join(asked)
+
+
+def _complaint(said: str, field: str) -> str:
+    """What msgspec says of a field, the field first."""
+    found = _PATH.search(said)
+    path = found[1] if found is not None else ""
+    named = f"{field}.{path}" if field and path and path[0] != "[" else field + path
+    said = said[: found.start()] if found is not None else said
+    said = _KIND.sub(lambda kinds: _in_words(kinds[1].split(" | ")), said)
+    return f"{named}: {said[:1].lower()}{said[1:]}" if named else said
 
 
 def ours(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,32 +351,6 @@ def encoded(
     return token_ids(tokenizer.encode(text, special=special), field)
 
 
-def whole_number(
-    body: Mapping[str, Any], field: str, default: int, least: int = 0, most: int = 2**31
-) -> int:
-    """A whole number of the body.
-
-    Raises:
-        InvalidTurn: it is something else, or outside the bounds.
-    """
-    value = body.get(field)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        message = f"{field}: expected a whole number from {least} to {most}, got {value!r:.100}"
-        raise InvalidTurn(message)
-    return value
-
-
-def priority(body: Mapping[str, Any]) -> int:
-    """The caller's priority; higher waits shorter.
-
-    Raises:
-        InvalidTurn: it is no whole number.
-    """
-    return whole_number(body, "priority", 0, least=-(2**31))
-
-
 class Hints:
     """What a caller may tell the router beside the turn: session, pins, expected length.
 
@@ -335,60 +365,73 @@ class Hints:
     """
 
     def __init__(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
-        rose = body.get("rose") or {}
-        if not isinstance(rose, dict):
-            message = f"rose: expected an object with any of {', '.join(HINTS)}"
-            raise InvalidTurn(message)
-        self.session, self.session_by = _session(rose, body, headers)
-        self.record = rose.get("record") is not False
-        self.job = _text(rose.get("job") or headers.get("X-Rose-Job"), "rose.job")
+        asked = read_as(body, Hinted)
+        rose = asked.rose or _NO_ROSE
+        self.session, self.session_by = _session(rose, asked, headers)
+        self.record = rose.record is not False
+        self.job = rose.job or _header(headers, "X-Rose-Job")
         self.pin: Pin = read_pin(
-            rose.get("min_version") or headers.get("X-Rose-Min-Version"),
-            rose.get("version") or headers.get("X-Rose-Exact-Version"),
+            rose.min_version or headers.get("X-Rose-Min-Version"),
+            rose.version or headers.get("X-Rose-Exact-Version"),
         )
-        self.expected = _number(rose, headers, "expected_tokens", "X-Rose-Expected-Tokens")
+        self.expected = _count(rose.expected_tokens, headers, "X-Rose-Expected-Tokens")
         self.trajectory = Hint(
-            group=_text(rose.get("group") or headers.get("X-Rose-Group"), "rose.group"),
-            deadline=deadline(rose.get("deadline") or headers.get("X-Rose-Deadline")),
-            turn=_number(rose, headers, "turn", "X-Rose-Turn"),
+            group=rose.group or _header(headers, "X-Rose-Group"),
+            deadline=deadline(rose.deadline or headers.get("X-Rose-Deadline")),
+            turn=_count(rose.turn, headers, "X-Rose-Turn"),
         )
 
 
-def _session(
-    rose: Mapping[str, Any], body: Mapping[str, Any], headers: Mapping[str, str]
-) -> tuple[str, str]:
+_NO_ROSE = Rose()
+
+
+def _session(rose: Rose, asked: Hinted, headers: Mapping[str, str]) -> tuple[str, str]:
     """The session's key, and what says it; two empty texts where nothing does."""
-    metadata = body.get("metadata")
-    more = metadata if isinstance(metadata, dict) else {}
-    given = [("rose.session", rose.get("session"))]
-    given += [(name, headers.get(name)) for name in SESSION_HEADERS]
-    given += [(name, body.get(name)) for name in SESSION_FIELDS]
-    given += [(name, headers.get(name)) for name in _HARNESS_HEADERS]
-    given += [(f"metadata.{name}", more.get(name)) for name in _METADATA]
-    given += [
-        (name, value)
-        for name, value in (
-            *((name, body.get(name)) for name in _HARNESS_FIELDS),
-            ("metadata.user_id", more.get("user_id")),
-        )
-        if _UUID.search(str(value))
-    ]
-    name, value = next(((name, value) for name, value in given if value), ("", ""))
-    return _text(value, f"session key ({name})"), name
+    if rose.session:
+        return rose.session, "rose.session"
+    for name in SESSION_HEADERS:
+        if name in headers and (key := _header(headers, name)):
+            return key, name
+    if asked.session_id or asked.routing_key:
+        name = "session_id" if asked.session_id else "routing_key"
+        return asked.session_id or asked.routing_key or "", name
+    for name, value in _of_harness(asked, headers):
+        if value:
+            return _key(value, name), name
+    return "", ""
 
 
-def _text(value: object, field: str) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, str) or len(value) > 512:
-        message = f"{field}: expected text of at most 512 characters"
+def _of_harness(asked: Hinted, headers: Mapping[str, str]) -> Iterator[tuple[str, object]]:
+    """Where a harness may have put a key."""
+    yield from ((name, headers.get(name)) for name in _HARNESS_HEADERS)
+    more = asked.metadata if isinstance(asked.metadata, dict) else {}
+    yield from ((f"metadata.{name}", more.get(name)) for name in _METADATA)
+    perhaps = (
+        ("prompt_cache_key", asked.prompt_cache_key),
+        ("conversation_id", asked.conversation_id),
+        ("metadata.user_id", more.get("user_id")),
+    )
+    yield from ((name, value) for name, value in perhaps if value and _UUID.search(str(value)))
+
+
+def _key(value: object, name: str) -> str:
+    if not isinstance(value, str) or len(value) > _MOST_NAME:
+        message = f"session key ({name}): expected text of at most {_MOST_NAME} characters"
         raise InvalidTurn(message)
     return value
 
 
-def _number(rose: Mapping[str, Any], headers: Mapping[str, str], field: str, header: str) -> int:
-    if rose.get(field) is not None:
-        return whole_number(rose, field, 0)
+def _header(headers: Mapping[str, str], name: str) -> str:
+    value = headers.get(name, "")
+    if len(value) > _MOST_NAME:
+        message = f"{name}: expected text of at most {_MOST_NAME} characters"
+        raise InvalidTurn(message)
+    return value
+
+
+def _count(given: int | None, headers: Mapping[str, str], header: str) -> int:
+    if given is not None:
+        return given
     text = headers.get(header, "0")
     if not text.isdecimal() or len(text) > 9:
         message = f"{header}: expected a whole number, got {text!r:.40}"
@@ -411,17 +454,3 @@ def deadline(value: object) -> Deadline | None:
         return Deadline(seconds=float(text[:-1]))
     message = f"deadline: expected publishes (3) or seconds (120s), got {text!r:.40}"
     raise InvalidTurn(message)
-
-
-def caller_rid(value: object, new_rid: Callable[[], str]) -> tuple[str, bool]:
-    """The caller's id, or one made up; and whether it is the caller's.
-
-    Raises:
-        InvalidTurn: it is no text of 1 to 256 characters.
-    """
-    if value is None:
-        return new_rid(), False
-    if not isinstance(value, str) or not 0 < len(value) <= 256:
-        message = "rid: expected text of 1 to 256 characters"
-        raise InvalidTurn(message)
-    return value, True

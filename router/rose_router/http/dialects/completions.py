@@ -11,20 +11,39 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.http.dialects import openai
 from rose_router.http.dialects.common import (
+    Count,
     Hints,
-    caller_rid,
+    Rank,
+    Rid,
+    Whole,
     encoded,
-    priority,
+    read_as,
     token_ids,
-    whole_number,
 )
-from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms
+from rose_router.http.dialects.terms import MOST_ANSWERS, Answers, ParsedRequest, PromptTerms
 from rose_router.http.tokenization import Tokenizer
 
 _DEFAULT_TOKENS = 16  # OpenAI's
+
+
+class CompletionsRequest(msgspec.Struct):
+    """What of a request is read here; sampling parameters are ``openai``'s."""
+
+    prompt: object = None
+    n: Answers | None = None
+    stream: bool | None = None
+    stream_options: openai.StreamOptions | None = None
+    max_tokens: Count | None = None
+    logprobs: bool | Whole | None = None
+    add_special_tokens: bool | None = None
+    rid: Rid | None = None
+    request_id: Rid | None = None
+    priority: Rank | None = None
 
 
 def read(
@@ -39,14 +58,15 @@ def read(
         InvalidTurn: something is wrong with it; names the field.
     """
     openai.refuse(body)
-    prompts = _prompts(body, tokenizer)
-    answers = whole_number(body, "n", 1, least=1)
+    request = read_as(body, CompletionsRequest)
+    prompts = _prompts(request, tokenizer)
+    answers = request.n or 1
     if len(prompts) * answers > MOST_ANSWERS:
         message = f"more than {MOST_ANSWERS} answers in one request; send several requests"
         raise InvalidTurn(message)
     several = len(prompts) * answers > 1
-    stream = bool(body.get("stream"))
-    rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
+    own = request.rid or request.request_id
+    rid = own or new_rid()
     asked = (
         (f"{rid}_{index}_{answer}" if several else rid, prompt)
         for index, prompt in enumerate(prompts)
@@ -54,18 +74,23 @@ def read(
     )
     terms = PromptTerms(
         Hints(body, headers),
-        openai.sampling_of(body, _DEFAULT_TOKENS, tokenizer),
-        openai.passed_of(body) | openai.logprobs_of(body),
-        priority=priority(body),
+        openai.sampling_of(body, request.max_tokens or _DEFAULT_TOKENS, tokenizer),
+        openai.passed_of(body) | openai.logprobs_of(request.logprobs),
+        priority=request.priority or 0,
         tokenizer=tokenizer,
     )
-    turns = terms.turns(asked, own_rid=own)
-    return ParsedRequest(turns, stream, listed=True, usage=openai.wants_usage(body))
+    options = request.stream_options
+    return ParsedRequest(
+        terms.turns(asked, own_rid=own is not None),
+        bool(request.stream),
+        listed=True,
+        usage=options is not None and bool(options.include_usage),
+    )
 
 
-def _prompts(body: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    prompt = body.get("prompt")
-    special = body.get("add_special_tokens") is not False
+def _prompts(asked: CompletionsRequest, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+    prompt = asked.prompt
+    special = asked.add_special_tokens is not False
     if isinstance(prompt, str):
         return [encoded(prompt, tokenizer, "prompt", "prompt: [ids]", special=special)]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):

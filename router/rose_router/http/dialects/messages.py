@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_router.http.dialects.common import ours, read_as
+from rose_router.http.dialects.common import ours, read_as, without_nulls
 
 # Claude Code puts one before its own instructions; it is another one in every request, and would
 # make every prompt a new conversation.
@@ -143,7 +143,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidTurn: it is none; names the field.
     """
-    asked = read_as(body, MessagesRequest)
+    asked = read_as(without_nulls(body), MessagesRequest)
     made: dict[str, Any] = {
         "messages": [*_system(asked), *(one for said in asked.messages for one in _messages(said))],
         "max_tokens": asked.max_tokens,

@@ -16,9 +16,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.splice import SAMPLING
-from rose_router.http.dialects.common import SESSION_FIELDS, WITHOUT_EFFECT, whole_number
+from rose_router.http.dialects.common import SESSION_FIELDS, WITHOUT_EFFECT, read_as
 from rose_router.http.tokenization import Tokenizer
 
 _RENAMED: Mapping[str, str] = {
@@ -75,23 +77,23 @@ def sampling_of(
 
     Args:
         body: the request, or its ``sampling_params``.
-        most: output tokens where it names no number.
+        most: output tokens.
         tokenizer: knows what the model is sampled with where the request does not say.
 
     Raises:
-        InvalidTurn: a number is none.
+        InvalidTurn: its format of answers is none.
     """
     names = {**{name: name for name in _SAME}, **_RENAMED}
     defaults = {} if tokenizer is None else tokenizer.sampling_defaults
     sampling: dict[str, Any] = (
         defaults
         | {theirs: body[name] for name, theirs in names.items() if body.get(name) is not None}
-        | _grammar(body.get("response_format"))
+        | _grammar(body)
     )
     for name in _TEXTS & sampling.keys():
         if not isinstance(sampling[name], str):
             sampling[name] = json.dumps(sampling[name])
-    sampling["max_new_tokens"] = whole_number(body, "max_tokens", most, least=1)
+    sampling["max_new_tokens"] = most
     return sampling
 
 
@@ -106,28 +108,51 @@ def to_the_end(prompt: Sequence[int], context: int, otherwise: int) -> int:
     return max(1, context - len(prompt)) if context else otherwise
 
 
-def _grammar(asked: object) -> dict[str, Any]:
+class _Text(msgspec.Struct, tag="text", tag_field="type"):
+    """Any text."""
+
+
+class _Json(msgspec.Struct, tag="json_object", tag_field="type"):
+    """Any object."""
+
+
+class _Schema(msgspec.Struct):
+    """A schema, and its name."""
+
+    schema: dict[str, Any]
+
+
+class _JsonOf(msgspec.Struct, tag="json_schema", tag_field="type"):
+    """An object of a schema."""
+
+    json_schema: _Schema
+
+
+class _Structural(msgspec.Struct, tag="structural_tag", tag_field="type"):
+    """Parts of a text, each of a schema; the engine reads which."""
+
+
+class _Formatted(msgspec.Struct):
+    """What a request says of its answers' form."""
+
+    response_format: _Text | _Json | _JsonOf | _Structural | None = None
+
+
+def _grammar(body: Mapping[str, Any]) -> dict[str, Any]:
     """What ``response_format`` asks for.
 
     Raises:
         InvalidTurn: it is no such thing.
     """
-    if not asked:
-        return {}
-    match asked:
-        case {"type": "text"}:
-            return {}
-        case {"type": "json_object"}:
+    given = body.get("response_format")
+    match read_as({"response_format": given or None}, _Formatted).response_format:
+        case _Json():
             return {"json_schema": {"type": "object"}}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return {"json_schema": schema}
-        case {"type": "structural_tag"}:
-            return {"structural_tag": asked}
-    message = (
-        "response_format: expected an object of type text, json_object, json_schema (with "
-        f"json_schema.schema) or structural_tag, got {asked!r:.100}"
-    )
-    raise InvalidTurn(message)
+        case _JsonOf(json_schema=asked):
+            return {"json_schema": asked.schema}
+        case _Structural():
+            return {"structural_tag": given}
+    return {}
 
 
 def passed_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,20 +169,14 @@ def unknown_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sampling.items() if name not in known and _asks(value)}
 
 
-def logprobs_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``logprobs`` asks for, in SGLang's words.
-
-    Raises:
-        InvalidTurn: it is neither true, false nor a whole number.
-    """
-    logprobs = body.get("logprobs")
-    if logprobs is None or logprobs is False:
+def logprobs_of(asked: bool | int | None) -> dict[str, Any]:
+    """What ``logprobs`` asks for, in SGLang's words."""
+    if asked is None or asked is False:
         return {}
-    top = 0 if logprobs is True else whole_number(body, "logprobs", 0)
-    return {"return_logprob": True, "top_logprobs_num": top}
+    return {"return_logprob": True, "top_logprobs_num": int(asked) if asked is not True else 0}
 
 
-def wants_usage(body: Mapping[str, Any]) -> bool:
-    """Whether a stream's last event is to count tokens."""
-    options = body.get("stream_options")
-    return isinstance(options, dict) and bool(options.get("include_usage"))
+class StreamOptions(msgspec.Struct):
+    """``stream_options``."""
+
+    include_usage: bool | None = None

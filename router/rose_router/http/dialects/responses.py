@@ -21,7 +21,7 @@ import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.http.conversation import Message
-from rose_router.http.dialects.common import ours, read_as
+from rose_router.http.dialects.common import ours, read_as, without_nulls
 
 CUSTOM_INPUT = "input"
 """The argument in which a custom tool gets its text."""
@@ -130,7 +130,7 @@ def read(body: Mapping[str, Any], before: Sequence[Message] = ()) -> ReadRespons
     Raises:
         InvalidTurn: it is none; names the field.
     """
-    asked = read_as(body, ResponsesRequest)
+    asked = read_as(without_nulls(body), ResponsesRequest)
     items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else None
     said = [*before, *_messages(asked.input if items is None else items)]  # type: ignore[arg-type]
     tools = asked.tools or []

@@ -10,17 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.http.dialects.common import (
     WITHOUT_EFFECT,
     Hints,
-    caller_rid,
+    Rank,
+    Rid,
     encoded,
-    priority,
+    read_as,
     token_ids,
-    whole_number,
 )
-from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms, streamed
+from rose_router.http.dialects.terms import (
+    MOST_ANSWERS,
+    ParsedRequest,
+    PromptTerms,
+    Sampling,
+    streamed,
+)
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.request import TurnRequest
 
@@ -37,6 +45,17 @@ _PER_PROMPT = frozenset(
 )
 
 
+class GenerateRequest(msgspec.Struct):
+    """What of a request is read here."""
+
+    input_ids: object = None
+    text: str | list[str] | None = None
+    sampling_params: Sampling | list[Sampling | None] | None = None
+    stream: bool | None = None
+    rid: Rid | list[Rid | None] | None = None
+    priority: Rank | None = None
+
+
 def read(
     body: Mapping[str, Any],
     headers: Mapping[str, str],
@@ -48,32 +67,36 @@ def read(
     Raises:
         InvalidTurn: something is wrong with it; names the field.
     """
-    prompts, batch = _prompts(body, tokenizer)
-    hints, ranked = Hints(body, headers), priority(body)
+    request, hints = read_as(body, GenerateRequest), Hints(body, headers)
+    prompts, batch = _prompts(request, tokenizer)
     turns: list[TurnRequest] = []
     for index, prompt in enumerate(prompts):
-        sampling = _sampling(body, index)
-        answers = whole_number(sampling, "n", 1, least=1)
+        sampling: Sampling | None = _of_prompt(request.sampling_params, index, "sampling_params")
+        answers = (sampling and sampling.n) or 1
         if len(turns) + answers > MOST_ANSWERS:
             message = f"more than {MOST_ANSWERS} answers in one request; send several requests"
             raise InvalidTurn(message)
         at = index if batch else None
         terms = PromptTerms(
-            hints, sampling, _passed(body, at), priority=ranked, tokenizer=tokenizer
+            hints,
+            _of_prompt(body.get("sampling_params"), index, "sampling_params") or {},
+            _passed(body, at),
+            priority=request.priority or 0,
+            tokenizer=tokenizer,
         )
         single = not batch and answers == 1
         for answer in range(answers):
-            rid, own = _rid(body, at, answer, answers, new_rid)
+            rid, own = _rid(request.rid, at, answer, answers, new_rid)
             session = rid if own and single else ""
             turns.append(terms.turn(rid, prompt, own_rid=own, session=session, keyed=own))
     listed = batch or len(turns) > 1
-    return ParsedRequest(turns, streamed(body, several=listed), listed)
+    return ParsedRequest(turns, streamed(request.stream, several=listed), listed)
 
 
 def _prompts(
-    body: Mapping[str, Any], tokenizer: Tokenizer | None
+    asked: GenerateRequest, tokenizer: Tokenizer | None
 ) -> tuple[list[tuple[int, ...]], bool]:
-    ids, text = body.get("input_ids"), body.get("text")
+    ids, text = asked.input_ids, asked.text
     if (ids is None) == (text is None):
         message = "exactly one of input_ids and text must be given"
         raise InvalidTurn(message)
@@ -81,27 +104,22 @@ def _prompts(
         if isinstance(ids, list) and ids and isinstance(ids[0], list):
             return [token_ids(value, f"input_ids[{i}]") for i, value in enumerate(ids)], True
         return [token_ids(ids, "input_ids")], False
-    texts: list[Any] = text if isinstance(text, list) else [text]
-    if not texts or not all(isinstance(value, str) for value in texts):
+    texts = text if isinstance(text, list) else [text or ""]
+    if not texts:
         message = "text: expected text or a list of texts"
         raise InvalidTurn(message)
     prompts = [encoded(value, tokenizer, "text", "input_ids") for value in texts]
     return prompts, isinstance(text, list)
 
 
-def _sampling(body: Mapping[str, Any], index: int) -> dict[str, Any]:
-    value = body.get("sampling_params")
-    if isinstance(value, list):
-        if index >= len(value):
-            message = f"sampling_params: {len(value)} entries, and a prompt number {index}"
-            raise InvalidTurn(message)
-        value = value[index]
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        message = f"sampling_params: expected an object, got {type(value).__name__}"
+def _of_prompt(given: Any, index: int, field: str) -> Any:  # noqa: ANN401  # of any field
+    """The value of one prompt of a batch, or of all."""
+    if not isinstance(given, list):
+        return given
+    if index >= len(given):
+        message = f"{field}: {len(given)} entries, and a prompt number {index}"
         raise InvalidTurn(message)
-    return value
+    return given[index]
 
 
 def _passed(body: Mapping[str, Any], index: int | None) -> dict[str, Any]:
@@ -113,28 +131,24 @@ def _passed(body: Mapping[str, Any], index: int | None) -> dict[str, Any]:
     if isinstance(asked, list) and asked and (asked[0] is None or isinstance(asked[0], list)):
         lists.add("token_ids_logprob")
     for name in lists:
-        value = passed[name]
-        if index >= len(value):
-            message = f"{name}: {len(value)} entries, and a prompt number {index}"
-            raise InvalidTurn(message)
-        passed[name] = value[index]
+        passed[name] = _of_prompt(passed[name], index, name)
     return passed
 
 
 def _rid(
-    body: Mapping[str, Any],
+    named: str | list[str | None] | None,
     index: int | None,
     answer: int,
     answers: int,
     new_rid: Callable[[], str],
 ) -> tuple[str, bool]:
-    value = body.get("rid")
-    if isinstance(value, list):
-        if index is None or index >= len(value):
-            message = "rid: a list needs one entry per prompt of a batch"
-            raise InvalidTurn(message)
-        value = value[index]
-    elif value is not None and index is not None:
-        value = f"{value}_{index}"
-    rid, own = caller_rid(value, new_rid)
-    return (f"{rid}_{answer}", own) if own and answers > 1 else (rid, own)
+    """The id of an answer, and whether it is the caller's."""
+    if isinstance(named, list) and index is None:
+        message = "rid: a list needs a batch, with one entry per prompt"
+        raise InvalidTurn(message)
+    given: str | None = _of_prompt(named, index or 0, "rid")
+    if given is not None and index is not None and not isinstance(named, list):
+        given = f"{given}_{index}"
+    if given is None:
+        return new_rid(), False
+    return (f"{given}_{answer}" if answers > 1 else given), True

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from rose_core.rollouts import fields, splice
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.stops import Stops
-from rose_router.http.dialects.common import Hints, whole_number
+from rose_router.http.dialects.common import Hints, Whole, read_as
 from rose_router.http.history import Conversation
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.request import TurnRequest
 
 MOST_ANSWERS = 4096
+Answers = Annotated[int, msgspec.Meta(ge=1, le=MOST_ANSWERS)]
+
+
+class Sampling(msgspec.Struct):
+    """What of SGLang's ``sampling_params`` the router does itself."""
+
+    n: Answers | None = None
+    min_new_tokens: Whole | None = None
+    stop: str | list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,8 +74,11 @@ class PromptTerms:
         tokenizer: Tokenizer | None,
     ) -> None:
         # What would go wrong only when the turn is continued is refused now.
-        whole_number(sampling, "min_new_tokens", 0, most=splice.most_tokens(sampling))
-        self._stops = _stops(sampling, tokenizer)
+        asked, most = read_as(sampling, Sampling), splice.most_tokens(sampling)
+        if (asked.min_new_tokens or 0) > most:
+            message = f"min_new_tokens: expected at most {most}, as max_new_tokens says"
+            raise InvalidTurn(message)
+        self._stops = _stops(asked.stop, tokenizer)
         emulated = ("stop",) if self._stops else ()
         self._because = splice.dedicated_because(sampling, passed, emulated)
         self._sampling, self._passed = fields.admitted(sampling, passed)
@@ -116,28 +130,23 @@ class PromptTerms:
         ]
 
 
-def _stops(sampling: Mapping[str, Any], tokenizer: Tokenizer | None) -> Stops | None:
-    given = sampling.get("stop")
-    words = [given] if isinstance(given, str) else given
+def _stops(given: str | list[str] | None, tokenizer: Tokenizer | None) -> Stops | None:
     if not given or tokenizer is None:
         return None
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        message = f"stop: expected text or a list of texts, got {given!r:.100}"
-        raise InvalidTurn(message)
-    return tokenizer.stops(words)
+    return tokenizer.stops([given] if isinstance(given, str) else given)
 
 
-def streamed(body: Mapping[str, Any], *, several: bool) -> bool:
+def streamed(asked: bool | None, *, several: bool) -> bool:
     """Whether the caller streams.
 
     Args:
-        body: the request.
+        asked: as it says.
         several: it asks for more than one answer, or for a list of one.
 
     Raises:
         InvalidTurn: a stream holds one answer.
     """
-    stream = bool(body.get("stream"))
+    stream = bool(asked)
     if stream and several:
         message = "stream: only for one prompt and one answer; send one request for each"
         raise InvalidTurn(message)

@@ -5,14 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rose_core.rollouts.errors import InvalidTurn
+import msgspec
+
 from rose_router.http.dialects import openai
-from rose_router.http.dialects.common import Hints, caller_rid, priority, token_ids, whole_number
-from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms, streamed
+from rose_router.http.dialects.common import Count, Hints, Rank, Rid, Whole, read_as, token_ids
+from rose_router.http.dialects.terms import Answers, ParsedRequest, PromptTerms, streamed
 from rose_router.http.tokenization import Tokenizer
 
 _DEFAULT_TOKENS = 16
 """Where nobody has said how long an answer may become: ``SamplingParams``' own default in vLLM."""
+
+
+class VllmSampling(msgspec.Struct):
+    """What of ``sampling_params`` is read here; the rest is ``openai``'s."""
+
+    n: Answers | None = None
+    max_tokens: Count | None = None
+    logprobs: bool | Whole | None = None
+
+
+class InferenceRequest(msgspec.Struct):
+    """A request."""
+
+    token_ids: object = None
+    sampling_params: VllmSampling | None = None
+    stream: bool | None = None
+    request_id: Rid | None = None
+    priority: Rank | None = None
 
 
 def read(
@@ -34,22 +53,23 @@ def read(
     Raises:
         InvalidTurn: something is wrong with it; names the field.
     """
-    given = body.get("sampling_params") or {}
-    if not isinstance(given, dict):
-        message = f"sampling_params: expected an object, got {type(given).__name__}"
-        raise InvalidTurn(message)
+    request = read_as(body, InferenceRequest)
+    sampling, given = request.sampling_params or VllmSampling(), body.get("sampling_params") or {}
     openai.refuse(given, body)
-    prompt = token_ids(body.get("token_ids"), "token_ids")
-    answers = whole_number(given, "n", 1, least=1, most=MOST_ANSWERS)
-    stream = streamed(body, several=answers > 1)
-    rid, own = caller_rid(body.get("request_id"), new_rid)
+    prompt = token_ids(request.token_ids, "token_ids")
+    answers = sampling.n or 1
+    rid = request.request_id or new_rid()
     asked = ((f"{rid}_{answer}" if answers > 1 else rid, prompt) for answer in range(answers))
-    most = openai.to_the_end(prompt, context, _DEFAULT_TOKENS)
+    most = sampling.max_tokens or openai.to_the_end(prompt, context, _DEFAULT_TOKENS)
     terms = PromptTerms(
         Hints(body, headers),
         openai.unknown_of(given) | openai.sampling_of(given, most),
-        openai.passed_of(body) | openai.logprobs_of(given),
-        priority=-priority(body),  # vLLM serves lower numbers first
+        openai.passed_of(body) | openai.logprobs_of(sampling.logprobs),
+        priority=-(request.priority or 0),  # vLLM serves lower numbers first
         tokenizer=tokenizer,
     )
-    return ParsedRequest(terms.turns(asked, own_rid=own), stream, listed=True)
+    return ParsedRequest(
+        terms.turns(asked, own_rid=request.request_id is not None),
+        streamed(request.stream, several=answers > 1),
+        listed=True,
+    )
