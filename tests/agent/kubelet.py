@@ -31,17 +31,23 @@ def encode(allocations: Iterable[Allocation]) -> bytes:
 
 
 def _pod(one: Allocation) -> bytes:
-    devices = b"".join(map(_device, one.devices))
-    container = _field(1, "engine") + devices
+    plugins = (device for device in one.devices if device.kind != DRA_DRIVER)
+    devices = b"".join(
+        _field(2, _field(1, device.kind) + _field(2, device.name)) for device in plugins
+    )
+    claimed = [device for device in one.devices if device.kind == DRA_DRIVER]
+    container = _field(1, "engine") + devices + (_claim(claimed) if claimed else b"")
     return _field(1, one.pod) + _field(2, one.namespace) + _field(3, container)
 
 
-def _device(device: Device) -> bytes:
-    if device.kind != DRA_DRIVER:
-        return _field(2, _field(1, device.kind) + _field(2, device.name))
-    cdi = b"".join(_field(1, _field(1, name)) for name in device.cdi)
-    claim = cdi + _field(2, device.kind) + _field(3, "node") + _field(4, device.name)
-    return _field(5, _field(2, "claim") + _field(4, claim))
+def _claim(devices: Iterable[Device]) -> bytes:
+    """As ``containerManagerImpl.GetDynamicResources`` of 1.36: CDI devices pile up."""
+    cdi, said = b"", _field(1, "claim") + _field(2, "research")
+    for device in devices:
+        cdi += b"".join(_field(1, _field(1, name)) for name in device.cdi)
+        one = cdi + _field(2, device.kind) + _field(3, "node") + _field(4, device.name)
+        said += _field(4, one)
+    return _field(5, said)
 
 
 class FakeKubelet:

@@ -73,6 +73,26 @@ def test_the_fake_kubelet_encodes_what_is_read() -> None:
     assert read(encode(allocations)) == allocations
 
 
+def by_uuid(number: int, uuid: GpuUuid) -> Device:
+    """As a DRA driver prepares a GPU whose CDI device is named by its uuid."""
+    return Device(DRA_DRIVER, f"gpu-{number}", (f"nvidia.com/gpu={uuid}",))
+
+
+def test_each_device_of_a_claim_is_a_gpu_of_its_own() -> None:
+    """The kubelet repeats at the second device the CDI device of the first."""
+    claimed = Allocation("research", "trainer", (by_uuid(0, A), by_uuid(1, B)))
+    assert read(encode([claimed])) == (claimed,)
+    found = claims(read(encode([claimed])))
+    assert found.of(ClaimingPod("research", "trainer")).gpus == (A, B)
+
+
+def test_the_second_gpu_of_another_teams_claim_is_not_lent() -> None:
+    claimed = Allocation("research", "trainer", (by_uuid(1, B), by_uuid(0, A)))
+    found = claims(read(encode([SERVING, claimed]))).of(ClaimingPod("chat", "serving"))
+    assert found.refusal == "SharedGpu"
+    assert "research/trainer" in found.message
+
+
 def test_an_answer_of_no_pods_is_none() -> None:
     assert read(b"") == ()
 

@@ -7,11 +7,13 @@ import contextlib
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pynvml
 import pytest
 
+from rose_agent.devices import access
 from rose_agent.devices.access import (
     ACCESS,
     DRIVER_ROOT,
@@ -28,9 +30,11 @@ from rose_agent.devices.opening import open_driver, open_or_idle
 from rose_agent.devices.static import StaticDriver
 from rose_agent.errors import UnknownGpu
 from rose_agent.guard import devices_access, report
+from rose_agent.guard.metrics import DEVICE_ACCESS
 from rose_core.identity import GpuUuid
 from rose_dev.gpu.library import library
 from rose_dev.gpu.state import State
+from rose_dev.waiting import until
 
 needs_none = pytest.mark.skipif(
     Path("/proc/driver/nvidia/version").exists(), reason="this machine has a driver of NVIDIA's"
@@ -147,6 +151,34 @@ def test_the_driver_of_a_mounted_root_is_used_and_one_that_comes_later_is_notice
         assert "a driver has appeared" in idle.stdout.readline()
     again = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert again.stdout == "8\n"
+
+
+@needs_none
+async def test_an_idle_guard_says_anew_why_once_the_reason_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's kernel module is loaded later, and the container is shown no library."""
+    monkeypatch.delenv(DRIVER_ROOT, raising=False)
+    monkeypatch.setattr(devices_access, "PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(access, "diagnose", partial(diagnose, root=tmp_path))
+    lacks: list[str] = []
+    driver = AbsentDriver(diagnose("not found", tmp_path))
+    task = asyncio.create_task(devices_access.keep(lacks.append, lacks.append, driver))
+    try:
+        await until(lambda: bool(lacks))
+        module = tmp_path / "proc/driver/nvidia"
+        module.mkdir(parents=True)
+        (module / "version").write_text("Kernel Module 580\n")
+        await until(lambda: len(lacks) > 1)
+    finally:
+        task.cancel()
+    assert [said.partition(":")[0] for said in lacks] == ["NoGpu", "NoAccess"]
+    shown = {
+        sample.labels["state"] for metric in DEVICE_ACCESS.collect() for sample in metric.samples
+    }
+    assert "NoGpu" not in shown
+    assert "NoAccess" in shown
+    DEVICE_ACCESS.remove("NoAccess")
 
 
 def install(root: Path) -> None:

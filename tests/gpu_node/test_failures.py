@@ -15,6 +15,7 @@ from rose_dev.gpu_node.failures import act
 from rose_dev.waiting import wait_until
 from tests.chart.installation import SERVING, SYSTEM
 from tests.gpu_node.lending import MARKS, Lending
+from tests.gpu_node.machine import apply, ready, sleeper
 from tests.gpu_node.serving_pods import GIB, ServingPod
 
 pytestmark = [*MARKS, pytest.mark.long]
@@ -202,8 +203,59 @@ def host_group(lending: Lending) -> str:
     raise AssertionError(message)
 
 
+def test_gpus_that_another_team_has_claimed_as_well_are_shared_and_the_others_lent(
+    lending: Lending,
+) -> None:
+    """A device plugin and a DRA driver on one node: neither knows what the other gave out."""
+    node = lending.node
+    twice = lending.single()[:2]
+    names = {pod.name for pod in twice}
+    uuids = [lending.state.gpus[index].uuid for pod in twice for index in pod.gpus]
+    node.kubectl("create", "namespace", STRAYS, check=False)
+    claim = {"name": "gpus", "resourceClaimTemplateName": "two"}
+    container = {"resources": {"claims": [{"name": "gpus"}]}}
+    pod = sleeper("trainer", STRAYS, container=container, spec={"resourceClaims": [claim]})
+    apply(node, these_gpus("two", uuids))
+    try:
+        ready(node, pod)
+        lending.wait(lambda: with_word(lending, "SharedGpu") == names, "both are shared")
+        assert f"{STRAYS}/trainer" in lending.message(twice[1])
+        lending.wait(
+            lambda: (
+                "2 of 6 replicas cannot be lent; 2 SharedGpu" in lending.condition("DevicesFit")
+            ),
+            "the pool says so",
+        )
+        others = {one.name for one in lending.pods} - names
+        lending.wait(lambda: lending.lent() == others, "the others go on, alone")
+    finally:
+        node.kubectl("delete", "namespace", STRAYS, "--wait=true", seconds=90)
+    lending.wait_for_all()
+
+
+def these_gpus(name: str, uuids: list[str]) -> dict[str, Any]:
+    """A template of claims of exactly these."""
+    chosen = f'device.attributes["gpu.nvidia.com"].uuid in {json.dumps(uuids)}'
+    exactly = {
+        "deviceClassName": "gpu.nvidia.com",
+        "allocationMode": "ExactCount",
+        "count": len(uuids),
+        "selectors": [{"cel": {"expression": chosen}}],
+    }
+    devices = {"requests": [{"name": "gpus", "exactly": exactly}]}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": {"name": name, "namespace": STRAYS},
+        "spec": {"spec": {"devices": devices}},
+    }
+
+
 def test_gpus_without_a_driver_are_told_from_a_node_without_gpus(lending: Lending) -> None:
-    """Two on the container's PCI bus, and a driver's root with nothing in it."""
+    """Two on the container's PCI bus, and a driver's root with nothing in it.
+
+    Then the kernel module is loaded, and the container still sees no library: another word.
+    """
     bus = lending.models.parent / "pci"
     for number in range(2):
         device = bus / f"0000:{number:02}:00.0"
@@ -225,7 +277,38 @@ def test_gpus_without_a_driver_are_told_from_a_node_without_gpus(lending: Lendin
         "the pool says so",
     )
     assert "6 of 6 replicas cannot be lent; 6 DeviceAccess" in lending.condition("DevicesFit")
+    load_kernel_module(lending)
+    lending.wait(lambda: lending.found() == "NoAccess", "the guard says anew what is missing")
+    lending.wait(
+        lambda: "NoAccess: the node's driver is loaded" in lending.condition("DeviceAccess"),
+        "the pool says so, too",
+    )
+    assert "gpus.access HostPath" in lending.condition("DeviceAccess")
     lending.install()
     lending.wait(lambda: lending.found() == "Found", "and comes back")
     lending.renew_lease()
     lending.wait_for_all()
+
+
+MODULE = """
+import ctypes, pathlib
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.mount(b"none", b"/proc/driver", b"tmpfs", 0, None):
+    raise OSError(ctypes.get_errno(), "/proc/driver")
+said = pathlib.Path("/proc/driver/nvidia/version")
+said.parent.mkdir()
+said.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.163.01\\n")
+"""
+
+
+def load_kernel_module(lending: Lending) -> None:
+    """What the guard's container sees of a kernel module: its file below ``/proc``."""
+    guards = {
+        (entry / "ns/mnt").readlink(): entry.name
+        for entry in (lending.node.root() / "proc").iterdir()
+        if entry.name.isdigit() and "bin/rose agent" in " ".join(words_of(entry))
+    }
+    assert guards, "no guard runs on the node"
+    for pid in guards.values():
+        enter = ("nsenter", f"--target={pid}", "--mount", "--")
+        lending.node.sandbox.run([*enter, "python", "-c", MODULE])

@@ -35,12 +35,7 @@ async def keep(
         AccessChanged: a driver has appeared, or the device files have been taken away.
     """
     if isinstance(driver, access.AbsentDriver):
-        found = driver.diagnosis
-        text = f"{found.word.value}: {found.text}"
-        tell(text)
-        DEVICE_ACCESS.labels(state=found.word.value).set(1)
-        _log.warning("idle, no GPU is watched: %s", text)
-        await _until_a_driver_appears()
+        await _until_a_driver_appears(tell, driver.diagnosis)
     elif driver.name == "nvml":
         DEVICE_ACCESS.labels(state="Found").set(1)
         try:
@@ -61,15 +56,29 @@ def _seen(driver: DeviceDriver) -> str:
     return f"{count} GPUs{through}, driver {version.driver if version else 'unknown'}"
 
 
-async def _until_a_driver_appears() -> None:
+async def _until_a_driver_appears(tell: Callable[[str], None], found: access.Diagnosis) -> None:
+    """The reason may become another one meanwhile: a kernel driver is loaded, without a library."""
+    _say(tell, found)
     while True:
         await asyncio.sleep(PERIOD_SECONDS)
         try:
-            found = await asyncio.to_thread(open_driver, "nvml")
-        except NoDevices:
+            driver = await asyncio.to_thread(open_driver, "nvml")
+        except NoDevices as error:
+            now = await asyncio.to_thread(access.diagnose, str(error))
+            if now != found:
+                DEVICE_ACCESS.remove(found.word.value)
+                found = now
+                _say(tell, found)
             continue
-        found.close()
+        driver.close()
         raise AccessChanged("a driver has appeared on this node; starting anew with it")
+
+
+def _say(tell: Callable[[str], None], found: access.Diagnosis) -> None:
+    text = f"{found.word.value}: {found.text}"
+    tell(text)
+    DEVICE_ACCESS.labels(state=found.word.value).set(1)
+    _log.warning("idle, no GPU is watched: %s", text)
 
 
 async def _until_access_is_lost() -> None:

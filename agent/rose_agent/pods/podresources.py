@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -131,7 +132,7 @@ def _container(data: bytes) -> Iterator[Device]:
         if number == 2:
             yield from _plugin_devices(value)
         elif number == 5:
-            yield from (_claimed(one) for inner, one in _fields(value) if inner == 4)
+            yield from _claim(value)
 
 
 def _plugin_devices(data: bytes) -> Iterator[Device]:
@@ -143,6 +144,22 @@ def _plugin_devices(data: bytes) -> Iterator[Device]:
         elif number == 2:
             names.append(value.decode())
     return (Device(kind, name) for name in names)
+
+
+def _claim(data: bytes) -> Iterator[Device]:
+    """``DynamicResource``: claim_resources 4.
+
+    The kubelet (seen in 1.36) lists at each device the CDI devices of all that come before it in
+    the claim, too. Unless they are taken away, each device of a claim looks like its first one.
+    """
+    before: dict[str, tuple[str, ...]] = {}
+    for number, value in _fields(data):
+        if number == 4:
+            listed = _claimed(value)
+            earlier = before.get(listed.kind, ())
+            repeated = listed.cdi[: len(earlier)] == earlier
+            before[listed.kind] = listed.cdi
+            yield replace(listed, cdi=listed.cdi[len(earlier) :]) if repeated else listed
 
 
 def _claimed(data: bytes) -> Device:
