@@ -349,6 +349,55 @@ def test_the_sleeper_runs_where_it_is_asked_for_and_has_time_to_wake_serving() -
         assert pod["terminationGracePeriodSeconds"] == seconds
 
 
+def limit_of(values: Object, name: str) -> str | None:
+    container = render(values).container(*WORKLOADS[name], name)
+    found: str | None = container["resources"].get("limits", {}).get("memory")
+    return found
+
+
+def test_limits_of_memory_follow_from_what_is_held() -> None:
+    """As docs/install.md says: engines and their /dev/shm; a version for each engine."""
+    assert limit_of(LENDING, "engine-host") == f"{8 * 65536 + 8 * 1024 + 1024}Mi"
+    assert limit_of(LENDING, "weight-sync") == f"{8 * 16 * 1024 + 1024}Mi"
+    host = {"enginesPerNode": 2, "engines": {"memoryMebibytes": 1000}}
+    two = {**LENDING, "engineHost": {**host, "weightSync": {"versionGibibytes": 3}}}
+    assert limit_of(two, "engine-host") == f"{2 * 1000 + 2 * 1024 + 1024}Mi"
+    assert limit_of(two, "weight-sync") == f"{2 * 3 * 1024 + 1024}Mi"
+    arguments = render(two).container("DaemonSet", "rose-engine-host", "engine-host")["args"]
+    assert "--engine-memory-mib=1000" in arguments
+
+
+def test_limits_that_are_written_count_and_engines_without_one_leave_their_host_none() -> None:
+    own = {"limits": {"memory": "9Gi", "cpu": "2"}}
+    written = {**LENDING, "engineHost": {"resources": own, "weightSync": {"resources": own}}}
+    for name in ("engine-host", "weight-sync"):
+        assert limit_of(written, name) == "9Gi"
+    free: Object = {"engines": {"memoryMebibytes": 0}, "weightSync": {"versionGibibytes": 0}}
+    for name in ("engine-host", "weight-sync"):
+        assert limit_of({**LENDING, "engineHost": free}, name) is None
+    cpu: Object = {"resources": {"limits": {"cpu": "2"}}}
+    container = render({**LENDING, "engineHost": cpu}).container(
+        *WORKLOADS["engine-host"], "engine-host"
+    )
+    assert container["resources"]["limits"].keys() == {"cpu", "memory"}
+
+
+def test_every_scratch_volume_has_a_size() -> None:
+    sizes = {}
+    for kind in ("Deployment", "DaemonSet", "StatefulSet"):
+        for item in render({**EVERYTHING, "mps": {"enabled": True}}).all(kind):
+            for volume in item["spec"]["template"]["spec"]["volumes"]:
+                if "emptyDir" in volume:
+                    name = f"{item['metadata']['name']}/{volume['name']}"
+                    sizes[name] = volume["emptyDir"].get("sizeLimit")
+    assert sizes
+    assert [name for name, size in sizes.items() if size is None] == []
+    assert sizes["rose-engine-host/scratch"] == "64Gi"
+    shared = render(LENDING).one("DaemonSet", "rose-engine-host")["spec"]["template"]["spec"]
+    (memory,) = (one for one in shared["volumes"] if one["name"] == "shared-memory")
+    assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+
+
 def test_every_value_is_explained() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
     previous = ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.pools import PoolState
 from rose_agent.guard.recorder import Recorder
@@ -204,3 +206,23 @@ def test_windows_of_a_pool_are_a_trial_of_its_own() -> None:
     assert harm is not None
     assert harm.most == 0
     assert not harm.proven
+
+
+def test_outcomes_of_a_trial_are_counted_by_window_for_the_alert() -> None:
+    """Without withheld windows nothing is drawn, and the alert has nothing to compare."""
+    world = World(replace(POLICY, pool="chat/drawn"))
+    for _ in range(20):
+        world.request(ttft_ms=300)
+    assert drawn("lent", "false") == 0
+    for _ in range(100):
+        world.request(ttft_ms=300, tokens=2, schedule=Schedule(1.0, 2))
+        world.request(ttft_ms=20, tokens=2, schedule=Schedule(1.0, 2))
+    trial = world.pool.trial
+    assert drawn("lent", "false") == trial.lent_slow > 0
+    assert drawn("withheld", "false") == trial.withheld_slow > 0
+    assert drawn("lent", "true") == trial.lent - trial.lent_slow > 0
+
+
+def drawn(window: str, met: str) -> float:
+    labels = {"pool": "chat/drawn", "window": window, "met": met}
+    return REGISTRY.get_sample_value("rose_guard_trial_outcomes_total", labels) or 0

@@ -109,6 +109,13 @@ TRIAL_REQUESTS = Gauge(
     ["pool"],
     registry=REGISTRY,
 )
+TRIAL_OUTCOMES = Counter(
+    "rose_guard_trial_outcomes",
+    "Finished serving requests on replicas with a lent GPU, each within one window of a pool that "
+    "withholds some by draw: by the window's class, and whether they met the pool's SLO.",
+    ["pool", "window", "met"],
+    registry=REGISTRY,
+)
 ALLOWED_MISSES = Gauge(
     "rose_guard_serving_allowed_misses_ratio",
     "Share of a pool's requests that its objective allows to miss: 1 - slo.percentile / 100.",

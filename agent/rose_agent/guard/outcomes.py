@@ -186,13 +186,15 @@ class Outcomes:
         withheld = schedule.withheld(began)
         inside = schedule.window(began) == schedule.window(ended)
         ttft, tpot = done.ttft_s, done.tpot_s
+        window = "withheld" if withheld else "lent"
         if lent and inside:
             self.meter.add(withheld=withheld, ttft_s=ttft, tpot_s=tpot)
             if met.used and schedule.seconds:
                 self.pool.trial = self.pool.trial.count(withheld=withheld, slow=met.slow)
+                outcome = (self.pool.name, window, "false" if met.slow else "true")
+                metrics.TRIAL_OUTCOMES.labels(*outcome).inc()
         if not lent:
             self.pool.unlent.add(withheld=True, ttft_s=ttft, tpot_s=tpot)
-        window = "withheld" if withheld else "lent"
         if ttft is not None:
             metrics.TTFT_SECONDS.labels(self.pool.name, window).observe(ttft)
         if tpot is not None:

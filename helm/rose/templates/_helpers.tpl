@@ -502,6 +502,15 @@ nvidia.cdi.k8s.io/container.{{ . }}: {{ $device }}
 {{- end }}
 
 {{/* Resources of a container that sees GPUs: {root, resources}. */}}
+{{- /* Resources with a limit of memory where none is written. dict "resources" "mebibytes"; 0 = none. */}}
+{{- define "rose.limited" -}}
+{{- $limits := .resources.limits | default dict }}
+{{- if and .mebibytes (not (hasKey $limits "memory")) }}
+{{- $limits = merge (dict "memory" (printf "%dMi" (int64 .mebibytes))) $limits }}
+{{- end }}
+{{- toYaml (ternary (set (deepCopy .resources) "limits" $limits) .resources (gt (len $limits) 0)) }}
+{{- end }}
+
 {{- define "rose.resources" -}}
 {{- toYaml .resources }}
 {{- if eq (include "rose.gpuAccess" .root) "DRA" }}
