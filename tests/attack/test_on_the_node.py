@@ -8,21 +8,30 @@ files that are made to end their reader. ``docs/threat-model.md`` lists the atte
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 import yaml
 
 from rose_core import rights
 from rose_core.rights import Listener, Party
+from rose_core.wire.enrolment import EnrolRequest, EnrolRouterRequest
 from rose_dev.errors import CommandFailed
 from rose_dev.waiting import wait_until
+from rose_wire import certificates
+from rose_wire.bearer import lease_token
+from rose_wire.method import Method, encode
+from rose_wire.services import ENROL, ENROL_ROUTER
 from tests.attack.installed import EVIL, Installed, Object
 from tests.chart.installation import RESEARCH, SYSTEM
 from tests.faults import doors
@@ -356,6 +365,147 @@ def test_one_large_request_for_four_thousand_answers_does_not_end_a_router(
     address = installed.router()["status"]["podIP"]
     with urllib.request.urlopen(f"http://{address}:8000/healthz", timeout=10) as page:
         assert page.status == 200
+
+
+# --- a router that was taken over
+
+
+@dataclass(frozen=True)
+class Held:
+    """What whoever owns a router's process owns.
+
+    Attributes:
+        words: tokens, by what they are.
+        own: key and certificate.
+        slot: uid of the slot whose token is among them.
+    """
+
+    words: dict[str, str]
+    own: tuple[bytes, bytes]
+    slot: str
+
+
+def held_by_the_router(installed: Installed) -> Held:
+    """Out of its own container, and what it was told: its lease's token, its slot's."""
+    router = installed.router()["metadata"]
+    where = (router["name"], f"--namespace={router['namespace']}", "--container=router")
+
+    def read(path: str) -> str:
+        return installed.node.kubectl("exec", *where, "--", "cat", path)
+
+    platform = installed.secret("rose-token", "token").decode()
+    uid, _ = installed.slot()
+    order = installed.node.root() / "run/rose/slots" / uid / "slot.json"
+    words = {
+        "proof of its pod": read("/var/run/rose/proof/token").strip(),
+        "token of its lease": lease_token(platform, f"{RESEARCH}/grpo"),
+        "token of its slot": json.loads(order.read_text())["token"],
+    }
+    identity = "/run/rose/identity"
+    own = (read(f"{identity}/tls.key").encode(), read(f"{identity}/tls.crt").encode())
+    return Held(words, own, uid)
+
+
+async def test_a_router_that_was_taken_over_opens_what_the_table_gives_routers_and_no_more(
+    installed: Installed,
+) -> None:
+    """Each credential at each verb of each other process, with the router's certificate."""
+    held = await asyncio.to_thread(held_by_the_router, installed)
+    authority = await asyncio.to_thread(installed.secret, "rose-tls", "ca.crt")
+    opened: dict[Listener, set[str]] = {}
+    wrong = []
+    for listener, place, verbs in ports(installed):
+        if listener is Listener.ROUTER:
+            continue  # it is its own; another lease's takes another token
+        plain = listener is Listener.STORE
+        trust = None if plain else doors.Trust(authority, f"any.{SYSTEM}.svc", held.own)
+        for what, word in held.words.items():
+            found = await doors.knock(place, word, verbs, trust, held.slot)
+            assert found.answered, f"{listener} {place} answers nothing"
+            opened.setdefault(listener, set()).update(found.heard)
+            if more := found.heard - rights.allowed(listener, Party.ROUTER):
+                wrong.append(f"{listener} {place}, {what}: opened {more}")
+    assert not wrong, "\n".join(wrong)
+    assert opened.keys() >= {Listener.OPERATOR, Listener.AGENT, Listener.HOST, Listener.STORE}
+    assert "POST /slots/{uid}/generate" in opened[Listener.HOST], "it reached its own slot"
+
+
+async def test_a_router_that_was_taken_over_is_given_nothing_of_other_leases_or_nodes(
+    installed: Installed,
+) -> None:
+    held = await asyncio.to_thread(held_by_the_router, installed)
+    authority = await asyncio.to_thread(installed.secret, "rose-tls", "ca.crt")
+    proof = held.words["proof of its pod"]
+    trust = doors.Trust(authority, f"rose-operator.{SYSTEM}.svc", held.own)
+    key, signing = certificates.request("rose-router")
+    assert key
+    asked: list[tuple[Method[Any, Any], Any]] = [
+        (ENROL, EnrolRequest("rose-dev", proof, signing)),
+        (ENROL_ROUTER, EnrolRouterRequest(f"{EVIL}/other", proof, signing)),
+        (ENROL_ROUTER, EnrolRouterRequest(f"{RESEARCH}/grpo", proof, signing)),
+    ]
+    enrolling = [
+        f"{one['status']['podIP']}:{port['containerPort']}"
+        for one in installed.pods()
+        for container in one["spec"]["containers"]
+        if container["name"] == "operator"
+        for port in container["ports"]
+        if port["name"] == "enrol"
+    ]
+    async with doors.dialled(enrolling[0], trust) as channel:
+        said = []
+        for method, message in asked:
+            call = channel.unary_stream(method.path)(encode(message), timeout=20)
+            said.append(await first_of(call))
+    assert ["Refused" in text or "PERMISSION" in text for text in said] == [True, True, False], said
+    assert "BEGIN CERTIFICATE" in said[2], "for its own lease it is given one"
+
+
+async def first_of(call: grpc.aio.UnaryStreamCall[bytes, bytes]) -> str:
+    """The first answer of a stream, or how it was refused."""
+    try:
+        found = await call.read()
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code()} {error.details()}"
+    finally:
+        call.cancel()
+    return found.decode(errors="replace") if isinstance(found, bytes) else "Refused: no answer"
+
+
+def test_the_api_server_gives_a_router_nothing(installed: Installed) -> None:
+    """Its token is for the operator alone, and its account has no right."""
+    router = installed.router()
+    namespace = router["metadata"]["namespace"]
+    user = f"system:serviceaccount:{namespace}:{router['spec']['serviceAccountName']}"
+    groups = ["system:serviceaccounts", f"system:serviceaccounts:{namespace}"]
+    asked = []
+    for verb, where in product(sorted(rights.verbs(Listener.API)), (RESEARCH, SYSTEM, namespace)):
+        right, _, resource = verb.partition(" ")
+        name, _, sub = resource.partition("/")
+        each_way = WAYS[right] if not sub else ("update", "patch")
+        group = {"group": "rose-gpu.dev", "namespace": where}
+        asked += [{**group, "verb": way, "resource": name, "subresource": sub} for way in each_way]
+    for resource in ("secrets", "pods", "pods/exec", "configmaps", "serviceaccounts/token"):
+        for way, where in product(("get", "list", "create"), (SYSTEM, RESEARCH, namespace)):
+            asked.append({"verb": way, "resource": resource, "namespace": where})
+    reviews = [review(one) for one in asked]
+    for one in reviews:
+        one["spec"] |= {"user": user, "groups": [*groups, "system:authenticated"]}
+    listed = {"apiVersion": "v1", "kind": "List", "items": reviews}
+    said = installed.node.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(listed))
+    found = [one["status"]["allowed"] for one in each(said)]
+    assert [one for one, may in zip(asked, found, strict=True) if may] == []
+    proof = held_by_the_router(installed).words["proof of its pod"]
+    server = yaml.safe_load(installed.node.kubeconfig.read_text())["clusters"][0]["cluster"]
+    trust = ssl.create_default_context(
+        cadata=base64.b64decode(server["certificate-authority-data"]).decode()
+    )
+    url = f"{server['server']}/api/v1/namespaces/{namespace}/pods"
+    shown = {"Authorization": f"Bearer {proof}"}
+    request = urllib.request.Request(url, headers=shown)  # noqa: S310  # to the cluster
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=20, context=trust)  # noqa: S310  # to the cluster
+    assert refused.value.code == 401
 
 
 # --- an owner of a pool, whose serving pods are hostile

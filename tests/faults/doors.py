@@ -70,23 +70,30 @@ class Knocked:
 
 @dataclass(frozen=True)
 class Trust:
-    """What a caller over TLS knows, who has no certificate of its own.
+    """What a caller over TLS knows and shows.
 
     Attributes:
         authority: certificate of the installation's, PEM.
         name: that the listener's certificate is good for.
+        own: key and certificate of its own, PEM; None = it has none.
     """
 
     authority: bytes
     name: str
+    own: tuple[bytes, bytes] | None = None
 
 
 async def knock(
-    place: int | str, token: str, verbs: Iterable[str], trust: Trust | None = None
+    place: int | str,
+    token: str,
+    verbs: Iterable[str],
+    trust: Trust | None = None,
+    name: str = "x",
 ) -> Knocked:
     """Try verbs at a port of this machine or a HOST:PORT, with this bearer token or none.
 
-    With ``trust``, gRPC is tried over TLS, and a handshake that fails is a refusal.
+    With ``trust``, gRPC is tried over TLS, and a handshake that fails is a refusal. ``name`` stands
+    in paths where the table has a place for one.
     """
     place = f"127.0.0.1:{place}" if isinstance(place, int) else place
     found = Knocked()
@@ -96,9 +103,9 @@ async def knock(
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as http:
         for verb in asked:
             if " /" in verb:
-                await _page(http, place, verb, found)
+                await _page(http, place, verb, found, name)
     if not found.answered:
-        async with _channel(place, trust) as channel:
+        async with dialled(place, trust) as channel:
             for verb in asked:
                 if verb in METHODS:
                     found.answered.add(verb)
@@ -107,18 +114,22 @@ async def knock(
     return found
 
 
-def _channel(place: str, trust: Trust | None) -> grpc.aio.Channel:
+def dialled(place: str, trust: Trust | None) -> grpc.aio.Channel:
+    """A channel to HOST:PORT."""
     if trust is None:
         return grpc.aio.insecure_channel(place)
-    credentials = grpc.ssl_channel_credentials(trust.authority)
+    credentials = grpc.ssl_channel_credentials(trust.authority, *(trust.own or ()))
     return grpc.aio.secure_channel(
         place, credentials, options=(("grpc.ssl_target_name_override", trust.name),)
     )
 
 
-async def _page(http: aiohttp.ClientSession, place: str, verb: str, found: Knocked) -> None:
+async def _page(
+    http: aiohttp.ClientSession, place: str, verb: str, found: Knocked, name: str
+) -> None:
     method, _, path = verb.partition(" ")
-    url = f"http://{place}{re.sub('{.*?}', 'x', path)}"
+    method = "GET" if method == "*" else method
+    url = f"http://{place}{re.sub('{.*?}', name, path)}"
     try:
         async with http.request(method, url, json={} if method == "POST" else None) as answer:
             text = await answer.text()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.pools import PoolState
 from rose_agent.guard.recorder import Recorder
@@ -210,7 +208,7 @@ def test_windows_of_a_pool_are_a_trial_of_its_own() -> None:
 
 def test_outcomes_of_a_trial_are_counted_by_window_for_the_alert() -> None:
     """Without withheld windows nothing is drawn, and the alert has nothing to compare."""
-    world = World(replace(POLICY, pool="chat/drawn"))
+    world = World(PoolPolicy("chat/drawn", "Lend", {"a": "b"}, 1, ttft_milliseconds=100))
     for _ in range(20):
         world.request(ttft_ms=300)
     assert drawn("lent", "false") == 0
