@@ -12,7 +12,8 @@ and is bounded in count, time and memory:
 | connections | 10,000 connections, or as many as the process may have, that say nothing |
 
 What counts is the router's peak of memory against its limit, turns of others that were refused,
-broke or took more than a minute, and the ratio of their 99th percentiles. On a machine with two
+broke or took more than a minute, tenants without any answer, and the ratio of the turns' 99th
+percentiles. On a machine with two
 cores callers, flood, engine and router share those, so a part of each ratio is the flood's own
 sending.
 """
@@ -141,6 +142,7 @@ class Others:
 
     seconds: list[float] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
+    served: set[int] = field(default_factory=set)
 
 
 async def others(url: str, given: argparse.Namespace) -> Others:
@@ -154,7 +156,8 @@ async def others(url: str, given: argparse.Namespace) -> Others:
     )
 
     async def turn(http: aiohttp.ClientSession, number: int) -> None:
-        headers = {"X-Rose-Job": f"tenant-{number % given.tenants}"}
+        tenant = number % given.tenants
+        headers = {"X-Rose-Job": f"tenant-{tenant}"}
         began = time.perf_counter()
         try:
             async with http.post(f"{url}/generate", data=body, headers=headers) as reply:
@@ -164,6 +167,7 @@ async def others(url: str, given: argparse.Namespace) -> Others:
             outcome = type(error).__name__
         if outcome == "200":
             found.seconds.append(time.perf_counter() - began)
+            found.served.add(tenant)
         else:
             found.failed[outcome] += 1
 
@@ -216,12 +220,14 @@ async def _one(name: str, route: Route, limit: int, given: argparse.Namespace) -
                 raise RuntimeError(message)
         await asyncio.sleep(_PAST_SECONDS)  # what was in flight is over
     failed = sum((one.failed for one in flooded), Counter[str]())
+    served = len(set[int]().union(*(one.served for one in flooded)))
     refused = sum(count for outcome, count in failed.items() if outcome.isdigit())
     for outcome, count in failed.items():
         sys.stderr.write(f"{name}: {count} turns of others met {outcome}\n")
     figures = [
         figure(f"{name}: peak of the router", peak(route) / MIB, "MiB", at_most=limit / MIB),
         figure(f"{name}: refused turns of others", refused, "turns", at_most=0),
+        figure(f"{name}: tenants without an answer", given.tenants - served, "", at_most=0),
         figure(f"{name}: broken or late ones", failed.total() - refused, "turns", at_most=0),
     ]
     for percent in (50, 99):

@@ -145,10 +145,13 @@ async def test_ten_thousand_connections() -> None:
 
 
 @pytest.mark.slow
-async def test_others_are_served_through_every_flood() -> None:
-    brief = ("--rounds=1", "--seconds=2", "--tenants=20", "--per-second=10")
+async def test_a_hundred_tenants_are_served_through_every_flood() -> None:
+    """Each asks once in the window. How long that took is the benchmark's to report."""
+    brief = ("--rounds=1", "--seconds=4", "--tenants=100", "--per-second=25")
     given = flood.flags().parse_args([*brief, f"--memory-mebibytes={LIMIT // MIB}"])
     figures = {one.name: one for one in await flood.measure(given)}
     for name in flood.FLOODS:
         assert figures[f"{name}: refused turns of others"].value == 0
+        assert figures[f"{name}: tenants without an answer"].value == 0
         assert figures[f"{name}: peak of the router"].met
+        assert figures[f"{name}: p99 of others, flooded to quiet"].value is not None
