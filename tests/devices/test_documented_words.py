@@ -98,3 +98,34 @@ def test_every_condition_that_the_pages_name_is_one_of_the_closed_list() -> None
     said = re.findall(r"`(\w+)` of (?:a ServingPool|the pools|the pool)", "".join(map(page, PAGES)))
     assert said
     assert set(said) <= {one.value for one in ConditionType}
+
+
+FINDINGS = {f"D{number}" for number in range(1, 10)} | {f"W{number}" for number in range(1, 12)}
+UNTESTED = {"W9", "W10"}
+"""Takes a GPU: the row says what for."""
+
+
+def findings() -> list[tuple[str, str]]:
+    """Each row of the first day's table: its finding, and what stands as its test."""
+    text = (ROOT / "tests" / "gpu_node" / "README.md").read_text()
+    return re.findall(r"^\| ([DW]\d+) \| [^|]+ \| (.+) \|$", text, re.MULTILINE)
+
+
+def test_every_finding_of_the_first_day_has_a_test_or_says_what_it_takes() -> None:
+    rows = findings()
+    assert {finding for finding, _ in rows} == FINDINGS
+    named = {finding for finding, proof in rows if "::" in proof}
+    assert named == FINDINGS - UNTESTED
+    assert all("takes a GPU" in proof for finding, proof in rows if finding in UNTESTED)
+
+
+def test_the_tests_of_the_first_day_exist() -> None:
+    proofs = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", "\n".join(proof for _, proof in findings()))
+    assert len(proofs) >= len(FINDINGS - UNTESTED)
+    missing = [
+        f"{file}::{name}"
+        for file, name in proofs
+        if not (ROOT / file).exists()
+        or not re.search(rf"^(?:async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE)
+    ]
+    assert missing == []
