@@ -19,6 +19,7 @@ COPY agent /source/agent
 COPY router /source/router
 COPY trainer /source/trainer
 COPY rewards /source/rewards
+COPY batches /source/batches
 COPY sandbox /source/sandbox
 COPY simulate /source/simulate
 COPY cli /source/cli

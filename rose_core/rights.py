@@ -58,6 +58,7 @@ class Listener(StrEnum):
     INGEST = "ingest"
     FORWARD = "forward"
     REWARDS = "rewards"
+    BATCHES = "batches"
     SANDBOX = "sandbox host"
 
 
@@ -96,6 +97,11 @@ _FACADE = (
     ),
     *("GET /server_info", "GET /get_server_info", "GET /workers", "POST /workers"),
     *("GET /list_workers", "GET /v1/loads", "GET /is_paused", "GET /get_world_size"),
+)
+_BATCHES = (
+    *("POST /v1/files", "GET /v1/files", "GET /v1/files/{id}", "DELETE /v1/files/{id}"),
+    *("GET /v1/files/{id}/content", "POST /v1/batches", "GET /v1/batches"),
+    *("GET /v1/batches/{id}", "POST /v1/batches/{id}/cancel"),
 )
 _PUSHES = (
     *("POST /pause_generation", "POST /pause", "POST /continue_generation", "POST /resume"),
@@ -148,6 +154,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         _L.ROUTER, ("GET /trajectories", "POST /trajectories", "GET /turns", "GET /engines"), _TEAMS
     ),
+    Rule(_L.ROUTER, _BATCHES, _TEAMS, "of the caller that the token names"),
     Rule(_L.ROUTER, ("GET /sessions/{key}/rows",), _TEAMS, "of the job that the token names"),
     Rule(_L.ROUTER, _NOT_HERE, _TEAMS, "answered with what to use instead"),
     Rule(_L.ROUTER, ("/rose.v1.Router/Attach",), (_P.NODE, _P.ROUTER), "engines of this lease"),
@@ -214,6 +221,13 @@ RULES: tuple[Rule, ...] = (
         ("POST /v1/rewards", "GET /v1/queue"),
         _TEAMS,
         "functions of its team and those of nobody; by its team's token, or on the loopback",
+    ),
+    Rule(_L.BATCHES, _PAGES, (_P.ANYBODY,)),
+    Rule(
+        _L.BATCHES,
+        _BATCHES,
+        (_P.ROUTER,),
+        "its lease, for the caller that it names; by the token of rose batches, or on the loopback",
     ),
     Rule(_L.SANDBOX, ("GET /healthz",), (_P.ANYBODY,)),
     Rule(

@@ -44,6 +44,7 @@ PACKAGES = {
     "rose_weights": "weights/rose_weights",
     "rose_trainer": "trainer/rose_trainer",
     "rose_rewards": "rewards/rose_rewards",
+    "rose_batches": "batches/rose_batches",
     "rose_engines": "engines/rose_engines",
 }
 

@@ -64,6 +64,7 @@ class Settings:
         replay_seconds: how long a finished turn answers its duplicate id.
         reported_gpus: GPUs that ``/server_info`` names; trainers size their concurrency by it.
         ingest_url, ingest_token: ``rose ingest``, for trainers that push checkpoints.
+        batches_url, batches_token: ``rose batches``, for files and batches; empty = there is none.
         quorum: who must have new weights before such a trainer is told so.
         dedicated: names of the dedicated engines that may attach; empty = any.
         replica: this replica's name, where there are several.
@@ -99,6 +100,8 @@ class Settings:
     reported_gpus: int = 1
     ingest_url: str = ""
     ingest_token: str = ""
+    batches_url: str = ""
+    batches_token: str = ""
     quorum: Quorum = field(default_factory=Quorum)
     dedicated: frozenset[str] = frozenset()
     replica: str = ""

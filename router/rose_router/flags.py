@@ -86,6 +86,10 @@ def _about_callers(add: Add, defaults: Settings) -> None:
     add("--memory-bytes", type=count, default=defaults.memory_bytes,
         help="memory that the process may have; 0 = the limit of its cgroup. Requests beyond a "
         "half of it are refused")  # fmt: skip
+    add("--batches", default="",
+        help="URL of rose batches, for /v1/files and /v1/batches; {namespace} and {lease} in it "
+        "stand for the names in --lease")  # fmt: skip
+    add("--batches-token-file", type=Path, help="token that rose batches asks for")
     add("--max-connections", type=count, default=limits.connections, help="of callers, at a time")
     add("--head-seconds", type=amount, default=limits.head_seconds,
         help="a connection that sent no whole request head by then is closed")  # fmt: skip
@@ -208,7 +212,9 @@ def settings(flags: argparse.Namespace) -> Settings:
         reported_gpus=flags.reported_gpus or max(1, len(flags.dedicated)),
         dedicated=frozenset(flags.dedicated),
         **_replicas(flags),
-        ingest_url=_ingest(flags.ingest_url, flags.lease),
+        batches_url=_of_lease("--batches", flags.batches, flags.lease),
+        batches_token=token(flags.batches_token_file),
+        ingest_url=_of_lease("--ingest-url", flags.ingest_url, flags.lease),
         ingest_token=token(flags.ingest_token_file),
         quorum=Quorum(_count(flags.quorum), flags.quorum_seconds, flags.hold_seconds),
         terms=LeaseTerms(flags.max_staleness, flags.max_age, PolicyName(flags.policy)),
@@ -250,7 +256,7 @@ def _enrolment(flags: argparse.Namespace) -> Enrolment | None:
     return Enrolment(flags.enrol, flags.enrol_token_file, flags.identity_dir, name)
 
 
-def _ingest(url: str, lease: str) -> str:
+def _of_lease(flag: str, url: str, lease: str) -> str:
     """The URL with the lease's names in it, so that one flag serves the routers of all leases.
 
     Raises:
@@ -261,9 +267,10 @@ def _ingest(url: str, lease: str) -> str:
         made = url.rstrip("/").format(namespace=namespace, lease=name)
         return made and web(made)
     except argparse.ArgumentTypeError as error:
-        raise ValueError(f"--ingest-url: {error}") from error
+        message = f"{flag}: {error}"
+        raise ValueError(message) from error
     except (KeyError, IndexError, ValueError, AttributeError) as error:
-        message = f"--ingest-url: {url!r} may hold {{namespace}} and {{lease}} between braces only"
+        message = f"{flag}: {url!r} may hold {{namespace}} and {{lease}} between braces only"
         raise ValueError(message) from error
 
 

@@ -150,6 +150,7 @@ async def running(
             barrier,
             forwarding=forward.middleware(peers, kept) if peers else None,
             tell=forward.labels_to(peers, kept) if peers else None,
+            session=kept,
         )
         runner = web.AppRunner(
             application,

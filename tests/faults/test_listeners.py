@@ -204,9 +204,11 @@ async def heard(found: Fleet, name: str, word: str) -> tuple[set[str], set[str],
     )
 
 
-# The API's verbs are no requests to a process, and the forwarder's are a wildcard. Rewards and
-# sandboxes are no part of a serving fleet: tests/rewards and tests/sandbox show tokens to them.
-NO_REQUESTS = {Listener.API, Listener.FORWARD, Listener.REWARDS, Listener.SANDBOX}
+# The API's verbs are no requests to a process, and the forwarder's are a wildcard. Rewards,
+# batches and sandboxes are no part of a serving fleet: their own tests show tokens to them.
+NO_REQUESTS = {
+    *(Listener.API, Listener.FORWARD, Listener.REWARDS, Listener.SANDBOX, Listener.BATCHES)
+}
 EVERY_VERB = {verb for one in Listener if one not in NO_REQUESTS for verb in rights.verbs(one)} | {
     "GET /",
     "GET /debug",
@@ -249,6 +251,7 @@ LISTEN = {
     "router/rose_router/http/app.py": Listener.ROUTER,
     "router/rose_router/main.py": Listener.ROUTER,
     "rewards/rose_rewards/main.py": Listener.REWARDS,
+    "batches/rose_batches/http.py": Listener.BATCHES,
     "trainer/rose_trainer/adapters/forward.py": Listener.FORWARD,
     "trainer/rose_trainer/adapters/ingest.py": Listener.INGEST,
     "weights/rose_weights/main.py": Listener.STORE,
@@ -258,7 +261,7 @@ OPENS = re.compile(r"(?<![\w.])(?:web\.Application|(?:serving\.)?Server|plainpag
 
 
 def test_whoever_opens_a_port_is_a_listener_of_the_table() -> None:
-    rooms = ("agent", "operator", "router", "trainer", "rewards", "weights", "wire", "cli")
+    rooms = ("agent", "operator", "router", "trainer", "rewards", "batches", "weights", "wire", "cli")
     found = set()
     for path in (path for room in rooms for path in (ROOT / room).rglob("*.py")):
         opens = OPENS.search(path.read_text())

@@ -26,6 +26,7 @@ ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
         "weights",
         "router",
         "trainer",
+        "batches",
         "rewards",
         "wire",
         "cli",

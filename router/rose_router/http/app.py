@@ -9,6 +9,7 @@
 | GET /sessions/{key}/rows | training rows of such a session, exact to the token |
 | POST /tokenize, /detokenize | text or a conversation as token ids, and back |
 | POST /inference/v1/generate | vLLM's, token ids only |
+| /v1/files, /v1/batches | OpenAI's batch files, kept and run by ``rose batches`` |
 | POST /abort_request | end turns of this lease, by exact id or all |
 | GET /health, /health_generate, /ready, /v1/models, /get_weight_version | start-up checks |
 | GET /server_info, /model_info, /workers, /v1/loads | the lease as one SGLang server and router |
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -38,6 +40,7 @@ from rose_core.rollouts.message_tree import MessageTree
 from rose_router import metrics
 from rose_router.errors import REASON, EngineRefused, RouterError
 from rose_router.http import (
+    batches,
     bearer,
     engine_metrics,
     facade,
@@ -75,6 +78,7 @@ def create(
     *,
     forwarding: Middleware | None = None,
     tell: virtual.Tell | None = None,
+    session: aiohttp.ClientSession | None = None,
 ) -> web.Application:
     """The application; run it with handler cancellation, so that hung-up callers are noticed.
 
@@ -119,6 +123,7 @@ def create(
         app.add_routes(virtual.routes(service, barrier, tell))
     app.add_routes(trajectories.routes(service.prospects))
     app.add_routes(rows.routes(tree, service))
+    app.add_routes(batches.routes(settings.batches_url, settings.batches_token, session))
     app.add_routes(
         [
             web.post("/generate", answering.generate),

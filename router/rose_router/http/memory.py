@@ -39,6 +39,7 @@ from rose_core.rollouts.router_size import (
 )
 from rose_router import metrics
 from rose_router.errors import Overloaded, TooLarge
+from rose_router.http import batches
 from rose_router.http.dialects.common import MOST_HISTORY, too_long
 from rose_router.turns.request import TurnRequest
 
@@ -179,8 +180,8 @@ def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
     async def check(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if not request.body_exists:
-            return await handler(request)
+        if not request.body_exists or request.path.startswith(batches.PREFIXES):
+            return await handler(request)  # what is passed on in pieces is never held
         length, most = request.content_length, most_body
         if request.path in CONVERSATIONS:
             most = min(most, MOST_HISTORY)

@@ -1,0 +1,1 @@
+"""Batches of requests that run on a lease's engines after everybody else's turns."""

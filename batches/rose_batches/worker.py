@@ -1,0 +1,380 @@
+"""Runs the lines of all batches at the lease's router, as one of its callers.
+
+| a batch is | from | left by |
+|---|---|---|
+| validating | ``create`` | its file was read: in progress, or failed |
+| in_progress | every line waits or runs | the last answer, its deadline, or ``cancel`` |
+| finalizing, cancelling | the same | its files are written: completed, expired or cancelled |
+
+A line is asked with an id of its own and below everybody's priority. Its answer counts once it is
+on the disk; what was asked and not written down when something died is asked again, and the router
+gives the same answer while it remembers the id. Next step: ``store`` keeps what comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import heapq
+import logging
+import urllib.parse
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import aiohttp
+import msgspec
+
+from rose_batches import metrics
+from rose_batches.objects import StoredBatch, StoredFile, output_line
+from rose_batches.store import Answer, Journal
+from rose_core.batches.lines import LONGEST_LINE, Checked, Problem, check, turn_of
+from rose_core.batches.order import WaitingBatch, next_batch
+from rose_core.batches.outcomes import Outcome, outcome, wait_seconds
+from rose_core.unreadable import UNREADABLE
+from rose_wire import flags
+
+LOG = logging.getLogger(__name__)
+
+_LONGEST_ANSWER = LONGEST_LINE
+_LONGEST_ERROR = 4096
+# A turn has no time limit of its own here: gates close for as long as serving is busy.
+_TURN_SECONDS = 3600.0
+_IDLE_SECONDS = 60.0
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass
+class _LiveBatch:
+    """A batch under way: numbers of its lines by what they do."""
+
+    batch: StoredBatch
+    waiting: deque[int] = field(default_factory=deque)
+    resting: list[tuple[float, int]] = field(default_factory=list)
+    running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    tries: Counter[int] = field(default_factory=Counter)
+
+    def wake(self, now: float) -> None:
+        """Let lines wait whose rest is over."""
+        while self.resting and self.resting[0][0] <= now:
+            self.waiting.append(heapq.heappop(self.resting)[1])
+
+    @property
+    def done(self) -> bool:
+        """Whether no line lacks an answer."""
+        return not (self.waiting or self.resting or self.running)
+
+
+@dataclass
+class Worker:
+    """All batches of one lease.
+
+    Args:
+        journal: keeps them; every call goes through ``do``.
+        session: to ask the router with.
+        router: its URL.
+        clock: Unix seconds.
+        token_file: the lease's token, read at every try; None = the router asks nobody.
+        most: lines under way at a time.
+        tenant_bytes, total_bytes: of files and answers, a tenant's and everybody's.
+        keep_seconds: how long files are kept.
+    """
+
+    journal: Journal
+    session: aiohttp.ClientSession
+    router: str
+    clock: Callable[[], float]
+    token_file: Path | None = None
+    most: int = 64
+    tenant_bytes: int = 2 << 30
+    total_bytes: int = 20 << 30
+    keep_seconds: int = 30 * 86_400
+    _live: dict[str, _LiveBatch] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _answers: asyncio.Queue[tuple[Answer, asyncio.Future[None]]] = field(
+        default_factory=asyncio.Queue
+    )
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "journal"))
+    _preparing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def do(self, call: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """Call the journal on its thread."""
+        asked = partial(call, *given, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, asked)
+
+    def room(self, tenant: str) -> int:
+        """Bytes that the tenant may still store."""
+        used = self.journal.used
+        return min(self.tenant_bytes - used[tenant], self.total_bytes - used.total())
+
+    async def run(self) -> None:
+        """Work until cancelled; goes on where the last process was ended."""
+        recording = asyncio.create_task(self._record())
+        try:
+            for batch in await self.do(self.journal.live):
+                await self._resume(batch)
+            while True:
+                self._changed.clear()
+                await self._end_what_ended()
+                self._fill()
+                metrics.STORED.set(self.journal.used.total())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._until_next()):
+                        await self._changed.wait()
+                if recording.done():
+                    recording.result()
+        finally:
+            running = [t for live in self._live.values() for t in live.running.values()]
+            for task in (recording, *running, *self._preparing.values()):
+                task.cancel()
+            await asyncio.gather(
+                recording, *running, *self._preparing.values(), return_exceptions=True
+            )
+            self._thread.shutdown()
+
+    def wake(self) -> None:
+        """Look again: something changed."""
+        self._changed.set()
+
+    # Coming and going -------------------------------------------------------------------------
+
+    async def create(self, batch: StoredBatch) -> None:
+        """Take a new batch, written down before this returns."""
+        await self.do(self.journal.save, batch)
+        self._prepare(batch)
+
+    async def cancel(self, batch: StoredBatch) -> StoredBatch:
+        """Stop a batch; its files come at once."""
+        if batch.status not in {"validating", "in_progress"}:
+            return batch
+        if (preparing := self._preparing.get(batch.id)) is not None:
+            preparing.cancel()
+            await asyncio.gather(preparing, return_exceptions=True)
+        live = self._live.setdefault(batch.id, _LiveBatch(batch))
+        live.batch = await self.do(self.journal.move, batch, "cancelling", self.clock())
+        self.wake()
+        return live.batch
+
+    async def _resume(self, batch: StoredBatch) -> None:
+        if batch.status == "validating":
+            self._prepare(batch)
+            return
+        waiting = await self.do(self.journal.waiting, batch.id)
+        self._live[batch.id] = _LiveBatch(batch, deque(waiting))
+
+    def _prepare(self, batch: StoredBatch) -> None:
+        task = asyncio.create_task(self._validate(batch))
+        self._preparing[batch.id] = task
+        task.add_done_callback(lambda _: self._preparing.pop(batch.id, None))
+
+    async def _validate(self, batch: StoredBatch) -> None:
+        """Read the batch's file and let its lines wait, or say what is wrong with it."""
+        models = await self._models(batch)
+        if models is None:
+            text = f"the lease's router did not answer within {batch.window}"
+            await self._fail(batch, [Problem("router_away", text)])
+            return
+        file = await self.do(self.journal.file, batch.input_file, batch.tenant)
+        checked = await asyncio.to_thread(_read, self.journal, file, batch.endpoint, models)
+        if checked.problems:
+            await self._fail(batch, checked.problems)
+            return
+        begun = msgspec.structs.replace(
+            batch.at("in_progress", self.clock()), total=len(checked.places)
+        )
+        await self.do(self.journal.start, begun, checked.places)
+        self._live[batch.id] = _LiveBatch(begun, deque(one.number for one in checked.places))
+        self.wake()
+
+    async def _fail(self, batch: StoredBatch, problems: Iterable[Problem]) -> None:
+        ended = batch.at("failed", self.clock())
+        errors = [dataclasses.asdict(one) for one in problems]
+        await self.do(self.journal.save, msgspec.structs.replace(ended, errors=errors))
+        metrics.ENDED.labels("failed").inc()
+
+    async def _models(self, batch: StoredBatch) -> frozenset[str] | None:
+        """The lease's models; None when its router did not say in the batch's time."""
+        tries = 0
+        while self.clock() < batch.deadline:
+            try:
+                async with self.session.get(
+                    f"{self.router}/v1/models", headers=self._headers()
+                ) as reply:
+                    if reply.status == 200:
+                        said = msgspec.json.decode(await reply.read())
+                        return frozenset(str(one["id"]) for one in said["data"])
+                    LOG.warning("%s/v1/models: %d", self.router, reply.status)
+            except (aiohttp.ClientError, OSError, *UNREADABLE, LookupError, TypeError) as error:
+                LOG.warning("%s/v1/models: %s", self.router, error or type(error).__name__)
+            tries += 1
+            await asyncio.sleep(
+                min(wait_seconds(tries, None), batch.deadline - self.clock() + 0.01)
+            )
+        return None
+
+    async def _end_what_ended(self) -> None:
+        for live in list(self._live.values()):
+            batch, now = live.batch, self.clock()
+            if batch.status == "cancelling":
+                await self._finish(live, "cancelled")
+            elif live.done:
+                torn = await self.do(self.journal.reopen_torn, batch.id)
+                if torn:
+                    LOG.warning(
+                        "batch %s: answers of lines %s were torn; asked again", batch.id, torn
+                    )
+                    live.waiting.extend(torn)
+                    live.batch = await self.do(self.journal.batch, batch.id, batch.tenant)
+                else:
+                    await self._finish(live, "completed")
+            elif now >= batch.deadline:
+                await self._finish(live, "expired")
+
+    async def _finish(self, live: _LiveBatch, status: str) -> None:
+        for task in live.running.values():
+            task.cancel()
+        await asyncio.gather(*live.running.values(), return_exceptions=True)
+        # Answers may have been written down until a moment ago.
+        batch = await self.do(self.journal.batch, live.batch.id, live.batch.tenant)
+        left = batch.total - batch.answered - batch.failed
+        ended = batch.at(status, self.clock())
+        await self.do(self.journal.finish, ended, self.keep_seconds, int(self.clock()))
+        del self._live[live.batch.id]
+        metrics.ENDED.labels(status).inc()
+        metrics.LINES.labels("expired").inc(left)
+
+    # Lines ------------------------------------------------------------------------------------
+
+    def _until_next(self) -> float:
+        """Seconds until something is due by itself."""
+        now = self.clock()
+        moments: list[float] = [live.batch.deadline for live in self._live.values()]
+        moments += [live.resting[0][0] for live in self._live.values() if live.resting]
+        return min((max(0.0, one - now) + 0.001 for one in moments), default=_IDLE_SECONDS)
+
+    def _fill(self) -> None:
+        """Send lines while there is room for more."""
+        now = self.clock()
+        of_tenant: Counter[str] = Counter()
+        for live in self._live.values():
+            live.wake(now)
+            of_tenant[live.batch.tenant] += len(live.running)
+        while of_tenant.total() < self.most:
+            name = next_batch(
+                WaitingBatch(
+                    one.batch.id, one.batch.tenant, one.batch.deadline, of_tenant[one.batch.tenant]
+                )
+                for one in self._live.values()
+                if one.waiting and one.batch.status == "in_progress"
+            )
+            if name is None:
+                break
+            live = self._live[name]
+            number = live.waiting.popleft()
+            live.running[number] = asyncio.create_task(self._line(live, number))
+            of_tenant[live.batch.tenant] += 1
+        metrics.RUNNING.set(of_tenant.total())
+        metrics.WAITING.set(sum(len(one.waiting) + len(one.resting) for one in self._live.values()))
+
+    async def _line(self, live: _LiveBatch, number: int) -> None:
+        """One try of a line."""
+        try:
+            again = await self._try(live, number)
+            if again is not None:
+                heapq.heappush(live.resting, (self.clock() + again, number))
+        finally:
+            del live.running[number]
+            self.wake()
+
+    async def _try(self, live: _LiveBatch, number: int) -> float | None:
+        """Ask the router once; seconds until the next try, None when there is an answer."""
+        batch, name = live.batch, f"{live.batch.id}-{number}"
+        try:
+            raw = await self.do(self.journal.line, batch, number)
+            custom_id, body = turn_of(raw, name)
+        except (OSError, *UNREADABLE) as error:
+            said = output_line(name, "", error=("input_file_damaged", str(error)))
+            await self._keep(Answer(batch.id, number, said, failed=True))
+            return None
+        live.tries[number] += 1
+        metrics.TRIES.inc()
+        status, answer, after = await self._ask(batch, body)
+        what = outcome(status, live.tries[number])
+        if status is None or what is Outcome.AGAIN:
+            return wait_seconds(live.tries[number], after)
+        failed = what is Outcome.FAILED
+        if failed and len(answer) > _LONGEST_ERROR:
+            answer = answer[:_LONGEST_ERROR]
+        said = output_line(name, custom_id, response=(status, answer))
+        if len(said) > self.room(batch.tenant):
+            failed = True
+            text = f"files hold all of {self.tenant_bytes} bytes; delete some, send the line again"
+            said = output_line(name, custom_id, error=("storage_exceeded", text))
+        await self._keep(Answer(batch.id, number, said, failed))
+        return None
+
+    async def _ask(
+        self, batch: StoredBatch, body: dict[str, Any]
+    ) -> tuple[int | None, bytes, float | None]:
+        """Status, body and ``Retry-After`` of the answer; no status where it was not whole."""
+        job = urllib.parse.quote(f"batch:{batch.tenant}", safe=":/@ ")[:512]
+        left = max(0.01, min(_TURN_SECONDS, batch.deadline - self.clock()))
+        try:
+            async with self.session.post(
+                self.router + batch.endpoint,
+                data=msgspec.json.encode(body),
+                headers={**self._headers(), "X-Rose-Job": job, "Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=left),
+            ) as reply:
+                after = reply.headers.get("Retry-After", "")
+                answer = bytearray()
+                async for piece in reply.content.iter_any():
+                    answer += piece
+                    if len(answer) > _LONGEST_ANSWER:
+                        return 413, b'{"error": {"message": "the answer is too long"}}', None
+                return reply.status, bytes(answer), float(after) if after.isdecimal() else None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            LOG.debug("%s: %s", self.router, error)
+            return None, b"", None
+
+    def _headers(self) -> dict[str, str]:
+        token = flags.token(self.token_file)
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+    async def _keep(self, answer: Answer) -> None:
+        """Return when the answer is on the disk."""
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answers.put_nowait((answer, written))
+        await written
+
+    async def _record(self) -> None:
+        """Write answers down, as many at a time as there are: a transaction waits for the disk."""
+        while True:
+            taken = [await self._answers.get()]
+            while not self._answers.empty():
+                taken.append(self._answers.get_nowait())
+            answers = [answer for answer, _ in taken]
+            changed = await self.do(self.journal.record, answers)
+            for batch in changed.values():
+                if (live := self._live.get(batch.id)) is not None:
+                    live.batch = msgspec.structs.replace(
+                        live.batch, answered=batch.answered, failed=batch.failed
+                    )
+            for answer, written in taken:
+                metrics.LINES.labels("failed" if answer.failed else "answered").inc()
+                if not written.done():
+                    written.set_result(None)
+
+
+def _read(journal: Journal, file: StoredFile, endpoint: str, models: frozenset[str]) -> Checked:
+    if not journal.is_whole(file):
+        problem = Problem("input_file_damaged", "the file is not what was sent; send it again")
+        return Checked(problems=[problem])
+    with journal.path(file.id).open("rb") as opened:
+        return check(opened, endpoint, models)

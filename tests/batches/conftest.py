@@ -1,0 +1,3 @@
+"""A router and its engines, as in the router's own tests."""
+
+from tests.router.conftest import stage  # noqa: F401  # a fixture
