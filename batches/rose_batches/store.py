@@ -33,7 +33,7 @@ import msgspec
 
 from rose_batches.errors import BadBatch, Damaged
 from rose_batches.objects import LIVE, StoredBatch, StoredFile, output_line
-from rose_core.batches.lines import Place
+from rose_core.batches.lines import LineSpan
 
 _WAITS, _ANSWERED, _FAILED = 0, 1, 2
 _PAGE = 1000  # lines that are read from the database at once
@@ -235,7 +235,7 @@ class Journal:
         with self._db:
             self._db.executemany("DELETE FROM batches WHERE id = ?", [(one.id,) for one in ended])
 
-    def start(self, batch: StoredBatch, places: Iterable[Place]) -> None:
+    def start(self, batch: StoredBatch, places: Iterable[LineSpan]) -> None:
         """A batch's lines are known and wait."""
         with self._db:
             self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))

@@ -35,7 +35,7 @@ from rose_batches.objects import StoredBatch, StoredFile, output_line
 from rose_batches.store import Answer, Journal
 from rose_core.batches.lines import LONGEST_LINE, Checked, Problem, check, turn_of
 from rose_core.batches.order import WaitingBatch, next_batch
-from rose_core.batches.outcomes import Outcome, outcome, wait_seconds
+from rose_core.batches.outcomes import LineFate, outcome, wait_seconds
 from rose_core.unreadable import UNREADABLE
 from rose_wire import flags
 
@@ -306,9 +306,9 @@ class Worker:
         metrics.TRIES.inc()
         status, answer, after = await self._ask(batch, body)
         what = outcome(status, live.tries[number])
-        if status is None or what is Outcome.AGAIN:
+        if status is None or what is LineFate.AGAIN:
             return wait_seconds(live.tries[number], after)
-        failed = what is Outcome.FAILED
+        failed = what is LineFate.FAILED
         if failed and len(answer) > _LONGEST_ERROR:
             answer = answer[:_LONGEST_ERROR]
         said = output_line(name, custom_id, response=(status, answer))

@@ -51,7 +51,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Place:
+class LineSpan:
     """A line that may run, and where it lies in its file."""
 
     number: int
@@ -64,7 +64,7 @@ class Place:
 class Checked:
     """A file that was read; it may run if ``problems`` is empty."""
 
-    places: list[Place] = field(default_factory=list)
+    places: list[LineSpan] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -84,7 +84,7 @@ def check(raw_lines: Iterable[bytes], endpoint: str, models: frozenset[str]) -> 
             if isinstance(found, str):
                 first = seen.setdefault(found, number)
                 if first == number:
-                    checked.places.append(Place(number, found, offset, len(raw)))
+                    checked.places.append(LineSpan(number, found, offset, len(raw)))
                 else:
                     text = f"custom_id {found!r} stands in line {first} already; give each its own"
                     checked.problems.append(

@@ -18,7 +18,7 @@ _MOST_TRIES = 5
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 30.0
 
 
-class Outcome(StrEnum):
+class LineFate(StrEnum):
     """Of one try."""
 
     ANSWERED = "answered"
@@ -26,7 +26,7 @@ class Outcome(StrEnum):
     AGAIN = "again"
 
 
-def outcome(status: int | None, tries: int) -> Outcome:
+def outcome(status: int | None, tries: int) -> LineFate:
     """What becomes of the line.
 
     Args:
@@ -34,10 +34,10 @@ def outcome(status: int | None, tries: int) -> Outcome:
         tries: of this line so far, this one included.
     """
     if status is not None and 200 <= status < 300:
-        return Outcome.ANSWERED
+        return LineFate.ANSWERED
     if status is None or status in _AGAIN or (status == 500 and tries < _MOST_TRIES):
-        return Outcome.AGAIN
-    return Outcome.FAILED
+        return LineFate.AGAIN
+    return LineFate.FAILED
 
 
 def wait_seconds(tries: int, asked: float | None) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from rose_core.batches.lines import PRIORITY, check, turn_of
 from rose_core.batches.order import WaitingBatch, next_batch
-from rose_core.batches.outcomes import Outcome, outcome, wait_seconds
+from rose_core.batches.outcomes import LineFate, outcome, wait_seconds
 from rose_core.batches.windows import seconds_of
 
 CHAT = "/v1/chat/completions"
@@ -78,20 +78,20 @@ def test_a_turn_goes_below_all_others_and_under_an_id_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("status", "tries", "becomes"),
     [
-        (200, 1, Outcome.ANSWERED),
-        (None, 99, Outcome.AGAIN),
-        (429, 99, Outcome.AGAIN),
-        (503, 99, Outcome.AGAIN),
-        (401, 99, Outcome.AGAIN),
-        (500, 4, Outcome.AGAIN),
-        (500, 5, Outcome.FAILED),
-        (400, 1, Outcome.FAILED),
-        (422, 1, Outcome.FAILED),
-        (302, 1, Outcome.FAILED),
+        (200, 1, LineFate.ANSWERED),
+        (None, 99, LineFate.AGAIN),
+        (429, 99, LineFate.AGAIN),
+        (503, 99, LineFate.AGAIN),
+        (401, 99, LineFate.AGAIN),
+        (500, 4, LineFate.AGAIN),
+        (500, 5, LineFate.FAILED),
+        (400, 1, LineFate.FAILED),
+        (422, 1, LineFate.FAILED),
+        (302, 1, LineFate.FAILED),
     ],
 )
 def test_what_cannot_be_now_waits_and_what_is_wrong_fails(
-    status: int | None, tries: int, becomes: Outcome
+    status: int | None, tries: int, becomes: LineFate
 ) -> None:
     assert outcome(status, tries) is becomes
 

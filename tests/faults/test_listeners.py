@@ -157,7 +157,9 @@ async def fleet(root: Path) -> AsyncIterator[Fleet]:
         await made.start("relay", "weights", "relay", *place, *upstream, mine)
         routing = ("--http-address=127.0.0.1:0", "--attach-address=127.0.0.1:0")
         turns = f"--turn-token-file={made.secret('turns')}"
-        callers = (turns, f"--account-keys={made.keys()}")
+        # Nobody is there: whoever may call reads that, which is more than a refusal.
+        batches = "--batches=http://127.0.0.1:9"
+        callers = (turns, f"--account-keys={made.keys()}", batches)
         await made.start(
             "router", "router", "--lease=team/run", *routing, mine, *callers, anywhere[1]
         )
