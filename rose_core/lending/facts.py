@@ -168,6 +168,7 @@ class Replica:
         proven: the kubelet has allocated the GPUs to it.
         memory: what may be lent of each of its GPUs, as a sum in figures; for people alone.
         lendable_bytes: that sum; None = nobody has worked it out, or the driver does not tell.
+        gpu_bytes: memory of the tightest of its GPUs, all of it; None = unknown.
         device_class: of its GPUs, empty when unknown.
         models: what lies on its node; None when nobody says.
     """
@@ -191,6 +192,7 @@ class Replica:
     proven: bool = False
     memory: str = ""
     lendable_bytes: int | None = None
+    gpu_bytes: int | None = None
     device_class: str = ""
     models: frozenset[str] | None = None
 
@@ -330,6 +332,11 @@ class Lease:
         sized, and says what it lacks.
         """
         needed, room = self.needs.on(replica), replica.lendable_bytes
+        return needed is None or room is None or needed <= room
+
+    def fits_asleep(self, replica: Replica) -> bool:
+        """Whether its engine is no larger than the GPU, which it has once serving sleeps."""
+        needed, room = self.needs.on(replica), replica.gpu_bytes
         return needed is None or room is None or needed <= room
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -111,9 +111,9 @@ def _lend_in(world: PlanningPass, pool: Pool, leases: list[Lease], *, whole: boo
     if not queue:
         return
     if whole:
-        shelf = _Shelf(world, pool, world.full(pool.key), ())
+        shelf = _Shelf(world, pool, world.full(pool.key), leases, Lease.fits_asleep)
     else:
-        shelf = _Shelf(world, pool, world.free(pool.key), leases)
+        shelf = _Shelf(world, pool, world.free(pool.key), leases, Lease.fits)
     while queue and blocked(world, pool) is None:
         if whole and refused(world, pool) is not None:
             return
@@ -130,18 +130,24 @@ class _Shelf:
     """Replicas that may be lent now, best first; those of each group on their own.
 
     Args:
-        asking: leases whose engines must fit into what may be lent.
+        asking: leases whose engines must fit.
+        fits: whether one does.
     """
 
     def __init__(
-        self, world: PlanningPass, pool: Pool, replicas: Iterable[Replica], asking: Iterable[Lease]
+        self,
+        world: PlanningPass,
+        pool: Pool,
+        replicas: Iterable[Replica],
+        asking: Iterable[Lease],
+        fits: Callable[[Lease, Replica], bool],
     ) -> None:
         self._world, self._pool = world, pool
         self._places: dict[Place, list[tuple[int, PodUid]]] = defaultdict(list)
         sized = [one for one in asking if one.needs.nodes]
         for replica in replicas:
             if world.unrested(replica) is None:
-                small = frozenset(one.key for one in sized if not one.fits(replica))
+                small = frozenset(one.key for one in sized if not fits(one, replica))
                 group = ReplicaGroup(replica.traits, small)
                 self._places[group, _place(replica, pool.spread)].append(_preference(replica))
         for found in self._places.values():

@@ -13,7 +13,8 @@ back, for another lease.
 | known | as much | lent |
 | known | less | not lent to this lease: ``InsufficientMemory`` with both figures |
 
-A replica that is lent whole is not judged: its memory is free only once serving sleeps.
+Of a replica that is lent whole nobody knows what will be free before serving sleeps; an engine that
+is larger than its GPU fits in no case, and nobody is put to sleep for it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def too_small(lease: Lease, replica: Replica) -> ReplicaDecision | None:
 
 def fits_nowhere(world: PlanningPass, pool: Pool, lease: Lease) -> Cause | None:
     """Why no replica of the pool has room for the lease's engine, however free it becomes."""
-    if world.full(pool.key):
+    if any(lease.takes(one) and lease.fits_asleep(one) for one in world.full(pool.key)):
         return None  # one may be put to sleep for it
     known = [
         (replica.lendable_bytes, replica)
@@ -63,10 +64,20 @@ def fits_nowhere(world: PlanningPass, pool: Pool, lease: Lease) -> Cause | None:
 def found_too_small(world: PlanningPass, slot: Slot) -> Cause | None:
     """Why a slot is of no use to its lease: its node says so, and the figures say the same."""
     lease, replica = world.leases.get(slot.lease), world.replicas.get(slot.replica)
-    if not slot.lacks_memory or slot.whole or lease is None or replica is None:
+    if not slot.lacks_memory or lease is None or replica is None:
         return None
+    if slot.whole:
+        return None if lease.fits_asleep(replica) else _larger_than_its_gpu(lease, replica)
     found = too_small(lease, replica)
     return None if found is None else (found.reason, found.message)
+
+
+def _larger_than_its_gpu(lease: Lease, replica: Replica) -> Cause:
+    needed, there = in_gib(lease.needs.on(replica) or 0), in_gib(replica.gpu_bytes or 0)
+    return (
+        Reason.INSUFFICIENT_MEMORY,
+        f"the engine needs {needed} per GPU, which has {there} in all",
+    )
 
 
 def misfits(world: PlanningPass) -> Mapping[str, tuple[Misfit, ...]]:

@@ -7,7 +7,16 @@ import pytest
 
 from rose_core.api import Reason
 from rose_core.identity import PodUid, SlotUid
-from rose_core.lending import Breaker, LoadOutlook, Pool, Replica, Snapshot, WholeTerms, plan
+from rose_core.lending import (
+    Breaker,
+    EngineNeeds,
+    LoadOutlook,
+    Pool,
+    Replica,
+    Snapshot,
+    WholeTerms,
+    plan,
+)
 from rose_core.lending.forecast import UsualLoad, observe, outlook
 from tests.lending.test_forecast import DAY, HALF_HOUR, MIDNIGHT, busy, learned
 from tests.lending.world import NOW, lease, lent, pool, released, replica, slot, world
@@ -71,6 +80,37 @@ def test_without_a_trough_or_room_none_sleeps(changes: dict[str, Any], reason: R
     assert not wholes(snapshot)
     told = plan(snapshot, NOW).members["s/chat"]
     assert {one.reason for one in told} == {reason}
+
+
+GIB = 1 << 30
+HUGE = EngineNeeds({("s/chat", "node-x"): 764 * GIB})
+
+
+def test_nobody_sleeps_for_an_engine_that_is_larger_than_the_gpu() -> None:
+    known = full(4, gpu_bytes=80 * GIB, lendable_bytes=0)
+    small = replace(WANTS, needs=EngineNeeds({("s/chat", "node-x"): 70 * GIB}))
+    huge = replace(lease("b", min_slots=0, max_slots=10), needs=HUGE)
+    assert len(wholes(world(known, [small], pools=[trough()]))) == 2
+    done = plan(world(known, [huge], pools=[trough()]), NOW)
+    assert not done.lends
+    assert done.outcomes["r/b"].reason is Reason.INSUFFICIENT_MEMORY
+    assert "the engine needs 764.0 GiB per GPU" in done.outcomes["r/b"].message
+    both = plan(world(known, [huge, small], pools=[trough()]), NOW)
+    assert {one.lease for one in both.lends} == {"r/a"}, "it keeps no other from its turn"
+    unknown = full(4, lendable_bytes=0)
+    assert wholes(world(unknown, [huge], pools=[trough()])), "the node says what it lacks"
+
+
+def test_a_replica_that_sleeps_for_such_an_engine_is_woken_and_left_alone() -> None:
+    snapshot = asleep(1, trough())
+    slots = tuple(replace(one, lacks_memory=True) for one in snapshot.slots)
+    replicas = tuple(replace(one, gpu_bytes=80 * GIB) for one in snapshot.replicas)
+    leases = tuple(replace(one, needs=HUGE) for one in snapshot.leases)
+    refused = replace(snapshot, slots=slots, replicas=replicas)
+    assert not released(refused), "its size is not known"
+    refused = replace(refused, leases=leases)
+    assert released(refused) == {"uid-a-f0": Reason.INSUFFICIENT_MEMORY}
+    assert not wholes(refused)
 
 
 def test_no_more_sleep_than_the_owner_allows() -> None:

@@ -347,6 +347,7 @@ def _replica(
         proven=report.gpu_proof == Proof.ALLOCATED,
         memory=report.lendable_text,
         lendable_bytes=lendable(report),
+        gpu_bytes=report.memory.total if report.memory is not None else None,
         occupied=place.occupied is None or report.pod_uid in place.occupied,
         zone=place.zone,
         cordoned=place.cordoned,
