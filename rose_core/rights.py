@@ -155,6 +155,12 @@ RULES: tuple[Rule, ...] = (
         _L.ROUTER, ("GET /trajectories", "POST /trajectories", "GET /turns", "GET /engines"), _TEAMS
     ),
     Rule(_L.ROUTER, _BATCHES, _TEAMS, "of the caller that the token names"),
+    Rule(
+        _L.ROUTER,
+        tuple(f"POST /sessions/{{key}}/{step}" for step in ("fork", "restore", "turns")),
+        _TEAMS,
+        "of the job that the token names",
+    ),
     Rule(_L.ROUTER, ("GET /sessions/{key}/rows",), _TEAMS, "of the job that the token names"),
     Rule(_L.ROUTER, _NOT_HERE, _TEAMS, "answered with what to use instead"),
     Rule(_L.ROUTER, ("/rose.v1.Router/Attach",), (_P.NODE, _P.ROUTER), "engines of this lease"),
@@ -233,17 +239,24 @@ RULES: tuple[Rule, ...] = (
     Rule(
         _L.SANDBOX,
         (
-            *("GET /sessions", "POST /sessions", "GET /sessions/{key}", "DELETE /sessions/{key}"),
+            *("GET /sessions", "POST /sessions", "DELETE /sessions/{key}"),
             *("POST /sessions/{key}/exec", "GET /sessions/{key}/files"),
             *("PUT /sessions/{key}/files", "* /sessions/{key}/port/{port}/{path}"),
-            *(
-                f"POST /sessions/{{key}}/{step}"
-                for step in (
-                    *("turn", "ready", "checkpoint", "restore", "fork", "suspend", "resume"),
-                )
-            ),
+            *(f"POST /sessions/{{key}}/{step}" for step in ("checkpoint", "suspend", "resume")),
         ),
         _TEAMS,
+        "of the run that the host serves, by the host's token",
+    ),
+    Rule(
+        _L.SANDBOX,
+        (
+            "GET /sessions/{key}",
+            *(
+                f"POST /sessions/{{key}}/{step}"
+                for step in ("turn", "ready", "ended", "restore", "fork")
+            ),
+        ),
+        (*_TEAMS, _P.ROUTER),
         "of the run that the host serves, by the host's token",
     ),
     Rule(_L.SANDBOX, ("POST /traffic",), (_P.NODE, _P.TRAINER), "its node, by the host's token"),

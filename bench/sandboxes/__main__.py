@@ -135,7 +135,7 @@ async def forked(host: Host) -> float:
     await host.exec("parent", "export A=1; sleep 1000 & echo 1 > /home/a")
     await host.checkpoint("parent", [1, 2, 3])
     began = time.monotonic()
-    children = await host.fork("parent", CHILDREN)
+    children = (await host.fork("parent", CHILDREN)).sessions
     seconds = time.monotonic() - began
     for one in (*children, "parent"):
         await host.end(one, forget=True)

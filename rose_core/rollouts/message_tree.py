@@ -25,8 +25,8 @@ import math
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
@@ -73,6 +73,8 @@ class TurnNode:
         altered_at: index of the request's first message that is not what this session has seen
             although the model has answered after it; ``None`` = nothing was altered.
         total: ids from the conversation's beginning to the turn's end.
+        inherited: it was sampled under another session, which this one is a fork of; its tokens
+            are learnt there.
     """
 
     owner: Owner
@@ -89,6 +91,7 @@ class TurnNode:
     altered_at: int | None
     total: int
     children: int = 0
+    inherited: bool = False
 
     def ids(self) -> list[int]:
         """All ids from the conversation's beginning to the turn's end."""
@@ -318,6 +321,71 @@ class MessageTree:
         seen: set[int] = set()
         return [_row(node, seen) for node in session.nodes if not node.children]
 
+    def last_before(self, owner: Owner, ids: Sequence[int]) -> TurnNode | None:
+        """The last turn of a session whose ids, to its end, are a beginning of those given."""
+        session = self._sessions.get(owner)
+        best: TurnNode | None = None
+        for node in reversed(session.nodes if session is not None else ()):
+            longer = best is None or node.total > best.total
+            if longer and node.total <= len(ids) and node.ids() == list(ids[: node.total]):
+                best = node
+        return best
+
+    def turns(self, last: TurnNode) -> list[TurnNode]:
+        """A conversation's turns, from its first one to the one given."""
+        return list(_upwards(last))[::-1]
+
+    def roots(self, owner: Owner) -> frozenset[bytes]:
+        """What stands before a session's conversations."""
+        session = self._sessions.get(owner)
+        return frozenset(session.roots) if session is not None else frozenset()
+
+    def adopt(
+        self, owner: Owner, turns: Sequence[TurnNode], roots: Iterable[bytes], *, inherited: bool
+    ) -> None:
+        """Give a session a conversation's turns: a fork's, or one that comes back.
+
+        Args:
+            owner: the session.
+            turns: in order; what the session has of them is kept.
+            roots: of the conversation.
+            inherited: their tokens are learnt in another session.
+        """
+        if not turns:
+            return
+        session = self._sessions.setdefault(owner, _Session())
+        self._sessions.move_to_end(owner)
+        session.roots.update(roots)
+        parent: TurnNode | None = None
+        for turn in turns:
+            known = session.known.get((turn.rid, turn.digest))
+            if known is None:
+                known = self._copied(owner, session, turn, parent, inherited=inherited)
+            parent = known
+        self._make_room(owner)
+
+    def _copied(
+        self,
+        owner: Owner,
+        session: _Session,
+        turn: TurnNode,
+        parent: TurnNode | None,
+        *,
+        inherited: bool,
+    ) -> TurnNode:
+        node = replace(turn, owner=owner, parent=parent, children=0, inherited=inherited)
+        if parent is not None:
+            parent.children += 1
+        session.nodes.append(node)
+        session.known[node.rid, node.digest] = node
+        session.seen.update(node.path)
+        self._nodes.setdefault((owner[0], node.digest), []).append(node)
+        size = len(node.sampled) + len(node.given)
+        session.tokens += size
+        self._tokens += size
+        self._turns += 1
+        return node
+
     def _make_room(self, owner: Owner) -> None:
         mine = self._sessions[owner]
         if mine.tokens * _PART > self._most_tokens or len(mine.nodes) * _PART > self._most_turns:
@@ -466,7 +534,7 @@ def _row(last: TurnNode, seen: set[int]) -> TrainingRow:
         start = len(ids) + given
         ids.extend(node.given)
         ids.extend(node.sampled)
-        fresh = id(node) not in seen
+        fresh = id(node) not in seen and not node.inherited
         seen.add(id(node))
         mask.extend(bytes(given) + bytes([fresh]) * made)
         logprobs.extend([math.nan] * given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,6 +67,8 @@ class Settings:
         ingest_url, ingest_token: ``rose ingest``, for trainers that push checkpoints.
         batches_url, batches_token: ``rose batches``, for files and batches; empty = there is none.
         quorum: who must have new weights before such a trainer is told so.
+        sandbox_hosts: URLs of hosts of agents' sandboxes, by job; they are told of turns.
+        sandbox_token: bearer token that these ask for.
         dedicated: names of the dedicated engines that may attach; empty = any.
         replica: this replica's name, where there are several.
         replicas: finds all of them.
@@ -103,6 +106,8 @@ class Settings:
     batches_url: str = ""
     batches_token: str = ""
     quorum: Quorum = field(default_factory=Quorum)
+    sandbox_hosts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sandbox_token: str = ""
     dedicated: frozenset[str] = frozenset()
     replica: str = ""
     replicas: Resolve | None = None

@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     _about_placement(flags.add_argument_group("which engine gets a turn").add_argument, defaults)
     _about_turns(flags.add_argument_group("patience and queue").add_argument, defaults)
     _about_pushes(flags.add_argument_group("weights pushed by a trainer").add_argument, defaults)
+    _about_sandboxes(flags.add_argument_group("agents' sandboxes").add_argument)
     _about_replicas(flags.add_argument_group("several replicas").add_argument)
     tls.add_flag(flags)
     tls.add_clients_flag(flags)
@@ -159,6 +160,13 @@ def _about_pushes(add: Add, defaults: Settings) -> None:
         help="a trainer's pause that nobody ends is over after this")  # fmt: skip
 
 
+def _about_sandboxes(add: Add) -> None:
+    add("--sandbox-host", action="append", default=[], metavar="[JOB=]URL",
+        help="host of agents' sandboxes (rose sandbox-host), of turns without a job or of that "
+        "job's; a name with several addresses is a host at each; repeat")  # fmt: skip
+    add("--sandbox-token-file", type=Path, help="bearer token that these hosts ask for")
+
+
 def _about_replicas(add: Add) -> None:
     add("--replicas-dns", default="",
         help="name that resolves to every replica of this router (a headless Service), "
@@ -215,6 +223,8 @@ def settings(flags: argparse.Namespace) -> Settings:
         batches_url=_of_lease("--batches", flags.batches, flags.lease),
         batches_token=token(flags.batches_token_file),
         ingest_url=_of_lease("--ingest-url", flags.ingest_url, flags.lease),
+        sandbox_hosts=_sandbox_hosts(flags.sandbox_host),
+        sandbox_token=token(flags.sandbox_token_file),
         ingest_token=token(flags.ingest_token_file),
         quorum=Quorum(_count(flags.quorum), flags.quorum_seconds, flags.hold_seconds),
         terms=LeaseTerms(flags.max_staleness, flags.max_age, PolicyName(flags.policy)),
@@ -272,6 +282,22 @@ def _of_lease(flag: str, url: str, lease: str) -> str:
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         message = f"{flag}: {url!r} may hold {{namespace}} and {{lease}} between braces only"
         raise ValueError(message) from error
+
+
+def _sandbox_hosts(values: list[str]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for value in values:
+        before, mark, after = value.partition("=")
+        of_job = bool(mark) and "://" not in before
+        job, url = (before, after) if of_job else ("", value)
+        try:
+            web(url)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--sandbox-host {value!r}: {error}") from error
+        if of_job and not job:
+            raise ValueError(f"--sandbox-host {value!r}: a job's name stands before the =")
+        found[job] = (*found.get(job, ()), url.rstrip("/"))
+    return found
 
 
 def _tokenizer(folder: Path | None, model: str) -> Path | None:

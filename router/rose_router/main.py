@@ -32,7 +32,9 @@ from rose_router.replicas import relay
 from rose_router.replicas.peers import Peers
 from rose_router.turns.barrier import Barrier, HttpIngest
 from rose_router.turns.demand import DemandFeed
+from rose_router.turns.sandbox_hosts import SandboxHosts
 from rose_router.turns.service import Service
+from rose_router.turns.turn_clock import TurnClock
 from rose_wire import tls
 from rose_wire.daemon import stop_signal
 from rose_wire.errors import Unavailable
@@ -84,6 +86,16 @@ def _peers(config: Settings, service: Service, session: aiohttp.ClientSession) -
     )
 
 
+def _sandbox_hosts(
+    config: Settings, service: Service, session: aiohttp.ClientSession
+) -> SandboxHosts | None:
+    if not config.sandbox_hosts:
+        return None
+    hosts = SandboxHosts(config.sandbox_hosts, config.sandbox_token, session, service.clock)
+    service.sandboxes = TurnClock(hosts, service.reply_seconds, service.clock)
+    return hosts
+
+
 @contextlib.asynccontextmanager
 async def _listening_to_peers(
     server: web.Server, doors: ConnectionLimiter, address: str, config: Settings
@@ -126,6 +138,7 @@ async def running(
         memory = config.memory_bytes or limit_of_process()
         words = ModelTokenizer(service.fleet, tokenizer, over_http(fresh), memory_bytes=memory)
         ours = (config.operator_ca, config.link.authority if config.link else None)
+        hosts = _sandbox_hosts(config, service, kept)
         believed = dict.fromkeys(file for file in ours if file is not None)
         credentials = tls.server_credentials(config.tls_dir, config.tls_client_ca, *believed)
         server = Server(token=config.attach_token, credentials=credentials)
@@ -148,6 +161,7 @@ async def running(
             words,
             doors,
             barrier,
+            hosts=hosts,
             forwarding=forward.middleware(peers, kept) if peers else None,
             tell=forward.labels_to(peers, kept) if peers else None,
             session=kept,
@@ -183,6 +197,7 @@ async def running(
             if peers:
                 await peers.close()
             await service.close()
+            await service.sandboxes.close()
             await server.stop()
             await runner.cleanup()
             connections.close()

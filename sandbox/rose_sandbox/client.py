@@ -19,21 +19,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
+from urllib.parse import quote
 
 import aiohttp
+import msgspec
 
 from rose_core.sandboxes.outside import Effect, EffectsCrossed
 from rose_core.sandboxes.policy import Wait
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_sandbox import errors
+from rose_sandbox.answers import Forked, Told
 from rose_sandbox.errors import CannotCheckpoint, HostAway
-from rose_sandbox.host import COMMAND_SECONDS, Told
+from rose_sandbox.host import COMMAND_SECONDS
 from rose_sandbox.main import open_host
 from rose_sandbox.runtimes.runtime import ExecResult, Limits
 from rose_weights.errors import Fenced
 
 URL, TOKEN = "ROSE_SANDBOX_URL", "ROSE_SANDBOX_TOKEN"
+ROUTER, ROUTER_TOKEN = "ROSE_ROUTER_URL", "ROSE_TURN_TOKEN"
 _ANSWER_SECONDS = 60.0
 """Beyond a command's own limit: a restore of the largest sandbox that fits a host."""
 
@@ -90,7 +94,7 @@ class Sandboxes(Protocol):
         """See ``Host``."""
         ...
 
-    async def fork(self, session: str, n: int, turn: int | None) -> tuple[str, ...]:
+    async def fork(self, session: str, n: int, turn: int | None) -> Forked:
         """See ``Host``."""
         ...
 
@@ -184,10 +188,10 @@ class RemoteHost:
         """See ``Host``."""
         return Told(**await self._call("POST", f"/{session}/suspend", {}))
 
-    async def fork(self, session: str, n: int, turn: int | None) -> tuple[str, ...]:
+    async def fork(self, session: str, n: int, turn: int | None) -> Forked:
         """See ``Host``."""
         made = await self._call("POST", f"/{session}/fork", {"n": n, "turn": turn})
-        return tuple(made["sessions"])
+        return msgspec.convert(made, Forked)
 
     async def end(self, session: str, *, forget: bool) -> None:
         """See ``Host``."""
@@ -236,6 +240,10 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
         raise EffectsCrossed(tuple(Effect(**one) for one in told["effects"]))
     if name == "CannotCheckpoint":
         raise CannotCheckpoint(str(told["what"]), text)
+    _raise(name, text)
+
+
+def _raise(name: str, text: str) -> NoReturn:
     others: dict[str, type[Exception]] = {
         "NotAllowed": HostAway,
         "Fenced": Fenced,
@@ -252,6 +260,8 @@ class Sandbox:
         session: of the trajectory, as at the router; made up where none is given.
         image, limits, environment, folder: as in ``SandboxSpec``.
         url, token: of a host; by default what the environment says, else this process.
+        router, router_token: where the session's turns are sampled; by default what the environment
+            says. A fork is then one of sandbox and session.
         at: a folder for a host in this process.
         host: one that is there already, which this does not close.
         existing: the session has a sandbox: a child of ``fork``.
@@ -267,6 +277,8 @@ class Sandbox:
         folder: str = "/home",
         url: str = "",
         token: str = "",
+        router: str = "",
+        router_token: str = "",
         at: Path = Path("/var/lib/rose/sandboxes"),
         host: Sandboxes | None = None,
         existing: bool = False,
@@ -275,6 +287,8 @@ class Sandbox:
         self._limits, self._image, self._folder = limits or Limits(), image, folder
         self._environment = dict(environment or {})
         self._url, self._token = url or os.environ.get(URL, ""), token or os.environ.get(TOKEN, "")
+        self._router = router or os.environ.get(ROUTER, "")
+        self._router_token = router_token or os.environ.get(ROUTER_TOKEN, "")
         self._at, self._given, self._host, self._existing = at, host, host, existing
 
     async def __aenter__(self) -> Self:
@@ -360,11 +374,44 @@ class Sandbox:
     async def fork(self, n: int, turn: int | None = None) -> list[Sandbox]:
         """Children that go on from a turn; each is ended by ``async with`` of its own.
 
+        With a router the children are sessions there, too, whose first turns go where the prefix's
+        keys are.
+
         Raises:
             UnknownTurn: the turn has no record; ``checkpoint`` makes one.
         """
-        names = await self._there.fork(self.session, n, turn)
-        return [Sandbox(session=name, host=self._there, existing=True) for name in names]
+        if self._router and self._url:
+            names = await self._fork_with_session(n, turn)
+        else:
+            names = (await self._there.fork(self.session, n, turn)).sessions
+        return [
+            Sandbox(
+                session=name,
+                host=self._there,
+                existing=True,
+                url=self._url,
+                router=self._router,
+                router_token=self._router_token,
+            )
+            for name in names
+        ]
+
+    async def _fork_with_session(self, n: int, turn: int | None) -> tuple[str, ...]:
+        at = f"{self._router.rstrip('/')}/sessions/{quote(self.session, safe='')}/fork"
+        token = self._router_token
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        limit = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
+        try:
+            async with (
+                aiohttp.ClientSession(headers=headers, timeout=limit) as http,
+                http.post(at, json={"n": n, "turn": turn}) as answer,
+            ):
+                said = await answer.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise HostAway(f"{self._router} does not answer: {error}") from error
+        if not answer.ok:
+            _raise(str(said.get("type", "")), str(said.get("message", answer.status)))
+        return tuple(said["sessions"])
 
     @property
     def _there(self) -> Sandboxes:

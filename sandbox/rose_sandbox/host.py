@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from rose_core.sandboxes import outside, policy
-from rose_core.sandboxes.outside import Crossing, Effect
+from rose_core.sandboxes.outside import Effect
 from rose_core.sandboxes.policy import Action, Costs, Decision, Traffic, Wait, decide
-from rose_core.sandboxes.traffic import Request, admit
 from rose_core.sandboxes.turns import HOLD_SECONDS, Clock, Phase
+from rose_sandbox.admission import Admission
+from rose_sandbox.answers import Forked, Restored, Told
 from rose_sandbox.egress import Egress
 from rose_sandbox.errors import (
     AlreadyThere,
@@ -69,8 +70,6 @@ from rose_weights.store.records import (
 
 LOG = logging.getLogger(__name__)
 
-CHECKPOINTS = 2
-"""At the same time: each is mostly one processor's work, and agents run beside them."""
 COMMAND_SECONDS = 600.0
 """A command's limit where the caller gives none: the longest build in the recorded traces."""
 MOST_CHILDREN = 64
@@ -78,51 +77,8 @@ MOST_CHILDREN = 64
 RENEW_SECONDS = 5.0
 """How often a host asks whether its sessions are still its own: one small read for each."""
 _MOST_FENCED = 1024
-_LOOK_SECONDS = 0.1
-"""How often deferred checkpoints look at serving again: a burst's shortest pause."""
 _MEMORY_SHORT = 0.15
 """Part of the machine's memory: below it the next sandbox of 1 GiB may not fit on 8 GiB."""
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a caller hears of a session.
-
-    Attributes:
-        session, turn, phase: where it stands.
-        recoverable_to: the newest turn that survives this host.
-        action, reason: what was done at the last boundary.
-        unsaved: why the last boundary has no record; empty: it has one.
-        seconds: that the last boundary's checkpoint took.
-        bytes: that records needed so far.
-    """
-
-    session: str
-    turn: int
-    phase: str
-    recoverable_to: int
-    action: str = Action.NONE
-    reason: str = ""
-    unsaved: str = ""
-    seconds: float = 0.0
-    bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a restore gave back.
-
-    Attributes:
-        told: as for every call.
-        ids: token ids of the session up to the turn: what the router's session goes on from.
-        weight_versions: that sampled them.
-        crossing: effects outside that lie between.
-    """
-
-    told: Told
-    ids: tuple[int, ...]
-    weight_versions: tuple[str, ...]
-    crossing: Crossing
 
 
 @dataclass
@@ -135,6 +91,7 @@ class _Box:
     commands: dict[str, Command] = field(default_factory=dict)
     ids: tuple[int, ...] = ()
     versions: tuple[str, ...] = ()
+    history: bytes = b""
     decision: Decision = field(default=Decision(Action.NONE, policy.Reason.UNCHANGED))
     unsaved: str = ""
     seconds: float = 0.0
@@ -143,6 +100,7 @@ class _Box:
     boundary: asyncio.Task[None] | None = None
     egress: Egress | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waking: asyncio.Lock = field(default_factory=asyncio.Lock)
     costs: Costs = field(default_factory=Costs)
 
 
@@ -178,9 +136,7 @@ class Host:
         self._traffic = traffic or memory_traffic
         self._now = clock
         self._boxes: dict[str, _Box] = {}
-        self._waiting: dict[str, tuple[Request, asyncio.Event]] = {}
-        self._running = 0
-        self._pumping: asyncio.Task[None] | None = None
+        self._admission = Admission(self._traffic, clock)
         self._renew_seconds = renew_seconds
         self._renewing: asyncio.Task[None] | None = None
         self._fenced: dict[str, str] = {}
@@ -241,9 +197,8 @@ class Host:
         Raises:
             CommandDiffers: another command has been run under that name.
         """
-        box = self._box(session)
+        box = await self._acting(session)
         async with box.lock:
-            await self._awake(session, box)
             digest = hashlib.sha256(command.encode()).hexdigest()
             known = box.commands.get(name) if name is not None else None
             if known is not None:
@@ -266,9 +221,8 @@ class Host:
 
     async def write_file(self, session: str, path: str, data: bytes, mode: int = 0o644) -> None:
         """Write a file."""
-        box = self._box(session)
+        box = await self._acting(session)
         async with box.lock:
-            await self._awake(session, box)
             await self._runtime.write_file(box.handle, path, data, mode)
 
     async def connect(self, session: str, port: int) -> socket.socket:
@@ -304,6 +258,7 @@ class Host:
         *,
         weight_versions: Sequence[str] = (),
         wait: Wait | None = None,
+        history: bytes = b"",
     ) -> Told:
         """The agent asks the model: a boundary. Its checkpoint begins in the background.
 
@@ -312,14 +267,18 @@ class Host:
             ids: all token ids of the session so far.
             weight_versions: that sampled them.
             wait: until the reply, as the router expects it.
+            history: the router's session up to here, which a restore gives back to it.
 
         Raises:
             OutOfTurn: the session waits for the model already.
         """
         box = self._box(session)
+        if box.clock.phase is Phase.ACTING:  # a boundary that nobody waited for is this one's now
+            await self._settle(box)
         async with box.lock:
             box.clock = box.clock.began(self._now(), wait)
             box.ids, box.versions = tuple(ids), tuple(weight_versions)
+            box.history = history
             box.boundary = asyncio.create_task(self._boundary(session, box))
         return self._tell(session, box)
 
@@ -357,6 +316,15 @@ class Host:
         if box.unsaved:
             raise CannotCheckpoint(box.unsaved, f"session {session}: {box.unsaved}")
         return self._tell(session, box)
+
+    async def ended(self, session: str) -> Told:
+        """No more turns will come: its memory is freed until somebody needs the sandbox again.
+
+        One that cannot be saved runs on; ``unsaved`` says why.
+        """
+        with suppress(CannotCheckpoint):
+            return await self.suspend(session)
+        return await self.state(session)
 
     async def suspend(self, session: str) -> Told:
         """Save a sandbox and free its memory; the next call that needs it brings it back."""
@@ -405,6 +373,7 @@ class Host:
                 f"not {tokens[:16]}: restore the turn whose tokens you have"
             )
         ids = await asyncio.to_thread(self._records.ids, record)
+        history = await asyncio.to_thread(self._records.history, record)
         happened = await self._happened(session)
         crossing = outside.cross(happened, record.turn, flag=flag)
         box = self._boxes.pop(session, None)
@@ -423,11 +392,13 @@ class Host:
             raise
         box = _Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
         box.ids, box.versions, box.effects = ids, record.weight_versions, happened
+        box.history = history
         box.commands = {one.name: one for one in record.commands}
         await self._begin(session, box)
-        return Restored(self._tell(session, box), ids, record.weight_versions, crossing)
+        told = self._tell(session, box)
+        return Restored(told, ids, record.weight_versions, crossing, history)
 
-    async def fork(self, session: str, n: int, turn: int | None = None) -> tuple[str, ...]:
+    async def fork(self, session: str, n: int, turn: int | None = None) -> Forked:
         """Sessions and sandboxes that go on from a turn; the parent may run, be away or be gone.
 
         Args:
@@ -436,7 +407,7 @@ class Host:
             turn: None: the newest recoverable one.
 
         Returns:
-            The children's sessions. All of them, or none.
+            The children's sessions, and what they go on from. All of them, or none.
 
         Raises:
             UnknownTurn: there is no record of it.
@@ -454,7 +425,8 @@ class Host:
         if failed:
             await asyncio.gather(*(self.end(name, forget=True) for name in names))
             raise failed[0]
-        return tuple(names)
+        history = await asyncio.to_thread(self._records.history, record)
+        return Forked(tuple(names), record.turn, ids, record.weight_versions, history)
 
     async def _child(self, name: str, parent: str, record: Record, ids: tuple[int, ...]) -> None:
         handle, spec = await self._bring(record, key_of(name))
@@ -467,6 +439,7 @@ class Host:
             raise
         box = _Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
         box.ids, box.versions = ids, record.weight_versions
+        box.history = await asyncio.to_thread(self._records.history, record)
         box.effects = tuple(_effect(one) for one in record.effects)
         box.commands = {one.name: one for one in record.commands}
         await self._begin(name, box)
@@ -477,25 +450,24 @@ class Host:
             await self._settle(box)
             if box.egress is not None:
                 await box.egress.close()
-        for task in (self._pumping, self._renewing):
-            if task is not None:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+        await self._admission.close()
+        if self._renewing is not None:
+            self._renewing.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._renewing
         await self._inspector.close()
         await self._runtime.close()
 
     # -- a boundary ---------------------------------------------------------------------------
 
     async def _boundary(self, session: str, box: _Box) -> None:
-        await self._admitted(session, box)
-        try:
-            async with self._ended_if_fenced(session, box), box.lock:
-                if self._boxes.get(session) is box and box.clock.phase is Phase.WAITING:
-                    await self._decided(box)
-        finally:
-            self._running -= 1
-            self._pump()
+        async with (
+            self._admission.place(session, box.clock.expected),
+            self._ended_if_fenced(session, box),
+            box.lock,
+        ):
+            if self._boxes.get(session) is box and box.clock.phase is Phase.WAITING:
+                await self._decided(box)
 
     @asynccontextmanager
     async def _ended_if_fenced(self, session: str, box: _Box) -> AsyncIterator[None]:
@@ -608,39 +580,9 @@ class Host:
             tuple(_noted(one) for one in box.effects),
             tuple(box.commands.values()),
             box.owned.last.parent if box.owned.last is not None else None,
+            box.history or None,
         )
         await asyncio.to_thread(self._records.publish, box.owned, turn)
-
-    # -- whose turn it is to save ---------------------------------------------------------------
-
-    async def _admitted(self, session: str, box: _Box) -> None:
-        event = asyncio.Event()
-        self._waiting[session] = (Request(session, self._now(), box.clock.expected), event)
-        self._pump()
-        try:
-            await event.wait()
-        except asyncio.CancelledError:
-            if event.is_set():
-                self._running -= 1
-            raise
-        finally:
-            self._waiting.pop(session, None)
-
-    def _pump(self) -> None:
-        burns = self._traffic().serving_burns
-        free = CHECKPOINTS - self._running
-        requests = [one for one, event in self._waiting.values() if not event.is_set()]
-        for one in admit(requests, self._now(), free, serving_burns=burns):
-            self._running += 1
-            self._waiting[one.key][1].set()
-        deferred = burns and bool(requests)
-        if deferred and (self._pumping is None or self._pumping.done()):
-            self._pumping = asyncio.create_task(self._look_again())
-
-    async def _look_again(self) -> None:
-        while self._traffic().serving_burns:  # noqa: ASYNC110 - the kernel and guards tell nobody
-            await asyncio.sleep(_LOOK_SECONDS)
-        self._pump()
 
     # -- parts ----------------------------------------------------------------------------------
 
@@ -705,12 +647,23 @@ class Host:
         if seen.kind is not outside.Kind.READ:
             await asyncio.to_thread(self._records.note, box.owned, _noted(seen))
 
+    async def _acting(self, session: str) -> _Box:
+        """The box of an agent that acts: its reply is there, whether the host was told or not.
+
+        It waits for the record of its turn, as ``tokens_ready`` does: what a command changes must
+        not become part of the turn before it.
+        """
+        if self._box(session).clock.phase is not Phase.ACTING:
+            await self.tokens_ready(session)
+        return self._box(session)
+
     async def _awake(self, session: str, box: _Box) -> None:
-        if box.clock.phase is not Phase.SUSPENDED:
-            return
-        await self._resume(box)
-        box.clock = box.clock.resumed()
-        self._boxes[session] = box
+        async with box.waking:  # whoever comes beside finds it awake
+            if box.clock.phase is not Phase.SUSPENDED:
+                return
+            await self._resume(box)
+            box.clock = box.clock.resumed()
+            self._boxes[session] = box
 
     async def _resume(self, box: _Box) -> None:
         if box.egress is not None:

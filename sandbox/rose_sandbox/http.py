@@ -7,11 +7,12 @@
 | ``POST /sessions/{key}/exec`` | ``command``, ``within``, ``name``, ``shell`` | result |
 | ``GET``, ``PUT /sessions/{key}/files?path=`` | the file | the file |
 | ``* /sessions/{key}/port/{port}/{path}`` | | what the server in the sandbox says |
-| ``POST /sessions/{key}/turn`` | ``ids``, ``weight_versions``, ``wait`` | state: a turn began |
+| ``POST /sessions/{key}/turn`` | ``ids``, ``wait`` and more | state: a turn began |
 | ``POST /sessions/{key}/ready`` | | state, once the agent may act |
+| ``POST /sessions/{key}/ended`` | | state: no more turns, so its memory is freed |
 | ``POST /sessions/{key}/checkpoint`` | ``ids`` | state, once durable |
 | ``POST /sessions/{key}/restore`` | ``turn``, ``crossing``, ``tokens`` | state, ids, effects |
-| ``POST /sessions/{key}/fork`` | ``turn``, ``n`` | the children's keys |
+| ``POST /sessions/{key}/fork`` | ``turn``, ``n`` | the children's keys, and what they go on from |
 | ``POST /sessions/{key}/suspend``, ``resume`` | | state |
 | ``DELETE /sessions/{key}?forget=`` | | |
 | ``POST /traffic`` | ``serving_burns``, ``seconds`` | the node's guard says how serving is |
@@ -90,6 +91,7 @@ class _Turn(msgspec.Struct, forbid_unknown_fields=True):
     ids: tuple[int, ...] = ()
     weight_versions: tuple[str, ...] = ()
     wait: _Wait | None = None
+    history: bytes = b""
 
 
 class _Restore(msgspec.Struct, forbid_unknown_fields=True):
@@ -141,6 +143,7 @@ def application(host: Host, traffic: ServingTraffic, token: str) -> web.Applicat
             web.route("*", "/sessions/{key}/port/{port}/{path:.*}", api.port),
             web.post("/sessions/{key}/turn", api.turn),
             web.post("/sessions/{key}/ready", api.ready),
+            web.post("/sessions/{key}/ended", api.ended),
             web.post("/sessions/{key}/checkpoint", api.checkpoint),
             web.post("/sessions/{key}/restore", api.restore),
             web.post("/sessions/{key}/fork", api.fork),
@@ -268,12 +271,19 @@ class _Api:
         asked = await _read(request, _Turn)
         wait = Wait(asked.wait.seconds, asked.wait.confidence) if asked.wait is not None else None
         told = await self._host.turn_began(
-            _key(request), asked.ids, weight_versions=asked.weight_versions, wait=wait
+            _key(request),
+            asked.ids,
+            weight_versions=asked.weight_versions,
+            wait=wait,
+            history=asked.history,
         )
         return _json(asdict(told))
 
     async def ready(self, request: web.Request) -> web.Response:
         return _json(asdict(await self._host.tokens_ready(_key(request))))
+
+    async def ended(self, request: web.Request) -> web.Response:
+        return _json(asdict(await self._host.ended(_key(request))))
 
     async def checkpoint(self, request: web.Request) -> web.Response:
         asked = await _read(request, _Turn)
@@ -290,7 +300,8 @@ class _Api:
 
     async def fork(self, request: web.Request) -> web.Response:
         asked = await _read(request, _Fork)
-        return _json({"sessions": await self._host.fork(_key(request), asked.n, asked.turn)}, 201)
+        made = await self._host.fork(_key(request), asked.n, asked.turn)
+        return _json(asdict(made), 201)
 
     async def suspend(self, request: web.Request) -> web.Response:
         return _json(asdict(await self._host.suspend(_key(request))))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.rollouts import message_tree
+from rose_core.rollouts import message_tree, saved_turns
 from rose_core.rollouts.message_tree import (
     KnownDigests,
     MessageTree,
@@ -283,3 +284,49 @@ def test_of_a_conversation_that_goes_on_only_the_new_is_looked_at(
     altered = [user("HI"), *new, says("x"), user("y")]
     known.of(ROOT, altered)
     assert looked[2:] == altered, "what was altered is looked at from its beginning"
+
+
+def test_a_conversation_that_was_saved_is_the_same_in_another_tree() -> None:
+    tree, other = MessageTree(), MessageTree()
+    root, talk, owner = root_of("tools"), [{"role": "user", "content": "go"}], ("job", "s")
+    for number in range(3):
+        match = tree.find("job", root, talk, "s")
+        before = match.node.ids() if match.node is not None else []
+        answer = {"role": "assistant", "content": f"said {number}"}
+        tree.note(
+            owner,
+            f"rid{number}",
+            match,
+            [*before, 100 + number],
+            answer,
+            sampled=[number, number],
+            logprobs=[-0.5, -0.25],
+            spans=(Span("run@1.0", 0, 2),),
+        )
+        talk += [answer, {"role": "user", "content": "on"}]
+    (row,) = tree.rows(owner)
+    last = tree.last_before(owner, [*row.ids, 7])
+    assert last is not None
+    assert last.total == len(row.ids)
+    assert tree.last_before(owner, row.ids[:-1]) is tree.turns(last)[1]
+    assert tree.last_before(owner, [9, *row.ids]) is None
+    turns, roots = saved_turns.of_bytes(saved_turns.to_bytes(tree.turns(last), tree.roots(owner)))
+    other.adopt(owner, turns, roots, inherited=False)
+    other.adopt(owner, turns, roots, inherited=False)  # twice is once
+    (same,) = other.rows(owner)
+    assert (same.ids, same.mask, list(same.logprobs)[1:3]) == (row.ids, row.mask, [-0.5, -0.25])
+    assert same.spans == row.spans
+    assert other.find("job", root, talk, "s").messages == 6
+    other.adopt(("job", "child"), turns, roots, inherited=True)
+    (inherited,) = other.rows(("job", "child"))
+    assert not any(inherited.mask)
+    assert len(other) == 6
+
+
+def test_bytes_that_are_no_conversation_are_refused() -> None:
+    for wrong in (b"", b"hi", msgspec.msgpack.encode([9, [], []])):
+        with pytest.raises(saved_turns.NotReadable):
+            saved_turns.of_bytes(wrong)
+    torn = [1, [], [["r", b"abc", b"", b"", [], "stop", "", b"d", [], None]]]
+    with pytest.raises(saved_turns.NotReadable, match="torn"):
+        saved_turns.of_bytes(msgspec.msgpack.encode(torn))

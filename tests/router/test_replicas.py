@@ -12,9 +12,11 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
 )
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,9 +25,11 @@ from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_router.replicas import peers, relay
 from rose_router.replicas.peers import Peer
+from rose_sandbox.http import ServingTraffic, application
 from tests.router.conftest import VERSION, Stage
 from tests.router.scripts import folder
 from tests.router.test_http import PROMPT, ask, events
+from tests.sandbox.test_host import World
 
 Make = Callable[..., AbstractAsyncContextManager[Stage]]
 NAMES = ("one", "two")
@@ -245,3 +249,37 @@ async def test_a_response_is_gone_on_from_wherever_it_was_given(
                 answer = await reply.json()
                 assert reply.status == 200, answer
             assert answer["rose"]["history"]["known_messages"] == 2
+
+
+async def test_all_replicas_know_the_sessions_that_one_has_forked(
+    pair: Callable[..., AbstractAsyncContextManager[list[Stage]]], tmp_path: Path
+) -> None:
+    host = World(tmp_path)
+    runner = web.AppRunner(application(host.host, ServingTraffic(), "word"))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    given = {"sandbox_hosts": {"": (url,)}, "sandbox_token": "word", "tokenizer": folder()}
+    async with pair(**given) as (one, two):
+        await one.engine("e", cap=8)
+        await known(two, "e", 4)
+        parent, talk = key_of("two"), [{"role": "user", "content": "go"}]
+        await host.host.create(parent)
+        for turn in (1, 2):
+            body = {"messages": talk, "max_tokens": 5, "session_id": parent}
+            async with one.post("/v1/chat/completions", body) as reply:
+                said = (await reply.json())["choices"][0]["message"]["content"]
+            talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
+            await until(lambda turn=turn: host.host._box(parent).clock.saved == turn)
+            await until(lambda: host.host._box(parent).clock.phase == "acting")
+        async with one.post(f"/sessions/{parent}/fork", {"n": 8}) as reply:
+            assert reply.status == 201, await reply.text()
+            made = await reply.json()
+        assert {home_of(child, NAMES) for child in made["sessions"]} == set(NAMES)
+        for child in made["sessions"]:
+            body = {"messages": talk[:3], "max_tokens": 5, "session_id": child}
+            async with two.post("/v1/chat/completions", body) as reply:
+                told = (await reply.json())["choices"][0]["rose"]["history"]
+            assert told["known_messages"] == 2, "its home knows what the other replica forked"
+    await host.host.close()
+    await runner.cleanup()

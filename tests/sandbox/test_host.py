@@ -193,11 +193,11 @@ async def test_a_fork_goes_on_from_a_turn_whether_its_parent_runs_is_away_or_is_
     await host.checkpoint("s", [1])
     await world.said("s", "echo 2 > /home/a")
     await host.checkpoint("s", [1, 2])
-    children = list(await host.fork("s", 3, 1))
+    children = list((await host.fork("s", 3, 1)).sessions)
     await host.suspend("s")
-    children += await host.fork("s", 1, 1)
+    children += (await host.fork("s", 1, 1)).sessions
     await host.end("s")
-    children += await host.fork("s", 2, 1)
+    children += (await host.fork("s", 2, 1)).sessions
     for number, child in enumerate(children):
         assert await world.said(child, "cat /home/a") == "1"
         await world.said(child, f"echo {number} > /home/a")

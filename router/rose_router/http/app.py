@@ -42,6 +42,7 @@ from rose_router.errors import REASON, EngineRefused, RouterError
 from rose_router.http import (
     batches,
     bearer,
+    branches,
     engine_metrics,
     facade,
     memory,
@@ -76,6 +77,7 @@ def create(
     doors: ConnectionLimiter | None = None,
     barrier: Barrier | None = None,
     *,
+    hosts: branches.Hosts | None = None,
     forwarding: Middleware | None = None,
     tell: virtual.Tell | None = None,
     session: aiohttp.ClientSession | None = None,
@@ -121,9 +123,12 @@ def create(
     app.add_routes(facade.routes(service))
     if barrier is not None:
         app.add_routes(virtual.routes(service, barrier, tell))
-    app.add_routes(trajectories.routes(service.prospects))
+    app.add_routes(trajectories.routes(service.prospects, service.over))
     app.add_routes(rows.routes(tree, service))
     app.add_routes(batches.routes(settings.batches_url, settings.batches_token, session))
+    made = branches.Branches(tree, service, hosts)
+    app.add_routes(made.routes())
+    service.sandboxes.remember(made.history)
     app.add_routes(
         [
             web.post("/generate", answering.generate),

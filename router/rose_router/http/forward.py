@@ -7,6 +7,7 @@
 | a response's successor, rows of a session | here; if they are unknown here, whoever knows them |
 | a turn without | here; elsewhere when this replica is leaving |
 | abort, pause, continue, pull, end of a session | here and every other replica |
+| a fork or a restore | here; the others are told of the sessions that it made |
 | a report of trajectories | everywhere; unknown is what nobody knows |
 | anything else | here |
 
@@ -31,6 +32,7 @@ from rose_core.rollouts.errors import InvalidTurn
 from rose_core.unreadable import UNREADABLE
 from rose_router.errors import NotFound
 from rose_router.http import virtual
+from rose_router.http.branches import TOLD
 from rose_router.http.dialects.common import Hints, raw_body, read_body
 from rose_router.replicas import relay
 from rose_router.replicas.peers import Peer, Peers
@@ -58,7 +60,8 @@ def middleware(peers: Peers, session: aiohttp.ClientSession) -> Middleware:
         if FORWARDED in request.headers or not peers.others:
             return await handler(request)
         if request.path.startswith("/sessions/"):
-            return await _where_known(request, handler, peers, session)
+            pass_on = _then_everywhere if request.method == "POST" else _where_known
+            return await pass_on(request, handler, peers, session)
         if request.method != "POST":
             return await handler(request)
         if request.path in _EVERYWHERE:
@@ -142,6 +145,19 @@ async def _everywhere(
     if request.path == "/trajectories" and isinstance(ours, web.Response) and ours.status == 200:
         return _known_somewhere(ours, theirs)
     return ours
+
+
+async def _then_everywhere(
+    request: web.Request, handler: Handler, peers: Peers, session: aiohttp.ClientSession
+) -> web.StreamResponse:
+    """The answer of this replica, after which the others have the session's turns, too."""
+    answer = await handler(request)
+    if (told := request.get(TOLD)) is not None:
+        path = request.rel_url.raw_path.rpartition("/")[0] + "/turns"
+        headers, tls = _headers(request, peers.me), peers.http()
+        calls = (_told(peer, path, told, headers, session, tls=tls) for peer in peers.others)
+        await asyncio.gather(*calls)
+    return answer
 
 
 def labels_to(peers: Peers, session: aiohttp.ClientSession) -> virtual.Tell:

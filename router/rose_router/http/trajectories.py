@@ -12,7 +12,7 @@ several share the lease. Next: ``rose_core.rollouts``'
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -28,8 +28,10 @@ from rose_router.http.dialects.common import Hints, read_body
 from rose_router.turns.request import named
 
 
-def routes(prospects: Prospects) -> list[web.RouteDef]:
-    """The handlers over one memory."""
+def routes(
+    prospects: Prospects, ended: Callable[[str], None] = lambda _name: None
+) -> list[web.RouteDef]:
+    """The handlers over one memory; ``ended`` hears of each trajectory that is over."""
 
     async def report(request: web.Request) -> web.Response:
         body = await read_body(request)
@@ -39,6 +41,7 @@ def routes(prospects: Prospects) -> list[web.RouteDef]:
         for word, trained in (("trained", True), ("dropped", False)):
             for name in _names(body, word):
                 reward = rewards.get(name)
+                ended(named(job, name))
                 outcome = prospects.conclude(named(job, name), trained=trained, reward=reward)
                 if outcome is None:
                     unknown.append(name)
@@ -47,6 +50,7 @@ def routes(prospects: Prospects) -> list[web.RouteDef]:
                     metrics.CONCLUDED.labels(word, kind).inc()
         for name in _names(body, "withdrawn"):
             prospects.forget(named(job, name))
+            ended(named(job, name))
         show(prospects)
         return _json({"unknown": unknown})
 

@@ -83,7 +83,7 @@ class TurnRunner:
     def next_view(self, turn: Turn) -> TurnView:
         """What would come after a turn that has ended, were it to come now with no new prompt."""
         expected = max(1, round(self._ledger.totals.usual_tokens))
-        return replace(self._view(turn), expected=expected, losses=0, begins=False)
+        return replace(self.view(turn), expected=expected, losses=0, begins=False)
 
     async def run(self, turn: Turn) -> None:
         """Bring the turn to its end, whatever that is; never raises."""
@@ -114,7 +114,7 @@ class TurnRunner:
     async def _advance(self, turn: Turn) -> None:
         began = self._clock()
         turn.state = TurnState.WAITING
-        view = self._view(turn)
+        view = self.view(turn)
         try:
             engine = await self._room.place(
                 view,
@@ -139,7 +139,8 @@ class TurnRunner:
             self._room.leave(engine, turn.request.session, context, turn.request.job, more)
         self._after(turn, engine, move)
 
-    def _view(self, turn: Turn) -> TurnView:
+    def view(self, turn: Turn) -> TurnView:
+        """A turn as placement sees it now."""
         home = self._sessions.home(turn.request.trajectory)
         usual = self._ledger.totals.usual_tokens
         if home is None:
@@ -302,7 +303,7 @@ class TurnRunner:
             raise TurnLost("EnginesLost", message, retry_after=5)
 
     def _elsewhere(self, turn: Turn, engine: Engine) -> bool:
-        view = self._view(turn)
+        view = self.view(turn)
         others = frozenset({engine.name})
         return not turn.request.dedicated_because and self._room.is_possible(view, others)
 

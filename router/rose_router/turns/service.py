@@ -18,6 +18,7 @@ from rose_core.rollouts.errors import UnknownVersion, VersionGone
 from rose_core.rollouts.fields import Bounds, check_within, least
 from rose_core.rollouts.guards import RolloutOutlook
 from rose_core.rollouts.prefixes import Prefixes
+from rose_core.rollouts.reply_time import Queue, reply_seconds
 from rose_core.rollouts.transcript import Transcript
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
@@ -29,8 +30,10 @@ from rose_router.errors import BadRequest, Conflict, Overloaded, Unprocessable
 from rose_router.turns.ledger import Ledger
 from rose_router.turns.request import TurnRequest
 from rose_router.turns.runner import TurnRunner
+from rose_router.turns.sessions import Home
 from rose_router.turns.supervisor import Supervisor
 from rose_router.turns.turn import Turn
+from rose_router.turns.turn_clock import Listener, Nobody
 from rose_router.turns.turn_queue import TurnQueue
 from rose_router.turns.warming import Warmer
 
@@ -62,6 +65,7 @@ class Service:
 
     Attributes:
         on_turn: called when a turn begins.
+        sandboxes: hears when turns begin and end, and sessions are over.
         loops: what watches the turns, from ``start`` to ``close``.
     """
 
@@ -89,6 +93,7 @@ class Service:
         self.draining = False
         self.labels: dict[str, str] = {}
         self.on_turn: Callable[[], None] = _nothing
+        self.sandboxes: Listener = Nobody()
         self._fences = Fences(self.fleet, client)
         self._runner = TurnRunner(
             settings,
@@ -184,6 +189,7 @@ class Service:
                 job=request.job,
             )
             self._warmer.begin_turn(turn)
+            self.sandboxes.begin_turn(turn)
             turn.task = asyncio.create_task(self._runner.run(turn))
             turn.task.add_done_callback(lambda _: self._over(turn))
         turn.listeners += 1
@@ -230,7 +236,30 @@ class Service:
         """End a trajectory: its keys are of no more use, and its length is known."""
         self.prospects.end_trajectory(session)
         self._warmer.drop(session)
+        self.over(session)
         self.fleet.residents.drop_session(session)
+
+    def reply_seconds(self, turn: Turn) -> float | None:
+        """Seconds until the last token of a turn that has just come; None: nobody could say."""
+        now = self.clock()
+        able = [one for one in self.fleet if one.version is not None]
+        shut = 0.0
+        if able and not any(one.gate_open for one in able):
+            shut = min(now - one.gate_since for one in able)
+        queue = Queue(len(self.room), self._finish_rate(), shut)
+        return reply_seconds(self._runner.view(turn), self.fleet.views(), queue)
+
+    def home_of(self, trajectory: str) -> Home | None:
+        """Where the keys of a trajectory are."""
+        return self._runner.sessions.home(trajectory)
+
+    def settle(self, trajectory: str, home: Home) -> None:
+        """Let a trajectory's next turn find keys there."""
+        self._runner.sessions.settle(trajectory, home)
+
+    def over(self, session: str) -> None:
+        """Tell who has its sandbox that a trajectory will ask for no more turns."""
+        self.sandboxes.end_session(session)
 
     def abort_all(self, job: str = "") -> int:
         """End every turn of this lease, or of one job of it; their number."""
@@ -287,6 +316,7 @@ class Service:
     def _over(self, turn: Turn) -> None:
         self._ends.append(self.clock())
         self._warmer.end_turn(turn)
+        self.sandboxes.end_turn(turn)
         if turn.abandoned:  # one that is answered has no listener any more when this is called
             metrics.UNDELIVERED.inc(turn.held)
 

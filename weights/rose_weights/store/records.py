@@ -82,6 +82,7 @@ class Record(msgspec.Struct, frozen=True):
         files, processes: None: the bare image, no process.
         effects: that left the sandbox, of all turns up to here.
         commands: of this turn.
+        history: the router's session up to here, as it exported it; None: it told nothing.
         parent: (session, turn) that it was forked from.
     """
 
@@ -98,11 +99,12 @@ class Record(msgspec.Struct, frozen=True):
     effects: tuple[OutsideEffect, ...] = ()
     commands: tuple[Command, ...] = ()
     parent: tuple[str, int] | None = None
+    history: SavedPart | None = None
 
     @property
     def parts(self) -> tuple[SavedPart, ...]:
         """Those that it has."""
-        found = (self.ids, self.files, self.processes)
+        found = (self.ids, self.files, self.processes, self.history)
         return tuple(one for one in found if one is not None)
 
     def blocks(self) -> set[bytes]:
@@ -120,6 +122,7 @@ class Turn:
         spec: of the sandbox.
         files, processes: new parts; None: as in the record before.
         weight_versions, effects, commands, parent: as in ``Record``.
+        history: of the router; None: as in the record before.
     """
 
     number: int
@@ -131,6 +134,7 @@ class Turn:
     effects: tuple[OutsideEffect, ...] = ()
     commands: tuple[Command, ...] = ()
     parent: tuple[str, int] | None = None
+    history: bytes | None = None
 
 
 @dataclass
@@ -248,6 +252,14 @@ class Records:
             raise Damaged(f"turn {record.turn} of {record.session} is bound to other tokens")
         return tuple(int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4))
 
+    def history(self, record: Record) -> bytes:
+        """The router's session up to the record, as it exported it; empty: it told nothing.
+
+        Raises:
+            Incomplete, Damaged: as ``part``.
+        """
+        return self.part(record.history) if record.history is not None else b""
+
     def publish(self, owned: Owned, turn: Turn) -> Record:
         """Make a record the session's newest; later turns, if any, are left.
 
@@ -259,7 +271,11 @@ class Records:
         ids = _encoded(turn.ids)
         fresh: dict[str, Mapping[bytes, Piece]] = {}
         parts: dict[str, SavedPart | None] = {}
-        for name, data in (("ids", ids), ("files", turn.files), ("processes", turn.processes)):
+        given = (
+            *(("ids", ids), ("files", turn.files)),
+            *(("processes", turn.processes), ("history", turn.history)),
+        )
+        for name, data in given:
             earlier: SavedPart | None = getattr(before, name) if before is not None else None
             if data is None:
                 parts[name] = earlier

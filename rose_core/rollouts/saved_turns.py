@@ -1,0 +1,107 @@
+"""A conversation's turns as bytes: what a router gives a sandbox's record, and takes back.
+
+Earlier turns stand first and never change, so a record that stores pages shares them with the
+record before. Next step: ``MessageTree.adopt`` gives them to a session.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from rose_core.rollouts.message_tree import TurnNode
+from rose_core.rollouts.spans import Span
+
+FORMAT = 1
+MOST_BYTES = 16 * 1024 * 1024
+"""A conversation that is longer is not exported: a million tokens with their log-probs."""
+
+
+class NotReadable(ValueError):
+    """Bytes that are no conversation of this format."""
+
+
+class _Turn(msgspec.Struct, array_like=True):
+    rid: str
+    given: bytes
+    sampled: bytes
+    logprobs: bytes
+    spans: tuple[Span, ...]
+    finish: str
+    semantics: str
+    digest: bytes
+    path: tuple[bytes, ...]
+    altered_at: int | None
+
+
+class _Saved(msgspec.Struct, array_like=True):
+    format: int
+    roots: tuple[bytes, ...]
+    turns: tuple[_Turn, ...]
+
+
+def to_bytes(turns: Sequence[TurnNode], roots: Iterable[bytes]) -> bytes:
+    """A conversation; empty where it is too long."""
+    saved = tuple(
+        _Turn(
+            *(one.rid, _raw(one.given), _raw(one.sampled), _raw(one.logprobs), one.spans),
+            *(one.finish, one.semantics, one.digest, one.path, one.altered_at),
+        )
+        for one in turns
+    )
+    if not saved:
+        return b""
+    data = msgspec.msgpack.encode(_Saved(FORMAT, tuple(sorted(roots)), saved))
+    return data if len(data) <= MOST_BYTES else b""
+
+
+def of_bytes(data: bytes) -> tuple[list[TurnNode], tuple[bytes, ...]]:
+    """A conversation's turns and roots; nobody owns them yet.
+
+    Raises:
+        NotReadable: it is none.
+    """
+    try:
+        saved = msgspec.msgpack.decode(data, type=_Saved)
+    except msgspec.MsgspecError as error:
+        raise NotReadable(f"the saved conversation cannot be read: {error}") from error
+    if saved.format != FORMAT:
+        raise NotReadable(
+            f"the saved conversation has format {saved.format}; this router reads {FORMAT}"
+        )
+    found: list[TurnNode] = []
+    total = 0
+    for one in saved.turns:
+        given, sampled = _array("I", one.given), _array("I", one.sampled)
+        total += len(given) + len(sampled)
+        found.append(
+            TurnNode(
+                *(("", ""), one.rid, found[-1] if found else None, given, sampled),
+                *(_array("f", one.logprobs), one.spans, one.finish, one.semantics, one.digest),
+                *(one.path, one.altered_at, total),
+            )
+        )
+    return found, saved.roots
+
+
+def _raw(values: array[int] | array[float]) -> bytes:
+    """Little-endian, whatever the machine."""
+    if sys.byteorder == "little":
+        return values.tobytes()
+    swapped = values[:]
+    swapped.byteswap()
+    return swapped.tobytes()
+
+
+def _array(code: str, data: bytes) -> array:  # type: ignore[type-arg]  # of both kinds
+    made = array(code)
+    try:
+        made.frombytes(data)
+    except ValueError as error:
+        raise NotReadable(f"the saved conversation is torn: {error}") from error
+    if sys.byteorder != "little":
+        made.byteswap()
+    return made

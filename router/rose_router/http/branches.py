@@ -1,0 +1,218 @@
+"""``/sessions/{key}/fork`` and ``restore``: sandbox and session together, from a turn on.
+
+| route | body | does |
+|---|---|---|
+| ``fork`` | ``turn``, ``n`` | n sandboxes and n sessions that go on from a turn's record |
+| ``restore`` | ``turn``, ``crossing``, ``tokens`` | both of the session itself, as they were then |
+| ``turns`` | ``sessions``, ``history``, ``inherited``, ``home`` | gives sessions a conversation |
+
+A sandbox host makes the sandboxes and says which token ids the record is bound to. The router's
+session goes on from the turns that are a beginning of these ids: its own where it has them, else
+those that it gave the record then. So a parent may run, be away or be gone, and the router may be
+another one. First turns of children go where their parent's keys are.
+
+``turns`` is how a router's other replicas hear of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from rose_core.rollouts import saved_turns
+from rose_core.rollouts.message_tree import MessageTree, TurnNode
+from rose_router.errors import BadRequest, NotHere
+from rose_router.http.bearer import JOB
+from rose_router.http.dialects.common import Hints, read_body
+from rose_router.turns.request import named
+from rose_router.turns.service import Service
+from rose_router.turns.sessions import Home
+from rose_router.turns.turn import Turn
+
+TOLD = web.RequestKey("told", bytes)
+"""What other replicas of the router are to be told at ``turns``, once a request is answered."""
+MOST_CHILDREN = 64
+"""As a sandbox host makes of one fork."""
+
+
+class Hosts(Protocol):
+    """The sandbox hosts that a router knows."""
+
+    def serve(self, job: str) -> bool:
+        """Whether turns of the job have hosts."""
+        ...
+
+    async def go_on(
+        self, job: str, session: str, step: str, body: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """Fork or restore a session; the URL of the host that did it, and its answer."""
+        ...
+
+    def settle(self, job: str, session: str, url: str) -> None:
+        """A session's sandbox is at that host."""
+        ...
+
+
+class _Turns(msgspec.Struct, forbid_unknown_fields=True):
+    sessions: tuple[str, ...]
+    history: bytes = b""
+    inherited: bool = False
+    home: tuple[str, int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Gives sessions the conversations of others.
+
+    Args:
+        tree: the router's conversations.
+        service: its turns.
+        hosts: of sandboxes; None: there are none.
+    """
+
+    tree: MessageTree
+    service: Service
+    hosts: Hosts | None = None
+
+    def history(self, turn: Turn) -> bytes:
+        """A turn's session up to its prompt, for the record of its sandbox."""
+        job, session = turn.request.job, turn.request.session
+        owner = job, session.removeprefix(f"{job}/") if job else session
+        last = self.tree.last_before(owner, turn.request.prompt)
+        if last is None:
+            return b""
+        return saved_turns.to_bytes(self.tree.turns(last), self.tree.roots(owner))
+
+    def routes(self) -> list[web.RouteDef]:
+        """The handlers."""
+        return [
+            web.post("/sessions/{key}/fork", self._fork),
+            web.post("/sessions/{key}/restore", self._restore),
+            web.post("/sessions/{key}/turns", self._give),
+        ]
+
+    async def _fork(self, request: web.Request) -> web.Response:
+        body = _only(await read_body(request), "turn", "n")
+        asked = {"turn": _number(body, "turn"), "n": _number(body, "n", 1)}
+        job, key, hosts = self._named(request)
+        url, made = await hosts.go_on(job, key, "fork", asked)
+        sessions = tuple(made["sessions"])
+        for session in sessions:
+            hosts.settle(job, session, url)
+        given = self._given(job, key, sessions, made, inherited=True)
+        request[TOLD] = msgspec.json.encode(given)
+        known = self._adopt(job, given)
+        told = {"sessions": sessions, "turn": made["turn"], "tokens": len(made["ids"])}
+        return _json(told | {"known_turns": known, "home": given.home and given.home[0]}, 201)
+
+    async def _restore(self, request: web.Request) -> web.Response:
+        body = _only(await read_body(request), "turn", "crossing", "tokens")
+        _number(body, "turn")
+        job, key, hosts = self._named(request)
+        url, made = await hosts.go_on(job, key, "restore", dict(body))
+        hosts.settle(job, key, url)
+        given = self._given(job, key, (key,), made, inherited=False)
+        request[TOLD] = msgspec.json.encode(given)
+        known = self._adopt(job, given)
+        made.pop("history", None)
+        return _json(made | {"known_turns": known, "host": url})
+
+    async def _give(self, request: web.Request) -> web.Response:
+        try:
+            given = msgspec.json.decode(await request.read(), type=_Turns)
+        except msgspec.MsgspecError as error:
+            raise BadRequest("InvalidTurns", str(error)) from error
+        return _json({"known_turns": self._adopt(_job(request), given)})
+
+    def _given(
+        self,
+        job: str,
+        parent: str,
+        sessions: tuple[str, ...],
+        made: dict[str, Any],
+        *,
+        inherited: bool,
+    ) -> _Turns:
+        ids: list[int] = made["ids"]
+        history = _decoded(made.get("history", ""))
+        last = self.tree.last_before((job, parent), ids)
+        if last is not None:
+            roots = self.tree.roots((job, parent))
+            history = saved_turns.to_bytes(self.tree.turns(last), roots)
+        elif history:
+            turns, roots = _read(history)
+            history = saved_turns.to_bytes(_before(turns, ids), roots)
+        home = self.service.home_of(named(job, parent))
+        where = (home.engine, min(home.tokens, len(ids)), home.version) if home else None
+        return _Turns(sessions, history, inherited, where)
+
+    def _adopt(self, job: str, given: _Turns) -> int:
+        turns, roots = _read(given.history) if given.history else ([], ())
+        for session in given.sessions:
+            self.tree.adopt((job, session), turns, roots, inherited=given.inherited)
+            if given.home is not None:
+                self.service.settle(named(job, session), Home(*given.home))
+        return len(turns)
+
+    def _named(self, request: web.Request) -> tuple[str, str, Hosts]:
+        job = _job(request)
+        if self.hosts is None or not self.hosts.serve(job):
+            of = f" of job {job}" if job else ""
+            message = f"no sandbox host{of} is known here; start the router with --sandbox-host"
+            raise NotHere("NoSandboxHost", message)
+        return job, request.match_info["key"], self.hosts
+
+
+def _before(turns: Sequence[TurnNode], ids: Sequence[int]) -> list[TurnNode]:
+    """Those whose ids are a beginning of the record's: of others it does not vouch."""
+    for last in reversed(turns):
+        if last.total <= len(ids) and last.ids() == list(ids[: last.total]):
+            return [one for one in turns if one.total <= last.total]
+    return []
+
+
+def _read(history: bytes) -> tuple[list[TurnNode], tuple[bytes, ...]]:
+    try:
+        return saved_turns.of_bytes(history)
+    except saved_turns.NotReadable as error:
+        raise BadRequest("InvalidTurns", str(error)) from error
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text)
+    except (binascii.Error, ValueError) as error:
+        raise BadRequest("InvalidTurns", f"history: {error}") from error
+
+
+def _job(request: web.Request) -> str:
+    return request.get(JOB, "") or Hints({}, request.headers).job
+
+
+def _only(body: dict[str, Any], *names: str) -> dict[str, Any]:
+    if unknown := sorted(body.keys() - set(names)):
+        message = f"{', '.join(unknown)}: not known here; there are {', '.join(names)}"
+        raise BadRequest("InvalidBranch", message)
+    return body
+
+
+def _number(body: dict[str, Any], name: str, least: int | None = None) -> int | None:
+    value = body.get(name)
+    if value is None and least is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < (least or 0):
+        raise BadRequest("InvalidBranch", f"{name}: expected a number from {least or 0}")
+    if least is not None and value > MOST_CHILDREN:
+        raise BadRequest("InvalidBranch", f"{name} is {value}; a fork has at most {MOST_CHILDREN}")
+    return value
+
+
+def _json(body: object, status: int = 200) -> web.Response:
+    data = msgspec.json.encode(body)
+    return web.Response(body=data, status=status, content_type="application/json")

@@ -1,0 +1,230 @@
+"""Where a session's sandbox is, and calls to its host.
+
+A host says of each session whether it has it. A name with several addresses (a headless Service of
+a DaemonSet) is a host at each. What was found is kept until a call fails; that a session has no
+sandbox is believed for ``ABSENT_SECONDS``. A host that did not answer is left alone for
+``REST_SECONDS``, so that one that is dead costs one call and not one for each session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+import msgspec
+
+from rose_router.errors import (
+    BadRequest,
+    Conflict,
+    NotFound,
+    Overloaded,
+    RouterError,
+    Unprocessable,
+)
+
+LOG = logging.getLogger(__name__)
+
+CALL_SECONDS = 5.0
+"""A host that holds a reply for its record takes 2 s; nobody waits for this but the next step."""
+LONG_SECONDS = 60.0
+"""Of a fork or a restore of the largest sandbox that fits a host."""
+REST_SECONDS = 5.0
+ABSENT_SECONDS = 5.0
+ADDRESS_SECONDS = 10.0
+"""How long the addresses of a name are believed."""
+_MOST_KNOWN = 65536
+_SAID = {400: BadRequest, 404: NotFound, 409: Unprocessable, 410: Conflict}
+"""What a host's answer is to callers; of 409s none becomes another one by asking again."""
+
+Resolve = Callable[[str, int], Awaitable[tuple[str, ...]]]
+Name = tuple[str, str]
+
+
+async def addresses_of(name: str, port: int) -> tuple[str, ...]:
+    """Addresses of a name, as they stand in a URL.
+
+    Raises:
+        OSError: the name is not known now.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    addresses = sorted({str(entry[4][0]) for entry in found})
+    return tuple(f"[{one}]" if ":" in one else one for one in addresses)
+
+
+class SandboxHosts:
+    """The hosts of a lease's jobs.
+
+    Args:
+        urls: of hosts, by job.
+        token: that they ask for.
+        http: for calls.
+        clock: monotonic seconds.
+        resolve: the addresses of a name.
+    """
+
+    def __init__(
+        self,
+        urls: Mapping[str, tuple[str, ...]],
+        token: str,
+        http: aiohttp.ClientSession,
+        clock: Callable[[], float],
+        resolve: Resolve = addresses_of,
+    ) -> None:
+        self._urls, self._http, self._clock, self._resolve = urls, http, clock, resolve
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._where: OrderedDict[Name, str] = OrderedDict()
+        self._absent: OrderedDict[Name, float] = OrderedDict()
+        self._resting: dict[str, float] = {}
+        self._addresses: dict[str, tuple[float, tuple[str, ...]]] = {}
+
+    def serve(self, job: str) -> bool:
+        """Whether turns of the job have hosts."""
+        return job in self._urls
+
+    async def tell(self, job: str, session: str, step: str, body: dict[str, Any]) -> bool:
+        """Tell the session's host a step; False: it has none, or none took it. Never raises."""
+        name = (job, session)
+        try:
+            url = await self.find(job, session)
+            if url is None:
+                return False
+            status, said = await self._call(url, (session, step), body, CALL_SECONDS)
+        except RouterError as error:
+            LOG.info("session %s: %s", session, error)
+            self._where.pop(name, None)
+            return False
+        if status in {404, 410}:  # it ended, or another host has it now
+            self._where.pop(name, None)
+        elif status >= 400 and status != 409:
+            LOG.warning("session %s: %s answered %d to %s: %s", session, url, status, step, said)
+        return status < 400
+
+    async def find(self, job: str, session: str) -> str | None:
+        """The URL of the host that has a session; None: none of those that answer."""
+        name = (job, session)
+        if (known := self._where.get(name)) is not None and not self._rests(known):
+            self._where.move_to_end(name)
+            return known
+        if self._clock() < self._absent.get(name, 0.0):
+            return None
+        asked = [url for url in await self.urls(job) if not self._rests(url)]
+        for url, has in zip(
+            asked, await asyncio.gather(*(self._has(url, session) for url in asked)), strict=True
+        ):
+            if has:
+                _keep(self._where, name, url)
+                self._absent.pop(name, None)
+                return url
+        _keep(self._absent, name, self._clock() + ABSENT_SECONDS)
+        return None
+
+    async def go_on(
+        self, job: str, session: str, step: str, body: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """Fork or restore a session: at the host that has it, else at any: its records are shared.
+
+        Returns:
+            The host's URL, and its answer.
+
+        Raises:
+            BadRequest, NotFound, Conflict, Unprocessable: as the host says.
+            Overloaded: no host answers.
+        """
+        found = await self.find(job, session)
+        # Also those that lately did not answer: whoever asks for this waits for it.
+        urls = [url for url in await self.urls(job) if url != found]
+        last: RouterError | None = None
+        for url in [*([found] if found is not None else []), *urls]:
+            try:
+                status, said = await self._call(url, (session, step), body, LONG_SECONDS)
+            except Overloaded as error:
+                last = error
+                continue
+            if status < 400:
+                return url, said
+            kind = _SAID.get(status, Overloaded)
+            raise kind(str(said.get("error", "SandboxHost")), str(said.get("message", status)))
+        raise last or Overloaded(
+            "NoSandboxHost", "no sandbox host answers; try again later", retry_after=5
+        )
+
+    def settle(self, job: str, session: str, url: str) -> None:
+        """A session's sandbox is at that host."""
+        _keep(self._where, (job, session), url)
+        self._absent.pop((job, session), None)
+
+    async def urls(self, job: str) -> tuple[str, ...]:
+        """All hosts of a job, by address."""
+        found: list[str] = []
+        for url in self._urls.get(job, ()):
+            found += await self._each(url)
+        return tuple(found)
+
+    async def _each(self, url: str) -> tuple[str, ...]:
+        parts = urlsplit(url)
+        if parts.scheme == "https" or parts.hostname is None:
+            return (url,)  # a certificate names the name
+        until, known = self._addresses.get(url, (0.0, ()))
+        if self._clock() < until:
+            return known
+        port = parts.port or 80
+        try:
+            made = await self._resolve(parts.hostname, port)
+        except OSError as error:
+            LOG.warning("sandbox hosts at %s: %s", url, error)
+            return known
+        fresh = tuple(f"http://{one}:{port}" for one in made)
+        self._addresses[url] = (self._clock() + ADDRESS_SECONDS, fresh)
+        return fresh
+
+    async def _has(self, url: str, session: str) -> bool:
+        try:
+            status, _ = await self._call(url, (session,), None, CALL_SECONDS)
+        except RouterError:
+            return False
+        return status < 400
+
+    async def _call(
+        self, url: str, path: tuple[str, ...], body: dict[str, Any] | None, seconds: float
+    ) -> tuple[int, dict[str, Any]]:
+        """Status and answer: a POST where there is a body, else a GET.
+
+        Raises:
+            Overloaded: it does not answer.
+        """
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with self._http.request(
+                "GET" if body is None else "POST",
+                "/".join((url, "sessions", *(quote(one, safe="") for one in path))),
+                data=data,
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=seconds),
+            ) as answer:
+                raw = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._resting[url] = self._clock() + REST_SECONDS
+            message = f"sandbox host {url} does not answer: {type(error).__name__} {error}"
+            raise Overloaded("NoSandboxHost", message, retry_after=5) from error
+        try:
+            said = msgspec.json.decode(raw or b"{}", type=dict[str, Any])
+        except msgspec.MsgspecError:
+            said = {"message": raw[:200].decode(errors="replace")}
+        return answer.status, said
+
+    def _rests(self, url: str) -> bool:
+        return self._clock() < self._resting.get(url, 0.0)
+
+
+def _keep(kept: OrderedDict[Name, Any], name: Name, value: object) -> None:
+    kept[name] = value
+    kept.move_to_end(name)
+    if len(kept) > _MOST_KNOWN:
+        kept.popitem(last=False)

@@ -1,0 +1,76 @@
+"""Which boundaries of a host save now: few at a time, in the order of ``rose_core``'s ``traffic``.
+
+Next step: ``host`` enters a place for each boundary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from rose_core.sandboxes.policy import Traffic
+from rose_core.sandboxes.traffic import Request, admit
+
+CHECKPOINTS = 2
+"""At the same time: each is mostly one processor's work, and agents run beside them."""
+_LOOK_SECONDS = 0.1
+"""How often deferred checkpoints look at serving again: a burst's shortest pause."""
+
+
+class Admission:
+    """Places for boundaries that save.
+
+    Args:
+        traffic: what else happens on the machine.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, traffic: Callable[[], Traffic], clock: Callable[[], float]) -> None:
+        self._traffic, self._now = traffic, clock
+        self._waiting: dict[str, tuple[Request, asyncio.Event]] = {}
+        self._running = 0
+        self._pumping: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def place(self, session: str, expected: float | None) -> AsyncIterator[None]:
+        """Wait for a place and have it; ``expected``: when the reply is, None: not known."""
+        event = asyncio.Event()
+        self._waiting[session] = (Request(session, self._now(), expected), event)
+        self._pump()
+        try:
+            await event.wait()
+        except asyncio.CancelledError:
+            if event.is_set():
+                self._running -= 1
+            raise
+        finally:
+            self._waiting.pop(session, None)
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._pump()
+
+    async def close(self) -> None:
+        """Look no more."""
+        if self._pumping is not None:
+            self._pumping.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._pumping
+
+    def _pump(self) -> None:
+        burns = self._traffic().serving_burns
+        free = CHECKPOINTS - self._running
+        requests = [one for one, event in self._waiting.values() if not event.is_set()]
+        for one in admit(requests, self._now(), free, serving_burns=burns):
+            self._running += 1
+            self._waiting[one.key][1].set()
+        deferred = burns and bool(requests)
+        if deferred and (self._pumping is None or self._pumping.done()):
+            self._pumping = asyncio.create_task(self._look_again())
+
+    async def _look_again(self) -> None:
+        while self._traffic().serving_burns:  # noqa: ASYNC110 - the kernel and guards tell nobody
+            await asyncio.sleep(_LOOK_SECONDS)
+        self._pump()

@@ -1,0 +1,68 @@
+"""What a host says of sessions, to callers near and far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose_core.sandboxes.outside import Crossing
+from rose_core.sandboxes.policy import Action
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a caller hears of a session.
+
+    Attributes:
+        session, turn, phase: where it stands.
+        recoverable_to: the newest turn that survives this host.
+        action, reason: what was done at the last boundary.
+        unsaved: why the last boundary has no record; empty: it has one.
+        seconds: that the last boundary's checkpoint took.
+        bytes: that records needed so far.
+    """
+
+    session: str
+    turn: int
+    phase: str
+    recoverable_to: int
+    action: str = Action.NONE
+    reason: str = ""
+    unsaved: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restore gave back.
+
+    Attributes:
+        told: as for every call.
+        ids: token ids of the session up to the turn: what the router's session goes on from.
+        weight_versions: that sampled them.
+        crossing: effects outside that lie between.
+        history: the router's own export of the session; empty: it told nothing.
+    """
+
+    told: Told
+    ids: tuple[int, ...]
+    weight_versions: tuple[str, ...]
+    crossing: Crossing
+    history: bytes = b""
+
+
+@dataclass(frozen=True)
+class Forked:
+    """What a fork made.
+
+    Attributes:
+        sessions: of the children.
+        turn: that they go on from.
+        ids, weight_versions, history: as in ``Restored``.
+    """
+
+    sessions: tuple[str, ...]
+    turn: int
+    ids: tuple[int, ...]
+    weight_versions: tuple[str, ...] = ()
+    history: bytes = b""

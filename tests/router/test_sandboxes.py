@@ -1,0 +1,261 @@
+"""A router on real sockets beside real sandbox hosts: turns, forks and restores reach them.
+
+The hosts run their fake runtime, which passes the contract tests of runc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rose_dev.waiting import until
+from rose_router.flags import parser, settings
+from rose_router.turns.service import Service
+from rose_router.turns.turn_clock import TurnClock
+from rose_sandbox.client import Sandbox
+from rose_sandbox.errors import UnknownTurn
+from rose_sandbox.http import ServingTraffic, application
+from rose_weights.errors import Fenced
+from tests.router.conftest import Stage
+from tests.router.scripts import folder
+from tests.sandbox.test_host import World
+
+Json = dict[str, Any]
+Staging = Callable[..., AbstractAsyncContextManager[Stage]]
+
+
+@dataclass
+class At:
+    """A sandbox host and where it listens."""
+
+    world: World
+    url: str
+    runner: web.AppRunner
+
+
+@pytest.fixture
+async def host_at(tmp_path: Path) -> AsyncIterator[Callable[[str], Any]]:
+    """Starts hosts that share a store."""
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str) -> At:
+            world = World(tmp_path, name)
+            runner = web.AppRunner(application(world.host, ServingTraffic(), "word"))
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            stack.push_async_callback(world.host.close)
+            stack.push_async_callback(runner.cleanup)
+            return At(world, f"http://127.0.0.1:{runner.addresses[0][1]}", runner)
+
+        yield start
+
+
+def generate(session: str, ids: list[int]) -> Json:
+    return {"input_ids": ids, "session_id": session, "sampling_params": {"max_new_tokens": 4}}
+
+
+def idle(service: Service) -> bool:
+    clock = service.sandboxes
+    assert isinstance(clock, TurnClock)
+    return not clock._lines
+
+
+async def test_turns_of_the_router_are_boundaries_of_the_sandbox(
+    stage: Staging, host_at: Callable[[str], Any]
+) -> None:
+    one, two = await host_at("one"), await host_at("two")
+    hosts = {"": (one.url, two.url)}
+    async with stage(sandbox_hosts=hosts, sandbox_token="word") as s:
+        await s.engine()
+        await two.world.host.create("s")
+        await two.world.said("s", "echo 1 > /home/a")
+        for turn in (1, 2):
+            async with s.post("/generate", generate("s", [5, 6, 7, turn])) as reply:
+                assert reply.status == 200
+            await until(lambda: idle(s.router.service))
+            told = await two.world.host.state("s")
+            assert (told.turn, told.phase, told.recoverable_to) == (turn, "acting", turn)
+        record = two.world.records.read("s", 2)
+        assert two.world.records.ids(record) == (5, 6, 7, 2)
+        assert record.weight_versions == ("run@1.0",)
+        async with s.http.post(f"{s.url}/finish_session?session_id=s") as reply:
+            assert reply.status == 200
+        await until(lambda: idle(s.router.service))
+        assert (await two.world.host.state("s")).phase == "suspended"
+        assert await two.world.said("s", "cat /home/a") == "1"
+
+
+async def test_a_dead_host_and_a_wrong_token_cost_no_turn(
+    stage: Staging, host_at: Callable[[str], Any]
+) -> None:
+    one = await host_at("one")
+    await one.world.host.create("s")
+    hosts = {"": (one.url, "http://127.0.0.1:1", "http://nowhere.invalid:7600")}
+    async with stage(sandbox_hosts=hosts, sandbox_token="guess") as s:
+        await s.engine()
+        async with s.post("/generate", generate("s", [5, 6])) as reply:
+            assert reply.status == 200
+        await until(lambda: idle(s.router.service))
+        assert (await one.world.host.state("s")).turn == 0
+
+
+def test_hosts_are_given_by_job_and_a_bad_one_is_named() -> None:
+    def of(*hosts: str) -> dict[str, tuple[str, ...]]:
+        flags = [f"--sandbox-host={one}" for one in hosts]
+        return dict(settings(parser().parse_args(["--lease=a/b", *flags])).sandbox_hosts)
+
+    assert of("http://one:7600", "http://two:7600", "math=http://three:1/") == {
+        "": ("http://one:7600", "http://two:7600"),
+        "math": ("http://three:1",),
+    }
+    for wrong in ("nowhere", "=http://a:1", "math=ftp://a"):
+        with pytest.raises(ValueError, match="--sandbox-host"):
+            of(wrong)
+
+
+async def say(stage: Stage, session: str, talk: list[Json]) -> Json:
+    """The next answer to a talk, which is added to it."""
+    body = {"messages": talk, "max_tokens": 9, "session_id": session}
+    async with stage.post("/v1/chat/completions", body) as reply:
+        answer: Json = await reply.json()
+        assert reply.status == 200, answer
+    talk.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+    await until(lambda: idle(stage.router.service))
+    return answer
+
+
+async def ask(stage: Stage, path: str, body: Json, status: int) -> Json:
+    async with stage.post(path, body) as reply:
+        answer: Json = await reply.json()
+        assert reply.status == status, answer
+        return answer
+
+
+async def play(stage: Stage, at: At, turns: int = 3) -> list[Json]:
+    """An agent that writes the number of its turn, and asks for the next one."""
+    await at.world.host.create("s")
+    talk: list[Json] = []
+    for turn in range(1, turns + 1):
+        await at.world.said("s", f"echo {turn} > /home/a")
+        talk.append({"role": "user", "content": f"turn {turn}"})
+        await say(stage, "s", talk)
+    assert (await at.world.host.state("s")).recoverable_to == turns
+    return talk
+
+
+@pytest.mark.parametrize("parent", ["runs", "suspended", "gone", "unknown to the router"])
+async def test_a_fork_is_sandboxes_and_sessions_where_the_prefix_is(
+    stage: Staging, host_at: Callable[[str], Any], parent: str
+) -> None:
+    one, two = await host_at("one"), await host_at("two")
+    hosts = {"": (one.url, two.url)}
+    given = {"sandbox_hosts": hosts, "sandbox_token": "word", "tokenizer": folder()}
+    async with stage(**given) as first, stage(**given) as second:
+        for s in (first, second):
+            for name in ("a", "b", "c"):
+                await s.engine(name)
+        talk = await play(first, two)
+        home = first.router.service.home_of("s")
+        before = (await first.get("/sessions/s/rows"))["rows"]
+        if parent == "suspended":
+            await two.world.host.suspend("s")
+        elif parent == "gone":
+            await two.world.host.end("s")
+        s = second if parent == "unknown to the router" else first
+        made = await ask(s, "/sessions/s/fork", {"turn": 3, "n": 3}, 201)
+        assert (made["turn"], made["known_turns"]) == (3, 2)
+        assert len(set(made["sessions"])) == 3
+        for child in made["sessions"]:
+            at = one if child in one.world.host.sessions() else two
+            assert await at.world.said(child, "cat /home/a") == "3"
+            answer = await say(s, child, talk[:5])  # the model is asked the third time
+            told = answer["choices"][0]["rose"]["history"]
+            assert (told["known_messages"], told["messages"]) == (4, 5)
+            if s is first:
+                assert s.router.service.home_of(child).engine == home.engine == made["home"]
+            (row,) = (await s.get(f"/sessions/{child}/rows"))["rows"]
+            assert len(row["turns"]) == 3
+            start = row["turns"][-1]["start"]
+            assert row["ids"][:start] == before[0]["ids"][:start]
+            assert not any(row["mask"][:start]), "what the parent learns from is learnt once"
+            assert all(row["mask"][start : row["turns"][-1]["end"]])
+            assert (await at.world.host.state(child)).recoverable_to == 4
+
+
+async def test_a_restore_gives_sandbox_and_session_back_at_another_host_and_router(
+    stage: Staging, host_at: Callable[[str], Any]
+) -> None:
+    one, two = await host_at("one"), await host_at("two")
+    given = {"sandbox_token": "word", "tokenizer": folder()}
+    async with (
+        stage(sandbox_hosts={"": (one.url,)}, **given) as first,
+        stage(sandbox_hosts={"": (two.url,)}, **given) as second,
+    ):
+        await first.engine("a")
+        await second.engine("b")
+        talk = await play(first, one)
+        before = (await first.get("/sessions/s/rows"))["rows"]
+        back = await ask(second, "/sessions/s/restore", {"turn": 3}, 200)
+        assert (back["told"]["turn"], back["known_turns"], back["host"]) == (3, 2, two.url)
+        assert await two.world.said("s", "cat /home/a") == "3"
+        answer = await say(second, "s", talk[:5])
+        assert answer["choices"][0]["rose"]["history"]["known_messages"] == 4
+        (row,) = (await second.get("/sessions/s/rows"))["rows"]
+        assert row["ids"] == before[0]["ids"], "the same tokens, as if nothing had happened"
+        assert row["mask"] == before[0]["mask"]
+        with pytest.raises(Fenced):
+            await one.world.host.checkpoint("s")
+
+
+async def test_bad_forks_and_restores_are_refused_by_name(
+    stage: Staging, host_at: Callable[[str], Any]
+) -> None:
+    one = await host_at("one")
+    async with stage(sandbox_hosts={"": (one.url,)}, sandbox_token="word", tokenizer=folder()) as s:
+        await s.engine("a")
+        await play(s, one, 1)
+        for path, body, status, word in (
+            ("/sessions/s/fork", {"turn": 7, "n": 2}, 404, "there are: 0, 1"),
+            ("/sessions/nobody/fork", {"n": 2}, 404, "no record"),
+            ("/sessions/s/fork", {"n": 0}, 400, "n: expected a number from 1"),
+            ("/sessions/s/fork", {"n": 65}, 400, "at most 64"),
+            ("/sessions/s/fork", {}, 400, "n: expected"),
+            ("/sessions/s/fork", {"n": 1, "m": 2}, 400, "m: not known"),
+            ("/sessions/s/restore", {"turn": "x"}, 400, "turn: expected"),
+            ("/sessions/s/restore", {"crossing": "maybe"}, 400, "refuse or flag"),
+            ("/sessions/s/restore", {"tokens": "0" * 64}, 422, "restore the turn whose tokens"),
+            ("/sessions/s/turns", {"sessions": ["a"], "history": "aGk="}, 400, "cannot be read"),
+        ):
+            told = await ask(s, path, body, status)
+            assert word in told["message"], told
+    async with stage(sandbox_hosts={"": ("http://127.0.0.1:1",)}) as s:
+        assert "does not answer" in (await ask(s, "/sessions/s/fork", {"n": 1}, 503))["message"]
+    async with stage() as s:
+        assert "--sandbox-host" in (await ask(s, "/sessions/s/fork", {"n": 1}, 501))["message"]
+
+
+async def test_a_box_with_a_router_forks_sandbox_and_session(
+    stage: Staging, host_at: Callable[[str], Any]
+) -> None:
+    one = await host_at("one")
+    async with stage(sandbox_hosts={"": (one.url,)}, sandbox_token="word", tokenizer=folder()) as s:
+        await s.engine("a")
+        async with Sandbox(session="s", url=one.url, token="word", router=s.url) as box:
+            await box.write("/home/a", b"1")
+            talk: list[Json] = [{"role": "user", "content": "go"}]
+            await say(s, "s", talk)
+            talk.append({"role": "user", "content": "on"})
+            await say(s, "s", talk)
+            for child in await box.fork(2):
+                async with child:
+                    assert await child.read("/home/a") == b"1"
+                    answer = await say(s, child.session, talk[:3])
+                    assert answer["choices"][0]["rose"]["history"]["known_messages"] == 2
+            with pytest.raises(UnknownTurn, match="there are"):
+                await box.fork(2, 9)

@@ -1,0 +1,171 @@
+"""Hosts of agents' sandboxes hear of turns in order, and no turn waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from rose_core.rollouts.reply_time import ENOUGH
+from rose_router.turns.turn_clock import MOST_LINES, TurnClock
+from tests.router.world import SimEngine, V, World, judge_whole, over, until, world
+
+pytestmark = pytest.mark.looptime
+
+
+class Heard:
+    """Hosts that note what they are told."""
+
+    def __init__(self, seconds: float = 0.0, *, takes: bool = True) -> None:
+        self.steps: list[tuple[str, str, dict[str, Any]]] = []
+        self.seconds, self.takes = seconds, takes
+
+    def serve(self, job: str) -> bool:
+        return job in {"", "mine"}
+
+    async def tell(self, job: str, session: str, step: str, body: dict[str, Any]) -> bool:
+        del job
+        await asyncio.sleep(self.seconds)
+        self.steps.append((session, step, body))
+        return self.takes
+
+    def told(self, session: str = "s") -> list[str]:
+        return [step for one, step, _ in self.steps if one == session]
+
+
+@asynccontextmanager
+async def telling(heard: Heard, *engines: SimEngine) -> AsyncIterator[tuple[World, TurnClock]]:
+    async with world(*engines) as w:
+        service = w.service
+        service.sandboxes = clock = TurnClock(heard, service.reply_seconds, service.clock)
+        yield w, clock
+        await clock.close()
+
+
+async def test_a_turn_is_told_when_it_begins_and_when_its_tokens_are_there() -> None:
+    heard = Heard()
+    async with telling(heard, SimEngine("a")) as (w, _):
+        turn = w.ask(20, prompt=(1, 2, 3), session="s", expected=20)
+        await until(lambda: bool(heard.steps))
+        assert heard.told() == ["turn"]
+        assert not turn.is_over
+        body = heard.steps[0][2]
+        assert body["ids"] == (1, 2, 3)
+        assert body["weight_versions"] == ()
+        assert body["wait"]["confidence"] == 0.5
+        assert 0.2 < body["wait"]["seconds"] < 2.0  # twenty steps of 20 to 50 ms
+        await over(turn)
+        await until(lambda: heard.told() == ["turn", "ready"])
+        again = await over(w.ask(4, prompt=(1, 2, 3, 4), session="s"))
+        await until(lambda: len(heard.steps) == 4)
+        assert heard.told() == ["turn", "ready", "turn", "ready"]
+        assert heard.steps[2][2]["weight_versions"] == (V(0),)
+        judge_whole(again)
+
+
+@pytest.mark.parametrize("heard", [Heard(3600.0), Heard(takes=False)], ids=["hangs", "dead"])
+async def test_a_host_that_hangs_or_is_dead_costs_a_turn_nothing(heard: Heard) -> None:
+    async def took(set_up: Callable[[World], None]) -> float:
+        async with world(SimEngine("a")) as w:
+            set_up(w)
+            began = w.service.clock()
+            for _ in range(3):
+                judge_whole(await over(w.ask(8, session="s")))
+            return w.service.clock() - began
+
+    clocks: list[TurnClock] = []
+
+    def with_host(w: World) -> None:
+        clocks.append(TurnClock(heard, w.service.reply_seconds, w.service.clock))
+        w.service.sandboxes = clocks[0]
+
+    alone = await took(lambda _: None)
+    assert await took(with_host) == pytest.approx(alone)
+    await clocks[0].close()
+
+
+async def test_what_cannot_be_told_is_bounded() -> None:
+    heard = Heard(3600.0)
+    async with telling(heard, SimEngine("a", cap=4000)) as (w, clock):
+        turns = [w.ask(1, session=f"s{n}") for n in range(MOST_LINES + 50)]
+        for turn in turns:
+            await over(turn)
+        assert len(clock._lines) == MOST_LINES
+
+
+async def test_turns_beside_each_other_are_one_wait() -> None:
+    heard = Heard()
+    async with telling(heard, SimEngine("a")) as (w, _):
+        long = w.ask(30, session="s")
+        short = w.ask(4, session="s")
+        await over(short)
+        await asyncio.sleep(0.1)
+        assert heard.told() == ["turn"]
+        await over(long)
+        await until(lambda: heard.told() == ["turn", "ready"])
+
+
+async def test_a_turn_that_ended_before_it_was_told_is_not_told() -> None:
+    heard = Heard(10.0)
+    async with telling(heard, SimEngine("a")) as (w, _):
+        await over(w.ask(2, session="s"))  # its beginning is on its way for ten seconds
+        await over(w.ask(2, session="s"))
+        await asyncio.sleep(60)
+        assert heard.told() == ["turn", "ready"]
+        await over(w.ask(2, session="s"))
+        await asyncio.sleep(60)
+        assert heard.told() == ["turn", "ready", "turn", "ready"]
+
+
+async def test_a_session_that_is_over_is_told_after_its_last_turn() -> None:
+    heard = Heard()
+    async with telling(heard, SimEngine("a")) as (w, clock):
+        turn = w.ask(4, session="s")
+        w.service.end_trajectory("s")  # while a turn of it runs: it is not over
+        await over(turn)
+        await asyncio.sleep(1)
+        w.service.end_trajectory("s")
+        await until(lambda: heard.told() == ["turn", "ready", "ended"])
+        assert not clock._lines
+
+
+async def test_jobs_have_hosts_of_their_own_and_sessions_their_own_names() -> None:
+    heard = Heard()
+    async with telling(heard, SimEngine("a")) as (w, _):
+        await over(w.ask(2, session="mine/s", job="mine"))
+        await over(w.ask(2, session="other/s", job="other"))
+        await over(w.ask(2))  # of no session
+        w.service.end_trajectory("mine/s")
+        await asyncio.sleep(1)
+        assert heard.told() == ["turn", "ready", "ended"]
+        assert len(heard.steps) == 3
+
+
+async def test_a_shut_gate_lengthens_the_wait_and_trust_is_what_came_true() -> None:
+    heard = Heard()
+    engine = SimEngine("a")
+    async with telling(heard, engine) as (w, clock):
+        for _ in range(ENOUGH):
+            await over(w.ask(10, session="t", expected=10))
+        w.gate(engine, is_open=False)
+        await asyncio.sleep(40)
+        turn = w.ask(10, session="s", expected=10)
+        await until(lambda: heard.told() == ["turn"])
+        wait = heard.steps[-1][2]["wait"]
+        assert wait["seconds"] > 40
+        assert wait["confidence"] == pytest.approx(clock.trust.confidence, abs=0.001)
+        w.gate(engine, is_open=True)
+        await over(turn)
+
+
+async def test_without_an_engine_no_wait_is_named() -> None:
+    heard = Heard()
+    async with telling(heard) as (w, _):
+        turn = w.ask(10, session="s")
+        await until(lambda: bool(heard.steps))
+        assert heard.steps[0][2]["wait"] is None
+        w.service.leave(turn)
+        await over(turn)
