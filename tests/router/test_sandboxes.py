@@ -223,12 +223,12 @@ async def test_bad_forks_and_restores_are_refused_by_name(
         for path, body, status, word in (
             ("/sessions/s/fork", {"turn": 7, "n": 2}, 404, "there are: 0, 1"),
             ("/sessions/nobody/fork", {"n": 2}, 404, "no record"),
-            ("/sessions/s/fork", {"n": 0}, 400, "n: expected a number from 1"),
-            ("/sessions/s/fork", {"n": 65}, 400, "at most 64"),
-            ("/sessions/s/fork", {}, 400, "n: expected"),
-            ("/sessions/s/fork", {"n": 1, "m": 2}, 400, "m: not known"),
+            ("/sessions/s/fork", {"n": 0}, 400, "n: expected a whole number >= 1"),
+            ("/sessions/s/fork", {"n": 65}, 400, "n: expected a whole number <= 64"),
+            ("/sessions/s/fork", {}, 400, "missing required field n"),
+            ("/sessions/s/fork", {"n": 1, "m": 2}, 400, "unknown field m"),
             ("/sessions/s/restore", {"turn": "x"}, 400, "turn: expected"),
-            ("/sessions/s/restore", {"crossing": "maybe"}, 400, "refuse or flag"),
+            ("/sessions/s/restore", {"crossing": "maybe"}, 400, "crossing: invalid"),
             ("/sessions/s/restore", {"tokens": "0" * 64}, 422, "restore the turn whose tokens"),
             ("/sessions/s/turns", {"sessions": ["a"], "history": "aGk="}, 400, "cannot be read"),
         ):

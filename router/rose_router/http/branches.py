@@ -20,7 +20,7 @@ import base64
 import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from aiohttp import web
@@ -29,7 +29,7 @@ from rose_core.rollouts import saved_turns
 from rose_core.rollouts.message_tree import MessageTree, TurnNode
 from rose_router.errors import BadRequest, NotHere
 from rose_router.http.bearer import JOB
-from rose_router.http.dialects.common import Hints, read_body
+from rose_router.http.dialects.common import Hints, Whole, read_as, read_body
 from rose_router.turns.request import named
 from rose_router.turns.service import Service
 from rose_router.turns.sessions import Home
@@ -57,6 +57,17 @@ class Hosts(Protocol):
     def settle(self, job: str, session: str, url: str) -> None:
         """A session's sandbox is at that host."""
         ...
+
+
+class _Fork(msgspec.Struct, forbid_unknown_fields=True):
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHILDREN)]
+    turn: Whole | None = None
+
+
+class _Restore(msgspec.Struct, forbid_unknown_fields=True):
+    turn: Whole | None = None
+    crossing: Literal["refuse", "flag"] = "refuse"
+    tokens: str = ""
 
 
 class _Turns(msgspec.Struct, forbid_unknown_fields=True):
@@ -98,8 +109,7 @@ class Branches:
         ]
 
     async def _fork(self, request: web.Request) -> web.Response:
-        body = _only(await read_body(request), "turn", "n")
-        asked = {"turn": _number(body, "turn"), "n": _number(body, "n", 1)}
+        asked = msgspec.to_builtins(read_as(await read_body(request), _Fork))
         job, key, hosts = self._named(request)
         url, made = await hosts.go_on(job, key, "fork", asked)
         sessions = tuple(made["sessions"])
@@ -112,10 +122,9 @@ class Branches:
         return _json(told | {"known_turns": known, "home": given.home and given.home[0]}, 201)
 
     async def _restore(self, request: web.Request) -> web.Response:
-        body = _only(await read_body(request), "turn", "crossing", "tokens")
-        _number(body, "turn")
+        asked = msgspec.to_builtins(read_as(await read_body(request), _Restore))
         job, key, hosts = self._named(request)
-        url, made = await hosts.go_on(job, key, "restore", dict(body))
+        url, made = await hosts.go_on(job, key, "restore", asked)
         hosts.settle(job, key, url)
         given = self._given(job, key, (key,), made, inherited=False)
         request[TOLD] = msgspec.json.encode(given)
@@ -193,24 +202,6 @@ def _decoded(text: str) -> bytes:
 
 def _job(request: web.Request) -> str:
     return request.get(JOB, "") or Hints({}, request.headers).job
-
-
-def _only(body: dict[str, Any], *names: str) -> dict[str, Any]:
-    if unknown := sorted(body.keys() - set(names)):
-        message = f"{', '.join(unknown)}: not known here; there are {', '.join(names)}"
-        raise BadRequest("InvalidBranch", message)
-    return body
-
-
-def _number(body: dict[str, Any], name: str, least: int | None = None) -> int | None:
-    value = body.get(name)
-    if value is None and least is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < (least or 0):
-        raise BadRequest("InvalidBranch", f"{name}: expected a number from {least or 0}")
-    if least is not None and value > MOST_CHILDREN:
-        raise BadRequest("InvalidBranch", f"{name} is {value}; a fork has at most {MOST_CHILDREN}")
-    return value
 
 
 def _json(body: object, status: int = 200) -> web.Response:
