@@ -6,11 +6,11 @@ import pytest
 
 from rose_core.rollouts.estimates import Speed
 from rose_core.rollouts.reply_time import ENOUGH, REMEMBERED, Queue, Trust, reply_seconds
-from rose_core.rollouts.versions import WeightVersion, parse
+from rose_core.rollouts.versions import parse
 from rose_core.rollouts.views import EngineView, TurnView
 from rose_core.wire.routing import EngineKind
 
-VERSION: WeightVersion | None = parse("run@1.0")
+VERSION = parse("run@1.0")
 SPEED = Speed(step_seconds=0.1, prefill_seconds_per_token=0.01)
 
 

@@ -12,6 +12,7 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
 )
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,12 +266,16 @@ async def test_all_replicas_know_the_sessions_that_one_has_forked(
         await known(two, "e", 4)
         parent, talk = key_of("two"), [{"role": "user", "content": "go"}]
         await host.host.create(parent)
+
+        def saved(turn: int) -> bool:
+            return host.host._box(parent).clock.saved == turn
+
         for turn in (1, 2):
             body = {"messages": talk, "max_tokens": 5, "session_id": parent}
             async with one.post("/v1/chat/completions", body) as reply:
                 said = (await reply.json())["choices"][0]["message"]["content"]
             talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
-            await until(lambda turn=turn: host.host._box(parent).clock.saved == turn)
+            await until(partial(saved, turn))
             await until(lambda: host.host._box(parent).clock.phase == "acting")
         async with one.post(f"/sessions/{parent}/fork", {"n": 8}) as reply:
             assert reply.status == 201, await reply.text()

@@ -178,7 +178,10 @@ async def test_a_fork_is_sandboxes_and_sessions_where_the_prefix_is(
             told = answer["choices"][0]["rose"]["history"]
             assert (told["known_messages"], told["messages"]) == (4, 5)
             if s is first:
-                assert s.router.service.home_of(child).engine == home.engine == made["home"]
+                went = s.router.service.home_of(child)
+                assert home is not None
+                assert went is not None
+                assert went.engine == home.engine == made["home"]
             (row,) = (await s.get(f"/sessions/{child}/rows"))["rows"]
             assert len(row["turns"]) == 3
             start = row["turns"][-1]["start"]

@@ -155,8 +155,8 @@ class Branches:
             roots = self.tree.roots((job, parent))
             history = saved_turns.to_bytes(self.tree.turns(last), roots)
         elif history:
-            turns, roots = _read(history)
-            history = saved_turns.to_bytes(_before(turns, ids), roots)
+            turns, saved = _read(history)
+            history = saved_turns.to_bytes(_before(turns, ids), saved)
         home = self.service.home_of(named(job, parent))
         where = (home.engine, min(home.tokens, len(ids)), home.version) if home else None
         return _Turns(sessions, history, inherited, where)
