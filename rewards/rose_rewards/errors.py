@@ -4,6 +4,7 @@ RewardsError
 ├── BadFunctions    the platform's list of functions is wrong; says where
 ├── BadReward       a caller asks for what cannot be computed
 ├── Busy            as many rewards wait as may
+├── TornJournal     results that are kept cannot be trusted, or another process has them
 └── WorkerEnded     a worker died or was stopped before it had answered
 """
 
@@ -22,6 +23,10 @@ class BadReward(RewardsError):
 
 class Busy(RewardsError):
     """The queue is full; ask again later."""
+
+
+class TornJournal(RewardsError):
+    """The folder of results cannot be used as it is; says what to do."""
 
 
 class WorkerEnded(RewardsError):

@@ -7,13 +7,15 @@
 | known | scored or masked | asked again under its trajectory: the same result |
 
 A lost one is forgotten, so that asking again tries anew. Judges run in an engine and take no
-worker. Functions have no state: a gateway that starts anew computes what it is asked again.
+worker. With a journal a result is on the disk before anybody is told it, and known to the next
+gateway; without one that computes anew what it is asked again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import sqlite3
 import statistics
 import time
 from collections import OrderedDict, deque
@@ -30,10 +32,11 @@ from rose_core.rewards.results import Lost, Masked, Result, Scored, result_of
 from rose_rewards import judge, metrics
 from rose_rewards.errors import BadReward, Busy, WorkerEnded
 from rose_rewards.functions import RewardFunction
+from rose_rewards.journal import KnownResult, ResultJournal
 from rose_rewards.pool import WorkerPool
 
 # Results that are remembered, and groups of which members are missing: some steps of a large run.
-_REMEMBERED = 200_000
+REMEMBERED = 200_000
 _REMEMBERED_TIMES = 256
 
 
@@ -93,6 +96,7 @@ class Gateway:
         session: to ask judges with.
         workers: verifications at a time.
         queue_limit: rewards that may wait, those that judges have included.
+        journal: keeps results; None = they end with this process.
     """
 
     functions: Mapping[str, RewardFunction]
@@ -101,6 +105,7 @@ class Gateway:
     workers: int
     queue_limit: int = 4096
     clock: Callable[[], float] = time.monotonic
+    journal: ResultJournal | None = None
     limits: TimeLimits = field(default_factory=TimeLimits)
     _known: OrderedDict[tuple[str, str], _Known] = field(default_factory=OrderedDict)
     _groups: OrderedDict[tuple[str, str], int] = field(default_factory=OrderedDict)
@@ -109,6 +114,8 @@ class Gateway:
     _verifying: int = 0
     _arrivals: int = 0
     _closed: bool = False
+    _unwritten: list[tuple[KnownResult, asyncio.Future[None]]] = field(default_factory=list)
+    _writing: asyncio.Task[None] | None = None
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_TIMES))
 
     @property
@@ -125,6 +132,13 @@ class Gateway:
     def p50(self) -> float | None:
         """Median seconds of a verification; None while none has ended."""
         return statistics.median(self._times) if self._times else None
+
+    def remember(self) -> None:
+        """Know what the journal knows; before the first reward is taken."""
+        for one in self.journal.results() if self.journal is not None else ():
+            known = _Known(one.digest, asyncio.get_running_loop().create_future())
+            known.result.set_result(one.result)
+            self._known[one.key] = known
 
     async def score(self, reward: Reward, team: str = "") -> Result:
         """The reward's result; the same for the same trajectory.
@@ -166,11 +180,11 @@ class Gateway:
             message = f"{self.queue_limit} rewards wait already"
             raise Busy(message)
         known = self._known[key] = _Known(digest, asyncio.get_running_loop().create_future())
-        while len(self._known) > _REMEMBERED and next(iter(self._known.values())).result.done():
+        while len(self._known) > REMEMBERED and next(iter(self._known.values())).result.done():
             self._known.popitem(last=False)
         if reward.group and reward.members:
             self._groups.setdefault((key[0], reward.group), reward.members)
-            while len(self._groups) > _REMEMBERED:
+            while len(self._groups) > REMEMBERED:
                 self._groups.popitem(last=False)
         seconds = reward.deadline_seconds
         one = _Waiting(key, reward, None if seconds is None else self.clock() + seconds)
@@ -214,18 +228,56 @@ class Gateway:
         finally:
             if function.judge is None:
                 self._verifying -= 1
+        if not isinstance(result, Lost):
+            self._count_member(one)
+        self._fill()  # the disk is waited for without a worker
+        if self.journal is not None and not isinstance(result, Lost):
+            result = await self._kept(KnownResult(one.key, self._known[one.key].digest, result))
         self._conclude(one, result)
-        self._fill()
 
-    def _conclude(self, one: _Waiting, result: Result) -> None:
-        name, group = one.reward.function, (one.key[0], one.reward.group)
-        known = self._known[one.key]
-        if isinstance(result, Lost):
-            del self._known[one.key]
-        elif group in self._groups:
+    async def _kept(self, known: KnownResult) -> Result:
+        """The result once it is on the disk; lost where it cannot be."""
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unwritten.append((known, written))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+        try:
+            await written
+        except (OSError, sqlite3.Error) as error:
+            return Lost(f"NotKept: the result could not be written down: {error}")
+        return known.result
+
+    async def _write(self) -> None:
+        """Write down what waits for it, as much at a time as there is."""
+        assert self.journal is not None  # noqa: S101  # whoever calls has asked
+        while self._unwritten:
+            taken, self._unwritten = self._unwritten, []
+            failure: Exception | None = None
+            try:
+                await asyncio.to_thread(self.journal.record, [known for known, _ in taken])
+            except (OSError, sqlite3.Error) as error:
+                failure = error
+            for _, written in taken:
+                if written.done():
+                    continue
+                if failure is None:
+                    written.set_result(None)
+                else:
+                    written.set_exception(failure)
+
+    def _count_member(self, one: _Waiting) -> None:
+        """One more of its group has a result."""
+        group = (one.key[0], one.reward.group)
+        if group in self._groups:
             self._groups[group] -= 1
             if self._groups[group] <= 0:
                 del self._groups[group]
+
+    def _conclude(self, one: _Waiting, result: Result) -> None:
+        name = one.reward.function
+        known = self._known[one.key]
+        if isinstance(result, Lost):
+            del self._known[one.key]
         outcome = type(result).__name__.lower()
         metrics.RESULTS.labels(name, outcome).inc()
         if isinstance(result, Scored):
@@ -276,6 +328,8 @@ class Gateway:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
         for known in self._known.values():
             known.result.cancel()
         await self.pool.close()

@@ -26,8 +26,10 @@ from aiohttp import web
 from rose_core.rewards.scale import wish
 from rose_core.unreadable import UNREADABLE
 from rose_rewards import functions, metrics
-from rose_rewards.errors import BadFunctions, BadReward, Busy
-from rose_rewards.gateway import Gateway, Reward
+from rose_rewards.errors import BadReward, Busy, RewardsError
+from rose_rewards.gateway import REMEMBERED, Gateway, Reward
+from rose_rewards.homes import homes
+from rose_rewards.journal import ResultJournal
 from rose_rewards.pool import WorkerPool, users
 from rose_wire import flags, observability
 from rose_wire.daemon import listen, stop_signal
@@ -45,7 +47,7 @@ def teams_of(path: Path | None) -> dict[str, str]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is no pair.
+        ValueError: a line is no pair, or two teams have one token.
     """
     if path is None:
         return {}
@@ -53,7 +55,15 @@ def teams_of(path: Path | None) -> dict[str, str]:
     if not pairs or any(len(pair) != 2 for pair in pairs):
         message = f"--token-file {path}: expected a line TEAM TOKEN for each team"
         raise ValueError(message)
-    return {token: team for team, token in pairs}
+    found: dict[str, str] = {}
+    for team, token in pairs:
+        if found.setdefault(token, team) != team:
+            message = (
+                f"--token-file {path}: {found[token]} and {team} have the same token, and would be "
+                "one team; give each its own"
+            )
+            raise ValueError(message)
+    return found
 
 
 def application(gateway: Gateway, teams: Mapping[str, str], target: float) -> web.Application:
@@ -116,20 +126,31 @@ async def running(
     token_file: Path | None = None,
     first_user: int = _FIRST_USER,
     target: float = 1.0,
+    folder: Path | None = None,
 ) -> AsyncIterator[tuple[Gateway, int]]:
     """Serve until the block ends; gives the gateway and its port.
 
     Raises:
         BadFunctions: the list is wrong, or teams cannot be kept apart here.
+        TornJournal: the results in ``folder`` cannot be used.
         OSError, ValueError: the address is taken, or the token file is wrong.
     """
     listed, teams = functions.read(path), teams_of(token_file)
-    pool = WorkerPool(listed, users(listed, first_user), workers)
+    whose = users(listed, first_user)
     # Judges are asked at once and for as long as the list says: neither bound is aiohttp's to set.
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-    ) as session:
-        gateway = Gateway(listed, pool, session, workers, queue_limit)
+    async with contextlib.AsyncExitStack() as stack:
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            )
+        )
+        journal = None
+        if folder is not None:
+            journal = await asyncio.to_thread(ResultJournal, folder, REMEMBERED)
+            stack.callback(journal.close)
+        pool = WorkerPool(listed, whose, workers, stack.enter_context(homes()))
+        gateway = Gateway(listed, pool, session, workers, queue_limit, journal=journal)
+        gateway.remember()
         runner = web.AppRunner(application(gateway, teams, target), access_log=None)
         await runner.setup()
         try:
@@ -150,6 +171,11 @@ def parser() -> argparse.ArgumentParser:
         type=flags.one_or_more,
         default=os.cpu_count() or 1,
         help="verifications at a time",
+    )
+    add(
+        "--folder",
+        type=Path,
+        help="results are kept there, and are the same after a restart; on a durable disk",
     )
     add("--queue-limit", type=flags.one_or_more, default=4096, help="rewards that may wait")
     add("--token-file", type=Path, help="a line TEAM TOKEN for each team")
@@ -195,6 +221,7 @@ async def _serve(given: argparse.Namespace) -> None:
         token_file=given.token_file,
         first_user=given.first_user,
         target=given.target_seconds,
+        folder=given.folder,
     ) as (_, port):
         LOG.info("ready: port %d", port)
         await stop.wait()
@@ -207,7 +234,7 @@ def main(argv: list[str]) -> int:
     try:
         _closed(given)
         asyncio.run(_serve(given))
-    except (OSError, ValueError, BadFunctions) as error:
+    except (OSError, ValueError, RewardsError) as error:
         sys.stderr.write(f"rose rewards: {flags.complaint(error, argv)}\n")
         return 1
     return 0

@@ -72,14 +72,19 @@ class Worker:
     folder: Path
 
     @classmethod
-    async def start(cls, function: RewardFunction, user: int) -> Worker:
+    async def start(cls, function: RewardFunction, user: int, above: Path | None = None) -> Worker:
         """Start one and wait until its function is imported.
+
+        Args:
+            function: that it runs.
+            user: whom it runs as; 0 = as this process.
+            above: folder that its home is made in; None = the system's temporary one.
 
         Raises:
             WorkerEnded: it could not be confined, or the function cannot be imported, or not in
                 time; says why.
         """
-        folder = Path(tempfile.mkdtemp(prefix="rose-reward-"))
+        folder = Path(tempfile.mkdtemp(prefix="rose-reward-", dir=above))
         loop = asyncio.get_running_loop()
         try:
             if user:
@@ -172,11 +177,13 @@ class WorkerPool:
         functions: the platform's list.
         users: of each function's workers.
         most: workers at a time.
+        above: folder that their homes are made in.
     """
 
     functions: Mapping[str, RewardFunction]
     users: Mapping[str, int]
     most: int = 1
+    above: Path | None = None
     _idle: list[tuple[str, Worker]] = field(default_factory=list)
     _busy: int = 0
 
@@ -218,7 +225,7 @@ class WorkerPool:
         if self._idle and len(self._idle) + self._busy > self.most:
             _, oldest = self._idle.pop(0)
             await oldest.end()
-        return await Worker.start(self.functions[name], self.users[name])
+        return await Worker.start(self.functions[name], self.users[name], self.above)
 
     async def close(self) -> None:
         """End every idle worker."""

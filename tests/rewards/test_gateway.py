@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -27,9 +28,11 @@ from rose_core.rewards.limits import LEAST
 from rose_core.rewards.results import Scored
 from rose_core.rights import Listener
 from rose_rewards import functions, pool
-from rose_rewards.errors import BadFunctions
+from rose_rewards.errors import BadFunctions, TornJournal
 from rose_rewards.gateway import Gateway, Reward
-from rose_rewards.main import running
+from rose_rewards.homes import homes, sweep
+from rose_rewards.journal import KnownResult, ResultJournal
+from rose_rewards.main import running, teams_of
 from rose_wire.ports import free_port
 from tests.host.helpers import until
 
@@ -147,12 +150,16 @@ class Rewards:
 
 @contextlib.asynccontextmanager
 async def serving(
-    folder: Path, listed: dict[str, Any], workers: int = 2, token_file: Path | None = None
+    folder: Path,
+    listed: dict[str, Any],
+    workers: int = 2,
+    token_file: Path | None = None,
+    kept: Path | None = None,
 ) -> AsyncIterator[Rewards]:
     (folder / "functions.yaml").write_text(yaml.safe_dump(listed))
     async with (
         aiohttp.ClientSession() as session,
-        running(folder / "functions.yaml", workers=workers, token_file=token_file) as (
+        running(folder / "functions.yaml", workers=workers, token_file=token_file, folder=kept) as (
             gateway,
             port,
         ),
@@ -527,3 +534,139 @@ def test_a_door_to_the_network_takes_tokens(
     words = ["rewards", f"--functions={tmp_path / 'f.yaml'}", "--address=0.0.0.0:0"]
     assert rose(words) == 1
     assert "give --token-file" in capsys.readouterr().err
+
+
+async def test_a_result_is_the_same_after_a_restart(folder: Path, tmp_path: Path) -> None:
+    listed = {"pid": own(folder, "pid"), "fail": own(folder, "fail")}
+    async with serving(folder, listed, kept=tmp_path) as rewards:
+        _, first = await rewards.ask(function="pid", trajectory="a")
+        _, lost = await rewards.ask(function="fail", trajectory="b")
+    async with serving(folder, listed, kept=tmp_path) as rewards:
+        _, again = await rewards.ask(function="pid", trajectory="a")
+        _, other = await rewards.ask(function="pid", trajectory="c")
+        assert (await rewards.ask(function="pid", trajectory="a", answer="x"))[0] == 400
+        _, anew = await rewards.ask(function="pid", trajectory="b")
+    assert first == again != other, "the function says its process, which is another one now"
+    assert (lost["outcome"], anew["outcome"]) == ("lost", "scored"), "what is lost is not kept"
+
+
+async def test_a_torn_result_is_computed_anew(folder: Path, tmp_path: Path) -> None:
+    listed = {"pid": own(folder, "pid")}
+    async with serving(folder, listed, kept=tmp_path) as rewards:
+        said = {name: (await rewards.ask(function="pid", trajectory=name))[1] for name in "ab"}
+    with contextlib.closing(sqlite3.connect(tmp_path / "results.db")) as database, database:
+        changed = "replace(said, '\"reward\":', '\"reward\":9')"
+        database.execute(f"UPDATE results SET said = {changed} WHERE trajectory = 'a'")  # noqa: S608  # ours
+    async with serving(folder, listed, kept=tmp_path) as rewards:
+        _, torn = await rewards.ask(function="pid", trajectory="a")
+        _, whole = await rewards.ask(function="pid", trajectory="b")
+        _, new = await rewards.ask(function="pid", trajectory="c")
+    assert torn["reward"] == new["reward"], "this gateway's worker has computed it"
+    assert whole == said["b"]
+
+
+def test_the_oldest_results_make_room(tmp_path: Path) -> None:
+    journal = ResultJournal(tmp_path, most=3)
+    for number in range(5):
+        journal.record([KnownResult(("team", str(number)), b"d", Scored(1.0, True, 0.1))])
+    assert [one.key[1] for one in journal.results()] == ["2", "3", "4"]
+    with pytest.raises(TornJournal, match="in use by another"):
+        ResultJournal(tmp_path, most=3)
+    journal.close()
+    (tmp_path / "results.db").write_bytes(b"torn" * 4096)
+    with pytest.raises(TornJournal, match="Remove it"):
+        ResultJournal(tmp_path, most=3)
+
+
+async def test_a_result_that_cannot_be_written_down_is_lost_and_no_zero(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async with serving(folder, {"pid": own(folder, "pid")}, kept=tmp_path) as rewards:
+        monkeypatch.setattr(ResultJournal, "record", full)
+        _, said = await rewards.ask(function="pid")
+        assert said["outcome"] == "lost"
+        assert "disk is full" in said["reason"]
+        monkeypatch.undo()
+        assert (await rewards.ask(function="pid"))[1]["outcome"] == "scored"
+
+
+async def test_killed_gateways_double_no_reward_and_leave_no_folder(
+    folder: Path, tmp_path: Path
+) -> None:
+    """One ``kill -9`` in the middle of rewards, then another gateway on the same folders."""
+    (folder / "functions.yaml").write_text(yaml.safe_dump({"pid": own(folder, "pid")}))
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    temporary.chmod(0o755)
+    port, seen = free_port(), dict[str, Any]()
+    words = (
+        *(sys.executable, "-m", "rose_cli.main", "rewards"),
+        *(f"--functions={folder / 'functions.yaml'}", f"--folder={tmp_path / 'kept'}"),
+        *(f"--address=127.0.0.1:{port}", "--workers=2"),
+    )
+
+    async def start() -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *words, env={**os.environ, "TMPDIR": str(temporary)}, stderr=asyncio.subprocess.DEVNULL
+        )
+
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(name: str) -> None:
+            body = {"trajectory": name, "function": "pid", "answer": ""}
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with session.post(
+                        f"http://127.0.0.1:{port}/v1/rewards", json=body
+                    ) as reply:
+                        seen.setdefault(name, set()).add((await reply.json()).get("reward"))
+                        return
+                await asyncio.sleep(0.02)
+
+        gateway = await start()
+        try:
+            async with asyncio.timeout(120):
+                await asyncio.gather(*(ask(f"t{n}") for n in range(20)))
+                assert [one.name for one in temporary.iterdir()]
+                more = [asyncio.create_task(ask(f"u{n}")) for n in range(20)]
+                await asyncio.sleep(0)
+                gateway.kill()
+                await gateway.wait()
+                left = list(temporary.iterdir())
+                assert left, "a killed gateway cleans up nothing"
+                gateway = await start()
+                await asyncio.gather(*more, *(ask(f"t{n}") for n in range(20)))
+        finally:
+            if gateway.returncode is None:
+                gateway.terminate()
+            await gateway.wait()
+    assert len(seen) == 40
+    assert {len(results) for results in seen.values()} == {1}
+    assert None not in set().union(*seen.values())
+    assert not list(temporary.iterdir())
+    assert not any(one.exists() for one in left)
+
+
+def test_a_living_gateways_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "rose-reward-of-a-file").touch()
+    (tmp_path / "rose-reward-link").symlink_to(tmp_path)
+    with homes(tmp_path) as living:
+        (living / "rose-reward-x").mkdir()
+        dead = tmp_path / "rose-reward-dead"
+        (dead / "home").mkdir(parents=True)
+        assert sweep(tmp_path) == [dead]
+        assert (living / "rose-reward-x").is_dir()
+    assert not living.exists()
+    assert (tmp_path / "rose-reward-link").is_symlink()
+
+
+def test_two_teams_with_one_token_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("a word\nb other\na word\n")
+    assert teams_of(path) == {"word": "a", "other": "b"}
+    path.write_text("a word\nb word\n")
+    with pytest.raises(ValueError, match="a and b have the same token"):
+        teams_of(path)
