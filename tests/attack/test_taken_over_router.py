@@ -15,6 +15,7 @@ import jwt
 import pytest
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import rsa
+from yarl import URL
 
 from rose_core import rights
 from rose_core.rights import Listener, Party
@@ -22,10 +23,11 @@ from rose_rewards.main import running
 from rose_sandbox.http import ServingTraffic, application
 from rose_wire.bearer import lease_token
 from tests.attack.test_on_the_node import LISTENERS
+from tests.batches.test_batches import fake_router, serving
 from tests.faults import doors, test_listeners
 from tests.sandbox.test_host import World
 
-HERE = {Listener.REWARDS, Listener.SANDBOX}
+HERE = {Listener.REWARDS, Listener.SANDBOX, Listener.BATCHES}
 
 
 def test_every_listener_of_the_table_is_tried_somewhere() -> None:
@@ -67,18 +69,30 @@ async def sandboxes(folder: Path) -> AsyncIterator[int]:
         await runner.cleanup()
 
 
-SERVED = {Listener.REWARDS: rewards, Listener.SANDBOX: sandboxes}
+async def batches(folder: Path) -> AsyncIterator[int]:
+    async with fake_router() as router, serving(folder, router, token="word") as caller:
+        port = URL(caller().url).port
+        assert port is not None
+        yield port
+
+
+SERVED = {
+    Listener.REWARDS: rewards,
+    Listener.SANDBOX: sandboxes,
+    Listener.BATCHES: batches,
+}
 
 
 @pytest.mark.parametrize("listener", sorted(HERE))
-async def test_it_opens_there_what_the_table_gives_routers_and_no_more(
+async def test_it_opens_there_what_everybody_may(
     listener: Listener, held: dict[str, str], tmp_path: Path
 ) -> None:
+    """The batches of its own lease it reaches by a token of theirs, which opens no others."""
     verbs = rights.verbs(listener)
     async for port in SERVED[listener](tmp_path):
         for what, word in held.items():
             found = await doors.knock(port, word, verbs)
             assert found.answered == verbs, what
-            assert found.heard == rights.allowed(listener, Party.ROUTER), what
-        team = await doors.knock(port, "word", verbs)
-        assert team.heard > rights.allowed(listener, Party.ROUTER), "the team's own opens more"
+            assert found.heard == rights.allowed(listener, Party.ANYBODY), what
+        own = await doors.knock(port, "word", verbs)
+        assert own.heard > rights.allowed(listener, Party.ANYBODY), "its own token opens more"
