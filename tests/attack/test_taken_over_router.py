@@ -23,7 +23,8 @@ from rose_rewards.main import running
 from rose_sandbox.http import ServingTraffic, application
 from rose_wire.bearer import lease_token
 from tests.attack.test_on_the_node import LISTENERS
-from tests.batches.test_batches import fake_router, serving
+from tests.batches.helpers import fake_router
+from tests.batches.test_batches import serving
 from tests.faults import doors, test_listeners
 from tests.sandbox.test_host import World
 
