@@ -66,6 +66,7 @@ class Settings:
         reported_gpus: GPUs that ``/server_info`` names; trainers size their concurrency by it.
         ingest_url, ingest_token: ``rose ingest``, for trainers that push checkpoints.
         batches_url, batches_token: ``rose batches``, for files and batches; empty = there is none.
+        traces: where an OTLP receiver listens; empty = no span is made.
         quorum: who must have new weights before such a trainer is told so.
         sandbox_hosts: URLs of hosts of agents' sandboxes, by job; they are told of turns.
         sandbox_token: bearer token that these ask for.
@@ -105,6 +106,7 @@ class Settings:
     ingest_token: str = ""
     batches_url: str = ""
     batches_token: str = ""
+    traces: str = ""
     quorum: Quorum = field(default_factory=Quorum)
     sandbox_hosts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sandbox_token: str = ""

@@ -25,6 +25,7 @@ from rose_wire.service_accounts import ServiceAccounts
 LOG = logging.getLogger(__name__)
 
 ACCOUNT_KEYS = "ROSE_ACCOUNT_KEYS"
+TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _POLICIES = [name.value for name in PolicyName if name not in BIASED]
 Add = Callable[..., object]
 """``add_argument`` of a group."""
@@ -41,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     _about_turns(flags.add_argument_group("patience and queue").add_argument, defaults)
     _about_pushes(flags.add_argument_group("weights pushed by a trainer").add_argument, defaults)
     _about_sandboxes(flags.add_argument_group("agents' sandboxes").add_argument)
+    _about_traces(flags.add_argument_group("traces").add_argument)
     _about_replicas(flags.add_argument_group("several replicas").add_argument)
     tls.add_flag(flags)
     tls.add_clients_flag(flags)
@@ -167,6 +169,13 @@ def _about_sandboxes(add: Add) -> None:
     add("--sandbox-token-file", type=Path, help="bearer token that these hosts ask for")
 
 
+def _about_traces(add: Add) -> None:
+    add("--traces", default=os.environ.get(TRACES, ""),
+        type=lambda text: text and web(text),
+        help="OTLP receiver (http://host:4317) that gets a trace of every trajectory; else "
+        f"${TRACES}; without either no span is made")  # fmt: skip
+
+
 def _about_replicas(add: Add) -> None:
     add("--replicas-dns", default="",
         help="name that resolves to every replica of this router (a headless Service), "
@@ -226,6 +235,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         sandbox_hosts=_sandbox_hosts(flags.sandbox_host),
         sandbox_token=token(flags.sandbox_token_file),
         ingest_token=token(flags.ingest_token_file),
+        traces=flags.traces,
         quorum=Quorum(_count(flags.quorum), flags.quorum_seconds, flags.hold_seconds),
         terms=LeaseTerms(flags.max_staleness, flags.max_age, PolicyName(flags.policy)),
         tuning=Policy(

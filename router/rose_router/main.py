@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import aiohttp
 import uvloop
@@ -40,6 +41,9 @@ from rose_wire.daemon import stop_signal
 from rose_wire.errors import Unavailable
 from rose_wire.flags import complaint
 from rose_wire.rpc import Server
+
+if TYPE_CHECKING:
+    from rose_router.turns.tracing import Tracing
 
 LOG = logging.getLogger(__name__)
 
@@ -96,6 +100,15 @@ def _sandbox_hosts(
     return hosts
 
 
+def _tracing(config: Settings) -> Tracing | None:
+    if not config.traces:
+        return None
+    # Only then: it takes as long to import as the rest of the router.
+    from rose_router.turns import tracing  # noqa: PLC0415
+
+    return tracing.exporting(config.lease, config.model, config.traces)
+
+
 @contextlib.asynccontextmanager
 async def _listening_to_peers(
     server: web.Server, doors: ConnectionLimiter, address: str, config: Settings
@@ -134,7 +147,8 @@ async def running(
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as fresh,
     ):
         connections = Connections()
-        service = Service(config, client or HttpEngineClient(connections))
+        tracing = _tracing(config)
+        service = Service(config, client or HttpEngineClient(connections), tracing=tracing)
         memory = config.memory_bytes or limit_of_process()
         words = ModelTokenizer(service.fleet, tokenizer, over_http(fresh), memory_bytes=memory)
         ours = (config.operator_ca, config.link.authority if config.link else None)
@@ -201,6 +215,8 @@ async def running(
             await server.stop()
             await runner.cleanup()
             connections.close()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
 
 def spare_collections() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from rose_core.rollouts.logprobs import LogitScale
 from rose_core.wire.routing import EngineKind, EngineUpdate
@@ -33,6 +34,7 @@ class Fake:
     url: str
     scheduler: FakeScheduler
     runner: web.AppRunner
+    traceparents: list[str]
     owner: Owner = field(init=False)
 
     async def die(self) -> None:
@@ -43,6 +45,20 @@ class Fake:
             if connection.transport is not None:
                 connection.transport.abort()
         await self.runner.cleanup()
+
+
+def _noting(traceparents: list[str]) -> Middleware:
+    """Writes down which spans requests for turns belong to."""
+
+    @web.middleware
+    async def note(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.path == "/generate":
+            traceparents.extend(request.headers.getall("traceparent", []))
+        return await handler(request)
+
+    return note
 
 
 class Stage:
@@ -75,15 +91,18 @@ class Stage:
             prefill_token_seconds=prefill_token_seconds,
             script=script,
         )
+        application, traceparents = FakeServer(scheduler, scale=scale).application(), list[str]()
+        application.middlewares.append(_noting(traceparents))
         runner = web.AppRunner(
-            FakeServer(scheduler, scale=scale).application(),
+            application,
             handler_cancellation=True,
             shutdown_timeout=0.1,
         )
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        fake = Fake(name, f"http://127.0.0.1:{runner.addresses[0][1]}", scheduler, runner)
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        fake = Fake(name, url, scheduler, runner, traceparents)
         fields: dict[str, Any] = {"gate_open": True, "cap": 8, "version": VERSION, **update}
         said = EngineUpdate(engine=name, kind=kind, lease=LEASE, url=fake.url, **fields)
         token = self.router.service.settings.attach_token

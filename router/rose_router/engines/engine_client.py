@@ -11,7 +11,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import msgspec
@@ -38,10 +38,15 @@ _VISIBLE = re.compile(r"[\x21-\x7e]*")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An engine's data route."""
+    """An engine's data route.
+
+    Attributes:
+        traceparent: of the span that the request belongs to, as W3C writes it; empty = none.
+    """
 
     url: str
     token: str = ""
+    traceparent: str = field(default="", compare=False)
 
     def complaint(self) -> str:
         """Why no request can be sent there, never with the token in it; empty when one can."""
@@ -130,7 +135,9 @@ class HttpEngineClient:
 
     async def _ask(self, target: Target, path: str, body: bytes) -> Connection:
         place, head = _head(target, path)
-        return await self._connections.ask(place, b"%b%d\r\n\r\n%b" % (head, len(body), body))
+        trace = f"traceparent: {target.traceparent}\r\n" if target.traceparent else ""
+        whole = b"%b%d\r\n%b\r\n%b" % (head, len(body), trace.encode("ascii"), body)
+        return await self._connections.ask(place, whole)
 
 
 async def _encoded(body: Mapping[str, Any]) -> bytes:

@@ -123,7 +123,7 @@ def create(
     app.add_routes(facade.routes(service))
     if barrier is not None:
         app.add_routes(virtual.routes(service, barrier, tell))
-    app.add_routes(trajectories.routes(service.prospects, service.over))
+    app.add_routes(trajectories.routes(service))
     app.add_routes(rows.routes(tree, service))
     app.add_routes(batches.routes(settings.batches_url, settings.batches_token, session))
     made = branches.Branches(tree, service, hosts)

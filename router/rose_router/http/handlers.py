@@ -35,6 +35,7 @@ from rose_router.http.response_replies import ResponseReplies
 from rose_router.http.stored_responses import StoredResponses
 from rose_router.http.streaming import NAMED, PLAIN, Events, Framing, MergedStream, Stream
 from rose_router.http.tokenization import Tokenizer
+from rose_router.turns.request import TurnRequest
 from rose_router.turns.service import Service, random_rid
 from rose_router.turns.turn import Turn, TurnState, typed_abort
 
@@ -328,6 +329,8 @@ class TurnHandlers:
         try:
             for one in ask.turns:
                 asked = one.but(interval=interval, job="").of_job(one.job if job is None else job)
+                if self._service.tracing is not None:
+                    asked = _traced(asked, request, ask)
                 turns.append(self._service.submit(asked))  # must hold those begun
             yield turns
         finally:
@@ -404,6 +407,12 @@ def _vllm_answer(turns: list[Turn]) -> dict[str, Any]:
         typed_abort(turn)
     choices = [replies.vllm_choice(turn, index) for index, turn in enumerate(turns)]
     return {"request_id": turns[0].request.rid, "choices": choices, "prompt_logprobs": None}
+
+
+def _traced(asked: TurnRequest, request: web.Request, ask: ParsedRequest) -> TurnRequest:
+    """The same turn, as one of its caller's span."""
+    operation = "text_completion" if ask.conversation is None else "chat"
+    return asked.but(traceparent=request.headers.get("traceparent", ""), operation=operation)
 
 
 def _job_of(request: web.Request) -> str | None:

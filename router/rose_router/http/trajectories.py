@@ -12,7 +12,7 @@ several share the lease. Next: ``rose_core.rollouts``'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -26,12 +26,12 @@ from rose_router import metrics
 from rose_router.http.bearer import JOB
 from rose_router.http.dialects.common import Hints, read_body
 from rose_router.turns.request import named
+from rose_router.turns.service import Service
 
 
-def routes(
-    prospects: Prospects, ended: Callable[[str], None] = lambda _name: None
-) -> list[web.RouteDef]:
-    """The handlers over one memory; ``ended`` hears of each trajectory that is over."""
+def routes(service: Service) -> list[web.RouteDef]:
+    """The handlers over one router's memory."""
+    prospects, tracing = service.prospects, service.tracing
 
     async def report(request: web.Request) -> web.Response:
         body = await read_body(request)
@@ -41,7 +41,11 @@ def routes(
         for word, trained in (("trained", True), ("dropped", False)):
             for name in _names(body, word):
                 reward = rewards.get(name)
-                ended(named(job, name))
+                service.over(named(job, name))
+                if tracing is not None:
+                    if reward is not None:
+                        tracing.reward(named(job, name), reward)
+                    tracing.end_trajectory(named(job, name), word)
                 outcome = prospects.conclude(named(job, name), trained=trained, reward=reward)
                 if outcome is None:
                     unknown.append(name)
@@ -50,7 +54,9 @@ def routes(
                     metrics.CONCLUDED.labels(word, kind).inc()
         for name in _names(body, "withdrawn"):
             prospects.forget(named(job, name))
-            ended(named(job, name))
+            service.over(named(job, name))
+            if tracing is not None:
+                tracing.end_trajectory(named(job, name), "withdrawn")
         show(prospects)
         return _json({"unknown": unknown})
 

@@ -57,6 +57,8 @@ class LegReader:
     def _took(self, event: StreamEvent, now: float) -> bool:
         leg, handle = self._leg, self._handle
         new = leg.take(event)
+        if self._turn.trace is not None and leg.spans:
+            self._turn.trace.see_version(leg.spans[-1].version)
         self._learn(event, new, now)
         self._engine.note_success()
         handle.last_event, handle.tokens = now, len(leg.ids)

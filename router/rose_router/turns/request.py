@@ -38,6 +38,8 @@ class TurnRequest:
         interval: tokens per event of the engine's stream; more than one where nobody watches it.
         dedicated_because: parameters that cannot move between engines, with the reason.
         stops: strings that end the turn, to be looked for across a move; ``None`` = nothing to do.
+        traceparent: of the caller's span, where turns are traced; empty = it has none.
+        operation: what the caller does, in OpenTelemetry's words.
     """
 
     rid: str
@@ -55,6 +57,8 @@ class TurnRequest:
     interval: int = 1
     dedicated_because: tuple[str, ...] = ()
     stops: Stops | None = None
+    traceparent: str = ""
+    operation: str = "text_completion"
 
     def but(self, **changes: Any) -> TurnRequest:  # noqa: ANN401  # values of fields
         """The same request with other values, at a tenth of what ``dataclasses.replace`` costs."""

@@ -108,6 +108,8 @@ class TurnRunner:
                 turn.request.trajectory, turn.held, context, turn.ended, moves=len(turn.moves)
             )
             self._ledger.close(turn)
+            if turn.trace is not None:
+                turn.trace.end(turn)
             turn.ended_event.set()
             turn.changed.fire()
 
@@ -171,12 +173,16 @@ class TurnRunner:
         if engine.update.device_class:
             metrics.CLASS_TURNS.labels(engine.update.device_class).inc()
         turn.state, turn.leg = TurnState.RUNNING, leg
+        if turn.trace is not None:
+            turn.trace.begin_leg(leg)
         try:
             move = await self._outcome(turn, engine, leg, handle)
             # The last event may have come just before whatever ended the reading.
             return None if leg.complete else move
         finally:
             del engine.legs[leg.rid]
+            if turn.trace is not None:
+                turn.trace.end_leg(leg)
             self._fold(turn, engine, leg)
 
     async def _outcome(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> MoveReason:
@@ -258,7 +264,8 @@ class TurnRunner:
         return True
 
     async def _read(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> None:
-        target = Target(engine.update.url, engine.update.token)
+        trace = turn.trace.traceparent if turn.trace is not None else ""
+        target = Target(engine.update.url, engine.update.token, trace)
         body = turn.request.leg_body(turn.transcript.context, turn.held, leg.rid, leg.version)
         reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
         await self._client.stream(target, body, reader.take)
@@ -290,6 +297,8 @@ class TurnRunner:
 
     def _moved(self, turn: Turn, engine: Engine, move: MoveReason) -> None:
         turn.moves.append(TurnMove(move, engine.name, turn.held))
+        if turn.trace is not None:
+            turn.trace.move(turn.moves[-1])
         turn.losses += move not in _ORDERLY
         metrics.MOVES.labels(move.value).inc()
         metrics.REPREFILLED.inc(len(turn.transcript.prompt) + turn.held)

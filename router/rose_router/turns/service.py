@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rose_core.rollouts import versions
 from rose_core.rollouts.errors import UnknownVersion, VersionGone
@@ -36,6 +37,9 @@ from rose_router.turns.turn import Turn
 from rose_router.turns.turn_clock import Listener, Nobody
 from rose_router.turns.turn_queue import TurnQueue
 from rose_router.turns.warming import Warmer
+
+if TYPE_CHECKING:
+    from rose_router.turns.tracing import Tracing
 
 _NUMBERS = itertools.count(secrets.randbits(32))
 _PROCESS = secrets.token_hex(8)
@@ -62,6 +66,7 @@ class Service:
         clock: monotonic seconds.
         new_rid: makes ids of legs, all of one length.
         dice: random numbers from 0 to 1, for exploration.
+        tracing: makes spans of turns; ``None`` = nobody wants them.
 
     Attributes:
         on_turn: called when a turn begins.
@@ -77,7 +82,9 @@ class Service:
         clock: Clock = time.monotonic,
         new_rid: Callable[[], str] = random_rid,
         dice: Callable[[], float] = random.random,
+        tracing: Tracing | None = None,
     ) -> None:
+        self.tracing = tracing
         self.settings = settings
         self.clock = clock
         self._dice = dice
@@ -190,6 +197,8 @@ class Service:
             )
             self._warmer.begin_turn(turn)
             self.sandboxes.begin_turn(turn)
+            if self.tracing is not None:
+                self.tracing.begin_turn(turn)
             turn.task = asyncio.create_task(self._runner.run(turn))
             turn.task.add_done_callback(lambda _: self._over(turn))
         turn.listeners += 1
@@ -235,6 +244,8 @@ class Service:
     def end_trajectory(self, session: str) -> None:
         """End a trajectory: its keys are of no more use, and its length is known."""
         self.prospects.end_trajectory(session)
+        if self.tracing is not None:
+            self.tracing.end_trajectory(session)
         self._warmer.drop(session)
         self.over(session)
         self.fleet.residents.drop_session(session)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,6 +30,9 @@ from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind
 from rose_router.engines.fleet import LiveLeg, Signal
 from rose_router.turns.request import TurnRequest
+
+if TYPE_CHECKING:
+    from rose_router.turns.tracing import TurnTrace
 
 
 class TurnState(StrEnum):
@@ -75,6 +78,7 @@ class Turn:
         changed: fires whenever there is more to show.
         listeners: callers waiting for it; when the last one leaves, it is aborted.
         abandoned: the last one left before its end.
+        trace: its spans; ``None`` = turns are not traced.
     """
 
     request: TurnRequest
@@ -104,6 +108,7 @@ class Turn:
     changed: Signal = field(default_factory=Signal)
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+    trace: TurnTrace | None = None
 
     @property
     def is_over(self) -> bool:
