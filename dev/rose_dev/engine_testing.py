@@ -141,6 +141,7 @@ def start_engine(
         device=device,
         ranks=ranks,
         kv_policy=spec.kv_policy if spec else "Keep",
+        adapter=spec.adapter if spec else None,
     )
     spec = spec or EngineSpec(engine_class="test", model=served, kv_tokens=8192, max_running=4)
     # A test that is killed ends nothing: its engine goes with it.

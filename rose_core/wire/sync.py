@@ -236,6 +236,18 @@ class Sharing(msgspec.Struct, frozen=True, omit_defaults=True):
     busy_percent: int = 0
 
 
+class AdapterSpec(msgspec.Struct, frozen=True):
+    """The LoRA adapter that an engine computes with; its tensors are the run's.
+
+    Attributes:
+        rank: of its matrices.
+        targets: modules of the model that it changes (``rose_core.adapters.TARGETS``).
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+
+
 class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The rollout engine a slot runs.
 
@@ -248,6 +260,7 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         sharing: how it shares its GPU with serving.
         kv_policy: what becomes of cached KV at a commit: ``Keep``, ``Recompute`` or ``Reuse``.
         ranks: GPUs of the grant that it is spread over (tensor parallelism).
+        adapter: None = the run's versions are whole models.
     """
 
     engine_class: str
@@ -259,6 +272,7 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     sharing: Sharing = Sharing()
     kv_policy: str = "Keep"
     ranks: int = 1
+    adapter: AdapterSpec | None = None
 
 
 class WeightSource(msgspec.Struct, frozen=True):

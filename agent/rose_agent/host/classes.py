@@ -59,6 +59,7 @@ def sglang(order: EngineOrder) -> EngineProgram:
         plugin_socket=order.slot.plugin_socket,
         ranks=order.spec.ranks,
         kv_policy=order.spec.kv_policy,
+        adapter=order.spec.adapter,
         activity=order.slot.activity,
         device="cuda",
         memory_fraction=fraction,
@@ -93,6 +94,7 @@ def sglang_cpu(order: EngineOrder) -> EngineProgram:
         plugin_socket=order.slot.plugin_socket,
         ranks=order.spec.ranks,
         kv_policy=order.spec.kv_policy,
+        adapter=order.spec.adapter,
     )
     return EngineProgram(
         argv=tuple(command(order.spec, launch)),

@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 import rose_engines
 from rose_core.api.arguments import refusals
 from rose_core.identity import BASE_LABEL
-from rose_core.wire.sync import EngineSpec
+from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_engines import activity
 from rose_engines.errors import ArgumentRefused
 
@@ -38,6 +40,8 @@ KV_VARIABLE = "ROSE_KV_POLICY"
 # What becomes of an engine whose parameter layout is refused, from the host's environment: unset =
 # it ends; ``disk`` = it loads patched checkpoints; ``disk-always`` = so whatever its layout.
 FALLBACK_VARIABLE = "ROSE_LAYOUT_FALLBACK"
+# Rank and modules of the adapter that the engine computes with, as JSON; unset = it has none.
+ADAPTER_VARIABLE = "ROSE_ADAPTER"
 
 # Made by the image: a copy of ROSE's packages, and nothing that they need.
 OWN_PACKAGES = Path(sys.prefix) / "packages"
@@ -68,6 +72,7 @@ class Launch:
         quiet_log: only warnings in the engine's log.
         ranks: devices that one engine is spread over (tensor parallelism).
         kv_policy: ``Keep``, ``Recompute`` or ``Reuse`` (``rose_engines.sglang.kv``).
+        adapter: the LoRA adapter whose versions it follows, None = those of whole models.
         activity: where it says what it does, before anybody freezes it; None = it does not.
     """
 
@@ -86,6 +91,7 @@ class Launch:
     quiet_log: bool = False
     ranks: int = 1
     kv_policy: str = "Keep"
+    adapter: AdapterSpec | None = None
     activity: Path | None = None
 
     @property
@@ -159,6 +165,13 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
     if launch.device == "cuda":
         # Never more requests run, and each size of a batch costs memory and time at the start.
         own["cuda-graph-max-bs-decode"] = str(spec.max_running)
+    if launch.adapter is not None:
+        own["enable-lora"] = ""
+        own["max-lora-rank"] = str(launch.adapter.rank)
+        # The adapter, and the base for whatever SGLang computes without one.
+        own["max-loras-per-batch"] = "2"
+        if launch.device == "cpu":
+            own["lora-backend"] = "torch_native"
     if launch.device == "cpu":
         own["attention-backend"] = "torch_native"
     elif launch.plugged:
@@ -168,6 +181,8 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
     argv = [str(launch.python), "-m", "rose_engines.sglang.launch"]
     for name, value in chosen.items():
         argv += [f"--{name}"] if value in {"", "true"} else [f"--{name}", value]
+    if launch.adapter is not None:
+        argv += ["--lora-target-modules", *launch.adapter.targets]
     return argv
 
 
@@ -199,6 +214,8 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
     if launch.plugin_socket is not None:
         chosen[SOCKET_VARIABLE] = str(launch.plugin_socket)
         chosen[KV_VARIABLE] = launch.kv_policy
+        if launch.adapter is not None:
+            chosen[ADAPTER_VARIABLE] = msgspec.json.encode(launch.adapter).decode()
     return chosen
 
 

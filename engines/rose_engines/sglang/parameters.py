@@ -51,7 +51,7 @@ def live_tensors(
     Raises:
         UnsupportedEngine: names the tensor or parameter whose layout is no permutation.
     """
-    flats = {name: _flat(name, tensor) for name, tensor in parameters.items()}
+    flats = {name: flat_of(name, tensor) for name, tensor in parameters.items()}
     found: dict[str, LiveTensor] = {}
     for name, boxes in layout.items():
         dtype, shape, bits = checkpoint[name]
@@ -80,7 +80,7 @@ def _check_bounds(
             raise UnsupportedEngine(f"the layout of {name!r} does not fit {box.parameter!r}")
 
 
-def _flat(name: str, parameter: torch.Tensor) -> torch.Tensor:
+def flat_of(name: str, parameter: torch.Tensor) -> torch.Tensor:
     """The parameter's storage as a flat tensor of signed integers of the same width."""
     import torch  # noqa: PLC0415  # only inside engines
 
@@ -109,17 +109,26 @@ def _live(  # noqa: PLR0917
     flat, first = flats[boxes[0].parameter], boxes[0].target_first
     written = renewals.get(boxes[0].parameter)
     if len(boxes) == 1 and boxes[0].rows == 1 and boxes[0].columns == math.prod(shape):
-        return _storage(name, dtype, shape, flat[first : boxes[0].target_end], written)
-    return SlicedTensor(name, dtype, shape, boxes, _storage(name, dtype, shape, flat, written))
+        return storage(name, dtype, shape, flat[first : boxes[0].target_end], written)
+    return SlicedTensor(name, dtype, shape, boxes, storage(name, dtype, shape, flat, written))
 
 
-def _storage(
+def storage(
     name: str,
     dtype: str,
     shape: tuple[int, ...],
     flat: torch.Tensor,
-    written: Callable[[], object] | None,
+    written: Callable[[], object] | None = None,
 ) -> HostTensor | DeviceTensor:
+    """A run of a live parameter as a tensor of its own.
+
+    Args:
+        name: canonical.
+        dtype: as safetensors writes it.
+        shape: of the tensor.
+        flat: its elements, as ``flat_of`` gives them.
+        written: called after each write.
+    """
     if flat.device.type == "cpu":
         array = flat.numpy()
         bits = array.view(f"u{array.itemsize}")

@@ -27,9 +27,15 @@ import os
 import pkgutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from rose_core.adapters import ENGINE_NAME as ADAPTER
+from rose_core.wire.sync import AdapterSpec
+from rose_engines.adapters import AdapterSession
 from rose_engines.device import of_torch
 from rose_engines.errors import BrokenWeights, UnsupportedEngine
 from rose_engines.multi_rank import LeaderSession, MemberSession
@@ -37,6 +43,7 @@ from rose_engines.permit import BadPermit
 from rose_engines.session import WeightSession
 from rose_engines.sglang import kv, loading, logprobs, memory, ranks, spans
 from rose_engines.sglang.arguments import (
+    ADAPTER_VARIABLE,
     FALLBACK_VARIABLE,
     KV_VARIABLE,
     PERMIT_VARIABLE,
@@ -140,6 +147,8 @@ class SchedulerPlugin:
         self._leader = True
         self._kv = kv.CachePolicy()
         self._wake = -1
+        adapter = os.environ.get(ADAPTER_VARIABLE)
+        self._adapter = msgspec.json.decode(adapter, type=AdapterSpec) if adapter else None
 
     def before_iteration(self, scheduler: Any, *_: object, **__: object) -> None:  # noqa: ANN401
         """Hook: start of an iteration; nothing of the one before is under way any more."""
@@ -185,6 +194,8 @@ class SchedulerPlugin:
 
     def before_request(self, _: object, request: Any, *__: object, **___: object) -> None:  # noqa: ANN401
         """Hook: a request enters the scheduler; its prefix-cache key names the weights."""
+        if self._adapter is not None:
+            request.lora_id = ADAPTER
         if self._session is not None:
             request.extra_key = self._cache_key(request.extra_key)
 
@@ -230,17 +241,15 @@ class SchedulerPlugin:
         fallback = os.environ.get(FALLBACK_VARIABLE, "")
         began = time.monotonic()
         log.info("rose: learning where the weights are")
+        if self._adapter is not None:
+            return self._open_adapter(scheduler, control, self._adapter)
         try:
             live = loading.by_layout(scheduler, control.parent, fallback)
             log.info("rose: layout known after %.2f s", time.monotonic() - began)
         except UnsupportedEngine as refused:
             loading.check(scheduler, fallback, refused)
             live = None
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        hooks = (
-            lambda version: self._set_label(scheduler, version),
-            lambda: os.eventfd_write(self._wake, 1),
-        )
+        hooks = self._hooks(scheduler)
         session: WeightSession
         if live is None:
             session = loading.session(scheduler, control.parent, version, *hooks)
@@ -250,6 +259,30 @@ class SchedulerPlugin:
         else:
             kind = LeaderSession if self._leader else MemberSession
             session = kind(live, version, ranks.join(scheduler, live, control), *hooks)
+        return self._equip(scheduler, session)
+
+    def _open_adapter(
+        self,
+        scheduler: Any,  # noqa: ANN401
+        control: Path,
+        spec: AdapterSpec,
+    ) -> WeightSession:
+        from rose_engines.sglang import adapters  # noqa: PLC0415  # torch takes its time
+
+        live = adapters.read_adapter(scheduler, control.parent, spec)
+        version = scheduler.server_args.weight_version
+        return self._equip(scheduler, AdapterSession(live, version, *self._hooks(scheduler)))
+
+    def _hooks(self, scheduler: Any) -> tuple[Callable[[str], int], Callable[[], None]]:  # noqa: ANN401
+        """How a session moves the label, and wakes an idle engine."""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return (
+            lambda version: self._set_label(scheduler, version),
+            lambda: os.eventfd_write(self._wake, 1),
+        )
+
+    def _equip(self, scheduler: Any, session: WeightSession) -> WeightSession:  # noqa: ANN401
+        """With what the engine knows besides its weights."""
         seen = of_torch(str(scheduler.server_args.device))
         session.device = lambda: seen
         counts = self._kv

@@ -1,0 +1,40 @@
+"""A LoRA adapter as a run: which tensors a version has, and what a lease may ask for.
+
+An adapter travels as any model does, tensor by tensor under the names that PEFT gives them, in the
+element type of the engine. Two tensors more make its digest say what is computed: over which base,
+by the base's own digest, and by which factor the adapter is scaled. Publisher and engine both make
+them, so a version for another base is refused before a byte is written.
+"""
+
+from __future__ import annotations
+
+BASE = "rose.base"
+"""The digest of the base model, low and high lane: two words of 64 bits (``I64``)."""
+SCALE = "rose.scale"
+"""What the product of the two matrices is multiplied by: one ``F64``."""
+
+STACKS: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "o_proj": ("o_proj",),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+"""The engine's modules, and the model's that each of them is made of, in order."""
+
+TARGETS: tuple[str, ...] = tuple(name for parts in STACKS.values() for name in parts)
+"""Modules that an adapter may change."""
+
+ENGINE_NAME = "rose"
+"""What an engine calls the adapter that it computes with."""
+
+_PREFIX = "base_model.model."
+
+
+def tensor_name(module: str, side: str) -> str:
+    """PEFT's name of one of the two matrices.
+
+    Args:
+        module: path in the model, as ``model.layers.0.self_attn.q_proj``.
+        side: ``A`` or ``B``.
+    """
+    return f"{_PREFIX}{module}.lora_{side}.weight"
