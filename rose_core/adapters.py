@@ -21,6 +21,9 @@ STACKS: dict[str, tuple[str, ...]] = {
 }
 """The engine's modules, and the model's that each of them is made of, in order."""
 
+POOL_SLOTS = 2
+"""Adapters that an engine has room for: its own, and none, for what is computed without one."""
+
 TARGETS: tuple[str, ...] = tuple(name for parts in STACKS.values() for name in parts)
 """Modules that an adapter may change."""
 

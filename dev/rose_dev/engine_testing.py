@@ -103,7 +103,7 @@ class RealEngine:
 @contextmanager
 def start_engine(
     folder: Path,
-    model: str | Recipe = "tiny-peaked",
+    model: str | Recipe | Path = "tiny-peaked",
     spec: EngineSpec | None = None,
     version: str = "base",
     *,
@@ -117,7 +117,7 @@ def start_engine(
 
     Args:
         folder: where permit, control socket and log go.
-        model: a name in ``rose_dev.models.RECIPES``, or a recipe.
+        model: a name in ``rose_dev.models.RECIPES``, a recipe, or a folder.
         spec: the engine's specification; small sizes by default.
         version: weight label at the start.
         opened: False starts the engine under a closed permit, as the engine host does.
@@ -126,8 +126,11 @@ def start_engine(
         python: of the environment that has SGLang; None = the one that ``make engine`` sets up.
         more: further arguments of SGLang.
     """
-    path = make_named(model) if isinstance(model, str) else make_model(model)
-    served = model if isinstance(model, str) else model.name
+    if isinstance(model, Path):
+        path, served = model, model.name
+    else:
+        path = make_named(model) if isinstance(model, str) else make_model(model)
+        served = model if isinstance(model, str) else model.name
     holder = PermitHolder(folder / "permit")
     if opened:
         holder.open()

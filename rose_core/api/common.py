@@ -10,6 +10,8 @@ from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from rose_core.adapters import TARGETS
+
 GROUP = "rose-gpu.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -31,6 +33,8 @@ LabelName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)
 # own (``rose_core.identity.run_name``).
 NoLabelName = Annotated[str, Field(max_length=63, pattern=f"^$|{DNS_LABEL}")]
 NoRunName = Annotated[str, Field(max_length=63, pattern=f"^$|{DNS_NAME}")]
+
+AdapterTarget = Annotated[str, Field(pattern=f"^({'|'.join(TARGETS)})$", max_length=16)]
 
 # Lists that server-side apply merges by item; the API server refuses duplicates.
 SET_LIST: dict[str, Any] = {"x-kubernetes-list-type": "set"}

@@ -16,6 +16,7 @@ from rose_core.api.common import (
     ATOMIC_LIST,
     MODEL_NAME,
     SET_LIST,
+    AdapterTarget,
     ApiModel,
     Explanation,
     LabelName,
@@ -87,6 +88,8 @@ class Weights(ApiModel):
         _immutable("storeName"),
         _immutable("run"),
         _immutable("frozen"),
+        _immutable("adapterRank"),
+        _immutable("adapterTargets"),
         Rule(
             "self.frozen || (self.storeName != '' && self.run != '')",
             "weights needs storeName and run, or frozen: true for a model that is never trained",
@@ -96,6 +99,16 @@ class Weights(ApiModel):
             "!self.frozen || (self.storeName == '' && self.run == '')",
             "frozen weights follow nothing: leave storeName and run out",
             ".frozen",
+        ),
+        Rule(
+            "!self.frozen || self.adapterRank == 0",
+            "an adapter is trained, frozen weights are not: leave adapterRank out",
+            ".adapterRank",
+        ),
+        Rule(
+            "self.adapterRank > 0 || size(self.adapterTargets) == 0",
+            "adapterTargets needs adapterRank: without it versions are whole models",
+            ".adapterTargets",
         ),
     )
 
@@ -107,6 +120,19 @@ class Weights(ApiModel):
         default=False,
         description="The model as it lies on the nodes, attested by its digest, for as long as the "
         "lease lives: a judge, a reward model, batch inference. No store is asked.",
+    )
+    adapter_rank: int = Field(
+        default=0,
+        ge=0,
+        le=512,
+        description="Versions of the run are LoRA adapters of this rank over the model; 0 = whole "
+        "models. Experimental.",
+    )
+    adapter_targets: tuple[AdapterTarget, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Modules that the adapter changes; empty = all that can be.",
+        json_schema_extra=SET_LIST,
     )
     max_staleness_versions: int = Field(
         default=1,
@@ -215,6 +241,11 @@ class LeaseSpec(ApiModel):
         Rule(
             "self.gpusPerSlot in [1, 2, 4, 8]",
             "gpusPerSlot must be 1, 2, 4 or 8: heads of a model are split evenly over its GPUs",
+            ".gpusPerSlot",
+        ),
+        Rule(
+            "self.gpusPerSlot == 1 || self.weights.adapterRank == 0",
+            "an adapter runs on engines of one GPU: gpusPerSlot must be 1 with adapterRank",
             ".gpusPerSlot",
         ),
         Rule(

@@ -16,6 +16,8 @@ from pydantic import Field
 from rose_core.api.common import (
     ATOMIC_LIST,
     MODEL_NAME,
+    SET_LIST,
+    AdapterTarget,
     ApiModel,
     LabelName,
     NamespaceName,
@@ -98,6 +100,15 @@ class SlotWeights(ApiModel):
     )
     run: NoRunName = Field(default="", description="Training run; empty where frozen.")
     frozen: bool = Field(default=False, description="It keeps the checkpoint it started from.")
+    adapter_rank: int = Field(
+        default=0, ge=0, le=512, description="Rank of the run's LoRA adapters; 0 = whole models."
+    )
+    adapter_targets: tuple[AdapterTarget, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Modules that the adapter changes; empty = all that can be.",
+        json_schema_extra=SET_LIST,
+    )
     max_staleness_versions: int = Field(ge=0, le=1000, description="Versions it may lag behind.")
     kv_policy: KVPolicy = Field(
         default=KVPolicy.KEEP, description="What becomes of cached KV at a commit."

@@ -23,9 +23,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rose_core.adapters import POOL_SLOTS, STACKS
 
 Config = Mapping[str, Any]
 
@@ -209,6 +211,21 @@ def cache_shape(config: Config, ranks: int = 1) -> CacheShape:
     fields.refuse_foreign_layers()
     layers = fields.number("num_hidden_layers") * _rounds(fields)
     return CacheShape(layers * _pair(fields), image=image, layers=layers)
+
+
+def adapter_bytes(tensors: Iterable[Stored], rank: int, targets: Collection[str]) -> int:
+    """Memory of SGLang's pool for LoRA adapters: two matrices a module, in every slot of the pool.
+
+    A stack of modules has room for each of them as soon as an adapter changes one.
+    """
+    wide = {part for parts in STACKS.values() if set(parts) & set(targets) for part in parts}
+    return sum(
+        POOL_SLOTS * 2 * rank * (tensor.shape[0] + tensor.shape[1])
+        for tensor in tensors
+        if len(tensor.shape) == 2
+        and tensor.name.endswith(".weight")
+        and tensor.name.split(".")[-2] in wide
+    )
 
 
 def weight_bytes(config: Config, tensors: Iterable[Stored], ranks: int = 1) -> int:

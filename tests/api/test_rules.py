@@ -76,6 +76,18 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.weights": {"frozen": True, "maxStalenessVersions": 0}},
         {"spec.weights.frozen": True},
     ),
+    ("RolloutLease", "an adapter is trained, frozen weights are not"): (
+        {"spec.weights.adapterRank": 8},
+        {"spec.weights": {"frozen": True, "adapterRank": 8}},
+    ),
+    ("RolloutLease", "adapterTargets needs adapterRank"): (
+        {"spec.weights.adapterRank": 8, "spec.weights.adapterTargets": ["q_proj"]},
+        {"spec.weights.adapterTargets": ["q_proj"]},
+    ),
+    ("RolloutLease", "gpusPerSlot must be 1 with adapterRank"): (
+        {"spec.weights.adapterRank": 8, "spec.gpusPerSlot": 1},
+        {"spec.weights.adapterRank": 8, "spec.gpusPerSlot": 2},
+    ),
     ("RolloutLease", "gpusPerSlot must be 1, 2, 4 or 8"): (
         {"spec.gpusPerSlot": 4},
         {"spec.gpusPerSlot": 3},
@@ -171,6 +183,14 @@ TRANSITION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("RolloutLease", "frozen cannot change"): (
         {"spec": {"weights": {"frozen": False}}},
         {"spec": {"weights": {"frozen": True}}},
+    ),
+    ("RolloutLease", "adapterRank cannot change"): (
+        {"spec": {"weights": {"adapterRank": 0}}},
+        {"spec": {"weights": {"adapterRank": 8}}},
+    ),
+    ("RolloutLease", "adapterTargets cannot change"): (
+        {"spec": {"weights": {"adapterTargets": []}}},
+        {"spec": {"weights": {"adapterTargets": ["q_proj"]}}},
     ),
     ("RolloutSlot", "leaseRef cannot change"): (
         {"spec": {"engine": {"maxRunning": 4}}},

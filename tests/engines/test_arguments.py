@@ -3,12 +3,13 @@
 from dataclasses import replace as replace_launch
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from rose_core.api.arguments import ALLOWED
 from rose_core.guard.freezing import Grace
-from rose_core.wire.sync import EngineSpec
+from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_engines.errors import ArgumentRefused
 from rose_engines.sglang.arguments import (
     Launch,
@@ -132,3 +133,24 @@ def test_plugin_is_visible_to_the_engine() -> None:
     text = next(found[0].glob("*.dist-info/entry_points.txt")).read_text()
     assert "[sglang.srt.plugins]" in text
     assert "rose = rose_engines.sglang.plugin:register" in text
+
+
+def test_an_adapter_bounds_sglangs_lora_and_is_told_to_the_plugin() -> None:
+    adapter = AdapterSpec(8, ("q_proj", "v_proj"))
+    launch = replace_launch(LAUNCH, adapter=adapter, plugin_socket=Path("/r/plugin"))
+    argv = command(spec(), launch)
+    assert argv[-3:] == ["--lora-target-modules", "q_proj", "v_proj"]
+    found = pairs(argv)
+    assert {name: found[name] for name in found if "lora" in name} == {
+        "--enable-lora": "",
+        "--max-lora-rank": "8",
+        "--max-loras-per-batch": "2",
+        "--lora-backend": "torch_native",
+        "--lora-target-modules": "q_proj",
+    }
+    told = environment(launch, {})["ROSE_ADAPTER"]
+    assert msgspec.json.decode(told, type=AdapterSpec) == adapter
+    on_gpu = command(spec(), replace_launch(launch, device="cuda"))
+    assert "--lora-backend" not in on_gpu
+    assert "--enable-lora" not in command(spec(), LAUNCH)
+    assert "ROSE_ADAPTER" not in environment(LAUNCH, {"ROSE_ADAPTER": told})

@@ -18,7 +18,7 @@ from rose_agent.host.launchers import EngineOrder
 from rose_agent.host.sizing import Sizer, engine_size, vocabulary
 from rose_core.devices.footprint import MARGIN_BYTES, Footprint, estimate
 from rose_core.identity import GpuUuid
-from rose_core.wire.sync import EngineSpec, Sharing
+from rose_core.wire.sync import AdapterSpec, EngineSpec, Sharing
 from rose_dev.gpu.library import STATE
 from rose_dev.gpu.state import State
 from rose_engines.rundir import RunDir
@@ -91,6 +91,14 @@ def test_an_engines_size_comes_from_its_model_and_its_tokens(model: Path) -> Non
     size = engine_size(model, SPEC, Footprints()).size
     assert (size.weights, size.kv_per_token, size.fixed) == (4 * GIB, 128 << 10, ESTIMATE)
     assert size.total == 12 * GIB + ESTIMATE
+
+
+def test_an_adapters_pool_is_part_of_the_size(model: Path) -> None:
+    """Two slots of two matrices of rank 16; gate and up come in one stack, attention in another."""
+    pool = 2 * 2 * 16 * ((2 << 10) + (1 << 20))
+    for target, more in (("gate_proj", pool), ("q_proj", 0)):
+        spec = msgspec.structs.replace(SPEC, adapter=AdapterSpec(16, (target,)))
+        assert engine_size(model, spec, Footprints()).size.weights == 4 * GIB + more
 
 
 def test_the_engine_is_told_its_share_of_the_free_memory_and_its_gpu(model: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from rose_agent.devices.watch import PoolGpuTerms
 from rose_cli.ops.usage import usages
+from rose_core.adapters import TARGETS
 from rose_core.api import Reason, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.crd import KINDS
 from rose_core.api.schema import structural
@@ -27,7 +28,7 @@ from rose_core.devices.capabilities import Capability
 from rose_core.lending import Demand
 from rose_core.lending.autoscalers import Autoscaler
 from rose_core.wire import sync
-from rose_core.wire.sync import Grant, SyncRequest
+from rose_core.wire.sync import AdapterSpec, Grant, SyncRequest
 from rose_operator.kube.api import Kind
 from rose_operator.sync.enrolment import callers_of
 from rose_operator.sync.grants import grants_of, policy_of
@@ -40,6 +41,7 @@ from tests.operator.test_every_slot_field import OPERATORS, SLOTS
 
 ROOT = Path(__file__).parents[2]
 Spec = dict[str, Any]
+ALL = tuple(sorted(TARGETS))
 
 # name: node, zone, class of GPU, pool. KV use grows with the name, so the first is lent first.
 FLEET = {
@@ -573,6 +575,21 @@ LEASES: list[tuple[str, Row | Refused]] = [
         "weights.frozen",
         Row({"weights": {"frozen": True}}, grant("weights.run"), "grpo", "frozen"),
     ),
+    (
+        "weights.adapterRank",
+        Row({"weights.adapterRank": 8}, grant("engine.adapter"), None, AdapterSpec(8, ALL)),
+    ),
+    (
+        "weights.adapterTargets",
+        Row(
+            {"weights.adapterTargets": ["v_proj", "q_proj"]},
+            grant("engine.adapter"),
+            AdapterSpec(8, ALL),
+            AdapterSpec(8, ("q_proj", "v_proj")),
+            lease={"weights.adapterRank": 8},
+        ),
+    ),
+    ("weights.adapterTargets", Refused("adapterTargets needs adapterRank")),
     ("weights.run", Row({"weights.run": "ppo"}, grant("weights.run"), "grpo", "ppo")),
     (
         "weights.maxStalenessVersions",

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from rose_core.adapters import TARGETS
 from rose_core.api import Reason, RolloutSlot
 from rose_core.identity import SlotKey
-from rose_core.wire.sync import Grant, SlotReport, SlotState, SyncRequest
+from rose_core.wire.sync import AdapterSpec, Grant, SlotReport, SlotState, SyncRequest
 from rose_operator.kube.api import Kind
 from rose_operator.sync.grants import grants_of
 from tests.api.objects import SLOT, changed
@@ -23,6 +24,7 @@ from tests.operator.refused import Refused, part
 from tests.operator.stub_agent import replica
 
 Spec = dict[str, Any]
+ALL = tuple(sorted(TARGETS))
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,20 @@ SLOTS: list[tuple[str, Granted | Refused]] = [
     ),
     ("weights.storeName", Granted({"weights.storeName": "x"}, exists, True, False)),
     ("weights.frozen", Granted({"weights.frozen": True}, of("weights.endpoint"), "store:7446", "")),
+    (
+        "weights.adapterRank",
+        Granted({"weights.adapterRank": 8}, of("engine.adapter"), None, AdapterSpec(8, ALL)),
+    ),
+    (
+        "weights.adapterTargets",
+        Granted(
+            {"weights.adapterTargets": ["q_proj"]},
+            of("engine.adapter"),
+            AdapterSpec(8, ALL),
+            AdapterSpec(8, ("q_proj",)),
+            beside={"weights.adapterRank": 8},
+        ),
+    ),
     ("weights.run", Granted({"weights.run": "x"}, of("weights.run"), "grpo", "x")),
     (  # a node only knows it: which engines are too old for a turn is decided by the router
         "weights.maxStalenessVersions",

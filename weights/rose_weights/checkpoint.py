@@ -18,9 +18,11 @@ import numpy as np
 
 from rose_core.delta import number_format
 from rose_core.delta.bits import Bits
+from rose_core.delta.digest import Digest, digest_run, total
 from rose_core.delta.errors import ManifestError
 from rose_weights.errors import Damaged
 
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LENGTH = struct.Struct("<Q")
 
 
@@ -55,6 +57,15 @@ class Checkpoint:
     def bits(self, name: str) -> Bits:
         """The tensor's bits, flat; a read-only view of the file."""
         return self._tensors[name][2]
+
+
+def digest_of(checkpoint: Checkpoint) -> Digest:
+    """Digest of a model as engines measure it: without an output matrix that is the embedding's."""
+    names = checkpoint.names()
+    if _HEAD in names and _EMBEDDING in names:
+        same = np.array_equal(checkpoint.bits(_HEAD), checkpoint.bits(_EMBEDDING))
+        names = [name for name in names if not (same and name == _HEAD)]
+    return total(digest_run(name, 0, np.ascontiguousarray(checkpoint.bits(name))) for name in names)
 
 
 def _read(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...], Bits]]]:

@@ -31,7 +31,13 @@ from rose_agent.host.footprints import Footprints, engine_version, kind_of
 from rose_core.devices.elastic import FIRST_PERMILLE
 from rose_core.devices.footprint import estimate, promised
 from rose_core.devices.memory import WHOLE, EngineSize, in_gib
-from rose_core.devices.model_size import CacheShape, Unsizable, cache_shape, weight_bytes
+from rose_core.devices.model_size import (
+    CacheShape,
+    Unsizable,
+    adapter_bytes,
+    cache_shape,
+    weight_bytes,
+)
 from rose_core.identity import GpuUuid
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import UnsupportedEngine
@@ -95,6 +101,8 @@ def engine_size(
         config = msgspec.json.decode(text, type=dict[str, object])
         shape = cache_shape(config, spec.ranks)
         weights = weight_bytes(config, list_tensors(model), spec.ranks)
+        if (adapter := spec.adapter) is not None:
+            weights += adapter_bytes(list_tensors(model), adapter.rank, adapter.targets)
     except (OSError, msgspec.MsgspecError, UnsupportedEngine, Unsizable) as error:
         raise BadEngine(f"model {model.name}: its size cannot be told: {error}") from error
     kind = kind_of(spec, text, version, gpu)

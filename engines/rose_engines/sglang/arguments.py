@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 import rose_engines
+from rose_core.adapters import POOL_SLOTS
 from rose_core.api.arguments import refusals
 from rose_core.identity import BASE_LABEL
 from rose_core.wire.sync import AdapterSpec, EngineSpec
@@ -165,13 +166,6 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
     if launch.device == "cuda":
         # Never more requests run, and each size of a batch costs memory and time at the start.
         own["cuda-graph-max-bs-decode"] = str(spec.max_running)
-    if launch.adapter is not None:
-        own["enable-lora"] = ""
-        own["max-lora-rank"] = str(launch.adapter.rank)
-        # The adapter, and the base for whatever SGLang computes without one.
-        own["max-loras-per-batch"] = "2"
-        if launch.device == "cpu":
-            own["lora-backend"] = "torch_native"
     if launch.device == "cpu":
         own["attention-backend"] = "torch_native"
     elif launch.plugged:
@@ -181,9 +175,18 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
     argv = [str(launch.python), "-m", "rose_engines.sglang.launch"]
     for name, value in chosen.items():
         argv += [f"--{name}"] if value in {"", "true"} else [f"--{name}", value]
-    if launch.adapter is not None:
-        argv += ["--lora-target-modules", *launch.adapter.targets]
-    return argv
+    return argv + _for_adapter(launch)
+
+
+def _for_adapter(launch: Launch) -> list[str]:
+    """What makes SGLang ready for the adapter; the plugin has it loaded."""
+    if launch.adapter is None:
+        return []
+    argv = ["--enable-lora", "--max-lora-rank", str(launch.adapter.rank)]
+    argv += ["--max-loras-per-batch", str(POOL_SLOTS)]
+    if launch.device == "cpu":
+        argv += ["--lora-backend", "torch_native"]
+    return [*argv, "--lora-target-modules", *launch.adapter.targets]
 
 
 def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) -> dict[str, str]:

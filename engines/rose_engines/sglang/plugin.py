@@ -41,7 +41,7 @@ from rose_engines.errors import BrokenWeights, UnsupportedEngine
 from rose_engines.multi_rank import LeaderSession, MemberSession
 from rose_engines.permit import BadPermit
 from rose_engines.session import WeightSession
-from rose_engines.sglang import kv, loading, logprobs, memory, ranks, spans
+from rose_engines.sglang import kv, loading, logprobs, memory, ranks, spans, unpinned
 from rose_engines.sglang.arguments import (
     ADAPTER_VARIABLE,
     FALLBACK_VARIABLE,
@@ -112,6 +112,8 @@ def register() -> None:
             HookRegistry.register(piece, checkpoints.pass_by, HookType.BEFORE)
     if os.environ.get("SGLANG_USE_CPU_ENGINE"):
         HookRegistry.register(ranks.CUDA_ONLY, ranks.NoCommunicator, HookType.REPLACE)
+        if os.environ.get(ADAPTER_VARIABLE):
+            unpinned.stand_in()
     _registered.append(hooks)
 
 

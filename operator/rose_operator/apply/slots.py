@@ -78,6 +78,8 @@ def _weights(lease: RolloutLease) -> SlotWeights:
         store_name=weights.store_name,
         run=weights.run,
         frozen=weights.frozen,
+        adapter_rank=weights.adapter_rank,
+        adapter_targets=weights.adapter_targets,
         max_staleness_versions=weights.max_staleness_versions,
         kv_policy=weights.kv_policy,
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rose_core.adapters import TARGETS
 from rose_core.api import Desired, RolloutSlot, ServingPool
 from rose_core.api.rolloutslot import SlotSharing, SlotWeights, Tier
 from rose_core.api.servingpool import Compute, PoolSpec
 from rose_core.api.wholereplica import WholeReplica
 from rose_core.identity import FROZEN_RUN, GrantKey, SlotKey, SlotUid
 from rose_core.wire.sync import (
+    AdapterSpec,
     EngineSpec,
     Grant,
     PoolPolicy,
@@ -80,6 +82,7 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings, authority: bytes) -
             ranks=spec.engine.ranks,
             sharing=_sharing(spec.sharing),
             kv_policy=spec.weights.kv_policy,
+            adapter=_adapter(spec.weights),
         ),
         weights=_source(spec.weights, settings),
         router=attach_address(router, settings),
@@ -87,6 +90,12 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings, authority: bytes) -
         whole=spec.tier is Tier.WHOLE,
         proof=RouterProof(token, authority),
     )
+
+
+def _adapter(weights: SlotWeights) -> AdapterSpec | None:
+    if not weights.adapter_rank:
+        return None
+    return AdapterSpec(weights.adapter_rank, tuple(sorted(weights.adapter_targets or TARGETS)))
 
 
 def _source(weights: SlotWeights, settings: Settings) -> WeightSource:
