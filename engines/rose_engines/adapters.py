@@ -29,9 +29,9 @@ class BaseDigest(WholeTensor):
         measure: reads the digest from the live weights of the base; takes a while.
     """
 
-    name, dtype, shape = BASE, "I64", (2,)
-
     def __init__(self, measure: Callable[[], Digest]) -> None:
+        self.name, self.dtype = BASE, "I64"
+        self.shape: tuple[int, ...] = (2,)
         self._measure = measure
         self._bits = _words(measure())
 

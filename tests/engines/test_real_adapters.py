@@ -115,7 +115,7 @@ async def control(engine: RealEngine) -> AsyncIterator[ControlClient]:
 async def test_versions_come_and_go_as_the_merged_models_and_the_base_stays(
     engine: RealEngine, control: ControlClient, folder: Path, tmp_path: Path
 ) -> None:
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     wanted = logprobs(base, PROMPT)
     assert np.abs(await told(engine, PROMPT) - wanted).max() < 1e-3
     adapter, first, second = Adapter(folder, torch.float32), trained(folder, 1), trained(folder, 2)
@@ -168,7 +168,7 @@ async def test_an_engine_follows_a_trainer_through_the_store(
         await asyncio.to_thread(train)
         whole = await client.pull("lora", tmp_path / "whole")
         assert (
-            sum(block.length for block in whole.blocks)
+            sum(block.size for block in whole.blocks)
             < 4
             * sum(
                 parameter.numel()

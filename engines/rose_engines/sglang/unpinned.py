@@ -19,7 +19,7 @@ def stand_in() -> None:
 
     for name in _FACTORIES:
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign,assignment]
 
 
 def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
