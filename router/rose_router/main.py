@@ -96,7 +96,7 @@ def _sandbox_hosts(
     if not config.sandbox_hosts:
         return None
     hosts = SandboxHosts(config.sandbox_hosts, config.sandbox_token, session, service.clock)
-    service.sandboxes = TurnClock(hosts, service.reply_seconds, service.clock)
+    service.sandboxes = TurnClock(hosts, service.reply_seconds, service.clock, service.tracing)
     return hosts
 
 

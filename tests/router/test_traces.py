@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from aiohttp import web
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -17,6 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until
 from rose_engines.session import WeightSession
+from rose_router.turns.turn_clock import TurnClock
 from tests.router.conftest import Stage
 from tests.router.scripts import Follows, folder
 
@@ -178,6 +180,35 @@ async def test_a_commit_inside_a_turn_and_a_turn_that_failed_are_seen(stage: Mak
         assert whole.status.code == Status.STATUS_CODE_UNSET
         assert failed.status.code == Status.STATUS_CODE_ERROR
         assert "bad request" in failed.status.message
+
+
+async def test_what_a_sandboxs_host_is_told_stands_in_the_trajectorys_trace(stage: Make) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_route("*", "/sessions/{rest:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with collecting() as collector:
+        async with stage(traces=collector.endpoint, sandbox_hosts={"": (host,)}) as s:
+            await s.engine("a", token_seconds=0.02)
+            body = {"input_ids": [3, 1], "sampling_params": {"max_new_tokens": 20}}
+            async with s.post("/generate", body | {"session_id": "t1"}) as reply:
+                assert reply.status == 200
+            told = s.router.service.sandboxes
+            assert isinstance(told, TurnClock)
+            await until(lambda: not told._lines)
+        (root,) = collector.named("rl.sample")
+        steps = [*collector.named("rose.checkpoint"), *collector.named("rose.sandbox ready")]
+        assert [values(one.attributes)["rose.sandbox.step"] for one in steps] == ["turn", "ready"]
+        assert {(one.trace_id, one.parent_span_id) for one in steps} == {
+            (root.trace_id, root.span_id)
+        }
+        assert all(values(one.attributes)["rose.sandbox.took"] for one in steps)
+    await runner.cleanup()
 
 
 async def test_where_nobody_asked_no_span_is_made_and_nothing_imported(

@@ -3,6 +3,8 @@
     rl.sample (the trajectory)             from its first turn to its end; ids follow from its name
       chat MODEL (a turn)                  gen_ai.*; events: rose.move, rl.sync (a commit inside it)
         generate ENGINE (a leg)            its engine gets the ``traceparent`` of this span
+      rose.checkpoint                      its sandbox's host saves the world while a turn runs
+      rose.sandbox ready, ended            and hears of the turn's and the session's end
       rl.reward                            when the trainer says what it was worth
 
 A caller that sends a ``traceparent`` has its turns in its own trace, and no ``rl.sample`` is made.
@@ -129,6 +131,14 @@ class Tracing:
         known = self._trajectories.get(turn.request.trajectory)
         if known is not None:
             known.ended_ns, known.tokens = time.time_ns(), known.tokens + turn.held
+
+    def begin_step(self, trajectory: str, step: str) -> Span:
+        """The host of its sandbox is told a step; at a ``turn`` it saves what the world is."""
+        known = self._trajectories.get(trajectory)
+        parent = self._context(trajectory) if known is None else known.parent
+        attributes = {"rl.trajectory.id": trajectory, "rose.sandbox.step": step}
+        name = "rose.checkpoint" if step == "turn" else f"rose.sandbox {step}"
+        return self._tracer.start_span(name, parent, SpanKind.CLIENT, attributes=attributes)
 
     def reward(self, trajectory: str, value: float) -> None:
         """The trainer says what a trajectory was worth."""

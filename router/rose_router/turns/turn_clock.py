@@ -18,11 +18,15 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rose_core.rollouts.reply_time import Trust
 from rose_router import metrics
+from rose_router.turns.request import named
 from rose_router.turns.turn import Turn
+
+if TYPE_CHECKING:
+    from rose_router.turns.tracing import Tracing
 
 MOST_LINES = 1024
 """Sessions with something to tell, at a time: beyond that hosts do not keep up."""
@@ -121,6 +125,7 @@ class TurnClock:
         hosts: whom.
         expected: seconds until a turn's reply; None: not known.
         clock: monotonic seconds.
+        tracing: makes spans of what hosts are told; ``None`` = nobody wants them.
     """
 
     def __init__(
@@ -128,8 +133,10 @@ class TurnClock:
         hosts: Hosts,
         expected: Callable[[Turn], float | None],
         clock: Callable[[], float],
+        tracing: Tracing | None = None,
     ) -> None:
         self._hosts, self._expected, self._clock = hosts, expected, clock
+        self._tracing = tracing
         self._history: History = _nothing
         self.trust = Trust()
         self._lines: dict[tuple[str, str], _Line] = {}
@@ -222,7 +229,12 @@ class TurnClock:
             self._tidy(name, line)
 
     async def _told(self, name: tuple[str, str], step: str, body: dict[str, Any]) -> bool:
+        tracing = self._tracing
+        span = tracing.begin_step(named(*name), step) if tracing is not None else None
         took = await self._hosts.tell(*name, step, body)
+        if span is not None:
+            span.set_attribute("rose.sandbox.took", took)
+            span.end()
         metrics.SANDBOX_STEPS.labels(step, "told" if took else "untold").inc()
         return took
 
