@@ -62,6 +62,16 @@ class StepStatistics:
     gradient_norm: float
 
 
+@dataclass
+class _Seen:
+    """Sums over the parts of a step."""
+
+    tokens: float = 0.0
+    loss: float = 0.0
+    ratio: float = 0.0
+    truncated: float = 0.0
+
+
 def advantages(group: Group) -> list[list[float]]:
     """Advantage of every turn of every member: standardised over the group, turn by turn."""
     rewards = np.array([member.rewards for member in group])
@@ -105,6 +115,7 @@ class Policy:
         self._optimizer = torch.optim.Adam(
             self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95)
         )
+        self._seen = _Seen()
 
     def _check_vocabulary(self, folder: Path) -> None:
         size = int(self.model.config.vocab_size)
@@ -118,23 +129,42 @@ class Policy:
         chosen: torch.Tensor = torch.gather(logits.log_softmax(-1), 2, tokens[:, 1:, None])
         return chosen[..., 0]
 
-    def step(self, batch: Batch) -> StepStatistics:
-        """One gradient step."""
-        current = self.logprobs(batch.tokens)
-        ratio = torch.exp(current.detach() - batch.behaviour) * batch.sampled
+    def add(self, part: Batch) -> None:
+        """Add the gradients of a part of a step; the weights stay what they are.
+
+        Sums, not means: how many tokens the step has is known with its last part. Parts in the
+        same order give the same bits, whenever each of them came.
+        """
+        current = self.logprobs(part.tokens)
+        ratio = torch.exp(current.detach() - part.behaviour) * part.sampled
         weight = ratio.clamp(max=self._truncation)
-        count = batch.sampled.sum()
-        loss = -(weight * batch.advantages * current).sum() / count
-        self._optimizer.zero_grad(set_to_none=True)
+        loss = -(weight * part.advantages * current).sum()
         loss.backward()  # type: ignore[no-untyped-call]
+        self._seen.tokens += float(part.sampled.sum())
+        self._seen.loss += float(loss.detach())
+        self._seen.ratio += float(ratio.sum())
+        self._seen.truncated += float((ratio > self._truncation).sum())
+
+    def finish(self) -> StepStatistics:
+        """Step with the gradients of all parts that were added since the last one."""
+        seen, self._seen = self._seen, _Seen()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(seen.tokens)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
         return StepStatistics(
-            loss=float(loss.detach()),
-            ratio_mean=float(ratio.sum() / count),
-            truncated_share=float((ratio > self._truncation).sum() / count),
+            loss=seen.loss / seen.tokens,
+            ratio_mean=seen.ratio / seen.tokens,
+            truncated_share=seen.truncated / seen.tokens,
             gradient_norm=float(norm),
         )
+
+    def step(self, batch: Batch) -> StepStatistics:
+        """One gradient step of a single part."""
+        self.add(batch)
+        return self.finish()
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights as they are published: HF names, bfloat16, what the engines will hold."""

@@ -61,6 +61,18 @@ class Trajectory:
 Group = tuple[Trajectory, ...]
 
 
+@dataclass(frozen=True)
+class Part:
+    """Groups of a step.
+
+    Attributes:
+        last: the step has all its groups with these.
+    """
+
+    groups: Sequence[Group]
+    last: bool = True
+
+
 def age(trajectory: Trajectory, head: WeightVersion | None) -> int | None:
     """Publishes between the oldest version in the trajectory and the head.
 
@@ -165,7 +177,7 @@ class Sampler:
             self._in_flight.add(task)
             task.add_done_callback(self._finished)
 
-    async def take(self) -> Sequence[Group]:
+    async def take(self) -> Part:
         """Wait for one step's worth of fresh groups, oldest first.
 
         Raises:
@@ -176,7 +188,7 @@ class Sampler:
             self._drop_stale()
             self.fill()
             if len(self._ready) >= self._per_step:
-                return [self._ready.popleft() for _ in range(self._per_step)]
+                return Part([self._ready.popleft() for _ in range(self._per_step)])
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()

@@ -1,8 +1,9 @@
 """Tail batching as a source of groups: ``--rounds``, the rule of RollPacker on this trainer.
 
-A step's groups are those of one round (``rose_trainer.rounds``): nothing is in flight while the
-step is computed, so sampling is synchronous, and a short round starts more prompts and more
-episodes of each than the step takes.
+A step's groups are those of one round (``rose_trainer.rounds``), handed out as they become ready:
+gradients are added while the round's tail is sampled, and the step comes with the last of them.
+Nothing is in flight between two rounds, so all of a step is sampled by the same weights. A short
+round starts more prompts and more episodes of each than the step takes.
 
 | an episode is | when | reported as |
 |---|---|---|
@@ -25,10 +26,10 @@ from typing import Protocol
 
 from examples.grpo.client import LeaseClient
 from examples.grpo.errors import OutOfTime
-from examples.grpo.rollouts import Group, SamplerStatistics, Trajectory, fresh, play
+from examples.grpo.rollouts import Group, Part, SamplerStatistics, Trajectory, fresh, play
 from examples.grpo.task import Task, draw
 from rose_core.identity import WeightVersion
-from rose_trainer.rounds import Batch, Batches, RoundShape
+from rose_trainer.rounds import Batch, Batches, RoundKind, RoundShape
 
 
 class Tell(Protocol):
@@ -44,6 +45,16 @@ class _Prompt:
 
     group: str
     task: Task
+
+
+@dataclass
+class _RoundCounts:
+    """Of the round that runs: groups, and episodes by what became of them."""
+
+    groups: int = 0
+    trained: int = 0
+    cut: int = 0
+    stale: int = 0
 
 
 class RoundSampler:
@@ -71,16 +82,20 @@ class RoundSampler:
         self._client, self._bound, self._head, self._tell = client, bound, head, tell
         self._random = random.Random(seed)
         self._episodes = itertools.count()
-        self._batches = Batches(self._prompts(), self._play, shape)
+        self._batches = Batches(self._prompts(), self._play, shape, stream=True)
         self._iterator = self._batches.__aiter__()
         self._open: dict[str, set[str]] = {}  # group -> keys of which nothing was said yet
         self._stale: dict[str, float] = {}
         self._cut: list[str] = []
         self._withdrawn: list[str] = []
+        self._round = _RoundCounts()
+        self._given = False
         self.statistics = SamplerStatistics()
 
-    async def take(self) -> Sequence[Group]:
-        """Wait for a round that leaves at least one fresh group; a long one may be smaller.
+    async def take(self) -> Part:
+        """Wait for the next fresh groups of a round; the last part of one may have none.
+
+        A round without any fresh group is passed over.
 
         Raises:
             OutOfTime: the time limit came first.
@@ -89,8 +104,11 @@ class RoundSampler:
         async for batch in self._iterator:
             if self._batches.failures:
                 break
-            if groups := self._sorted_out(batch):
-                return groups
+            groups = self._sorted_out(batch)
+            given = self._given or bool(groups)
+            self._given = given and not batch.last
+            if groups or (batch.last and given):
+                return Part(groups, batch.last)
         raise self._failure()
 
     async def report(self, groups: Sequence[Group]) -> None:
@@ -128,36 +146,44 @@ class RoundSampler:
     def _sorted_out(self, batch: Batch[_Prompt, Trajectory]) -> list[Group]:
         """The groups to train on; notes what is to be said of all other episodes."""
         groups: list[Group] = []
-        cut: list[str] = []
-        stale = 0
+        counts = self._round
         for prompt, samples in batch.groups:
             group, began = tuple(samples), self._open.pop(prompt.group)
-            cut += sorted(began - {member.key for member in group})
+            cut = sorted(began - {member.key for member in group})
+            self._cut += cut
+            counts.cut += len(cut)
             if fresh(group, self._head(), self._bound):
                 groups.append(group)
             else:
                 self.statistics.dropped_groups += 1
-                stale += len(group)
+                counts.stale += len(group)
                 self._stale |= {member.key: member.reward for member in group}
+        counts.groups += len(groups)
+        counts.trained += sum(map(len, groups))
+        if batch.last:
+            self._end_round(batch.kind)
+        return groups
+
+    def _end_round(self, kind: RoundKind) -> None:
+        """Note what was put off, and write the round down."""
+        counts, self._round = self._round, _RoundCounts()
         put_off = [
             key
             for prompt in self._batches.put_off
             for key in sorted(self._open.pop(prompt.group, ()))
         ]
-        self._cut += cut
         self._withdrawn += put_off
-        trained = sum(map(len, groups))
+        every = counts.trained + counts.cut + counts.stale
         self._tell(
             "round",
-            kind=str(batch.kind),
-            groups=len(groups),
-            trained=trained,
-            cut=len(cut),
-            stale=stale,
+            kind=str(kind),
+            groups=counts.groups,
+            trained=counts.trained,
+            cut=counts.cut,
+            stale=counts.stale,
             put_off=len(put_off),
-            inclusion=trained / (trained + len(cut) + stale),
+            inclusion=counts.trained / every if every else 1.0,
         )
-        return groups
 
     def _failure(self) -> BaseException:
         """Why there is no more; a real failure says more than the time limit around it."""

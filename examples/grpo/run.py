@@ -83,6 +83,8 @@ class Run:
     published: OrderedDict[str, dict[str, torch.Tensor]] = field(default_factory=OrderedDict)
     counters: Counters = field(default_factory=Counters)
     _evaluated: float = float("-inf")
+    _added: list[Group] = field(default_factory=list)
+    _order: torch.Generator = field(default_factory=torch.Generator)
 
     def publish(self) -> None:
         """Send the trained policy's weights out and remember them by version."""
@@ -107,13 +109,28 @@ class Run:
             pools={pool: asdict(self.meter.total(pool=pool)) for pool in pools},
         )
 
+    def add(self, groups: list[Group]) -> None:
+        """Add the gradients of these groups, one after the other, to those of the step.
+
+        Whether they come all at once or one by one, the step is the same bit for bit.
+        """
+        if not self._added:
+            self._order = torch.Generator().manual_seed(self.settings.seed + self.step)
+        for group in groups:
+            part = make_batch([group])
+            self.trained.add(part)
+            self.shuffled.add(part.shuffled(self._order))
+            self._added.append(group)
+
     def learn(self, groups: list[Group]) -> None:
-        """One step of the trained policy and of its shuffled control, then a publish."""
-        batch = make_batch(groups)
-        self._measure_mismatch(batch, groups)
-        statistics = self.trained.step(batch)
-        generator = torch.Generator().manual_seed(self.settings.seed + self.step)
-        self.shuffled.step(batch.shuffled(generator))
+        """Add the last groups; step the trained policy and its shuffled control, then publish."""
+        self.add(groups)
+        groups, self._added = self._added, []
+        if not groups:
+            return
+        self._measure_mismatch(make_batch(groups), groups)
+        statistics = self.trained.finish()
+        self.shuffled.finish()
         self.step += 1
         self._report(groups, statistics)
         if self.step % self.settings.publish_every == 0:

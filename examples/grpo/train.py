@@ -2,7 +2,8 @@
 
 Sampling, learning and publishing overlap: turns stay in flight while a step is computed in a
 thread, and each step's weights go out at once; the engines take them up between two iterations.
-With ``--rounds`` they do not overlap: a step takes one round of tail batching (``grpo.rounds``).
+With ``--rounds`` a step takes one round of tail batching (``grpo.rounds``), group by group as they
+become ready: their gradients are added on unchanged weights while the round's tail is sampled.
 The run ends at the time limit (or on SIGINT/SIGTERM) with a final evaluation. An unreachable
 router is waited for; a refused turn ends the run with exit code 1.
 """
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +30,7 @@ from examples.grpo.errors import OutOfTime, RoundTooLarge, TrainerError
 from examples.grpo.evaluate import Evaluation
 from examples.grpo.progress import Progress
 from examples.grpo.publishing import RosePublisher, Weights
-from examples.grpo.rollouts import Group, Sampler, SamplerStatistics
+from examples.grpo.rollouts import Group, Part, Sampler, SamplerStatistics
 from examples.grpo.rounds import RoundSampler
 from examples.grpo.run import Run, Settings, begin
 from rose_trainer.errors import TrainerLibraryError
@@ -55,8 +57,8 @@ class Source(Protocol):
 
     statistics: SamplerStatistics
 
-    async def take(self) -> Sequence[Group]:
-        """Wait for what one step takes."""
+    async def take(self) -> Part:
+        """Wait for what one step takes, or for a part of it."""
 
     async def report(self, groups: Sequence[Group]) -> None:
         """Say that these are trained on, and what became of the others since the last time."""
@@ -144,10 +146,13 @@ async def _until_over(run: Run, sampler: Source, stop: asyncio.Event, deadline: 
 
 async def _steps(run: Run, sampler: Source) -> None:
     while True:
-        groups = list(await sampler.take())
-        await sampler.report(groups)
+        part = await sampler.take()
+        await sampler.report(part.groups)
         # Shielded: a step in its thread cannot be stopped half-way, so it is waited for.
-        await _to_thread(lambda taken=groups: run.learn(taken))  # type: ignore[misc]
+        work = run.learn if part.last else run.add
+        await _to_thread(partial(work, list(part.groups)))
+        if not part.last:
+            continue
         await _to_thread(lambda: run.evaluate_when_due(time.monotonic()))
 
 

@@ -164,6 +164,14 @@ STUDIES: Mapping[str, Study] = {
         "discarded.",
         (Regime.FIXED, Regime.OURS),
     ),
+    "rewards": Study(
+        "rewards that take time, and a trainer that streams",
+        ("rewards-10", "rewards-10-streams", "rewards-60", "rewards-60-streams"),
+        "`tail-whole` with rewards of 10 and 60 s, once more for each with a trainer that adds a "
+        "group's gradients as soon as the group is ready (`Batches(stream=True)`). As many rewards "
+        "as there are run at a time.",
+        (Regime.FIXED, Regime.OURS),
+    ),
     "freshness": Study(
         "(e) bounds of staleness",
         ("freshness-0", "freshness-1", "freshness-4", "freshness-8"),

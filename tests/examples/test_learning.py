@@ -1,6 +1,7 @@
 """The learner on a model of a few thousand parameters; torch and transformers, no engine."""
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,12 @@ from examples.grpo.client import Span, Turn
 from examples.grpo.errors import ModelMismatch
 from examples.grpo.evaluate import answer, judge, paired_interval
 from examples.grpo.learner import Policy, advantages, make_batch, one_version, sampled_pairs
+from examples.grpo.progress import Progress
+from examples.grpo.publishing import Published
 from examples.grpo.rollouts import Group, Trajectory
+from examples.grpo.run import Run, Settings, begin
 from examples.grpo.task import ANSWER_TOKENS, TURNS, Task, draw, evaluation_tasks
+from rose_core.identity import WeightVersion
 from rose_dev.models import Recipe, make_model
 
 SMALL = Recipe(
@@ -133,3 +138,66 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
     policy.model.config.vocab_size = 40
     with pytest.raises(ModelMismatch, match="needs more than"):
         policy._check_vocabulary(config.parent)
+
+
+class Nowhere:
+    """Takes weights and keeps none."""
+
+    def publish(self, step: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightVersion:
+        assert list(tensors)
+        return WeightVersion("grpo", 1, step)
+
+    def finished(self, *, wait: bool = False) -> list[Published]:
+        return []
+
+
+def run_of(folder: Path, progress: Progress) -> Run:
+    return begin(Settings(folder, learning_rate=1e-2), Nowhere(), progress)
+
+
+def bits(policy: Policy) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in policy.model.parameters()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("cuts", [(1, 2, 3), (3,), (1,), (2, 2, 3)])
+def test_a_step_in_parts_is_the_whole_batchs_bit_for_bit(
+    folder: Path, tmp_path: Path, cuts: tuple[int, ...]
+) -> None:
+    with Progress(tmp_path / "a", echo=None) as one, Progress(tmp_path / "b", echo=None) as other:
+        whole, parts = run_of(folder, one), run_of(folder, other)
+        for step in range(3):
+            taken = groups(whole.trained, count=4, seed=step)
+            whole.learn(taken)
+            before, at = bits(parts.trained), 0
+            for cut in cuts:
+                parts.add(taken[at:cut])
+                at = cut
+            assert same(bits(parts.trained), before), "the weights wait for the last part"
+            parts.learn(taken[at:])
+            assert not same(bits(parts.trained), before)
+            assert same(bits(parts.trained), bits(whole.trained)), step
+            assert same(bits(parts.shuffled), bits(whole.shuffled)), step
+        assert parts.step == whole.step == 3
+
+
+def test_a_step_without_any_group_is_none(folder: Path, tmp_path: Path) -> None:
+    with Progress(tmp_path, echo=None) as progress:
+        run = run_of(folder, progress)
+        before = bits(run.trained)
+        run.learn([])
+        assert (run.step, same(bits(run.trained), before)) == (0, True)
+
+
+def test_parts_add_up_to_the_gradient_of_one_large_batch(folder: Path) -> None:
+    apart, together = (Policy(folder, learning_rate=1e-2) for _ in range(2))
+    taken = groups(apart)
+    for group in taken:
+        apart.add(make_batch([group]))
+    apart.finish()
+    together.step(make_batch(taken))
+    pairs = zip(bits(apart), bits(together), strict=True)
+    assert all(torch.allclose(one, other, atol=1e-4) for one, other in pairs)

@@ -126,7 +126,7 @@ async def test_an_episode_appends_answer_and_observation_to_its_context() -> Non
 async def test_groups_come_whole_and_concurrency_is_bounded() -> None:
     client = FakeClient()
     source = sampler(client, lambda: WeightVersion("grpo", 1, 0))
-    groups = await source.take()
+    groups = (await source.take()).groups
     await source.close()
     assert len(groups) == 3
     assert all(len(group) == 2 for group in groups)
@@ -139,11 +139,11 @@ async def test_every_trajectory_that_began_is_reported_once_when_the_run_ends() 
     version = [WeightVersion("grpo", 1, 0)]
     client = FakeClient()
     source = sampler(client, lambda: version[0])
-    await source.report(await source.take())
+    await source.report((await source.take()).groups)
     await source.take()  # finished, and not said to be trained on
     version[0] = WeightVersion("grpo", 1, 9)
     client.label = "grpo@1.9"
-    await source.report(await source.take())
+    await source.report((await source.take()).groups)
     await source.close()
     trained, dropped, withdrawn = (
         [key for report in client.reports for key in report[kind]] for kind in range(3)
@@ -157,7 +157,7 @@ async def test_every_trajectory_that_began_is_reported_once_when_the_run_ends() 
 
 async def test_no_finished_group_is_lost() -> None:
     source = sampler(FakeClient(), lambda: WeightVersion("grpo", 1, 0))
-    taken = [group for _ in range(4) for group in await source.take()]
+    taken = [group for _ in range(4) for group in (await source.take()).groups]
     await asyncio.gather(*source._in_flight)
     assert source.statistics.groups == len(taken) + len(source._ready)
     await source.close()
@@ -171,7 +171,7 @@ async def test_groups_that_grew_too_old_are_dropped_and_sampled_again() -> None:
     await asyncio.gather(*source._in_flight)
     waiting = len(source._ready)
     head, client.label = WeightVersion("grpo", 1, 9), "grpo@1.9"
-    groups = await source.take()
+    groups = (await source.take()).groups
     await source.close()
     assert source.statistics.dropped_groups >= waiting
     assert all(member.versions() == {"grpo@1.9"} for group in groups for member in group)

@@ -9,6 +9,7 @@ import pytest
 
 from examples.grpo.client import LeaseClient, Span, Turn
 from examples.grpo.errors import OutOfTime, TrainerError, TurnRefused
+from examples.grpo.rollouts import Group
 from examples.grpo.rounds import RoundSampler
 from rose_core.identity import WeightVersion
 from rose_trainer.rounds import RoundShape
@@ -77,6 +78,16 @@ def sampler(client: FakeClient, tell: Records, shape: RoundShape = SHAPE) -> Rou
     )
 
 
+async def whole(source: RoundSampler) -> list[Group]:
+    """All groups of a round, part by part."""
+    groups: list[Group] = []
+    while True:
+        part = await source.take()
+        groups += part.groups
+        if part.last:
+            return groups
+
+
 def late(*groups: str) -> Callable[[str], float]:
     return lambda group: 100.0 if group in groups else 1.0
 
@@ -84,7 +95,7 @@ def late(*groups: str) -> Callable[[str], float]:
 async def test_a_round_keeps_the_first_members_of_the_first_groups_and_says_what_it_cut() -> None:
     client, records = FakeClient(late("group-000000")), Records()
     source = sampler(client, records)
-    groups = await source.take()
+    groups = await whole(source)
     assert [[member.key for member in group] for group in groups] == [
         ["group-000001-000003.", "group-000001-000004."],
         ["group-000002-000006.", "group-000002-000007."],
@@ -106,8 +117,8 @@ async def test_late_groups_are_sampled_anew_under_other_keys_in_a_long_round_wit
     client, records = FakeClient(late("group-000000", "group-000003")), Records()
     source = sampler(client, records)
     for _ in range(2):
-        await source.report(await source.take())
-    groups = await source.take()
+        await source.report(await whole(source))
+    groups = await whole(source)
     await source.report(groups)
     assert [record["kind"] for record in records.rounds] == ["short", "short", "long"]
     keys = [member.key for group in groups for member in group]
@@ -122,7 +133,7 @@ async def test_every_episode_that_began_is_reported_exactly_once() -> None:
     client = FakeClient(lambda group: 1.0 + 7 * int(group[-3:]) % 5)
     source = sampler(client, Records())
     for _ in range(6):
-        await source.report(await source.take())
+        await source.report(await whole(source))
     await source.close()
     said = [key for keys in client.said.values() for key in keys]
     assert sorted(said) == sorted(client.began)
@@ -147,7 +158,7 @@ async def test_groups_that_are_too_old_are_dropped_whole_with_their_rewards() ->
     client, records = FakeClient(), Records()
     client.label = "grpo@0.9"  # of a trainer before this one: its age is unknown
     source = sampler(client, records)
-    taking = asyncio.create_task(source.take())
+    taking = asyncio.create_task(whole(source))
     await asyncio.sleep(5)
     client.label = str(HEAD)
     groups = await taking
@@ -174,4 +185,27 @@ async def test_the_time_limit_reaches_the_learner() -> None:
     source = sampler(FakeClient(error=lambda _group: OutOfTime("late")), Records())
     with pytest.raises(OutOfTime):
         await source.take()
+    await source.close()
+
+
+async def test_groups_are_handed_out_while_the_rounds_tail_is_sampled() -> None:
+    client, records = FakeClient(late("group-000001")), Records()
+    source = sampler(client, records, RoundShape(batch=2, members=2, surplus=0.0))
+    first = await source.take()
+    assert asyncio.get_running_loop().time() < 10, "the other group takes a hundred seconds"
+    assert (len(first.groups), first.last) == (1, False)
+    assert records.rounds == []
+    second = await source.take()
+    assert (len(second.groups), second.last) == (1, True)
+    assert records.rounds[0]["groups"] == 2
+    await source.close()
+
+
+async def test_a_tail_that_is_too_old_ends_its_step_with_what_it_has() -> None:
+    client, records = FakeClient(late("group-000001")), Records()
+    source = sampler(client, records, RoundShape(batch=2, members=2, surplus=0.0))
+    assert len((await source.take()).groups) == 1
+    client.label = "grpo@0.9"  # of a trainer before this one
+    end = await source.take()
+    assert (list(end.groups), end.last) == ([], True)
     await source.close()

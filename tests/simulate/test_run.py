@@ -142,6 +142,39 @@ def test_tail_batching_is_refused_where_steps_overlap() -> None:
     assert "staleness must be 0" in reason
 
 
+def _played(**changes: object) -> Simulation:
+    told = _job(staleness=0, batch_groups=2, surplus=0.5, member_surplus=0.5, **changes)
+    world = Simulation(told, RULES[Regime.OURS], 1, MATERIAL)
+    world.clock.run(round(told.seconds * SECOND))
+    return world
+
+
+def test_a_trainer_that_streams_steps_as_often_or_more_and_never_before_its_last_group() -> None:
+    whole, streamed = (_played(streams=one).jobs["grpo"].counts for one in (False, True))
+    assert whole.steps > 2
+    assert sum(streamed.step_s) / streamed.steps < sum(whole.step_s) / whole.steps
+    train_s = _job().jobs[0].train_s
+    # The last group's own part cannot be hidden, and more than the step's other part is not won.
+    assert min(streamed.step_s) >= train_s / 2
+    trained = [fate.session.partition(".")[0] for fate in streamed.fates if fate.trained]
+    assert len(trained) == streamed.accepted
+
+
+def test_a_reward_that_takes_time_ends_its_trajectory_that_much_later() -> None:
+    soon, late = (_played(reward_s=one).jobs["grpo"] for one in (0.0, 20.0))
+    assert late.counts.finish_s[0] == pytest.approx(soon.counts.finish_s[0] + 20.0)
+    assert late.counts.steps < soon.counts.steps
+    assert late.counts.started == late.counts.finished + late.inside
+    cut = {fate.session for fate in late.counts.fates if not fate.trained}
+    assert len(cut) == late.counts.cut > 0, "some were cut while they waited for their reward"
+
+
+def test_streaming_without_rounds_is_refused() -> None:
+    (where, reason), *_ = impossible(_job(staleness=0, streams=True))
+    assert where == ("jobs", 0, "streams")
+    assert "give a surplus too" in reason
+
+
 def test_a_surplus_of_responses_without_rounds_is_refused() -> None:
     (where, reason), *_ = impossible(_job(staleness=0, member_surplus=0.25))
     assert where == ("jobs", 0, "member_surplus")

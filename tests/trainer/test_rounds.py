@@ -113,3 +113,58 @@ async def test_of_more_responses_than_are_trained_on_the_first_stay_and_the_rest
     # Three began in the short round; the long one starts only those that it trains on.
     assert log.count(("began", 2)) == 3 + 2
     assert found[1].groups == [(2, ["2.0", "2.1"])]
+
+
+async def test_a_streamed_round_gives_groups_as_they_become_ready() -> None:
+    def rollout() -> Callable[[int, int], asyncio.Future[str]]:
+        return _rollout(lambda n: 100.0 if n == 1 else 1.0 + n, [])
+
+    shape = RoundShape(3, 2, surplus=0.0)
+    found = [
+        (int(asyncio.get_running_loop().time()), part)
+        async for part in Batches(range(3), rollout(), shape, stream=True)
+    ]
+    assert [(when, [p for p, _ in part.groups], part.last) for when, part in found] == [
+        (1, [0], False),
+        (3, [2], False),
+        (100, [1], True),
+    ]
+    [batch] = [batch async for batch in Batches(range(3), rollout(), shape)]
+    assert batch.last
+    assert [group for _, part in found for group in part.groups] == batch.groups
+
+
+async def test_a_streamed_round_says_with_its_last_part_what_it_put_off() -> None:
+    rollout = _rollout(lambda n: 100.0 if n == 0 else 1.0 + n, [])
+    batches = Batches(range(3), rollout, RoundShape(2, 1, surplus=0.5), stream=True)
+    parts = [part async for part in batches]
+    assert [[p for p, _ in part.groups] for part in parts] == [[1], [2], [0]]
+    assert [part.last for part in parts] == [False, True, True]
+    assert [[one.finished for one in part.deferred] for part in parts] == [[], [0], []]
+    assert batches.tally.trained == 3
+
+
+async def test_a_streamed_round_whose_tail_fails_ends_with_an_empty_part() -> None:
+    async def sample(prompt: int, _member: int) -> int:
+        await asyncio.sleep(1 + prompt)
+        if prompt == 1:
+            message = "no engine"
+            raise ConnectionError(message)
+        return prompt
+
+    batches = Batches(range(2), sample, RoundShape(2, 1, surplus=0.0), stream=True)
+    parts = [part async for part in batches]
+    assert [([p for p, _ in part.groups], part.last) for part in parts] == [
+        ([0], False),
+        ([], True),
+    ]
+
+
+async def test_a_trainer_that_is_busy_with_a_part_misses_no_group() -> None:
+    rollout = _rollout(lambda n: 1.0 + n, [])
+    found = []
+    async for part in Batches(range(6), rollout, RoundShape(6, 1, surplus=0.0), stream=True):
+        found += [prompt for prompt, _ in part.groups]
+        await asyncio.sleep(2.5)
+    assert found == list(range(6))
+    assert asyncio.get_running_loop().time() < 1 + 6 * 2.5, "groups that waited come together"

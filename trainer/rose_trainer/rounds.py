@@ -4,13 +4,18 @@ The trainer gives its prompts and a coroutine that samples one trajectory throug
 gets batches of whole groups, stragglers having been put off to rounds of their own
 (``rose_core.rollouts.rounds`` holds the state and the reasons). A trajectory that is put off or cut
 is cancelled; its connection closes, and the router ends the turn on its engine.
+
+With ``stream`` a round comes in parts, each group as soon as it is ready: the trainer adds its
+gradients while the round's tail still runs, and steps at the part that is the ``last``. The weights
+are the same for all parts, and the parts one after the other are the batch that the round would
+have given, in its order: whoever adds gradients group by group gets the same step, bit for bit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -24,11 +29,17 @@ __all__ = ["Batch", "Batches", "Deferral", "RoundKind", "RoundShape", "Tally"]
 
 @dataclass(frozen=True)
 class Batch(Generic[Prompt, Sample]):
-    """What one round gave: every prompt with the samples of its group, in order of finishing."""
+    """What one round gave: every prompt with the samples of its group, in order of finishing.
+
+    Attributes:
+        deferred: known with the last part.
+        last: the round gives no more; False of parts before it.
+    """
 
     kind: RoundKind
     groups: list[tuple[Prompt, list[Sample]]]
     deferred: tuple[Deferral, ...]
+    last: bool = True
 
 
 @dataclass
@@ -47,6 +58,7 @@ class Batches(Generic[Prompt, Sample]):
             prompt, counted in ``tally`` and kept in ``failures``; it is not asked again.
         shape: sizes.
         put_off: what ``Batches.put_off`` was when the trainer saved the checkpoint it resumes from.
+        stream: give groups as they become ready; the last part may be empty.
     """
 
     def __init__(
@@ -55,6 +67,8 @@ class Batches(Generic[Prompt, Sample]):
         rollout: Callable[[Prompt, int], Awaitable[Sample]],
         shape: RoundShape,
         put_off: Iterable[Prompt] = (),
+        *,
+        stream: bool = False,
     ) -> None:
         self._prompts, self._rollout = iter(prompts), rollout
         self._rounds = Rounds(shape)
@@ -63,6 +77,8 @@ class Batches(Generic[Prompt, Sample]):
         for prompt in put_off:
             self._rounds.put_off(self._named(prompt))
         self._last = False
+        self._stream = stream
+        self._ready: list[str] = []  # groups of this round that nobody was given yet
         self._members = 0
         self.failures: list[tuple[Prompt, BaseException]] = []
 
@@ -88,10 +104,14 @@ class Batches(Generic[Prompt, Sample]):
                 closing = self._fill(opening.fresh)
                 for name in opening.resumed:
                     self._start(name)
+                given = False
                 while closing is None:
                     closing = await self._next()
+                    if closing is None and self._stream and self._ready:
+                        given = True
+                        yield Batch(opening.kind, self._take_ready(), (), last=False)
                 made = await self._close(closing)
-                if made.groups:
+                if made.groups or given:
                     yield made
         finally:
             await self._stop(list(self._groups.values()))
@@ -139,6 +159,7 @@ class Batches(Generic[Prompt, Sample]):
         group.samples.append(task.result())
         closing = self._rounds.finished(name)
         if len(group.samples) >= self._rounds.shape.members:
+            self._ready.append(name)
             await self._stop([group])  # what a short round started beyond them is cut
         return closing
 
@@ -147,9 +168,12 @@ class Batches(Generic[Prompt, Sample]):
         await self._stop(late)
         for group in late:
             group.samples.clear()
-        ready: Iterator[_Group[Prompt, Sample]] = map(self._groups.pop, closing.batch)
-        pairs = [(group.prompt, group.samples) for group in ready]
-        return Batch(closing.kind, pairs, closing.deferred)
+        return Batch(closing.kind, self._take_ready(), closing.deferred)
+
+    def _take_ready(self) -> list[tuple[Prompt, list[Sample]]]:
+        names, self._ready = self._ready, []
+        groups = [self._groups.pop(name) for name in names]
+        return [(group.prompt, group.samples) for group in groups]
 
     @staticmethod
     async def _stop(groups: list[_Group[Prompt, Sample]]) -> None:

@@ -13,6 +13,10 @@ groups are started, put off and taken by ``rollouts.rounds`` instead; a group th
 sampled anew in its long round, and what it has written is discarded, as is what a short round's
 surplus members have written when their group is ready.
 
+A trainer that *streams* adds the gradients of a round's groups one after the other, each as soon as
+it is ready; its step ends when the last one's are added. A trajectory has ended when it has its
+reward, ``reward_s`` after its last token; a round may be over before that, as for any other.
+
 A trainer that *awaits* its weights starts groups only when its dedicated engines have what it
 published; one that does not starts them in the second in which it publishes, and engines that are
 two seconds behind make them one version older than they need be.
@@ -46,6 +50,13 @@ class JobFacts:
     oldest_first: bool = False
     awaits_weights: bool = False
     member_surplus: float = 0.0
+    streams: bool = False
+    reward_s: float = 0.0
+
+    @property
+    def part_s(self) -> float:
+        """What one group takes of a training step."""
+        return self.train_s / self.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +126,7 @@ class Job:
         self._under_way: dict[int, int] = {}  # group -> version it began with
         self._training = self._awaiting = False
         self._step_ns = 0
+        self._added_until_s = 0.0  # a trainer that streams is busy with groups that were ready
         self.counts = JobCounts()
 
     def start(self) -> None:
@@ -188,6 +200,20 @@ class Job:
         """Trajectories that are at an engine, in the queue, or in their environment."""
         return self._in_gap + self._router.inside
 
+    def on_last_turn(self, end: Callable[[], None], session: str) -> None:
+        """A trajectory has its last token; it ends when it has its reward."""
+        self._router.end_trajectory(session)
+        if self._facts.reward_s:
+            self._in_gap += 1
+            self._clock.after(self._facts.reward_s, end)
+        else:
+            end()
+
+    def leave_reward(self) -> None:
+        """A trajectory waits for its reward no more: it has it, or nobody needs it."""
+        if self._facts.reward_s:
+            self._in_gap -= 1
+
     def on_trajectory_end(
         self, one: Group, trajectory: Trajectory, session: str, tokens: int, oldest: int
     ) -> None:
@@ -196,13 +222,15 @@ class Job:
         one.left -= 1
         one.tokens += tokens
         one.members.append((session, tokens))
-        self._router.end_trajectory(session)
         one.oldest = min(one.oldest, oldest)
         self.counts.finished += 1
         self.counts.finish_s.append(self._clock.now_s)
         if self._rounds is not None:
             if len(one.members) == self._facts.members:
                 self._cut(one)
+                self._added_until_s = (
+                    max(self._added_until_s, self._clock.now_s) + self._facts.part_s
+                )
             closing = self._rounds.finished(str(one.number))
             if closing is not None:
                 self._close(closing)
@@ -257,9 +285,15 @@ class Job:
             for one in chosen:
                 self._conclude(one, trained=True)
             self._training = True
-            self._clock.after(self._facts.train_s, self._trained)
+            self._clock.after(self._step_left_s(), self._trained)
         if self._rounds is None:
             self.start()
+
+    def _step_left_s(self) -> float:
+        """From the last group of a step to its end."""
+        if not self._facts.streams:
+            return self._facts.train_s
+        return max(0.0, self._added_until_s - self._clock.now_s)
 
     def _next_batch(self, fresh: list[Group]) -> list[Group]:
         """What the trainer takes now; empty = it waits."""
@@ -311,6 +345,7 @@ class Trajectory:
         self._index = self._context = self._tokens = 0
         self._oldest = one.oldest
         self._turn: Turn | None = None
+        self._withdrawn = False
 
     @property
     def planned(self) -> int:
@@ -323,7 +358,8 @@ class Trajectory:
             self._oldest = min([self._oldest, *self._turn.versions])
             self._tokens += self._turn.output
         if self._index >= len(self._episode):
-            self._job.on_trajectory_end(self._group, self, self.session, self._tokens, self._oldest)
+            self._turn = None
+            self._job.on_last_turn(self._end, self.session)
             return
         planned = self._episode[self._index]
         self._index += 1
@@ -338,8 +374,16 @@ class Trajectory:
         self._turn = turn
         self._job.take_turn(turn, planned.gap_s)
 
+    def _end(self) -> None:
+        if not self._withdrawn:
+            self._job.leave_reward()
+            self._job.on_trajectory_end(self._group, self, self.session, self._tokens, self._oldest)
+
     def withdraw(self, router: Router) -> int:
         """End it wherever it is; the tokens it had written."""
+        if self._turn is None and not self._withdrawn:
+            self._job.leave_reward()
+        self._withdrawn = True
         if self._turn is None:
             return self._tokens
         self._turn.withdrawn = True

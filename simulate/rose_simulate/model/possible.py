@@ -103,19 +103,25 @@ def _job(
     fixed = {Regime.FIXED} & set(scenario.regimes)
     if job.dedicated == 0 and (fixed or job.borrowed == 0):
         yield "dedicated", "nothing would ever compute in the fixed pool"
+    yield from _rounds(job)
+    if job.awaits_weights and not job.dedicated:
+        yield "awaits_weights", "there are no dedicated engines to wait for"
+    if job.borrowed:
+        yield from _borrowing(job, services)
+
+
+def _rounds(job: RolloutJob) -> Iterator[tuple[str, str]]:
     if job.surplus is not None and job.staleness:
         yield "surplus", "tail batching is for synchronous steps: staleness must be 0"
     if job.member_surplus and job.surplus is None:
         yield "member_surplus", "only tail batching has short rounds: give a surplus too, 0 or more"
+    if job.streams and job.surplus is None:
+        yield "streams", "only rounds come in parts: give a surplus too, 0 or more"
     if job.surplus is not None and job.oldest_first:
         yield (
             "oldest_first",
             "tail batching has an order of its own: leave one of them out",
         )
-    if job.awaits_weights and not job.dedicated:
-        yield "awaits_weights", "there are no dedicated engines to wait for"
-    if job.borrowed:
-        yield from _borrowing(job, services)
 
 
 def _borrowing(job: RolloutJob, services: dict[str, Service]) -> Iterator[tuple[str, str]]:

@@ -135,6 +135,11 @@ class RolloutJob(Strict):
             batch, as a share of it; None = off.
         member_surplus: with ``surplus``: trajectories that a short round starts beyond ``group``
             for each prompt, as a share of it; it keeps the first ``group`` of them.
+        streams: with ``surplus``: the trainer adds a group's gradients as soon as the group is
+            ready, ``train_s / batch_groups`` for each, on the weights of the step; otherwise it
+            begins when the round is over.
+        reward_s: from a trajectory's last token to its reward; it ends with that. As many rewards
+            as there are run at a time.
         oldest_first: the trainer takes the oldest groups and waits for those whose last chance it
             is (``rollouts.consumption``); otherwise those that finished first.
         awaits_weights: new groups begin when the dedicated engines have what was published
@@ -160,6 +165,8 @@ class RolloutJob(Strict):
     gap_scale: Annotated[float, Field(ge=0)] = 1.0
     surplus: Annotated[float, Field(ge=0, le=4)] | None = None
     member_surplus: Annotated[float, Field(ge=0, le=4)] = 0.0
+    streams: bool = False
+    reward_s: Annotated[float, Field(ge=0)] = 0.0
     oldest_first: bool = False
     awaits_weights: bool = False
     idle_seconds: Annotated[float, Field(ge=10, le=604_800)] = 90.0

@@ -219,6 +219,8 @@ class Simulation:
             job.oldest_first,
             job.awaits_weights,
             job.member_surplus,
+            job.streams,
+            job.reward_s,
         )
         one = Job(
             self.clock,
