@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
@@ -27,6 +28,7 @@ from rose_agent.errors import AgentError, BadConfiguration, DeviceError
 from rose_agent.guard import devices_access, node_verbs
 from rose_agent.guard.inspect import inspection
 from rose_agent.guard.loop import Guard, Settings
+from rose_agent.guard.sandboxlink import SandboxLink
 from rose_agent.guard.sync import OperatorLink
 from rose_agent.metrics import REGISTRY
 from rose_agent.pods.claims import Claims, KubeletClaims, WrittenClaims, known, own_namespace
@@ -105,6 +107,9 @@ def arguments() -> argparse.ArgumentParser:
         default=0.0,
         help="withhold lending in every second window of this length and compare; 0 = never",
     )
+    add("--sandbox-host", type=flags.web,
+        help="of this node (rose sandbox-host): told while serving burns its budget")  # fmt: skip
+    add("--sandbox-token-file", type=Path, help="bearer token that it asks for")
     flags.add_log_level(parser)
     return parser
 
@@ -147,7 +152,8 @@ async def _run(options: argparse.Namespace, factory: socket.socket) -> None:
         for runner in await _serve(guard, options):
             stack.push_async_callback(runner.cleanup)
         access = partial(devices_access.keep, guard.on_no_devices, guard.on_devices, devices)
-        parts: tuple[Part, ...] = (guard.run, guard.pods.run, readers.run, access, *operator)
+        beside = [*operator, *_sandboxes(options, guard)]
+        parts: tuple[Part, ...] = (guard.run, guard.pods.run, readers.run, access, *beside)
         tasks = [asyncio.create_task(part()) for part in parts]
         stack.push_async_callback(_ended, tasks)
         await _until_told(tasks)
@@ -177,6 +183,17 @@ def _operator(options: argparse.Namespace, guard: Guard) -> list[Part]:
     if identity is None:
         return [link.run]
     return [partial(_linked, link, identity), identity.run]
+
+
+def _sandboxes(options: argparse.Namespace, guard: Guard) -> list[Part]:
+    if options.sandbox_host is None:
+        return []
+
+    def burns() -> bool:
+        return guard.pools.burning(guard.policies, time.monotonic_ns())
+
+    token = flags.token(options.sandbox_token_file)
+    return [SandboxLink(options.sandbox_host, token, burns).run]
 
 
 async def _until_told(tasks: list[asyncio.Task[None]]) -> None:

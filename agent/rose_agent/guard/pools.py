@@ -73,6 +73,14 @@ class Pools:
                 metrics.ERROR_BUDGET_BURN.labels(name).set(burn.rate)
             self._certificate(name, pool, by_name[name])
 
+    def burning(self, policies: Iterable[PoolPolicy], now_ns: int) -> bool:
+        """Whether any pool burns its error budget on this node now."""
+        return any(
+            pool.burn.burning(policy.percentile, now_ns)
+            for policy in policies
+            if (pool := self._states.get(policy.pool)) is not None
+        )
+
     @staticmethod
     def _certificate(name: str, pool: PoolState, policy: PoolPolicy) -> None:
         if not policy.ttft_milliseconds:

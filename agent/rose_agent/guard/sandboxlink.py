@@ -1,0 +1,60 @@
+"""Tells the node's sandbox host while serving burns its budget: no checkpoint begins then.
+
+The word is good for ``GOOD_SECONDS`` and is said again every second, so that a guard that dies
+stops no checkpoint for long. A host that is dead or slow costs the guard nothing: this is a task of
+its own, and one call at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import aiohttp
+
+_log = logging.getLogger(__name__)
+SAY_SECONDS = 1.0
+GOOD_SECONDS = 5.0
+CALL_SECONDS = 2.0
+
+
+class SandboxLink:
+    """The guard's end of a sandbox host's ``POST /traffic``.
+
+    Args:
+        url: of the host.
+        token: that it asks for.
+        burns: whether a serving replica of the node burns its budget now.
+    """
+
+    def __init__(self, url: str, token: str, burns: Callable[[], bool]) -> None:
+        self._url, self._burns = url.rstrip("/"), burns
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._said = False
+        self._away = ""
+
+    async def run(self) -> None:
+        """Say it until cancelled."""
+        limit = aiohttp.ClientTimeout(total=CALL_SECONDS)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=limit) as http:
+            while True:
+                await self.say(http)
+                await asyncio.sleep(SAY_SECONDS)
+
+    async def say(self, http: aiohttp.ClientSession) -> None:
+        """Say that serving burns, or once that it does no more; nothing while all is well."""
+        burns = self._burns()
+        if not burns and not self._said:
+            return
+        body = {"serving_burns": burns, "seconds": GOOD_SECONDS}
+        try:
+            async with http.post(f"{self._url}/traffic", json=body) as answer:
+                away = "" if answer.ok else f"it answered {answer.status}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            away = f"{type(error).__name__} {error}"
+        if away and not self._away:
+            _log.warning("sandbox host %s does not hear of serving: %s", self._url, away)
+        self._away = away
+        if not away:
+            self._said = burns

@@ -1,0 +1,104 @@
+"""A guard tells its node's sandbox host while serving burns its budget, and when that is over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rose_agent.guard import main
+from rose_agent.guard.pools import Pools
+from rose_agent.guard.sandboxlink import SandboxLink
+from rose_core.wire.sync import PoolPolicy
+from rose_dev.waiting import until
+from rose_sandbox.http import ServingTraffic, application
+from tests.sandbox.test_host import World
+
+POLICY = PoolPolicy("a/p", "Lend", {}, 8000, percentile=99)
+
+
+@dataclass
+class Served:
+    url: str
+    traffic: ServingTraffic
+
+    @property
+    def burns(self) -> bool:
+        return self.traffic().serving_burns
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    world, traffic = World(tmp_path), ServingTraffic()
+    runner = web.AppRunner(application(world.host, traffic, "word"))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield Served(f"http://127.0.0.1:{runner.addresses[0][1]}", traffic)
+    await world.host.close()
+    await runner.cleanup()
+
+
+def burning() -> Pools:
+    """A node whose pool has been slow for every second request of the last minute."""
+    pools, now = Pools(), time.monotonic_ns()
+    for number in range(100):
+        pools.state("a/p").burn.add(slow=number % 2 == 0, exposed=False, now_ns=now)
+    return pools
+
+
+async def test_a_budget_that_burns_is_said_and_its_end_too(served: Served) -> None:
+    burns = [True]
+    link = SandboxLink(served.url, "word", lambda: burns[0])
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer word"}) as http:
+        await link.say(http)
+        assert served.burns
+        burns[0] = False
+        await link.say(http)
+        assert not served.burns
+        served.traffic.burns(60.0)
+        await link.say(http)  # all is well and has been: nothing is said
+        assert served.burns
+
+
+async def test_a_host_that_is_away_is_told_when_it_comes(served: Served) -> None:
+    burns = [True]
+    link = SandboxLink("http://127.0.0.1:1", "word", lambda: burns[0])
+    async with aiohttp.ClientSession() as http:
+        await link.say(http)
+    link = SandboxLink(served.url, "guess", lambda: burns[0])
+    async with aiohttp.ClientSession() as http:
+        await link.say(http)
+        assert not served.burns
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer word"}) as http:
+        await link.say(http)
+        assert served.burns
+
+
+def test_pools_of_others_and_pools_that_serve_well_burn_nothing() -> None:
+    pools, now = burning(), time.monotonic_ns()
+    assert pools.burning([POLICY], now)
+    assert not pools.burning([], now)
+    assert not Pools().burning([POLICY], now)
+
+
+async def test_the_guard_has_it_as_a_part_where_a_host_is_named(
+    served: Served, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("word")
+    named = [f"--sandbox-host={served.url}", f"--sandbox-token-file={tmp_path / 'token'}"]
+    guard = SimpleNamespace(pools=burning(), policies=(POLICY,))
+    assert main._sandboxes(main.arguments().parse_args(["--node=n"]), guard) == []
+    (part,) = main._sandboxes(main.arguments().parse_args(["--node=n", *named]), guard)
+    task = asyncio.create_task(part())
+    await until(lambda: served.burns)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
