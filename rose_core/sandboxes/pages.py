@@ -3,20 +3,32 @@
 A part is cut in pages. A page that a pack of the record before holds is pointed to, the others
 make one new pack. Of an archive the cut begins anew at each member, so that a member that grew
 does not shift the pages of those behind it.
+
+No part need be in memory: one is cut as it lies in a file (``mmap``), packs are handed over as they
+fill up, and a part comes back piece by piece.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from mmap import mmap
 
 PAGE = 4096
 """Of the machines that agents run on; a process's memory changes by whole pages."""
+PACK = 4 * 1024 * 1024
+"""Of a pack's content at most: what a reader of any page of it has to hold."""
 _TAR_BLOCK = 512
 _SIZE = slice(124, 136)
 _MAGIC = slice(257, 262)
 _BASE_256 = 0x80
+
+
+Data = bytes | mmap
+"""A part, in memory or in a file."""
+Put = Callable[[str, bytes], None]
+"""Takes a new pack: digest of its content, 64 digits, and the content."""
 
 
 class TornPart(Exception):
@@ -39,42 +51,52 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Pack:
+class Cut:
     """A part, as pieces.
 
     Attributes:
         pieces: that make the part, in order.
-        fresh: the new pack's content; empty: all was there.
         known: where each page now lies, by its digest; for the next record.
     """
 
     pieces: tuple[Piece, ...]
-    fresh: bytes
     known: Mapping[bytes, Piece]
 
 
-def pack(data: bytes, known: Mapping[bytes, Piece]) -> Pack:
+def pack(data: Data, known: Mapping[bytes, Piece], put: Put, most: int = PACK) -> Cut:
     """Cut a part against the pages that are known.
 
     Args:
         data: the part.
         known: pages of earlier records of the trajectory.
+        put: takes packs of the pages that are not.
+        most: bytes of a pack.
     """
-    fresh, order, added = bytearray(), [], dict[bytes, tuple[int, int]]()
+    filling, names = bytearray(), list[str]()
+    order, added = list[bytes](), dict[bytes, tuple[int, int, int]]()
+
+    def hand_over() -> None:
+        names.append(hashlib.sha256(filling).hexdigest())
+        put(names[-1], bytes(filling))
+        filling.clear()
+
     for start, end in cuts(data):
         page = data[start:end]
         name = hashlib.sha256(page).digest()
         if name not in known and name not in added:
-            added[name] = (len(fresh), len(page))
-            fresh += page
+            if len(filling) + len(page) > most:
+                hand_over()
+            added[name] = (len(names), len(filling), len(page))
+            filling += page
         order.append(name)
-    own = hashlib.sha256(fresh).hexdigest()
-    places = {name: Piece(own, start, size) for name, (start, size) in added.items()}
+    if filling:
+        hand_over()
+    places = {name: Piece(names[one], start, size) for name, (one, start, size) in added.items()}
     now = {name: known[name] if name in known else places[name] for name in order}
-    return Pack(tuple(_joined(now[name] for name in order)), bytes(fresh), now)
+    return Cut(tuple(_joined(now[name] for name in order)), now)
 
 
-def pages(pieces: Iterable[Piece], data: bytes) -> dict[bytes, Piece]:
+def pages(pieces: Iterable[Piece], data: Data) -> dict[bytes, Piece]:
     """Where each page of a part lies, from the part and its pieces: what ``pack`` knew then."""
     found, at, ends = {}, 0, []
     for piece in pieces:
@@ -93,29 +115,30 @@ def pages(pieces: Iterable[Piece], data: bytes) -> dict[bytes, Piece]:
     return found
 
 
-def unpack(pieces: Iterable[Piece], packs: Mapping[str, bytes], digest: str) -> bytes:
-    """The part.
+def unpack(pieces: Iterable[Piece], fetch: Callable[[str], bytes], digest: str) -> Iterator[bytes]:
+    """The part, piece by piece; all of it has to be taken before any of it is believed.
 
     Args:
         pieces: of the record.
-        packs: their content by name.
+        fetch: a pack's content by its name.
         digest: SHA-256 of the part, 64 digits.
 
     Raises:
-        TornPart: a pack is missing, or what comes out is another part.
+        TornPart: a pack is short, or what came out is another part.
     """
-    made = bytearray()
+    seen = hashlib.sha256()
     for piece in pieces:
-        held = packs.get(piece.pack)
-        if held is None or len(held) < piece.start + piece.size:
-            raise TornPart(f"pack {piece.pack[:16]} of the record is missing or short")
-        made += held[piece.start : piece.start + piece.size]
-    if hashlib.sha256(made).hexdigest() != digest:
+        held = fetch(piece.pack)
+        if len(held) < piece.start + piece.size:
+            raise TornPart(f"pack {piece.pack[:16]} of the record is short")
+        made = held[piece.start : piece.start + piece.size]
+        seen.update(made)
+        yield made
+    if seen.hexdigest() != digest:
         raise TornPart(f"the pieces make another part than {digest[:16]}")
-    return bytes(made)
 
 
-def cuts(data: bytes) -> Iterator[tuple[int, int]]:
+def cuts(data: Data) -> Iterator[tuple[int, int]]:
     """Where a part is cut: each page's start and end."""
     at = 0
     while (size := _member(data, at)) is not None:
@@ -131,7 +154,7 @@ def _paged(start: int, end: int) -> Iterator[tuple[int, int]]:
         yield at, min(end, at + PAGE)
 
 
-def _member(data: bytes, at: int) -> int | None:
+def _member(data: Data, at: int) -> int | None:
     """Bytes of the archive's member whose header is there, filled up; None: there is none."""
     header = data[at : at + _TAR_BLOCK]
     if len(header) < _TAR_BLOCK or header[_MAGIC] != b"ustar":

@@ -25,7 +25,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ from rose_weights.store.records import (
     Records,
     Turn,
     digest_of,
+    mapped,
 )
 
 LOG = logging.getLogger(__name__)
@@ -564,25 +565,30 @@ class Host:
         return parts
 
     async def _publish(self, box: _Box, parts: CheckpointParts) -> None:
-        files, processes = await asyncio.to_thread(
-            lambda: tuple(
-                None if part is None else part.path.read_bytes()
-                for part in (parts.files, parts.processes)
-            )
-        )
         turn = Turn(
             box.clock.turn,
             box.ids,
             _told_spec(box.spec),
-            files,
-            processes,
+            None,
+            None,
             box.versions,
             tuple(_noted(one) for one in box.effects),
             tuple(box.commands.values()),
             box.owned.last.parent if box.owned.last is not None else None,
             box.history or None,
         )
-        await asyncio.to_thread(self._records.publish, box.owned, turn)
+
+        def publish() -> None:
+            with ExitStack() as opened:
+                halves = {
+                    name: opened.enter_context(mapped(part.path))
+                    for name, part in (("files", parts.files), ("processes", parts.processes))
+                    if part is not None
+                }
+                whole = replace(turn, files=halves.get("files"), processes=halves.get("processes"))
+                self._records.publish(box.owned, whole)
+
+        await asyncio.to_thread(publish)
 
     # -- parts ----------------------------------------------------------------------------------
 
@@ -594,9 +600,8 @@ class Host:
                 found[name] = None
                 if part is not None:
                     path = folder / f"{name}.tar"
-                    data = await asyncio.to_thread(self._records.part, part)
-                    await asyncio.to_thread(path.write_bytes, data)
-                    found[name] = Part(path, len(data))
+                    await asyncio.to_thread(self._records.part_into, part, path)
+                    found[name] = Part(path, part.size)
             saved = replace(spec, key=str(record.spec["key"]))
             parts = CheckpointParts(saved, found["files"], found["processes"])
             if parts.files is None and parts.processes is None:

@@ -6,12 +6,16 @@ import hashlib
 import io
 import os
 import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.sandboxes.pages import PAGE, Pack, TornPart, pack, pages, unpack
+from rose_core.sandboxes.pages import PAGE, Cut, Piece, TornPart, pack, pages, unpack
 
 
 def archive(**members: bytes) -> bytes:
@@ -28,44 +32,73 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def stored(made: Pack, into: dict[str, bytes]) -> None:
-    if made.fresh:
-        into[digest(made.fresh)] = made.fresh
+@dataclass
+class Packs:
+    """What was put."""
+
+    held: dict[str, bytes] = field(default_factory=dict)
+    fresh: int = 0
+    most: int = 5 * PAGE
+
+    def cut(self, data: bytes | mmap, known: Mapping[bytes, Piece] | None = None) -> Cut:
+        self.fresh = 0
+
+        def put(name: str, content: bytes) -> None:
+            assert name == digest(content)
+            assert len(content) <= self.most
+            self.held[name] = content
+            self.fresh += len(content)
+
+        return pack(data, known or {}, put, self.most)
+
+    def whole(self, made: Cut, name: str) -> bytes:
+        return b"".join(unpack(made.pieces, self.held.__getitem__, name))
 
 
 @given(st.lists(st.binary(max_size=3 * PAGE), min_size=1, max_size=4))
 def test_every_part_of_a_chain_comes_back(parts: list[bytes]) -> None:
-    packs: dict[str, bytes] = {}
-    known: dict[bytes, object] = {}
+    packs, known = Packs(), dict[bytes, Piece]()
     for data in parts:
-        made = pack(data, known)  # type: ignore[arg-type]
-        stored(made, packs)
-        assert unpack(made.pieces, packs, digest(data)) == data
+        made = packs.cut(data, known)
+        assert packs.whole(made, digest(data)) == data
         known = dict(made.known)
 
 
 def test_one_changed_page_of_a_large_part_is_one_page_to_store() -> None:
-    memory = os.urandom(256 * PAGE)
-    before = pack(archive(core=b"x" * 100, pages=memory), {})
+    memory, packs = os.urandom(256 * PAGE), Packs()
+    before = packs.cut(archive(core=b"x" * 100, pages=memory))
     changed = memory[: 40 * PAGE] + os.urandom(PAGE) + memory[41 * PAGE :]
     # A member before it that grew moves all pages in the archive.
-    after = pack(archive(core=b"x" * 900, pages=changed), before.known)
-    assert len(after.fresh) <= 3 * PAGE
-    assert len(after.pieces) < 10
+    after = packs.cut(archive(core=b"x" * 900, pages=changed), before.known)
+    assert packs.fresh <= 3 * PAGE
+    assert len(after.pieces) < 10 + 256 // 5
 
 
 def test_a_host_that_starts_anew_finds_the_pages_of_the_record_before() -> None:
     data = archive(a=os.urandom(3 * PAGE + 7), b=os.urandom(PAGE))
-    first = pack(data, {})
-    packs = {digest(first.fresh): first.fresh}
-    again = pack(data, pages(first.pieces, unpack(first.pieces, packs, digest(data))))
-    assert len(again.fresh) <= PAGE
+    packs = Packs()
+    first = packs.cut(data)
+    packs.cut(data, pages(first.pieces, packs.whole(first, digest(data))))
+    assert packs.fresh <= PAGE
+
+
+def test_a_part_in_a_file_is_cut_as_one_in_memory(tmp_path: Path) -> None:
+    data = archive(a=os.urandom(30 * PAGE + 7), b=b"")
+    (tmp_path / "part").write_bytes(data)
+    with (
+        (tmp_path / "part").open("rb") as opened,
+        mmap(opened.fileno(), 0, access=ACCESS_READ) as there,
+    ):
+        assert Packs().cut(there).pieces == Packs().cut(data).pieces
 
 
 def test_pieces_that_make_another_part_are_torn() -> None:
-    made = pack(os.urandom(2 * PAGE), {})
-    name = digest(made.fresh)
-    with pytest.raises(TornPart, match="missing or short"):
-        unpack(made.pieces, {}, name)
+    packs = Packs()
+    made = packs.cut(os.urandom(2 * PAGE))
+    (name,) = packs.held
+    packs.held[name] = b"short"
+    with pytest.raises(TornPart, match="short"):
+        packs.whole(made, name)
+    packs.held[name] = bytes(2 * PAGE)
     with pytest.raises(TornPart, match="another part"):
-        unpack(made.pieces, {name: bytes(2 * PAGE)}, digest(b"what was saved"))
+        packs.whole(made, digest(b"what was saved"))

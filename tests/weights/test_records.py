@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import os
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -12,7 +14,7 @@ import pytest
 from rose_core.identity import WeightVersion
 from rose_weights.errors import Damaged, Fenced, StoreFailed, UnknownVersion
 from rose_weights.store import state as states
-from rose_weights.store.records import OutsideEffect, Records, Turn, digest_of
+from rose_weights.store.records import OutsideEffect, Records, Turn, digest_of, mapped
 from rose_weights.store.retention import sweep
 from rose_weights.store.state import RunState
 from rose_weights.store.store import Store
@@ -214,3 +216,31 @@ def test_an_effect_is_durable_before_it_happens_and_outlives_going_back(tmp_path
     assert records.back(again, 1, (sent,)).effects == (sent,)
     with pytest.raises(Fenced):
         records.note(owned, sent)
+
+
+def test_a_large_part_is_saved_and_read_with_little_of_it_in_memory(tmp_path: Path) -> None:
+    size = 96 * 1024 * 1024
+    made, back = tmp_path / "made", tmp_path / "back"
+    with made.open("wb") as out:
+        for _ in range(size // (1024 * 1024)):
+            out.write(os.urandom(64) * 16384)
+    records = Records(Store(tmp_path / "store"), "grpo")
+    owned = records.own("s", "one")
+    tracemalloc.start()
+    try:
+        with mapped(made) as data:
+            record = records.publish(owned, Turn(1, (1,), SPEC, data))
+        owned.known.clear()  # where pages lie is an index, and no part of the part
+        tracemalloc.reset_peak()
+        assert record.files is not None
+        records.part_into(record.files, back)
+        read_peak = tracemalloc.get_traced_memory()[1]
+        # A host that has lost its index reads the part before again, from a file too.
+        with mapped(made) as data:
+            again = records.publish(owned, Turn(2, (1,), SPEC, data))
+    finally:
+        tracemalloc.stop()
+    assert read_peak < size / 2
+    assert filecmp.cmp(made, back, shallow=False)
+    assert again.files is not None
+    assert again.files.packs == record.files.packs, "nothing of it is stored twice"

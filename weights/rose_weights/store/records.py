@@ -18,19 +18,27 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 
-from rose_core.sandboxes.pages import Piece, TornPart, pack, pages, unpack
+from rose_core.sandboxes.pages import PACK, Data, Piece, TornPart, pack, pages, unpack
 from rose_weights.errors import Damaged, Fenced, UnknownRun, UnknownVersion
 from rose_weights.store.state import ListedRecord, RunState
 from rose_weights.store.store import Store
 
 PACKS = 16
-"""Packs that a part is read from at most; past that it is stored whole: a restore reads each."""
+"""Packs that a part is read from at most, beyond those of one that is stored whole; past that it is
+stored whole: a restore reads each."""
+_HELD = 8
+"""Packs in memory at a time while a part is read."""
 _FAST = 1
 """Of zlib: pages of zeros and text shrink to a quarter, at a speed above the disk's."""
 
@@ -120,7 +128,7 @@ class Turn:
         number: from 1.
         ids: token ids of the session so far.
         spec: of the sandbox.
-        files, processes: new parts; None: as in the record before.
+        files, processes: new parts, best as they lie in files; None: as in the record before.
         weight_versions, effects, commands, parent: as in ``Record``.
         history: of the router; None: as in the record before.
     """
@@ -128,8 +136,8 @@ class Turn:
     number: int
     ids: tuple[int, ...]
     spec: Mapping[str, Any]
-    files: bytes | None = None
-    processes: bytes | None = None
+    files: Data | None = None
+    processes: Data | None = None
     weight_versions: tuple[str, ...] = ()
     effects: tuple[OutsideEffect, ...] = ()
     commands: tuple[Command, ...] = ()
@@ -154,6 +162,21 @@ class Owned:
     last: Record | None = None
     known: dict[str, Mapping[bytes, Piece]] = field(default_factory=dict)
     written: int = 0
+
+
+@contextmanager
+def mapped(file: Path) -> Iterator[Data]:
+    """A part as it lies in a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with file.open("rb") as opened:
+        if not file.stat().st_size:  # nothing cannot be mapped
+            yield b""
+            return
+        with mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
+            yield data
 
 
 def digest_of(ids: Iterable[int]) -> str:
@@ -226,20 +249,42 @@ class Records:
         raise UnknownVersion(f"no record of {wanted} of session {session}; there are: {there}")
 
     def part(self, part: SavedPart) -> bytes:
-        """A part's bytes.
+        """A part's bytes; for small ones.
 
         Raises:
             Incomplete, Damaged: a block is missing, or the part is not what the record says.
         """
-        blocks = self._store.blocks
+        return b"".join(self._pieces(part))
+
+    def part_into(self, part: SavedPart, file: Path) -> None:
+        """Write a part into a file, of which little is in memory at a time.
+
+        Raises:
+            Incomplete, Damaged: as ``part``; the file then holds what came before.
+        """
+        with file.open("wb") as out:
+            for piece in self._pieces(part):
+                out.write(piece)
+
+    def _pieces(self, part: SavedPart) -> Iterator[bytes]:
+        @lru_cache(maxsize=_HELD)
+        def fetch(name: str) -> bytes:
+            block = part.packs.get(name)
+            if block is None:
+                raise TornPart(f"pack {name[:16]} of the record is missing")
+            return zlib.decompress(self._store.blocks.get(bytes.fromhex(block)))
+
         try:
-            packs = {
-                name: zlib.decompress(blocks.get(bytes.fromhex(block)))
-                for name, block in part.packs.items()
-            }
-            return unpack((Piece(*one) for one in part.pieces), packs, part.digest)
+            yield from unpack((Piece(*one) for one in part.pieces), fetch, part.digest)
         except (TornPart, zlib.error) as error:
             raise Damaged(f"part {part.digest[:16]} cannot be read: {error}") from error
+
+    @contextmanager
+    def _mapped(self, part: SavedPart) -> Iterator[Data]:
+        with TemporaryDirectory() as folder:
+            self.part_into(part, file := Path(folder) / "part")
+            with mapped(file) as data:
+                yield data
 
     def ids(self, record: Record) -> tuple[int, ...]:
         """The token ids of the session up to the record.
@@ -358,20 +403,22 @@ class Records:
         self._store.change(self.place(owned.session), empty, "forget")
 
     def _save(
-        self, owned: Owned, name: str, data: bytes, earlier: SavedPart | None
+        self, owned: Owned, name: str, data: Data, earlier: SavedPart | None
     ) -> tuple[SavedPart, Mapping[bytes, Piece]]:
         known = owned.known.get(name, {})
         if earlier is not None and not known:
-            known = pages((Piece(*one) for one in earlier.pieces), self.part(earlier))
-        if earlier is not None and len(earlier.packs) >= PACKS:
+            with self._mapped(earlier) as before:
+                known = pages((Piece(*one) for one in earlier.pieces), before)
+        if earlier is not None and len(earlier.packs) >= PACKS + len(data) // PACK:
             known = {}
-        made = pack(data, known)
         blocks = dict(earlier.packs) if earlier is not None else {}
-        if made.fresh:
-            packed = zlib.compress(made.fresh, _FAST)
-            own = hashlib.sha256(made.fresh).hexdigest()
-            blocks[own] = self._store.put_block(packed).hex()
+
+        def put(pack_name: str, content: bytes) -> None:
+            packed = zlib.compress(content, _FAST)
+            blocks[pack_name] = self._store.put_block(packed).hex()
             owned.written += len(packed)
+
+        made = pack(data, known, put)
         used = {piece.pack: blocks[piece.pack] for piece in made.pieces}
         pieces = tuple((one.pack, one.start, one.size) for one in made.pieces)
         return SavedPart(hashlib.sha256(data).hexdigest(), len(data), pieces, used), made.known
