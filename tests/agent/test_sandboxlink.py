@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -30,7 +29,6 @@ class Served:
     url: str
     traffic: ServingTraffic
 
-    @property
     def burns(self) -> bool:
         return self.traffic().serving_burns
 
@@ -59,13 +57,13 @@ async def test_a_budget_that_burns_is_said_and_its_end_too(served: Served) -> No
     link = SandboxLink(served.url, "word", lambda: burns[0])
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer word"}) as http:
         await link.say(http)
-        assert served.burns
+        assert served.burns()
         burns[0] = False
         await link.say(http)
-        assert not served.burns
+        assert not served.burns()
         served.traffic.burns(60.0)
         await link.say(http)  # all is well and has been: nothing is said
-        assert served.burns
+        assert served.burns()
 
 
 async def test_a_host_that_is_away_is_told_when_it_comes(served: Served) -> None:
@@ -76,10 +74,10 @@ async def test_a_host_that_is_away_is_told_when_it_comes(served: Served) -> None
     link = SandboxLink(served.url, "guess", lambda: burns[0])
     async with aiohttp.ClientSession() as http:
         await link.say(http)
-        assert not served.burns
+        assert not served.burns()
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer word"}) as http:
         await link.say(http)
-        assert served.burns
+        assert served.burns()
 
 
 def test_pools_of_others_and_pools_that_serve_well_burn_nothing() -> None:
@@ -94,11 +92,15 @@ async def test_the_guard_has_it_as_a_part_where_a_host_is_named(
 ) -> None:
     (tmp_path / "token").write_text("word")
     named = [f"--sandbox-host={served.url}", f"--sandbox-token-file={tmp_path / 'token'}"]
-    guard = SimpleNamespace(pools=burning(), policies=(POLICY,))
-    assert main._sandboxes(main.arguments().parse_args(["--node=n"]), guard) == []
-    (part,) = main._sandboxes(main.arguments().parse_args(["--node=n", *named]), guard)
+    pools = burning()
+
+    def burns() -> bool:
+        return pools.burning([POLICY], time.monotonic_ns())
+
+    assert main._sandboxes(main.arguments().parse_args(["--node=n"]), burns) == []
+    (part,) = main._sandboxes(main.arguments().parse_args(["--node=n", *named]), burns)
     task = asyncio.create_task(part())
-    await until(lambda: served.burns)
+    await until(served.burns)
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task

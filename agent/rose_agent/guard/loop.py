@@ -331,6 +331,10 @@ class Guard:
 
     # --- steps
 
+    def burns(self) -> bool:
+        """Whether a pool burns its error budget on this node now."""
+        return self.pools.burning(self.policies, time.monotonic_ns())
+
     def step_all(self) -> None:
         """Step every slot."""
         now_ns = time.monotonic_ns()

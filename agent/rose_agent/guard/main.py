@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
@@ -152,7 +151,7 @@ async def _run(options: argparse.Namespace, factory: socket.socket) -> None:
         for runner in await _serve(guard, options):
             stack.push_async_callback(runner.cleanup)
         access = partial(devices_access.keep, guard.on_no_devices, guard.on_devices, devices)
-        beside = [*operator, *_sandboxes(options, guard)]
+        beside = [*operator, *_sandboxes(options, guard.burns)]
         parts: tuple[Part, ...] = (guard.run, guard.pods.run, readers.run, access, *beside)
         tasks = [asyncio.create_task(part()) for part in parts]
         stack.push_async_callback(_ended, tasks)
@@ -185,13 +184,9 @@ def _operator(options: argparse.Namespace, guard: Guard) -> list[Part]:
     return [partial(_linked, link, identity), identity.run]
 
 
-def _sandboxes(options: argparse.Namespace, guard: Guard) -> list[Part]:
+def _sandboxes(options: argparse.Namespace, burns: Callable[[], bool]) -> list[Part]:
     if options.sandbox_host is None:
         return []
-
-    def burns() -> bool:
-        return guard.pools.burning(guard.policies, time.monotonic_ns())
-
     token = flags.token(options.sandbox_token_file)
     return [SandboxLink(options.sandbox_host, token, burns).run]
 
