@@ -17,7 +17,7 @@ LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
 .PHONY: atlas help venv engine vllm cluster sandbox demo test test-engines test-cluster test-sandboxes test-gpu-node test-long unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-bound bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal test-clients
+	bench-operator bench-bound bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal sandbox-adapters test-clients
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -174,6 +174,7 @@ trl: venv  ## TRL itself trains through a router and a store, on this CPU; an en
 
 # Half of it is command-line agents from npm; without npm those are skipped by name.
 CLIENTS := $(ROSE_CACHE)/clients
+HARNESSES := $(ROSE_CACHE)/harnesses
 $(CLIENTS)/.stamp: $(wildcard tests/clients/requirements*.txt) tests/clients/package.json | $(UV)
 	@echo "[set-up] agents' SDKs and command-line agents in $(CLIENTS) (800 MB)"
 	@test -x $(CLIENTS)/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)
@@ -198,6 +199,15 @@ areal: venv  ## AReaL's own engine, executor and workflows drive a router; an en
 		hydra-core==1.4.0.dev1 lark omegaconf==2.4.0.dev2 openai orjson pillow pybase64 ray requests tenacity
 	@VIRTUAL_ENV=$(ROSE_CACHE)/areal $(UV) pip install -q --no-deps areal==1.0.4 torchdata
 	$(ROSE_CACHE)/areal/bin/pytest -v -n 0 tests/router/test_areal_client.py $(ARGS)
+
+# Their own packages come first: a harness may need an older one of what the tests have.
+sandbox-adapters: venv sandbox  ## harnesses' own modules (SWE-ReX, verifiers) run on real sandboxes (cached; root, Debian)
+	@test -x $(HARNESSES)/bin/python || $(UV) venv -q -p $(PYTHON) $(HARNESSES)
+	@VIRTUAL_ENV=$(HARNESSES) $(UV) pip install -q swe-rex==1.4.0 verifiers==0.4.0 pytest
+	@$(HARNESSES)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])" >$(HARNESSES)/purelib
+	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
+		>$$(cat $(HARNESSES)/purelib)/beside.pth
+	$(HARNESSES)/bin/python -m pytest -v -n 0 tests/sandbox/test_adapters.py $(ARGS)
 
 # In an extra of its own: only Linux on x86 has wheels of the fuzzer.
 fuzz: venv  ## bytes of hostile serving pods, made by a coverage-guided fuzzer; ARGS="--seconds 600"

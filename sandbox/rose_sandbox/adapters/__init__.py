@@ -1,0 +1,1 @@
+"""Sandboxes behind interfaces that harnesses have already; each needs its harness installed."""
