@@ -62,6 +62,8 @@ ALLOWED: Mapping[str, Argument] = {
     "enable-deterministic-inference": _SWITCH,
     "enable-fp32-lm-head": _SWITCH,
     "enable-mixed-chunk": _SWITCH,
+    # Routing replay: a mixture of experts says which experts each token went through.
+    "enable-return-routed-experts": _SWITCH,
     "grammar-backend": _words("xgrammar", "outlines", "llguidance", "none"),
     # The KV pool's size is told from 16 bits, and computed anew with other keys it samples others.
     "kv-cache-dtype": _words("auto", "bf16", "bfloat16"),

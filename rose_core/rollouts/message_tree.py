@@ -54,6 +54,52 @@ _PART = 4
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?.*?</think>", re.DOTALL)
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts tokens went through (routing replay), a row for each token but the last one.
+
+    A token's row is known once it has been an engine's input: the last one's comes with the next
+    turn.
+
+    Attributes:
+        rows: as the engine gave them, one after the other.
+        begins: the token of the first row, in the conversation.
+        width: bytes of a row.
+        recomputed: rows of sampled tokens that another engine than theirs computed, as prompt,
+            after the turn had moved.
+    """
+
+    rows: bytes
+    begins: int
+    width: int
+    recomputed: int = 0
+
+    @classmethod
+    def of(cls, rows: bytes, tokens: int, recomputed: int = 0) -> Routing | None:
+        """Of a conversation of so many tokens; ``None`` where the rows do not fit to them."""
+        if tokens < 2 or not rows or len(rows) % (tokens - 1):
+            return None
+        return cls(rows, 0, len(rows) // (tokens - 1), recomputed)
+
+    @property
+    def ends(self) -> int:
+        """The token after that of the last row."""
+        return self.begins + len(self.rows) // self.width
+
+    def since(self, token: int) -> Routing:
+        """The same from a token on."""
+        left = self.rows[(token - self.begins) * self.width :]
+        return Routing(left, token, self.width, self.recomputed)
+
+    def then(self, after: Routing) -> Routing | None:
+        """Both, one behind the other; ``None`` where there is a gap, or rows are of other kinds."""
+        if after.width != self.width or not self.begins <= after.begins <= self.ends:
+            return None
+        kept = self.rows[: (after.begins - self.begins) * self.width]
+        recomputed = self.recomputed + after.recomputed
+        return Routing(kept + after.rows, self.begins, self.width, recomputed)
+
+
 @dataclass(eq=False, slots=True)
 class TurnNode:
     """A turn that was sampled here.
@@ -73,6 +119,7 @@ class TurnNode:
         altered_at: index of the request's first message that is not what this session has seen
             although the model has answered after it; ``None`` = nothing was altered.
         total: ids from the conversation's beginning to the turn's end.
+        routing: experts of its own ids and of its parent's last one; ``None`` = not known.
         inherited: it was sampled under another session, which this one is a fork of; its tokens
             are learnt there.
     """
@@ -92,6 +139,7 @@ class TurnNode:
     total: int
     children: int = 0
     inherited: bool = False
+    routing: Routing | None = None
 
     def ids(self) -> list[int]:
         """All ids from the conversation's beginning to the turn's end."""
@@ -143,6 +191,7 @@ class TrainingRow:
         logprobs: of sampled tokens; NaN elsewhere.
         spans: which version sampled which tokens, in places of the row.
         turns: in order.
+        routing: experts of all tokens but the last; ``None`` = not of all of them.
     """
 
     ids: list[int]
@@ -150,6 +199,7 @@ class TrainingRow:
     logprobs: array[float]
     spans: tuple[Span, ...]
     turns: tuple[TurnRange, ...]
+    routing: Routing | None = None
 
 
 @dataclass(slots=True)
@@ -259,6 +309,7 @@ class MessageTree:
         spans: tuple[Span, ...] = (),
         finish: str = "stop",
         semantics: str = "",
+        routing: Routing | None = None,
     ) -> TurnNode:
         """A turn has ended.
 
@@ -273,6 +324,7 @@ class MessageTree:
             spans: over them.
             finish: why it ended.
             semantics: of the log-probs.
+            routing: experts of the conversation from its first token on.
         """
         parent = match.node
         before = parent.total if parent is not None else 0
@@ -298,6 +350,7 @@ class MessageTree:
             (*match.digests[match.messages :], digest),
             match.altered_at,
             len(prompt) + len(sampled),
+            routing=_own(routing, parent),
         )
         if parent is not None:
             parent.children += 1
@@ -306,7 +359,7 @@ class MessageTree:
         session.seen.update(node.path)
         session.roots.add(match.root)
         self._nodes.setdefault((owner[0], digest), []).append(node)
-        size = len(sampled) + (0 if shared else len(given))
+        size = len(sampled) + (0 if shared else len(given)) + _tokens_of(node.routing)
         session.tokens += size
         self._tokens += size
         self._turns += 1
@@ -380,7 +433,7 @@ class MessageTree:
         session.known[node.rid, node.digest] = node
         session.seen.update(node.path)
         self._nodes.setdefault((owner[0], node.digest), []).append(node)
-        size = len(node.sampled) + len(node.given)
+        size = len(node.sampled) + len(node.given) + _tokens_of(node.routing)
         session.tokens += size
         self._tokens += size
         self._turns += 1
@@ -518,6 +571,19 @@ def _upwards(node: TurnNode | None) -> Iterator[TurnNode]:
         node = node.parent
 
 
+def _own(routing: Routing | None, parent: TurnNode | None) -> Routing | None:
+    """What of a conversation's rows is not its parent's."""
+    before = parent.routing if parent is not None else None
+    if routing is None or before is None or before.width != routing.width:
+        return routing
+    return routing.since(before.ends)
+
+
+def _tokens_of(routing: Routing | None) -> int:
+    """As many tokens as take the room of the rows: an id and its log-prob are eight bytes."""
+    return 0 if routing is None else len(routing.rows) // 8
+
+
 def _row(last: TurnNode, seen: set[int]) -> TrainingRow:
     """The row that ends with a turn.
 
@@ -529,7 +595,9 @@ def _row(last: TurnNode, seen: set[int]) -> TrainingRow:
     mask, logprobs = bytearray(), array("f")
     spans: list[Span] = []
     turns: list[TurnRange] = []
+    routing: Routing | None = None
     for node in reversed(list(_upwards(last))):
+        routing = _joined(routing, node.routing)
         given, made = len(node.given), len(node.sampled)
         start = len(ids) + given
         ids.extend(node.given)
@@ -543,4 +611,11 @@ def _row(last: TurnNode, seen: set[int]) -> TrainingRow:
         turns.append(
             TurnRange(node.rid, start, start + made, node.finish, node.semantics, node.altered_at)
         )
-    return TrainingRow(ids, mask, logprobs, tuple(spans), tuple(turns))
+    known = routing is not None and routing.begins == 0 and routing.ends == len(ids) - 1
+    return TrainingRow(ids, mask, logprobs, tuple(spans), tuple(turns), routing if known else None)
+
+
+def _joined(before: Routing | None, after: Routing | None) -> Routing | None:
+    if before is None or after is None or after.begins == 0:
+        return after if after is not None else before
+    return before.then(after)

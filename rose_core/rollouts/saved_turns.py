@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 
 import msgspec
 
-from rose_core.rollouts.message_tree import TurnNode
+from rose_core.rollouts.message_tree import Routing, TurnNode
 from rose_core.rollouts.spans import Span
 
 FORMAT = 1
@@ -35,6 +36,7 @@ class _Turn(msgspec.Struct, array_like=True):
     digest: bytes
     path: tuple[bytes, ...]
     altered_at: int | None
+    routing: tuple[bytes, int, int, int] | None = None
 
 
 class _Saved(msgspec.Struct, array_like=True):
@@ -49,6 +51,7 @@ def to_bytes(turns: Sequence[TurnNode], roots: Iterable[bytes]) -> bytes:
         _Turn(
             *(one.rid, _raw(one.given), _raw(one.sampled), _raw(one.logprobs), one.spans),
             *(one.finish, one.semantics, one.digest, one.path, one.altered_at),
+            None if one.routing is None else astuple(one.routing),
         )
         for one in turns
     )
@@ -82,6 +85,7 @@ def of_bytes(data: bytes) -> tuple[list[TurnNode], tuple[bytes, ...]]:
                 *(("", ""), one.rid, found[-1] if found else None, given, sampled),
                 *(_array("f", one.logprobs), one.spans, one.finish, one.semantics, one.digest),
                 *(one.path, one.altered_at, total),
+                routing=None if one.routing is None else Routing(*one.routing),
             )
         )
     return found, saved.roots

@@ -110,9 +110,8 @@ REQUEST: Mapping[str, SpliceRow] = {
     "return_hidden_states": SpliceRow(
         SpliceRule.DEDICATED, (None, False), "held tokens become prompt"
     ),
-    "return_routed_experts": SpliceRow(
-        SpliceRule.DEDICATED, (None, False), "held tokens become prompt"
-    ),
+    # The last leg's engine computed all tokens before it as prompt, and says of all of them.
+    "return_routed_experts": _CARRIED,
     "session_params": SpliceRow(
         SpliceRule.REFUSED, (None, {}), "the session would live in one engine"
     ),

@@ -57,9 +57,10 @@ def test_stop_strings_move_where_somebody_looks_for_them() -> None:
     assert splice.dedicated_because({"stop": []}, {}) == ()
 
 
-def test_what_comes_token_by_token_moves_and_what_comes_at_the_end_does_not() -> None:
+def test_what_the_last_engine_says_of_all_tokens_moves_and_what_it_cannot_say_does_not() -> None:
     assert splice.dedicated_because({}, {"return_sampling_mask": True}) == ()
-    (reason,) = splice.dedicated_because({}, {"return_routed_experts": True})
+    assert splice.dedicated_because({}, {"return_routed_experts": True}) == ()
+    (reason,) = splice.dedicated_because({}, {"return_hidden_states": True})
     assert "prompt" in reason
 
 

@@ -41,6 +41,7 @@ class FakeRequest:
         finish: SGLang's finish reason, None while running.
         spans: (version, first token, end) in order.
         wants_prompt_logprobs: log-probs of the prompt's tokens are asked for too.
+        wants_experts: experts of all tokens are asked for.
         script: what it is answered with; ``None`` = the fake model's own tokens.
     """
 
@@ -53,6 +54,7 @@ class FakeRequest:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     finish: dict[str, object] | None = None
     wants_prompt_logprobs: bool = False
+    wants_experts: bool = False
     script: Script | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 

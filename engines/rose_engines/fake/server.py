@@ -12,8 +12,11 @@ engine host.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import itertools
 import json
+from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -30,6 +33,8 @@ END = 256
 
 # As in SGLang the first counter moves when a request arrives and the second when it ends: what
 # compares them with the wire must not take one for the other.
+_NUMBERS = itertools.count(1)
+
 _METRICS = """\
 # TYPE sglang:http_requests_total counter
 sglang:http_requests_total{{endpoint="/generate",method="POST"}} {arrived}
@@ -80,6 +85,7 @@ class FakeServer:
         self._key = key
         self._normal_seconds = scheduler.token_seconds
         self._scale = scale
+        self._number = next(_NUMBERS)
 
     def application(self) -> web.Application:
         """The aiohttp application; the engine loop lives as long as it does."""
@@ -115,6 +121,7 @@ class FakeServer:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return web.json_response({"error": {"message": f"bad request: {error}"}}, status=400)
         wants_logprobs = bool(body.get("return_logprob"))
+        request.wants_experts = bool(body.get("return_routed_experts"))
         self._scheduler.submit(request)
         try:
             if body.get("stream"):
@@ -195,11 +202,18 @@ class FakeServer:
             found = prompt_logprobs(request.prompt, meta["weight_versions"][0]["version"])
             paired = zip(found, request.prompt, strict=True)
             meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in paired]
+        if request.wants_experts and request.finish is not None:
+            meta["routed_experts"] = self._experts([*request.prompt, *request.output])
         if request.script is not None:
             text = request.script.text(request.output)
         else:
             text = bytes(request.output).decode("latin-1")
         return {"text": text, "output_ids": list(request.output), "meta_info": meta}
+
+    def _experts(self, context: list[int]) -> str:
+        """Two numbers a token, of every token that was an input: itself, and this engine's."""
+        rows = array("i", (n for token in context[:-1] for n in (token, self._number)))
+        return base64.b64encode(rows.tobytes()).decode()
 
     async def _abort(self, http: web.Request) -> web.Response:
         body = await http.json()

@@ -5,6 +5,8 @@ Next step: ``rose_core.rollouts.message_tree`` holds the turns; ``tokenization``
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +15,23 @@ from functools import cached_property
 from typing import Any
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.message_tree import KnownDigests, Match, MessageTree, Owner, root_of
+from rose_core.rollouts.message_tree import (
+    KnownDigests,
+    Match,
+    MessageTree,
+    Owner,
+    Routing,
+    root_of,
+)
 from rose_router.http.conversation import Message
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.turn import Turn
 
 _NOT_TOLD = frozenset({"", "abort"})
 """Turns that were cut short: their callers ask again."""
+
+EXPERTS = "routed_experts"
+"""In ``meta_info``: base64 of a row for every token of the turn's context but the last."""
 
 _NOT_COMMON = ("add_generation_prompt",)  # a variable that changes what comes after the messages
 
@@ -164,4 +176,18 @@ class History:
             spans=shown.spans,
             finish=finish,
             semantics=semantics,
+            routing=routing_of(turn),
         )
+
+
+def routing_of(turn: Turn) -> Routing | None:
+    """Which experts the tokens of a turn that is over went through, where its engine said so."""
+    given, legs = turn.last_meta.get(EXPERTS), turn.transcript.legs
+    if not isinstance(given, str) or not legs or not legs[-1].complete:
+        return None
+    try:
+        rows = base64.b64decode(given, validate=True)
+    except binascii.Error:
+        return None
+    tokens = len(turn.request.prompt) + turn.held
+    return Routing.of(rows, tokens, recomputed=legs[-1].offset)

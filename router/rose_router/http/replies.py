@@ -17,6 +17,7 @@ from rose_core.rollouts.stops import sure, trimmed
 from rose_core.rollouts.transcript import PER_TOKEN
 from rose_router.errors import TurnLost
 from rose_router.http.dialects.terms import ParsedRequest
+from rose_router.http.history import EXPERTS, routing_of
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.turn import Turn, TurnMove, VisibleOutput, typed_abort
 
@@ -25,7 +26,7 @@ _OWN = frozenset(
     {"id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency"}
     | {"weight_version", "weight_versions", "output_token_logprobs_length"}
     | {"output_token_sampling_mask_length"}
-    | {"input_token_logprobs", "input_top_logprobs", SCALE, *PER_TOKEN}
+    | {"input_token_logprobs", "input_top_logprobs", SCALE, EXPERTS, *PER_TOKEN}
 )
 
 
@@ -153,6 +154,8 @@ def _meta(turn: Turn, shown: VisibleOutput) -> dict[str, Any]:
     }
     if turn.is_over:
         meta["e2e_latency"] = round(turn.ended - turn.began, 6)
+        if asked.passed.get("return_routed_experts"):
+            meta |= _experts(turn)
     if "output_token_sampling_mask" in shown.per_token:
         meta["output_token_sampling_mask_length"] = count
     if "output_token_logprobs" in shown.per_token:
@@ -161,6 +164,14 @@ def _meta(turn: Turn, shown: VisibleOutput) -> dict[str, Any]:
         # Callers that asked for them read them before they look at the finish reason.
         meta["output_token_logprobs"] = []
     return meta
+
+
+def _experts(turn: Turn) -> dict[str, Any]:
+    """Rows of experts, and how many of sampled tokens are of a later engine than theirs."""
+    found = routing_of(turn)
+    if found is None:
+        return {EXPERTS: None, "routed_experts_recomputed": None}
+    return {EXPERTS: turn.last_meta[EXPERTS], "routed_experts_recomputed": found.recomputed}
 
 
 def _engine_meta(turn: Turn) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rose_core.rollouts.message_tree import MessageTree, TrainingRow
+from rose_core.rollouts.message_tree import MessageTree, Routing, TrainingRow
 from rose_router.errors import NotFound
 from rose_router.http.bearer import JOB
 from rose_router.http.dialects.common import Hints
@@ -58,4 +58,15 @@ def row_json(row: TrainingRow, labels: dict[str, str]) -> dict[str, Any]:
             }
             for one in row.turns
         ],
+        "routed_experts": None if row.routing is None else _routing_json(row.routing),
+    }
+
+
+def _routing_json(routing: Routing) -> dict[str, Any]:
+    """Rows of experts as SGLang writes them: whole numbers of 32 bits, in base64."""
+    return {
+        "data": routing.rows,  # msgspec writes bytes so
+        "rows": routing.ends,
+        "row_bytes": routing.width,
+        "recomputed": routing.recomputed,
     }
