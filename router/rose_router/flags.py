@@ -165,7 +165,8 @@ def _about_pushes(add: Add, defaults: Settings) -> None:
 def _about_sandboxes(add: Add) -> None:
     add("--sandbox-host", action="append", default=[], metavar="[JOB=]URL",
         help="host of agents' sandboxes (rose sandbox-host), of turns without a job or of that "
-        "job's; a name with several addresses is a host at each; repeat")  # fmt: skip
+        "job's; a name with several addresses is a host at each; {namespace} and {lease} in it "
+        "stand for the names in --lease; repeat")  # fmt: skip
     add("--sandbox-token-file", type=Path, help="bearer token that these hosts ask for")
 
 
@@ -232,7 +233,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         batches_url=_of_lease("--batches", flags.batches, flags.lease),
         batches_token=token(flags.batches_token_file),
         ingest_url=_of_lease("--ingest-url", flags.ingest_url, flags.lease),
-        sandbox_hosts=_sandbox_hosts(flags.sandbox_host),
+        sandbox_hosts=_sandbox_hosts(flags.sandbox_host, flags.lease),
         sandbox_token=token(flags.sandbox_token_file),
         ingest_token=token(flags.ingest_token_file),
         traces=flags.traces,
@@ -294,19 +295,16 @@ def _of_lease(flag: str, url: str, lease: str) -> str:
         raise ValueError(message) from error
 
 
-def _sandbox_hosts(values: list[str]) -> dict[str, tuple[str, ...]]:
+def _sandbox_hosts(values: list[str], lease: str) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for value in values:
         before, mark, after = value.partition("=")
         of_job = bool(mark) and "://" not in before
         job, url = (before, after) if of_job else ("", value)
-        try:
-            web(url)
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"--sandbox-host {value!r}: {error}") from error
-        if of_job and not job:
-            raise ValueError(f"--sandbox-host {value!r}: a job's name stands before the =")
-        found[job] = (*found.get(job, ()), url.rstrip("/"))
+        made = _of_lease("--sandbox-host", url, lease)
+        if not made or (of_job and not job):
+            raise ValueError(f"--sandbox-host {value!r}: expected [JOB=]http://HOST:PORT")
+        found[job] = (*found.get(job, ()), made)
     return found
 
 

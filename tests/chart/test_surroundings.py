@@ -175,9 +175,10 @@ def component_labels(component: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": f"rose-{component}"}
 
 
-def test_routers_dial_the_ingests_that_were_named() -> None:
+@pytest.mark.parametrize("named", ["ingests", "sandboxHosts"])
+def test_routers_dial_the_peers_that_were_named(named: str) -> None:
     peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "research"}}}
-    rendered = render({"networkPolicy": {"enabled": True, "ingests": [peer]}})
+    rendered = render({"networkPolicy": {"enabled": True, named: [peer]}})
     assert {"to": [peer]} in rendered.one("NetworkPolicy", "rose-router")["spec"]["egress"]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rose_core.api import RolloutLease
 from rose_operator.apply import routers
@@ -99,6 +100,23 @@ def test_with_turn_secrets_no_router_starts_without_its_callers_tokens() -> None
     assert "--turn-token-file=/var/run/rose/turns/token" in asked["containers"][0]["args"]
     open_to_all = deployment_pod(lease, SETTINGS)
     assert "turns" not in {one["name"] for one in open_to_all["volumes"]}
+
+
+def test_the_values_on_the_page_of_sandboxes_make_a_router_know_its_hosts() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sandboxes.md").read_text()
+    values = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    template = values["router"]["template"]
+    pod = deployment_pod(
+        RolloutLease.model_validate(LEASE), replace(SETTINGS, router_template=template)
+    )
+    (container,) = pod["containers"]
+    flags = router_parser().parse_args(container["args"])
+    assert flags.sandbox_token_file == Path("/var/run/sandboxes/token")
+    flags.sandbox_token_file = None  # the Secret's
+    found = router_settings(flags)
+    assert found.sandbox_hosts == {"": ("http://sandboxes.default.svc:7600",)}
+    mounted = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    assert mounted["/var/run/sandboxes"] in {one["name"] for one in pod["volumes"]}
 
 
 def test_a_routers_pod_holds_nothing_but_a_proof_of_its_lease() -> None:

@@ -114,7 +114,8 @@ def test_hosts_are_given_by_job_and_a_bad_one_is_named() -> None:
         "": ("http://one:7600", "http://two:7600"),
         "math": ("http://three:1",),
     }
-    for wrong in ("nowhere", "=http://a:1", "math=ftp://a"):
+    assert of("http://sandboxes.{namespace}.svc:7600") == {"": ("http://sandboxes.a.svc:7600",)}
+    for wrong in ("nowhere", "=http://a:1", "math=ftp://a", "math=", "http://{x}:1"):
         with pytest.raises(ValueError, match="--sandbox-host"):
             of(wrong)
 
