@@ -103,7 +103,8 @@ def serving(engines: Engines) -> Object:
         "command": command(spec, launch),
         "env": variables(given),
         "ports": [{"containerPort": SERVING_PORT}],
-        "resources": {"requests": {"cpu": "200m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
+        # Of two cores that the whole cluster shares: serving has twice what any part of ROSE has.
+        "resources": {"requests": {"cpu": "400m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
         "readinessProbe": {
             "httpGet": {"path": "/ready", "port": SERVING_PORT},
             "periodSeconds": 2,

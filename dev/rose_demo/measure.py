@@ -42,18 +42,24 @@ _TRAINER_END_SECONDS = 90.0
 _LENDING_SECONDS = 180.0
 # The load generator imports and plans before its first request is due.
 _LOAD_START_SECONDS = 3.0
+# Nice values. The load generator is what measures: a stamp that it takes late is latency that no
+# request had. The trainer stands for another machine, and must not be what makes serving slow.
+_MEASURES, _ELSEWHERE = -10, 5
 # The trainer is told to stop at the end of the measurement; this only bounds a lost one.
 _TRAINER_SPARE_SECONDS = 600.0
 
 
 @contextmanager
-def process(argv: list[str], log: Path, reaper: Reaper) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block, and with the demo if that is killed."""
+def process(
+    argv: list[str], log: Path, reaper: Reaper, *, nice: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this ``nice`` value that ends with the block, and with the demo if killed."""
     with log.open("ab") as output:
         started = subprocess.Popen(
             argv, stdout=output, stderr=subprocess.STDOUT, cwd=checkout(), stdin=subprocess.DEVNULL
         )
     reaper.child(started.pid)
+    os.setpriority(os.PRIO_PROCESS, started.pid, nice)
     placement.apply({started.pid: placement.Cores.REST}, placement.cores())
     try:
         yield started
@@ -179,10 +185,11 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         )
         # Totals count from before the trainer's first turn, so that they can be compared with its.
         seen.samples.append(msgspec.structs.replace(await collector.look(), at_s=0.0))
-        with process(trainer_argv, out / "trainer.log", reaper) as trainer:
+        with process(trainer_argv, out / "trainer.log", reaper, nice=_ELSEWHERE) as trainer:
             await _until_published(stack, collector)
             await _until_paired(stack, scale, reaper, collector)
-            with process(_measured_load(options, scale, at, collector), out / "load.log", reaper):
+            load = _measured_load(options, scale, at, collector)
+            with process(load, out / "load.log", reaper, nice=_MEASURES):
                 await _watch(stack, collector, seen, lines, screen)
             trainer.send_signal(signal.SIGTERM)
             await asyncio.to_thread(_end, trainer)
@@ -197,7 +204,8 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
 async def _until_paired(stack: Stack, scale: Scale, reaper: Reaper, collector: Collector) -> None:
     """Light traffic until the slot lends; then until just before the next pair of windows."""
     options = stack.options
-    with process(warm_up_command(stack, scale), options.out / "load.log", reaper):
+    light = warm_up_command(stack, scale)
+    with process(light, options.out / "load.log", reaper, nice=_MEASURES):
         await _until_lending(stack, collector)
         collector.origin = next_pair(time.monotonic(), options.window_seconds)
         await asyncio.sleep(collector.origin - time.monotonic() - _LOAD_START_SECONDS)
