@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from rose_agent.os.limits import Limiter, Limits
+from rose_core.rollouts.estimates import Speed
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.models import make_named
@@ -29,9 +31,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.slow, pytest.mar
 
 # Of one core, and seconds before a pass: so that reading 3,900 tokens is at least twice as fast on
 # the one, and writing twice as fast on the other, whatever the machine.
-PERCENT, SLEEP_SECONDS = 8, 0.3
+PERCENT, SLEEP_SECONDS = 4, 0.3
 READS, WRITES = (3900, 1), (4, 20)
-LESSONS = 2
+# Averages take some turns to reach what is so, more where other work disturbs them; what is
+# measured must differ by so much before turns are asked to part.
+LESSONS, APART = 8, 1.5
 TURNS = 8
 
 
@@ -42,11 +46,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngin
     make_named("tiny-peaked")
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
 
-        def start(name: str) -> RealEngine:
-            made = start_engine(tmp_path_factory.mktemp(name), version=VERSION)
-            return stack.enter_context(made)
+        def start(folder: Path) -> RealEngine:
+            return stack.enter_context(start_engine(folder, version=VERSION))
 
-        yield list(pool.map(start, ("reader", "writer")))
+        # Made here: pytest's factory is not safe with threads.
+        folders = [tmp_path_factory.mktemp(name) for name in ("reader", "writer")]
+        yield list(pool.map(start, folders))
 
 
 @contextmanager
@@ -92,6 +97,12 @@ class Caller:
         return name
 
 
+def _are_apart(reader: Speed, writer: Speed) -> bool:
+    """Each is measured to be slower at what the other one is good at."""
+    reads = writer.prefill_seconds_per_token / reader.prefill_seconds_per_token
+    return min(reads, reader.step_seconds / writer.step_seconds) > APART
+
+
 async def test_turns_that_read_much_and_turns_that_write_much_part(
     engines: list[RealEngine],
 ) -> None:
@@ -106,22 +117,23 @@ async def test_turns_that_read_much_and_turns_that_write_much_part(
         waits = {"forward_sleep_time": SLEEP_SECONDS}
         await http.post(f"{slow_to_write.url}/slow_down", json=waits)
         with throttled(slow_to_read):
-            for update in said:
-                async with owner(router.attach_port, update, "secret"):
-                    for _ in range(LESSONS):
+            for _ in range(LESSONS):
+                for update in said:
+                    async with owner(router.attach_port, update, "secret"):
                         for size in (READS, WRITES):
                             await caller.turn(size)
+                speeds = router.service.fleet.by_class
+                if _are_apart(speeds["reader"], speeds["writer"]):
+                    break
             async with (
                 owner(router.attach_port, said[0], "secret"),
                 owner(router.attach_port, said[1], "secret"),
             ):
                 read = [await caller.turn(READS) for _ in range(TURNS)]
                 written = [await caller.turn(WRITES) for _ in range(TURNS)]
-        speeds = router.service.fleet.by_class
     reader, writer = speeds["reader"], speeds["writer"]
     measured = f"reader {reader}, writer {writer}"
-    assert writer.prefill_seconds_per_token > 1.3 * reader.prefill_seconds_per_token, measured
-    assert reader.step_seconds > 1.3 * writer.step_seconds, measured
+    assert _are_apart(reader, writer), measured
     # A few turns are placed at random, to learn.
     assert read.count("reader") >= TURNS - 2, (read, measured)
     assert written.count("writer") >= TURNS - 2, (written, measured)
