@@ -4,7 +4,7 @@ The guard must be able to stop rollouts by *doing nothing*: it extends the deadl
 time, and when it hangs, dies or simply decides so, the deadline passes. Beside the deadline lie
 two heartbeats, so that each watcher can tell that the other one is gone. Who writes what:
 
-    guard        the deadline and its own heartbeat
+    guard        the deadline, the chunks' divisor and its own heartbeat
     engine host  its own heartbeat (and the deadline of dedicated engines, which have no guard)
     engine       nothing; it attaches read-only and stops between iterations
 
@@ -15,7 +15,8 @@ Layout of the 64 bytes, native byte order of one machine, version in the last by
     16  8  last heartbeat of the guard, same clock; 0 = never
     24  8  last heartbeat of the engine host, same clock; 0 = never
     32  8  lane: which of a slot's engines the deadline is for; 0 = the first
-    40  24 zero
+    40  8  what the engine's prefill chunks are divided by; 0 = 1
+    48  16 zero
 
 Two engines of one slot share this memory, linked under a name for each lane, so that one store
 moves the right to compute from one to the other and no reader finds it open for both.
@@ -39,7 +40,8 @@ MAGIC = b"ROSEPMT\x01"
 # a dead man's switch that holds for ever would be none.
 LONGEST_NS = 10_000_000_000
 
-_DEADLINE, _GUARD, _HOST, _LANE = 1, 2, 3, 4
+_DEADLINE, _GUARD, _HOST, _LANE, _DIVISOR = 1, 2, 3, 4, 5
+_LARGEST_DIVISOR = 1024  # garbage must not make a chunk of nothing
 FIRST_LANE, BUSY_LANE = 0, 1
 NAMES = {FIRST_LANE: "permit", BUSY_LANE: "permit-busy"}
 
@@ -129,6 +131,15 @@ class Permit:
     def choose(self, lane: int) -> None:
         """From now on the deadline is for this engine of the slot alone."""
         self._words[_LANE] = lane
+
+    @property
+    def chunk_divisor(self) -> int:
+        """What the engine's prefill chunks are divided by while this permit is open."""
+        return min(max(self._words[_DIVISOR], 1), _LARGEST_DIVISOR)
+
+    def divide_chunks(self, divisor: int) -> None:
+        """From the next prefill chunk on, chunks are so much shorter than the engine's own."""
+        self._words[_DIVISOR] = divisor
 
     def is_open(self, now_ns: int) -> bool:
         """Whether this reader's engine may compute at ``now_ns``."""

@@ -17,7 +17,12 @@ A gate on an empty replica opens if that fits for the next request:
 | none | the pool names no TTFT | as if there were none |
 | not learned | fewer than nine requests that met the replica empty, or nine stops | as if none |
 | holds | next + D <= SLO | may open |
-| does not hold | next + D > SLO | closed, ``NotCertified`` |
+| holds for short chunks | not with whole prefill chunks, but with a quarter | may open, for these |
+| does not hold | next + D > SLO either way | closed, ``NotCertified`` |
+
+D is learned for each size of the rollouts' prefill chunks (``CHUNK_DIVISORS``): the permit carries
+the size, and the engine's next chunk has it. Short chunks are tried only where the next request
+would keep its SLO alone.
 
 *Next* is a quantile over the last requests that met the replica empty, of
 
@@ -28,9 +33,11 @@ A gate on an empty replica opens if that fits for the next request:
 
 Where the owner says what a request takes alone (``slo.ttftAloneMilliseconds``), that is *next*.
 Both may only be too large: an open gate took at most that time, and D is at least that time. Both
-are learned whatever the gate does. Stops are seen at open gates only, so each request that met a
-gate which was shut for its certificate takes the oldest stop away. So a certificate that has shut a
-gate opens it again: when what is asked has become smaller, or to learn stops anew.
+are learned whatever the gate does. Stops are seen at open gates only, so after ``RELEARN`` requests
+that met a gate which was shut for its certificate, what stops took is forgotten; after as many that
+met a gate open for short chunks, what stops of whole ones took. So a certificate that has shut a
+gate opens it again, and one that has shortened chunks tries whole ones again: when what is asked
+has become smaller, or to learn stops anew.
 
 Quantiles are conformal (split conformal prediction; Vovk et al., 2005): of n + 1 exchangeable
 values the last lies above the ``ceil((n + 1) level)``-th smallest of the others with a chance of at
@@ -46,10 +53,17 @@ from dataclasses import dataclass
 
 from rose_core.stats import conformal
 
+CHUNK_DIVISORS = (1, 4)
+"""What the rollout engine's own prefill chunk is divided by, the whole one first. A quarter of it
+takes no longer than a decode step of a full batch, so a smaller one would stop no sooner."""
+
 FIRST_STOP_S = 0.075
 """D before a stop was seen: the p99 of arrival to standstill that ``rose advise`` assumes."""
 FIRST_LEVEL = 0.9
 """Nine requests are enough for it, and one that stalled is outvoted by the next ten."""
+
+RELEARN = 100
+"""Requests. Nine are then needed without a promise, so that one in twelve has none at most."""
 
 _REMEMBERED = 512
 """Requests: enough for the 99th percentile (99), few enough to forget a day's other half."""
@@ -77,12 +91,14 @@ class Certificate:
         next_s: its TTFT alone with C, at the level.
         stop_s: D, at the level.
         level: share of requests for which this is claimed; 0 = not learned yet.
+        chunk_divisor: for which of ``CHUNK_DIVISORS``.
     """
 
     slo_s: float
     next_s: float
     stop_s: float
     level: float
+    chunk_divisor: int = 1
 
     @property
     def ceiling_s(self) -> float:
@@ -102,15 +118,16 @@ class Certificate:
     @property
     def text(self) -> str:
         """For people: the sum, in milliseconds."""
+        chunks = "" if self.chunk_divisor == 1 else f" (prefill chunks 1/{self.chunk_divisor})"
         if not self.learned:
-            return "too few requests have met the replica empty, or stopped rollouts"
+            return f"too few requests have met the replica empty, or stopped rollouts{chunks}"
         next_ms, stop_ms, all_ms, slo_ms = (
             round(1000 * part) for part in (self.next_s, self.stop_s, self.ceiling_s, self.slo_s)
         )
         sign = "<=" if self.holds else ">"
         return (
             f"p{100 * self.level:.0f} of TTFT {next_ms} + stop {stop_ms} = {all_ms} "
-            f"{sign} {slo_ms} ms"
+            f"{sign} {slo_ms} ms{chunks}"
         )
 
 
@@ -119,7 +136,9 @@ def certify(
     stops: Collection[float],
     slo_s: float,
     percentile: int,
+    *,
     alone_s: float = 0.0,
+    chunk_divisor: int = 1,
 ) -> Certificate:
     """The certificate of what was seen.
 
@@ -129,14 +148,15 @@ def certify(
         slo_s: the pool's TTFT.
         percentile: share of requests that has to keep it, percent.
         alone_s: what the owner says of a request instead, at the percentile; 0 = learn it.
+        chunk_divisor: with which prefill chunks the rollout engines were that stopped.
     """
     levels = (percentile / 100, min(FIRST_LEVEL, percentile / 100))
     fewest = len(stops) if alone_s else min(len(nexts), len(stops))
     level = next((one for one in levels if _enough(fewest, one)), 0.0)
     if not level:
-        return Certificate(slo_s, 0.0, FIRST_STOP_S, 0.0)
+        return Certificate(slo_s, 0.0, FIRST_STOP_S, 0.0, chunk_divisor)
     found = alone_s or conformal(nexts, level)
-    return Certificate(slo_s, found, conformal(stops, level), level)
+    return Certificate(slo_s, found, conformal(stops, level), level, chunk_divisor)
 
 
 def _enough(count: int, level: float) -> bool:
@@ -172,7 +192,10 @@ class Envelope:
 
     def __init__(self) -> None:
         self._nexts: deque[float] = deque(maxlen=_REMEMBERED)
-        self._stops: deque[float] = deque(maxlen=_REMEMBERED)
+        self._stops: dict[int, deque[float]] = {
+            divisor: deque(maxlen=_REMEMBERED) for divisor in CHUNK_DIVISORS
+        }
+        self._refused = dict.fromkeys(CHUNK_DIVISORS, 0)
         self._known: dict[tuple[float, int, float], Certificate] = {}
 
     def note_next(self, seconds: float) -> None:
@@ -180,25 +203,46 @@ class Envelope:
         self._nexts.append(seconds)
         self._known.clear()
 
-    def note_refused(self) -> None:
-        """A request has met a gate that was shut for its certificate."""
-        if self._stops:
-            self._stops.popleft()
-        self._known.clear()
+    def note_refused(self, opened_for: int | None = None) -> None:
+        """A request has met a gate that was shut for its certificate.
 
-    def note_stop(self, seconds: float) -> None:
-        """A request's arrival has stopped a rollout engine within so many seconds."""
-        self._stops.append(seconds)
+        Args:
+            opened_for: it was open, but for chunks of this divisor alone.
+        """
+        for divisor, stops in self._stops.items():
+            if opened_for is None or divisor < opened_for:
+                self._refused[divisor] += 1
+                if self._refused[divisor] >= RELEARN:
+                    stops.clear()
+                    self._known.clear()
+
+    def note_stop(self, seconds: float, chunk_divisor: int = 1) -> None:
+        """A request's arrival has stopped an engine within so long; its permit had this divisor."""
+        self._stops[chunk_divisor].append(seconds)
+        self._refused[chunk_divisor] = 0
         self._known.clear()
 
     @property
     def longest_stop_s(self) -> float:
         """The longest stop that is remembered."""
-        return max(self._stops, default=FIRST_STOP_S)
+        longest = (max(stops, default=0.0) for stops in self._stops.values())
+        return max(longest) or FIRST_STOP_S
 
     def certificate(self, slo_s: float, percentile: int, alone_s: float = 0.0) -> Certificate:
-        """``certify`` of what is remembered."""
+        """``certify`` of what is remembered, for the longest chunks for which it holds."""
         key = slo_s, percentile, alone_s
         if key not in self._known:
-            self._known[key] = certify(self._nexts, self._stops, slo_s, percentile, alone_s)
+            self._known[key] = self._choose(slo_s, percentile, alone_s)
         return self._known[key]
+
+    def _choose(self, slo_s: float, percentile: int, alone_s: float) -> Certificate:
+        found = []
+        for divisor, stops in self._stops.items():
+            told = certify(
+                self._nexts, stops, slo_s, percentile, alone_s=alone_s, chunk_divisor=divisor
+            )
+            found.append(told)
+            # A request that would miss its SLO alone is no reason to try shorter chunks.
+            if told.holds or told.next_s >= slo_s:
+                break
+        return found[-1]

@@ -108,6 +108,7 @@ class _Mark:
         arrived_ns, first_ns: open time of the gate up to its arrival and to its first token.
         leads: it met the replica empty; ``met_open``: and the gate open.
         promised: that gate's certificate; ``refused``: it was shut for its certificate.
+        opened_for: divisor of the prefill chunks that it was open for.
         behind_s: prefill of what came close behind it.
         stop_s: what rollouts took to stop for it.
     """
@@ -118,6 +119,7 @@ class _Mark:
     met_open: bool = False
     promised: Certificate | None = None
     refused: bool = False
+    opened_for: int = 1
     behind_s: float = 0.0
     stop_s: float = 0.0
 
@@ -167,6 +169,8 @@ class Experience:
             told = self._certificate
             if mark.met_open and told is not None and told.learned:
                 mark.promised = told
+            if mark.met_open and told is not None:
+                mark.opened_for = told.chunk_divisor
             mark.refused = not mark.met_open and told is not None and not told.holds
         self._marks[number] = mark
 
@@ -178,9 +182,9 @@ class Experience:
         if now_ns - self._led_ns <= self.lessons.envelope.longest_stop_s * 1e9:
             leader.behind_s += self.predictor.prefill_s(size, shared=False)
 
-    def note_stop(self, seconds: float) -> None:
-        """An arrival has stopped the rollout engine beside this replica within so many seconds."""
-        self.lessons.envelope.note_stop(seconds)
+    def note_stop(self, seconds: float, chunk_divisor: int = 1) -> None:
+        """An arrival has stopped the engine beside this replica; its permit had this divisor."""
+        self.lessons.envelope.note_stop(seconds, chunk_divisor)
         if self._leader is not None:
             self._leader.stop_s = seconds
 
@@ -238,8 +242,11 @@ class Experience:
         if mark is None or not mark.leads:
             return None
         taught = self.lessons
-        if mark.refused:  # also one without a TTFT (not streamed, failed): some pools have no other
+        # Also one without a TTFT (not streamed, failed): some pools have no other.
+        if mark.refused:
             taught.envelope.note_refused()
+        elif mark.opened_for > 1:
+            taught.envelope.note_refused(mark.opened_for)
         if ttft is None:
             return None
         seconds = ttft - mark.stop_s if mark.met_open else ttft + mark.behind_s

@@ -3,7 +3,7 @@
 | regime | when | rule |
 |---|---|---|
 | bursty | usable idle gaps (``regime``) | closed from arrival to ``reopen`` after the last end |
-| bursty | the next request might miss its TTFT (``certificate``) | closed |
+| bursty | the next request might miss its TTFT (``certificate``) | short chunks, or closed |
 | never idle | usable idle share below ``on_off_share``, a limit given | a share of each period |
 | saturated | a slack is not positive | closed |
 | capped | the owner's share of this second is used up (``compute``) | closed until it is not |
@@ -87,6 +87,7 @@ class GateVerdict:
         duty: share of the control period that is lent (1 when idle).
         again_ns: when the verdict may change by itself, without an event; 0 = it does not.
         slack: what it was decided on, for the flight recorder; None where none was measured.
+        chunk_divisor: what an open permit divides the engine's prefill chunks by.
     """
 
     open: bool
@@ -95,6 +96,7 @@ class GateVerdict:
     duty: float = 0.0
     again_ns: int = 0
     slack: Slack | None = None
+    chunk_divisor: int = 1
 
 
 def closed(reason: GateReason) -> GateVerdict:
@@ -157,7 +159,8 @@ def _idle(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
     if since is None or now_ns - since < rest:
         again = since + rest if since is not None else 0
         return GateVerdict(open=False, reason=GateReason.COOL_DOWN, again_ns=again)
-    return GateVerdict(open=True, reason=GateReason.IDLE, duty=1.0)
+    divisor = 1 if facts.certificate is None else facts.certificate.chunk_divisor
+    return GateVerdict(open=True, reason=GateReason.IDLE, duty=1.0, chunk_divisor=divisor)
 
 
 def _busy(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:

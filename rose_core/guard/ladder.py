@@ -49,11 +49,12 @@ class Order(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One order; ``until_ns`` with EXTEND."""
+    """One order; ``until_ns`` and ``chunk_divisor`` with EXTEND."""
 
     order: Order
     reason: GateReason
     until_ns: int = 0
+    chunk_divisor: int = 1
 
 
 @dataclass(frozen=True)

@@ -282,7 +282,8 @@ def _open(state: SlotMachine, now: _Now) -> Step:
     until = now.ns + now.limits.permit_ns
     if verdict.until_ns:
         until = min(until, verdict.until_ns)
-    actions: tuple[Action, ...] = (Action(Order.EXTEND, now.reason, until),)
+    extend = Action(Order.EXTEND, now.reason, until, verdict.chunk_divisor)
+    actions: tuple[Action, ...] = (extend,)
     if held or asked:
         state, let_go = _repeat(state, Order.LET_GO, now)
         actions = (*let_go, *actions)

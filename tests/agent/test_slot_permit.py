@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,28 @@ def test_the_enforcer_hears_of_a_permit_that_opens_or_ends_sooner_and_of_no_othe
         permit.extend(until_ns, FIRST_LANE)
         heard.append(len(rings))
     assert heard == [1, 1, 2]
+
+
+def test_an_engine_reads_shorter_chunks_before_its_permit_opens(
+    held: tuple[SlotPermit, list[bool]],
+) -> None:
+    permit, _ = held
+    assert permit.mapped is not None
+    seen: list[tuple[bool, int]] = []
+    reader = permit.mapped
+    divide, extend = reader.divide_chunks, reader.extend
+
+    def note(write: Callable[[int], None], value: int) -> None:
+        write(value)
+        seen.append((reader.is_open_for_any(time.monotonic_ns()), reader.chunk_divisor))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "divide_chunks", partial(note, divide))
+        patch.setattr(reader, "extend", partial(note, extend))
+        permit.extend(time.monotonic_ns() + 9 * S, FIRST_LANE, 4)
+    assert seen == [(False, 4), (True, 4)]
+    permit.extend(time.monotonic_ns() + 9 * S, FIRST_LANE)
+    assert reader.chunk_divisor == 1, "whole chunks again"
 
 
 def test_a_permit_that_has_lapsed_is_closed_without_a_ring(

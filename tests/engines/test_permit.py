@@ -35,6 +35,19 @@ def test_open_until_the_deadline(path: Path) -> None:
     assert not permit.is_open(NOW - 1)
 
 
+def test_chunks_are_whole_until_somebody_divides_them(path: Path) -> None:
+    writer = Permit.create(path)
+    reader = Permit.attach(path, writable=False)
+    assert reader.chunk_divisor == 1
+    writer.divide_chunks(4)
+    assert reader.chunk_divisor == 4
+    for garbage in (-3, 0):
+        writer.divide_chunks(garbage)
+        assert reader.chunk_divisor == 1
+    writer.divide_chunks(2**60)
+    assert reader.chunk_divisor <= 1024, "a chunk of nothing would never end"
+
+
 def test_deadline_of_another_boot_is_closed(path: Path) -> None:
     """CLOCK_MONOTONIC starts anew; a leftover far in the future must not hold for ever."""
     permit = Permit.create(path)

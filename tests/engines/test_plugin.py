@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import write_bundle
 from rose_engines.errors import UnsupportedEngine
+from rose_engines.permit import Permit
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.sglang import kv, loading, logprobs, plugin, spans
 from rose_engines.sglang.arguments import FALLBACK_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
@@ -57,6 +59,8 @@ class Scheduler:
     enable_overlap = False
     idle_sleeper = None
     chunked_req = None
+    page_size = 1
+    chunked_prefill_size: int | None = 480
 
     def __init__(self, folder: Path) -> None:
         tensors = {"norm": torch.arange(64).to(torch.bfloat16)}
@@ -187,6 +191,27 @@ def test_unsupported_engines_end(
     with pytest.raises(UnsupportedEngine):
         SchedulerPlugin(None, tmp_path / "s", SILENT).before_iteration(scheduler)
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("divisor", "page", "chunk"),
+    [(1, 1, 480), (4, 1, 120), (4, 16, 112), (64, 16, 16)],
+    ids=["whole", "short", "whole pages", "never nothing"],
+)
+def test_an_iteration_prefills_what_the_permit_allows(
+    scheduler: Scheduler, tmp_path: Path, divisor: int, page: int, chunk: int
+) -> None:
+    permit = Permit.create(tmp_path / "permit")
+    permit.divide_chunks(divisor)
+    permit.extend(time.monotonic_ns() + 9_000_000_000)
+    scheduler.page_size = page
+    made = SchedulerPlugin(tmp_path / "permit", None, SILENT)
+    for _ in range(2):
+        made.before_iteration(scheduler)
+        assert scheduler.chunked_prefill_size == chunk
+    permit.divide_chunks(1)
+    made.before_iteration(scheduler)
+    assert scheduler.chunked_prefill_size == 480
 
 
 def test_no_permit_no_engine(

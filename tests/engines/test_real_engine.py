@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -187,6 +188,31 @@ async def test_generation_goes_on_across_a_commit_with_true_spans(
     prompt = [104, *reply.output_ids[:cut]][:500]
     again = await client.generate(prompt, {"max_new_tokens": 1, **GREEDY})
     assert again.meta["cached_tokens"] == 0
+
+
+async def test_the_next_prefill_is_cut_as_the_permit_says(
+    real_engine: RealEngine, client: SGLangClient
+) -> None:
+    log = real_engine.folder / "engine.log"
+
+    async def chunks() -> list[int]:
+        """Tokens of each prefill batch of one long prompt that no cache knows."""
+        begun = log.stat().st_size
+        prompt = [2 + (next(_sequence) * 7 + 31 * n) % 250 for n in range(400)]
+        await client.generate(prompt, GREEDY | {"max_new_tokens": 1})
+        text = log.read_bytes()[begun:].decode()
+        return [int(found) for found in re.findall(r"Prefill batch.*?#new-token: (\d+)", text)]
+
+    permit = real_engine.holder.permit
+    whole = await chunks()
+    permit.divide_chunks(4)
+    try:
+        short = await chunks()
+    finally:
+        permit.divide_chunks(1)
+    assert sum(whole) == sum(short) >= 390
+    assert max(short) <= 512 // 4 < max(whole)
+    assert max(await chunks()) == max(whole), "and whole again"
 
 
 async def test_commit_waits_for_an_open_permit(

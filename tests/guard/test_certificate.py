@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rose_core.guard.certificate import FIRST_STOP_S, Certificate, certify
+from rose_core.guard.certificate import CHUNK_DIVISORS, FIRST_STOP_S, RELEARN, Certificate, certify
 from rose_core.guard.experience import Experience, Lessons
 from rose_core.guard.gate import GateLimits, judge
 from rose_core.guard.reasons import GateReason
@@ -18,29 +18,37 @@ from rose_core.telemetry.events import EndKind
 from rose_core.wire.sync import Trial
 from tests.guard.worlds import MS, NOW, S, busy, facts, idle
 
+SHORT = CHUNK_DIVISORS[-1]
 GOALS = Objective(ttft_s=0.4)
 HOLDS = Certificate(0.4, 0.2, 0.05, 0.99)
 FAILS = Certificate(0.4, 0.38, 0.05, 0.99)
 
 
 class World:
-    """One replica's requests, one after the other, each on an empty replica."""
+    """One replica's requests, one after the other, each on an empty replica.
 
-    def __init__(self) -> None:
+    Args:
+        short_stop_ms: of engines with short chunks, learned before; 0 = nothing was.
+    """
+
+    def __init__(self, short_stop_ms: int = 0) -> None:
         self.experience = Experience(NOW, lessons=Lessons())
         self.now, self.number = NOW, 0
+        for _ in range(20 if short_stop_ms else 0):
+            self.experience.note_stop(short_stop_ms / 1e3, SHORT)
 
     def request(self, ttft_ms: int, *, is_open: bool = False, stop_ms: int = 0) -> bool | None:
         """From arrival to end; whether it exceeds its certificate."""
         self.number += 1
         arrived, first = self.now, self.now + ttft_ms * MS
         said, one = self.experience, self.number
-        said.certificate(GOALS, 99)
+        told = said.certificate(GOALS, 99)
+        assert told is not None
         said.open_time.note(first if is_open else 0, arrived - 1)
         said.begin(one, arrived)
         said.note_size(one, 400, arrived)
         if stop_ms:
-            said.note_stop(stop_ms / 1e3)
+            said.note_stop(stop_ms / 1e3, told.chunk_divisor)
         said.open_time.note(0, arrived + MS)
         said.note_first_token(one, first)
         how = EndKind.COMPLETE
@@ -95,6 +103,51 @@ def test_without_stops_a_gate_is_not_shut_for_what_one_might_take() -> None:
     assert told.holds, "a shut gate would never learn how long a stop takes"
 
 
+def test_where_whole_chunks_stop_too_late_short_ones_are_tried_and_certified() -> None:
+    world = World()
+    for _ in range(9):
+        world.request(410, is_open=True, stop_ms=60)
+    tried = world.certificate
+    assert (tried.holds, tried.learned, tried.chunk_divisor) == (True, False, SHORT)
+    for _ in range(9):
+        world.request(370, is_open=True, stop_ms=20)
+    told = world.certificate
+    assert (told.holds, told.learned, told.chunk_divisor) == (True, True, SHORT)
+    assert told.text == "p90 of TTFT 350 + stop 20 = 370 <= 400 ms (prefill chunks 1/4)"
+
+
+def test_short_chunks_are_not_tried_for_what_would_be_late_alone() -> None:
+    world = World()
+    for _ in range(20):
+        world.request(450, is_open=True, stop_ms=20)
+    assert world.certificate.next_s > GOALS.ttft_s
+    assert not world.certificate.holds
+    assert world.certificate.chunk_divisor == 1
+
+
+def test_whole_chunks_are_tried_again_after_a_while_of_short_ones() -> None:
+    world = World(short_stop_ms=20)
+    for _ in range(20):
+        world.request(410, is_open=True, stop_ms=60)
+    asked = 0
+    while world.certificate.chunk_divisor != 1:
+        world.request(370, is_open=True, stop_ms=20)
+        asked += 1
+        assert asked <= RELEARN, "stops of whole chunks are never forgotten"
+    assert asked >= RELEARN - 20, "they are not tried all the time"
+    assert world.certificate.holds
+    for _ in range(9):
+        world.request(380, is_open=True, stop_ms=30)
+    assert (world.certificate.learned, world.certificate.chunk_divisor) == (True, 1)
+
+
+def test_a_gate_that_opens_under_a_certificate_carries_its_chunks() -> None:
+    short = Certificate(0.4, 0.35, 0.02, 0.99, SHORT)
+    for certificate, divisor in ((short, SHORT), (HOLDS, 1), (None, 1)):
+        verdict = judge(facts(idle(), certificate=certificate), GateLimits(), NOW)
+        assert (verdict.open, verdict.chunk_divisor) == (True, divisor)
+
+
 def test_an_empty_replica_is_not_lent_without_a_certificate() -> None:
     limits = GateLimits()
     verdict = judge(facts(idle(), certificate=FAILS), limits, NOW)
@@ -109,7 +162,7 @@ def test_a_busy_replica_is_judged_by_slack_and_not_by_the_certificate() -> None:
 
 
 def test_a_gate_that_was_shut_opens_again_when_requests_become_smaller() -> None:
-    world = World()
+    world = World(short_stop_ms=40)
     for _ in range(20):
         world.request(390, is_open=True, stop_ms=40)
     for _ in range(5):
@@ -121,7 +174,7 @@ def test_a_gate_that_was_shut_opens_again_when_requests_become_smaller() -> None
 
 
 def test_a_gate_that_was_shut_for_slow_stops_opens_to_learn_them_anew() -> None:
-    world = World()
+    world = World(short_stop_ms=350)
     for _ in range(20):
         world.request(420, is_open=True, stop_ms=350)
     assert not world.certificate.holds
@@ -130,7 +183,7 @@ def test_a_gate_that_was_shut_for_slow_stops_opens_to_learn_them_anew() -> None:
         is_open = world.certificate.holds
         world.request(320 if is_open else 300, is_open=is_open, stop_ms=20 if is_open else 0)
         asked += 1
-        assert asked < 60, "the slow stops are never forgotten"
+        assert asked < 2 * RELEARN, "the slow stops are never forgotten"
 
 
 @pytest.mark.parametrize(
@@ -141,10 +194,11 @@ def test_a_shut_gate_opens_again_for_requests_without_a_ttft(first_ns: int, stat
     said = Experience(NOW, lessons=Lessons())
     for _ in range(20):
         said.note_stop(0.075)
+        said.note_stop(0.075, SHORT)
     told = said.certificate(goals, 99)
     assert told is not None
     assert not told.holds
-    for number in range(20):
+    for number in range(RELEARN):
         now = NOW + number * S
         said.certificate(goals, 99)
         said.begin(number, now)

@@ -79,6 +79,12 @@ def test_an_open_gate_extends_the_permit_by_its_length_and_no_more() -> None:
     assert [(a.order, a.until_ns) for a in actions] == [(Order.EXTEND, NOW + LIMITS.permit_ns)]
 
 
+def test_a_permit_carries_the_chunks_that_its_certificate_holds_for() -> None:
+    short = replace(OPEN, chunk_divisor=4)
+    _, actions = decide(PRESENT, seen(short, engine()), LIMITS, NOW)
+    assert actions[0].chunk_divisor == 4
+
+
 def test_a_duty_bounds_the_permit() -> None:
     verdict = GateVerdict(open=True, reason=GateReason.SLACK, until_ns=NOW + 30 * MS, duty=0.3)
     _, actions = decide(PRESENT, seen(verdict, engine()), LIMITS, NOW)

@@ -375,8 +375,8 @@ class Guard:
                 own = self.whole.judge(uid, facts) if slot.grant.whole else verdict
                 slot.step(own, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
                 slot.totals.note_replica(counters.finished, counters.exposed)
-                for after_ns in slot.take_stops():
-                    replica.outcomes.note_stop(after_ns)
+                for after_ns, chunk_divisor in slot.take_stops():
+                    replica.outcomes.note_stop(after_ns, chunk_divisor)
                 if slot.computing(now_ns):
                     until_ns = max(until_ns, own.until_ns or now_ns + _TICK_NS)
                     if not slot.grant.whole:

@@ -129,9 +129,9 @@ class Outcomes:
         """Requests of the pool that were promised something, and those that took longer."""
         return self.experience.lessons.certified
 
-    def note_stop(self, after_ns: int) -> None:
+    def note_stop(self, after_ns: int, chunk_divisor: int) -> None:
         """An arrival has stopped a rollout engine beside this replica so soon after it."""
-        self.experience.note_stop(after_ns / 1e9)
+        self.experience.note_stop(after_ns / 1e9, chunk_divisor)
 
     def forget(self) -> None:
         """The tap is gone: requests under way are not followed to their end."""

@@ -61,8 +61,8 @@ class SlotPermit:
             self.mapped.detach()
             self.mapped = None
 
-    def extend(self, until_ns: int, lane: int) -> None:
-        """Extend the permit for one of the slot's engines.
+    def extend(self, until_ns: int, lane: int, chunk_divisor: int = 1) -> None:
+        """Extend the permit for one of the slot's engines, for prefill chunks so much shorter.
 
         When the right to compute moves to the other engine, the permit stays closed until the next
         step, so that the two never compute at once.
@@ -72,6 +72,7 @@ class SlotPermit:
         before = self.mapped.until_ns
         # The enforcer knows when to look next from the deadline that it has seen.
         news = before <= time.monotonic_ns() or until_ns < before
+        self.mapped.divide_chunks(chunk_divisor)  # first: nobody computes long ones meanwhile
         if self.mapped.lane == lane:
             self.mapped.extend(until_ns)
         else:

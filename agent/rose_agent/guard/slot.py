@@ -233,7 +233,8 @@ class GuardedSlot:
         self.room = self._told_room = Lendable(None, "")
         self._host = host
         self._history = History(recorder, lambda: self.name)
-        self._stops_ns: list[int] = []
+        self._stops: list[tuple[int, int]] = []
+        self._chunk_divisor = 1
         self._on_change = on_change
         self._limits = LadderLimits()
         self._lane = lanes.Lane()
@@ -249,14 +250,14 @@ class GuardedSlot:
         """For people: the slot's name, or its uid."""
         return self.grant.slot_name if self.grant else self.uid
 
-    def take_stops(self) -> list[int]:
-        """How long arrivals took to stop the engine since the last call, nanoseconds."""
-        taken, self._stops_ns = self._stops_ns, []
+    def take_stops(self) -> list[tuple[int, int]]:
+        """Each stop by an arrival since the last call: nanoseconds, divisor of its chunks."""
+        taken, self._stops = self._stops, []
         return taken
 
     def _note_stop(self, stopped: ConfirmedHold) -> None:
         self._history.note_stop(stopped)
-        self._stops_ns.append(stopped.after_ns)
+        self._stops.append((stopped.after_ns, self._chunk_divisor))
 
     @property
     def status(self) -> EngineStatus | None:
@@ -349,7 +350,8 @@ class GuardedSlot:
         order = action.order
         if order is Order.EXTEND:
             lane = lanes.permitted(self._lane.chosen, self.status.lanes if self.status else None)
-            self._permit.extend(action.until_ns, lane)
+            self._chunk_divisor = action.chunk_divisor
+            self._permit.extend(action.until_ns, lane, action.chunk_divisor)
             return
         if order is Order.CLOSE:
             self._close(now_ns, arrival_ns)

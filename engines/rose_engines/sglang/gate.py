@@ -49,6 +49,11 @@ class PermitGate:
         """Whether computing is allowed now."""
         return self._permit.is_open(self._clock())
 
+    @property
+    def chunk_divisor(self) -> int:
+        """What prefill chunks are divided by now."""
+        return self._permit.chunk_divisor
+
     def wait(
         self,
         meanwhile: Callable[[], None] = lambda: None,

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import pkgutil
 import sys
@@ -148,6 +149,7 @@ class SchedulerPlugin:
         self._started = False
         self._leader = True
         self._kv = kv.CachePolicy()
+        self._own_chunk = 0
         self._wake = -1
         adapter = os.environ.get(ADAPTER_VARIABLE)
         self._adapter = msgspec.json.decode(adapter, type=AdapterSpec) if adapter else None
@@ -163,6 +165,7 @@ class SchedulerPlugin:
                 os.eventfd_write(self._wake, 1)  # an idle scheduler must come by again
         if session is None or not self._leader:
             self._pass_without_orders(session)
+            self._size_chunks(scheduler)
             return
         self._drain()  # before it looks for orders: whoever wakes it later is heard next time
         self._pass(session)
@@ -171,6 +174,7 @@ class SchedulerPlugin:
             self._pass(session)
         if session.broken:
             raise BrokenWeights("an undo failed; this engine ends so that it starts afresh")
+        self._size_chunks(scheduler)
 
     def _pass_without_orders(self, session: WeightSession | None) -> None:
         """The boundary of an engine without control socket, and of any rank but the first."""
@@ -181,6 +185,15 @@ class SchedulerPlugin:
         elif self._leader and self._gate is not None:
             self._gate.wait(resting=self._say)
         self._checkpoints.iterate()
+
+    def _size_chunks(self, scheduler: Any) -> None:  # noqa: ANN401
+        """This iteration prefills no more tokens than the permit allows."""
+        if self._gate is None or not self._own_chunk:
+            return
+        align = getattr(scheduler, "truncation_align_size", None) or 1
+        step = math.lcm(int(scheduler.page_size), int(align))
+        size = self._own_chunk // self._gate.chunk_divisor // step * step
+        scheduler.chunked_prefill_size = max(size, step)
 
     def _say(self, resting: bool) -> None:
         """Tell whoever might freeze it; where it looks after orders it may work in the driver."""
@@ -219,6 +232,9 @@ class SchedulerPlugin:
             self._leader = rank_of(scheduler) == 0
             if self._permit_path is not None:
                 self._gate = PermitGate(self._permit_path)
+                # Ranks would have to agree on a chunk before each iteration: theirs stay whole.
+                alone = int(scheduler.tp_size) == 1
+                self._own_chunk = (scheduler.chunked_prefill_size or 0) if alone else 0
             if self._control_path is not None:
                 self._session = self._open_session(scheduler, self._control_path)
                 self._watch_wake(scheduler)

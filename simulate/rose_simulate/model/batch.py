@@ -64,6 +64,7 @@ class BatchEngine:
     ) -> None:
         self._clock, self._costs = clock, costs
         self.kv_tokens, self._on_busy, self._quantum = kv_tokens, on_busy, quantum
+        self._divisor = 1
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._prefilling: list[Sequence] = []
@@ -99,11 +100,16 @@ class BatchEngine:
         """Seconds at full speed until it can be stopped: the rest of the step or chunk."""
         self._settle()
         if self._prefilling:
-            chunk = self._costs.prefill(self._quantum, 0.0) * self._stretch
+            quantum = self._quantum // self._divisor
+            chunk = self._costs.prefill(quantum, 0.0) * self._stretch
             return min(chunk - self._work % chunk, max(0.0, self._total - self._work))
         return max(0.0, self._first - self._work) if self.running else 0.0
 
     # --- orders
+
+    def divide_chunks(self, divisor: int) -> None:
+        """Prefill in chunks so much shorter than its own from the next prefill on."""
+        self._divisor = divisor
 
     def submit(self, sequence: Sequence) -> None:
         """Take a request."""
@@ -210,6 +216,11 @@ class BatchEngine:
         alone = self._costs.prefill(tokens, 0.0)
         attended = sum(pairs(s.uncached, s.context - s.uncached) for s in self._prefilling)
         whole = self._costs.prefill(tokens, attended)
+        short = self._quantum // self._divisor
+        if self._divisor > 1 and tokens > short:
+            # Each chunk has its fixed part, and reads all weights, which takes a decode step.
+            chunk = self._costs.prefill(short, 0.0) * whole / alone
+            whole = tokens / short * max(chunk, self._costs.step(1, 0)[0])
         self._stretch = whole / alone
         return whole
 

@@ -48,8 +48,10 @@ class Device:
         self._mark_ns = 0
         self._stop: Event | None = None
 
-    def allow(self) -> None:
-        """Rollouts may compute from now on."""
+    def allow(self, chunk_divisor: int = 1) -> None:
+        """Rollouts may compute from now on, in prefill chunks so much shorter than their own."""
+        if self.rollout is not None:
+            self.rollout.divide_chunks(chunk_divisor)
         if self._stop is not None:
             self._stop.cancel()
             self._stop = None

@@ -87,6 +87,7 @@ class GuardedGate(Gate):
         self._book = Book(now)
         self._reading: Reading | None = None
         self._machine = SlotMachine()
+        self._chunk_divisor = 1
         self._held = self._holding = False
         self._requests: dict[int, ServingRequest] = {}
         self._dead_until_ns = 0
@@ -280,7 +281,7 @@ class GuardedGate(Gate):
         elif action.order is Order.CLOSE:
             late = self.device.forbid(self._timings.close_s)
             if late is not None and self._book.live:
-                self._experience.note_stop(self._timings.tap_s + late)
+                self._experience.note_stop(self._timings.tap_s + late, self._chunk_divisor)
         elif action.order is Order.HOLD and not self._holding:
             self._holding = True
             self.clock.after(self._timings.close_s, self._confirm_hold)
@@ -288,7 +289,8 @@ class GuardedGate(Gate):
             self._holding = False
             self.clock.after(self._timings.open_s, self._confirm_let_go)
         elif action.order is Order.EXTEND and not self._held and self.host.state == "Serving":
-            self.device.allow()
+            self._chunk_divisor = action.chunk_divisor
+            self.device.allow(action.chunk_divisor)
 
     def _confirm_hold(self) -> None:
         if self._holding:
