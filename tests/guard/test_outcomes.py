@@ -175,12 +175,12 @@ def test_the_agent_learns_the_stop_and_counts_what_was_promised() -> None:
     world = World()
     for _ in range(20):
         world.request(ttft_ms=40)
-        world.outcomes.note_stop(75 * MS)
+        world.outcomes.note_stop(75 * MS, 1)
     first = world.outcomes.certificate(world.policy)
     assert first is not None
     assert not first.holds, "40 + 75 ms do not fit into 100"
     for _ in range(200):
-        world.outcomes.note_stop(15 * MS)
+        world.outcomes.note_stop(15 * MS, 1)
     then = world.outcomes.certificate(world.policy)
     assert then is not None
     assert then.holds, "40 + 15 ms do"
