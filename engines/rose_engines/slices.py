@@ -10,7 +10,7 @@ down; ``rose_engines.live`` stages and commits through them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -22,7 +22,7 @@ from rose_core.delta.bits import Bits, Indices
 from rose_core.delta.digest import Digest, digest_at, digest_run, total
 from rose_core.delta.tiles import Box as TileBox
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.tensors import Where
+from rose_engines.tensors import STALE, Where
 
 # Positions that are made at once when a digest needs them one by one.
 _CHUNK = 1 << 20
@@ -69,7 +69,13 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Storage(Protocol):
-    """A live parameter, flat: ``HostTensor`` or what lies on an accelerator."""
+    """A live parameter, flat: ``HostTensor`` or what lies on an accelerator.
+
+    Attributes:
+        current: whether what the engine keeps that is made of it follows it.
+    """
+
+    current: Callable[[], bool]
 
     def take(self, where: Where) -> Bits:
         """A copy of these elements, in host memory."""
@@ -210,7 +216,8 @@ class SlicedTensor:
 
     def digest(self) -> Digest:
         """Digest of the elements held here."""
-        return total(self._digest_box(box) for box in self.boxes)
+        found = total(self._digest_box(box) for box in self.boxes)
+        return found if self.storage.current() else found.plus(STALE)
 
     def _digest_box(self, box: Box) -> Digest:
         if isinstance(self.storage, DigestingStorage):

@@ -88,6 +88,16 @@ def nothing() -> None:
     """Nothing is made of this tensor."""
 
 
+def always() -> bool:
+    """Nothing is made of this tensor that could be out of date."""
+    return True
+
+
+STALE = Digest(1, 1)
+"""Added to the digest of a tensor of which the engine keeps something out of date: no version has
+such a digest, so it is neither confirmed nor attested."""
+
+
 @dataclass
 class HostTensor(WholeTensor):
     """A tensor in host memory.
@@ -95,6 +105,7 @@ class HostTensor(WholeTensor):
     Attributes:
         flat: (a view of) the storage the engine computes with.
         written: called after each ``put``; renews what the engine keeps that is made of it.
+        current: whether what it keeps is what would be made now.
     """
 
     name: str
@@ -102,6 +113,7 @@ class HostTensor(WholeTensor):
     shape: tuple[int, ...]
     flat: Bits
     written: Callable[[], object] = nothing
+    current: Callable[[], bool] = always
 
     def take(self, where: Where) -> Bits:
         """A copy of these elements."""
@@ -127,6 +139,11 @@ class HostTensor(WholeTensor):
     def all_bits(self) -> Bits:
         """The storage itself."""
         return self.flat
+
+    def digest(self) -> Digest:
+        """Digest of the whole tensor, and whether what is made of it follows it."""
+        found = super().digest()
+        return found if self.current() else found.plus(STALE)
 
     def span(self, first: int, end: int) -> Bits:
         """A view of a run."""

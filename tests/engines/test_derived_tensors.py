@@ -180,6 +180,89 @@ def test_what_a_module_can_renew_follows_a_commit_and_its_undo_at_the_same_addre
     assert model.gemma_weight.tolist() == [2.0] * 16
 
 
+HEADS, NOPE, VALUE, LATENT = 2, 3, 2, 4
+
+
+class Attention(torch.nn.Module):
+    """Latent attention as SGLang keeps it: the halves of ``kv_b_proj`` by head.
+
+    Args:
+        how: its loader copies into what is there, or makes other tensors; or computes otherwise.
+    """
+
+    qk_nope_head_dim, v_head_dim = NOPE, VALUE
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        rows = HEADS * (NOPE + VALUE)
+        self.kv_b_proj = torch.nn.Linear(LATENT, rows, bias=False, dtype=torch.bfloat16)
+        self.w_kc: torch.Tensor | None = None
+        self.w_vc: torch.Tensor | None = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, given in weights:
+            self.kv_b_proj.weight.data.copy_(given)
+        whole = self.kv_b_proj.weight.detach().view(HEADS, NOPE + VALUE, LATENT)
+        keys = whole[:, :NOPE].contiguous() * (2 if self.how == "scales" else 1)
+        values = whole[:, NOPE:].contiguous().transpose(1, 2)
+        if self.how == "copies" and self.w_kc is not None and self.w_vc is not None:
+            self.w_kc.copy_(keys)
+            self.w_vc.copy_(values)
+        else:
+            self.w_kc, self.w_vc = keys, values
+
+
+def attention(how: str) -> tuple[Attention, dict[str, StoredTensor]]:
+    shape = (HEADS * (NOPE + VALUE), LATENT)
+    bits = np.arange(0x3F80, 0x3F80 + shape[0] * LATENT, dtype=np.uint16)
+    model = Attention(how)
+    given = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16).view(shape)
+    model.load_weights([("", given)])
+    return model, {NAME: ("BF16", shape, bits)}
+
+
+@pytest.mark.parametrize("how", ["copies", "rebinds"])
+def test_the_halves_of_latent_attention_follow_a_commit_and_its_undo_at_the_same_address(
+    how: str,
+) -> None:
+    model, checkpoint = attention(how)
+    halves = model.w_kc, model.w_vc
+    named = dict(model.named_parameters())
+    live = live_tensors(named, checkpoint, derive(model, named, checkpoint), renewals(model, named))
+    now = model.w_kc, model.w_vc
+    assert all(one is other for one, other in zip(now, halves, strict=True))
+    before = live[NAME].digest()
+    whole = model.kv_b_proj.weight.detach().view(HEADS, NOPE + VALUE, LATENT)
+    where = np.array([0, NOPE * LATENT + 1])
+    for value in (0x4000, 0x3F80):
+        live[NAME].put(where, np.full(2, value, np.uint16))
+        assert model.w_kc is not None
+        assert model.w_vc is not None
+        assert torch.equal(model.w_kc, whole[:, :NOPE])
+        assert torch.equal(model.w_vc, whole[:, NOPE:].transpose(1, 2))
+    live[NAME].put(where, checkpoint[NAME][2][where])
+    assert live[NAME].digest() == before
+
+
+def test_a_half_that_does_not_follow_makes_the_digest_wrong() -> None:
+    model, checkpoint = attention("copies")
+    named = dict(model.named_parameters())
+    live = live_tensors(named, checkpoint, derive(model, named, checkpoint), renewals(model, named))
+    before = live[NAME].digest()
+    assert model.w_vc is not None
+    model.w_vc[0, 0, 0] = 7.0
+    assert live[NAME].digest() != before
+    live[NAME].put(slice(0, 1), checkpoint[NAME][2][:1])
+    assert live[NAME].digest() == before
+
+
+def test_halves_that_are_made_in_another_way_are_refused() -> None:
+    model, checkpoint = attention("scales")
+    with pytest.raises(UnsupportedEngine, match="keeps 'w_kc', which its loader makes"):
+        derive(model, dict(model.named_parameters()), checkpoint)
+
+
 def test_copies_in_a_pool_of_threads_are_seen() -> None:
     assert boxes("pool") == boxes("plain")
     with ThreadPoolExecutor() as pool:

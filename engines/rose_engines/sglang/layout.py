@@ -5,9 +5,10 @@ copy into a parameter is written down instead of carried out: source and target 
 view's first element and strides say which rectangle goes where. So whatever the loader knows about
 fused projections, expert stacks, padding and this rank's slice is known here too, for any model
 whose loader only copies. One that computes (converts, transposes, repacks) is refused by name.
-A model that keeps tensors which its loader makes *from* weights (MLA's ``w_kc``) is refused by the
-path of such a tensor, wherever it hangs (attribute, buffer, list, dictionary, object): a commit in
-place would change the weight and leave what was made of it.
+A model may keep tensors which its loader makes *from* weights. Those whose making is known here and
+proved by the live bits (Gemma's norms, MLA's ``w_kc`` and ``w_vc``) are renewed with the weight, at
+the same address. A model with any other is refused by the path of that tensor, wherever it hangs
+(attribute, buffer, list, dictionary, object): a commit in place would leave it old.
 The result is kept in a file and used again while checkpoint, engine, ranks and parameters are the
 same. Next step: ``parameters`` proves it against the live bytes.
 """
@@ -15,6 +16,7 @@ same. Next step: ``parameters`` proves it against the live bytes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import threading
@@ -35,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rose_core.delta.bits import number_format
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import StoredTensor
+from rose_engines.sglang.parameters import Renewal
 from rose_engines.slices import Box, boxes_of
 
 log = logging.getLogger(__name__)
@@ -60,7 +63,7 @@ _FILLS = {
 # Copies that a loader makes of what it was given: the original is as good.
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}  # noqa: SLF001
 # Another text makes the files worthless that were written by weaker rules.
-_RULES = "derived tensors are refused wherever they hang, whatever writes them"
+_RULES = "derived tensors are refused wherever they hang, unless what is made of a weight is known"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -104,12 +107,15 @@ def _watch(
     model: Loader, parameters: Mapping[str, torch.Tensor], checkpoint: Mapping[str, StoredTensor]
 ) -> dict[str, tuple[Box, ...]]:
     sources = {name: _tensor(*stored) for name, stored in checkpoint.items()}
-    before = _reachable(model)
+    before, renewed = _reachable(model), _renewed(model)
     watched = {_address(held.value) for held in _tensors(before).values()}
     recorder = _Recorder(parameters, sources, watched)
     try:
         with torch.no_grad(), _in_this_thread(), recorder:
             model.load_weights(iter(sources.items()))
+        for made in renewed:
+            # Some loaders make another tensor; a captured graph still reads the old one.
+            setattr(made.module, made.key, made.tensor)
         _refuse_derived(model, parameters, before, recorder.written)
     except UnsupportedEngine:
         raise
@@ -123,31 +129,98 @@ def _watch(
 
 # What models of SGLang are known to make of weights, also where the loader does not renew it.
 _KNOWN_DERIVED = {"w_kc", "w_vc", "w_scale_k", "w_scale_v"}
-# What a module can renew in place, at the same address: tensor -> the weight that it is made of,
-# and the method that makes it. Committing the weight calls it.
-_RENEWED = {"gemma_weight": ("weight", "refresh_gemma_weight")}
 # Nothing in there is a tensor of the model, and much of it is the whole process.
 _NOT_FOLLOWED = (type, ModuleType, Enum, torch.dtype, torch.device, torch.Size)
 
 
-def renewals(
-    model: Loader, parameters: Mapping[str, torch.Tensor]
-) -> dict[str, Callable[[], object]]:
-    """Parameter -> what to call when it was overwritten, so that nothing made of it stays old."""
+class _Made(NamedTuple):
+    """A tensor that a module keeps of a weight, and how it is made.
+
+    Attributes:
+        module, key: where it hangs.
+        tensor: it; it stays at this address.
+        weight: what it is made of.
+        make: what it would be now.
+    """
+
+    module: torch.nn.Module
+    key: str
+    tensor: torch.Tensor
+    weight: torch.Tensor
+    make: Callable[[], torch.Tensor]
+
+    def renew(self) -> None:
+        """Make it anew, in place."""
+        self.tensor.copy_(self.make())
+
+    def current(self) -> bool:
+        """Whether it is what would be made now, to the bit."""
+        now = self.make()
+        return now.dtype == self.tensor.dtype and torch.equal(self.tensor, now)
+
+
+def renewals(model: Loader, parameters: Mapping[str, torch.Tensor]) -> dict[str, Renewal]:
+    """Parameter -> what is made of it, so that nothing of it stays old or is attested old."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    return {names[id(weight)]: renew for _, weight, renew in _renewed(model) if id(weight) in names}
+    by_name = defaultdict[str, list[_Made]](list)
+    for made in _renewed(model):
+        if id(made.weight) in names:
+            by_name[names[id(made.weight)]].append(made)
+    return {name: _renewal(found) for name, found in by_name.items()}
 
 
-def _renewed(model: Loader) -> list[tuple[torch.Tensor, torch.Tensor, Callable[[], object]]]:
-    """Tensors that modules can renew, what each is made of, and how."""
-    return [
-        (tensor, weight, renew)
-        for module in (model.modules() if isinstance(model, torch.nn.Module) else ())
-        for made, (of, method) in _RENEWED.items()
-        if isinstance(tensor := getattr(module, made, None), torch.Tensor)
-        and isinstance(weight := getattr(module, of, None), torch.Tensor)
-        and callable(renew := getattr(module, method, None))
-    ]
+def _renewal(found: list[_Made]) -> Renewal:
+    def renew() -> None:
+        with torch.no_grad():
+            for made in found:
+                made.renew()
+
+    def current() -> bool:
+        with torch.no_grad():
+            return all(made.current() for made in found)
+
+    return Renewal(renew, current)
+
+
+def _renewed(model: Loader) -> list[_Made]:
+    """Tensors that are made of one weight each in a known way, which the live bits prove."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    candidates = (made for module in modules for made in (*_shifted(module), *_absorbed(module)))
+    with torch.no_grad():
+        return [made for made in candidates if made.current()]
+
+
+def _shifted(module: torch.nn.Module) -> Iterator[_Made]:
+    """Norms that keep their weight plus one (Gemma)."""
+    kept, weight = getattr(module, "gemma_weight", None), getattr(module, "weight", None)
+    if isinstance(kept, torch.Tensor) and isinstance(weight, torch.Tensor):
+        made = functools.partial(_plus_one, kept, weight)
+        yield _Made(module, "gemma_weight", kept, weight, made)
+
+
+def _plus_one(like: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like).copy_(weight).add_(1)
+
+
+def _absorbed(module: torch.nn.Module) -> Iterator[_Made]:
+    """Latent attention (MLA) that keeps the two halves of ``kv_b_proj`` apart, by head."""
+    weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+    sizes = [getattr(module, name, 0) for name in ("qk_nope_head_dim", "v_head_dim")]
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not all(sizes):
+        return
+    if weight.shape[0] % sum(sizes):
+        return
+    for key, number in (("w_kc", 0), ("w_vc", 1)):
+        kept = getattr(module, key, None)
+        if isinstance(kept, torch.Tensor):
+            made = functools.partial(_half, weight, sizes, number)
+            yield _Made(module, key, kept, weight, made)
+
+
+def _half(weight: torch.Tensor, sizes: list[int], number: int) -> torch.Tensor:
+    """Keys as (head, key, latent), values as (head, latent, value)."""
+    half = weight.detach().unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)[number]
+    return half.transpose(1, 2) if number else half
 
 
 class _Held(NamedTuple):
@@ -231,7 +304,7 @@ def _refuse_derived(
     """
     own = {_address(one) for one in parameters.values()}
     named = {id(one) for one in parameters.values()}
-    own |= {_address(made) for made, of, _ in _renewed(model) if id(of) in named}
+    own |= {_address(made.tensor) for made in _renewed(model) if id(made.weight) in named}
     there = {_address(held.value) for held in _tensors(before).values()}
     changed = ""
     for path, held in _tensors(_reachable(model)).items():

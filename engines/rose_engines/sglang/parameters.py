@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,15 @@ from rose_engines import device_digest
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import StoredTensor
 from rose_engines.slices import Box, SlicedTensor
-from rose_engines.tensors import HostTensor, LiveTensor, Where, WholeTensor, nothing
+from rose_engines.tensors import (
+    STALE,
+    HostTensor,
+    LiveTensor,
+    Where,
+    WholeTensor,
+    always,
+    nothing,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +38,21 @@ if TYPE_CHECKING:
 Layout = Mapping[str, tuple[Box, ...]]
 """Checkpoint tensor -> where this rank holds it; no box at all: other ranks hold it."""
 
-Renewals = Mapping[str, Callable[[], object]]
-"""Parameter -> what to call when it was overwritten."""
+
+class Renewal(NamedTuple):
+    """What an engine keeps that is made of a parameter.
+
+    Attributes:
+        renew: to be called when the parameter was overwritten.
+        current: whether what is kept is what would be made now.
+    """
+
+    renew: Callable[[], object]
+    current: Callable[[], bool]
+
+
+Renewals = Mapping[str, Renewal]
+"""Parameter -> what is made of it."""
 
 
 def live_tensors(
@@ -107,10 +128,10 @@ def _live(  # noqa: PLR0917
             f"checkpoint tensor {name!r} lies in several parameters: {', '.join(sorted(names))}"
         )
     flat, first = flats[boxes[0].parameter], boxes[0].target_first
-    written = renewals.get(boxes[0].parameter)
+    renewal = renewals.get(boxes[0].parameter)
     if len(boxes) == 1 and boxes[0].rows == 1 and boxes[0].columns == math.prod(shape):
-        return storage(name, dtype, shape, flat[first : boxes[0].target_end], written)
-    return SlicedTensor(name, dtype, shape, boxes, storage(name, dtype, shape, flat, written))
+        return storage(name, dtype, shape, flat[first : boxes[0].target_end], renewal)
+    return SlicedTensor(name, dtype, shape, boxes, storage(name, dtype, shape, flat, renewal))
 
 
 def storage(
@@ -118,7 +139,7 @@ def storage(
     dtype: str,
     shape: tuple[int, ...],
     flat: torch.Tensor,
-    written: Callable[[], object] | None = None,
+    renewal: Renewal | None = None,
 ) -> HostTensor | DeviceTensor:
     """A run of a live parameter as a tensor of its own.
 
@@ -127,13 +148,13 @@ def storage(
         dtype: as safetensors writes it.
         shape: of the tensor.
         flat: its elements, as ``flat_of`` gives them.
-        written: called after each write.
+        renewal: of what is made of it.
     """
     if flat.device.type == "cpu":
         array = flat.numpy()
         bits = array.view(f"u{array.itemsize}")
-        return HostTensor(name, dtype, shape, bits, written or nothing)
-    return DeviceTensor(name, dtype, shape, flat, written or nothing)
+        return HostTensor(name, dtype, shape, bits, *(renewal or ()))
+    return DeviceTensor(name, dtype, shape, flat, *(renewal or ()))
 
 
 _NO_BITS = np.zeros(0, np.uint8)
@@ -160,6 +181,7 @@ class DeviceTensor(WholeTensor):
     Attributes:
         flat: flat view of the storage, signed integers.
         written: called after each ``put``; renews what the engine keeps that is made of it.
+        current: whether what it keeps is what would be made now.
     """
 
     name: str
@@ -167,6 +189,7 @@ class DeviceTensor(WholeTensor):
     shape: tuple[int, ...]
     flat: torch.Tensor
     written: Callable[[], object] = nothing
+    current: Callable[[], bool] = always
 
     def device_bits(self) -> torch.Tensor:
         """The storage itself."""
@@ -212,8 +235,9 @@ class DeviceTensor(WholeTensor):
         return self._to_host(self.flat[first:end])
 
     def digest(self) -> Digest:
-        """Digest of the whole tensor, computed on the device."""
-        return device_digest.digest_run(self.name, 0, self.flat)
+        """Digest of the whole tensor, computed on the device, with what is made of it."""
+        found = device_digest.digest_run(self.name, 0, self.flat)
+        return found if self.current() else found.plus(STALE)
 
     def digest_box(self, name: str, box: Box) -> Digest:
         """Digest of a box of the canonical tensor ``name``, computed on the device."""
