@@ -11,16 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from bench.atlas.shapes import SHAPES
 from rose_dev.engine_environment import engine_python
 from rose_engines.sglang.arguments import Launch, python_path
 from rose_wire.ports import free_port
-from tests.engines.model_shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "atlas.md"
@@ -54,6 +55,14 @@ _TINY = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
+    "linear_head_dim": 64,
+    "linear_num_heads": 4,
+    "num_layers": 2,
+    "ffn_hidden_size": 256,
+    "expert_ffn_hidden_size": 128,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
+    "dim_model_base": 64,
 }
 
 
@@ -145,7 +154,7 @@ def main(argv: list[str]) -> int:
         1 when an architecture is silently wrong.
     """
     parser = argparse.ArgumentParser(prog="bench.atlas", description=__doc__)
-    parser.add_argument("names", nargs="*", help="of tests/engines/model_shapes.py; none = all")
+    parser.add_argument("names", nargs="*", help="of bench/atlas/shapes.py; none = all")
     parser.add_argument("--again", action="store_true", help="forget what was examined")
     asked = parser.parse_args(argv)
     folder = ROOT / "out" / "atlas"
@@ -156,6 +165,8 @@ def main(argv: list[str]) -> int:
     if asked.again:
         for name in names:
             (folder / f"{name}.result.json").unlink(missing_ok=True)
+            for side in "ab":
+                shutil.rmtree(folder / f"{name}.{side}", ignore_errors=True)
     left = [name for name in names if not (folder / f"{name}.result.json").exists()]
     if left:
         examined(left, folder)

@@ -43,6 +43,12 @@ def write_checkpoint(folder: Path, settings: dict[str, Any], seed: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.1, generator=draw)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.data = buffer.data.float()  # as it is published, whatever the rest is
+    for name, parameter in model.named_parameters():
+        if name.endswith("e_score_correction_bias"):
+            parameter.data = parameter.data.float()
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(settings))
 
@@ -125,7 +131,8 @@ def main(port: int, folder: Path, names: list[str]) -> None:
     for number, name in enumerate(names):
         if number == 0:
             settings = json.loads((folder / f"{name}.json").read_bytes())
-            write_checkpoint(folder / f"{name}.a", settings, 0)
+            if not (folder / f"{name}.a").exists():
+                write_checkpoint(folder / f"{name}.a", settings, 0)
             loader_process.prepare(str(folder / f"{name}.a"), 0, 1, port)
         found = examine(folder, name)
         (folder / f"{name}.result.json").write_text(json.dumps(found))

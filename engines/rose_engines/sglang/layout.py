@@ -397,6 +397,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch sa
         self._watched = watched
         self.boxes: dict[str, list[Box]] = defaultdict(list)
         self._sources = {_address(tensor): name for name, tensor in sources.items()}
+        # What a loader has put together of several before it copies it, and kept alive.
+        self._joined: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._targets: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
         for name, parameter in parameters.items():
             self._targets[_address(parameter)].append((name, parameter.detach()))
@@ -410,6 +412,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch sa
     ) -> Any:  # noqa: ANN401
         target = self._target(func, args, kwargs or {})
         if target is None:
+            if func is torch.ops.aten.cat.default and all(map(self._is_source, args[0])):
+                return self._join(args[0], *args[1:])
             copied = func in _COPIES and self._is_source(args[0]) and _same_type(args[0], kwargs)
             return args[0] if copied else func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
@@ -441,12 +445,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch sa
                     return name, parameter
         return None
 
+    def _join(self, parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        """Parts one below the other (MLA's ``q_a`` and ``kv_a``); others are computed."""
+        whole = torch.cat(parts, dim)
+        if dim == 0 and len({part.dtype for part in parts}) == 1:
+            self._joined[_address(whole)] = whole, list(parts)
+        return whole
+
     def _is_source(self, tensor: torch.Tensor) -> bool:
         return _address(tensor) in self._sources
 
     def _copied(
         self, name: str, parameter: torch.Tensor, target: torch.Tensor, source: torch.Tensor
     ) -> None:
+        whole, parts = self._joined.get(_address(source), (None, []))
+        if whole is not None and source.shape == whole.shape == target.shape:
+            rows = [part.shape[0] for part in parts]
+            for part, below in zip(parts, target.split(rows), strict=True):
+                self._copied(name, parameter, below, part)
+            return
         origin = self._sources.get(_address(source))
         if origin is None:
             raise UnsupportedEngine(f"the engine's loader computes what it copies into {name!r}")

@@ -1,0 +1,32 @@
+"""Models that a commit in place leaves exact to the last tensor: a part of ``make atlas``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.atlas.__main__ import examined
+
+pytestmark = pytest.mark.engine
+
+# Plain; with tensors that are made of weights (MLA, whose two projections are loaded as one, and
+# norms); and one that is transposed.
+EXPECTED = {
+    "qwen3": "exact",
+    "deepseek-v3": "exact after refresh",
+    "gemma2": "exact after refresh",
+    "gpt-oss": "refused",
+}
+
+
+def test_named_models_are_exact_or_refused_as_the_page_says(tmp_path: Path) -> None:
+    examined(list(EXPECTED), tmp_path)
+    found = {name: json.loads((tmp_path / f"{name}.result.json").read_bytes()) for name in EXPECTED}
+    assert {name: one["result"] for name, one in found.items()} == EXPECTED
+    assert all(one["tensors"] > 30 for one in found.values() if one["result"] != "refused")
+    assert "transposes" in found["gpt-oss"]["why"]
+    page = (Path(__file__).parents[2] / "docs" / "atlas.md").read_text()
+    for name, one in found.items():
+        assert f"| `{one['architecture']}` | {name} | {one['result']} |" in page
