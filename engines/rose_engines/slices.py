@@ -69,13 +69,12 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Storage(Protocol):
-    """A live parameter, flat: ``HostTensor`` or what lies on an accelerator.
+    """A live parameter, flat: ``HostTensor`` or what lies on an accelerator."""
 
-    Attributes:
-        current: whether what the engine keeps that is made of it follows it.
-    """
-
-    current: Callable[[], bool]
+    @property
+    def current(self) -> Callable[[], bool]:
+        """Whether what the engine keeps that is made of it follows it."""
+        ...
 
     def take(self, where: Where) -> Bits:
         """A copy of these elements, in host memory."""

@@ -241,3 +241,32 @@ def test_device_tensor_moves_bits(dtype: torch.dtype, bits: type[np.generic]) ->
     assert list(tensor.take(np.array([2, 5]))) == [60000, 7]
     tensor.put(slice(0, 2), np.array([1, 2], bits))
     assert list(tensor.all_bits()[:3]) == [1, 2, 60000]
+
+
+class Joining(Model):
+    """Two checkpoint tensors are put together before they are copied, as MLA's projections are."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], dim: int) -> None:
+        self.dim = dim
+        super().__init__(tensors)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        given = dict(weights)
+        gate, up = (given.pop(f"{LAYER}mlp.{part}_proj.weight") for part in ("gate", "up"))
+        super().load_weights(given.items())
+        whole = torch.cat([gate, up], self.dim).reshape(12, 4)
+        self.parameters[f"{LAYER}mlp.gate_up_proj.weight"].copy_(whole)
+
+
+def test_tensors_that_are_put_one_below_the_other_are_followed() -> None:
+    tensors = checkpoint()
+    live = live_tensors(Joining(tensors, 0), stored(tensors))
+    apart = live_tensors(Model(tensors), stored(tensors))
+    assert live.keys() == apart.keys()
+    assert all(np.array_equal(live[name].all_bits(), apart[name].all_bits()) for name in live)
+
+
+def test_tensors_that_are_put_side_by_side_are_refused() -> None:
+    model = Joining(checkpoint(), 1)
+    with pytest.raises(UnsupportedEngine, match="computes what it copies into .*gate_up_proj"):
+        derive(model, model.parameters, stored(checkpoint()))

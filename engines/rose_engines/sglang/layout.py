@@ -219,8 +219,8 @@ def _absorbed(module: torch.nn.Module) -> Iterator[_Made]:
 
 def _half(weight: torch.Tensor, sizes: list[int], number: int) -> torch.Tensor:
     """Keys as (head, key, latent), values as (head, latent, value)."""
-    half = weight.detach().unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)[number]
-    return half.transpose(1, 2) if number else half
+    heads = weight.detach().view(-1, sum(sizes), weight.shape[1])
+    return heads[:, sizes[0] :].transpose(1, 2) if number else heads[:, : sizes[0]]
 
 
 class _Held(NamedTuple):
@@ -460,9 +460,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch sa
     ) -> None:
         whole, parts = self._joined.get(_address(source), (None, []))
         if whole is not None and source.shape == whole.shape == target.shape:
-            rows = [part.shape[0] for part in parts]
-            for part, below in zip(parts, target.split(rows), strict=True):
-                self._copied(name, parameter, below, part)
+            first = 0
+            for part in parts:
+                self._copied(name, parameter, target[first : first + part.shape[0]], part)
+                first += part.shape[0]
             return
         origin = self._sources.get(_address(source))
         if origin is None:
