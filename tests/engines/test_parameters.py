@@ -268,5 +268,5 @@ def test_tensors_that_are_put_one_below_the_other_are_followed() -> None:
 
 def test_tensors_that_are_put_side_by_side_are_refused() -> None:
     model = Joining(checkpoint(), 1)
-    with pytest.raises(UnsupportedEngine, match="computes what it copies into .*gate_up_proj"):
+    with pytest.raises(UnsupportedEngine, match=r"computes what it copies into .*gate_up_proj"):
         derive(model, model.parameters, stored(checkpoint()))
