@@ -383,7 +383,7 @@ class Host:
             await self._close(box)
         else:  # what an earlier process of this host left behind
             await self._runtime.end(Handle(key_of(session)))
-        handle, spec = await self._bring(record, key_of(session))
+        ((handle, spec),) = await self._bring(record, [key_of(session)])
         try:
             owned = await asyncio.to_thread(self._records.own, session, self._owner)
             noted = tuple(_noted(one) for one in happened)
@@ -418,29 +418,41 @@ class Host:
             raise ValueError(f"n is {n}; a fork has 1 to {MOST_CHILDREN} children")
         record = await self._record(session, turn)
         ids = await asyncio.to_thread(self._records.ids, record)
+        history = await asyncio.to_thread(self._records.history, record)
+        given = Forked((), record.turn, ids, record.weight_versions, history)
         names = [f"{session}.{record.turn}-{uuid.uuid4().hex[:8]}" for _ in range(n)]
+        brought = await self._bring(record, [key_of(name) for name in names])
         made = await asyncio.gather(
-            *(self._child(name, session, record, ids) for name in names), return_exceptions=True
+            *(
+                self._child(name, (session, record), given, *one)
+                for name, one in zip(names, brought, strict=True)
+            ),
+            return_exceptions=True,
         )
         failed = [one for one in made if isinstance(one, BaseException)]
         if failed:
             await asyncio.gather(*(self.end(name, forget=True) for name in names))
             raise failed[0]
-        history = await asyncio.to_thread(self._records.history, record)
-        return Forked(tuple(names), record.turn, ids, record.weight_versions, history)
+        return replace(given, sessions=tuple(names))
 
-    async def _child(self, name: str, parent: str, record: Record, ids: tuple[int, ...]) -> None:
-        handle, spec = await self._bring(record, key_of(name))
+    async def _child(
+        self,
+        name: str,
+        parent: tuple[str, Record],
+        given: Forked,
+        handle: Handle,
+        spec: SandboxSpec,
+    ) -> None:
+        session, record = parent
         try:
             owned = await asyncio.to_thread(self._records.own, name, self._owner)
-            at = (parent, record.turn)
+            at = (session, record.turn)
             await asyncio.to_thread(self._records.adopt, owned, record, at)
         except WeightsError:
             await self._runtime.end(handle)
             raise
         box = _Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
-        box.ids, box.versions = ids, record.weight_versions
-        box.history = await asyncio.to_thread(self._records.history, record)
+        box.ids, box.versions, box.history = given.ids, given.weight_versions, given.history
         box.effects = tuple(_effect(one) for one in record.effects)
         box.commands = {one.name: one for one in record.commands}
         await self._begin(name, box)
@@ -592,8 +604,9 @@ class Host:
 
     # -- parts ----------------------------------------------------------------------------------
 
-    async def _bring(self, record: Record, key: str) -> tuple[Handle, SandboxSpec]:
-        spec = _spec_of(record.spec, key)
+    async def _bring(self, record: Record, keys: Sequence[str]) -> list[tuple[Handle, SandboxSpec]]:
+        """Sandboxes of a record, whose parts are read once. All of them, or none."""
+        specs = [_spec_of(record.spec, key) for key in keys]
         async with self._folder() as folder:
             found: dict[str, Part | None] = {}
             for name, part in (("files", record.files), ("processes", record.processes)):
@@ -602,11 +615,10 @@ class Host:
                     path = folder / f"{name}.tar"
                     await asyncio.to_thread(self._records.part_into, part, path)
                     found[name] = Part(path, part.size)
-            saved = replace(spec, key=str(record.spec["key"]))
+            saved = replace(specs[0], key=str(record.spec["key"]))
             parts = CheckpointParts(saved, found["files"], found["processes"])
-            if parts.files is None and parts.processes is None:
-                return await self._runtime.create(spec), spec
-            return await self._runtime.restore(parts, spec), spec
+            handles = await self._runtime.restore_all(parts, specs)
+            return list(zip(handles, specs, strict=True))
 
     @asynccontextmanager
     async def _folder(self) -> AsyncIterator[Path]:

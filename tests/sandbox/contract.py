@@ -225,6 +225,25 @@ class Contract:
             await runtime.fork(box, ["d", "a"])
         assert len(await runtime.sandboxes()) == 4
 
+    async def test_any_number_begin_from_the_same_parts_all_or_none(
+        self, runtime: Runtime, box: Handle, tmp_path: Path
+    ) -> None:
+        await said(runtime, box, "export X=1; echo 1 > /home/x; sleep 1000 &", session="main")
+        parts = await runtime.checkpoint(box, Kind.FULL, tmp_path)
+        await said(runtime, box, "echo 2 > /home/x")
+        specs = [replace(parts.spec, key=key) for key in ("a", "b", "c")]
+        children = await runtime.restore_all(parts, specs)
+        assert [child.key for child in children] == ["a", "b", "c"]
+        for child in children:
+            await said(runtime, child, "pgrep -x sleep")
+            assert await said(runtime, child, "echo $X; cat /home/x", session="main") == "1\n1\n"
+            await said(runtime, child, f"echo {child.key} > /home/x")
+        for child in children:
+            assert await said(runtime, child, "cat /home/x") == f"{child.key}\n"
+        with pytest.raises(AlreadyThere):
+            await runtime.restore_all(parts, [replace(parts.spec, key="d"), specs[0]])
+        assert len(await runtime.sandboxes()) == 4
+
     async def test_a_suspended_sandbox_has_no_process_and_runs_on_when_resumed(
         self, runtime: Runtime, box: Handle, tmp_path: Path
     ) -> None:

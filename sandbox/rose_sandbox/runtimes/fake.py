@@ -398,6 +398,20 @@ class FakeRuntime:
         self._fill(world, parts)
         return self._add(world)
 
+    async def restore_all(
+        self, parts: CheckpointParts, specs: Sequence[SandboxSpec]
+    ) -> tuple[Handle, ...]:
+        """See ``Runtime``."""
+        made: list[Handle] = []
+        try:
+            for spec in specs:
+                made.append(await self.restore(parts, spec))  # noqa: PERF401 - what is made counts
+        except BaseException:
+            for one in made:
+                await self.end(one)
+            raise
+        return tuple(made)
+
     def _fill(self, world: _World, parts: CheckpointParts) -> None:
         try:
             image = dict(self._images[world.spec.image])

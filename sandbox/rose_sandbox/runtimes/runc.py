@@ -25,7 +25,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -641,9 +641,39 @@ class RuncRuntime:
 
     async def restore(self, parts: CheckpointParts, spec: SandboxSpec) -> Handle:
         """See ``Runtime``."""
-        if (spec.image, spec.folder) != (parts.spec.image, parts.spec.folder):
-            raise CannotRestore(f"{spec.key} has another image or folder than {parts.spec.key}")
-        return await self._begin(spec, parts)
+        (made,) = await self.restore_all(parts, [spec])
+        return made
+
+    async def restore_all(
+        self, parts: CheckpointParts, specs: Sequence[SandboxSpec]
+    ) -> tuple[Handle, ...]:
+        """See ``Runtime``."""
+        for spec in specs:
+            if (spec.image, spec.folder) != (parts.spec.image, parts.spec.folder):
+                raise CannotRestore(f"{spec.key} has another image or folder than {parts.spec.key}")
+        if len(specs) == 1 or parts.files is None:
+            return await self._all(self._begin(spec, parts) for spec in specs)
+        await self._open()
+        self._next += 1
+        cut = f"{specs[0].key}.{self._next}"
+        try:
+            # Unpacked once: a snapshot of it costs milliseconds, whatever its size.
+            await self._volume.make(cut, specs[0].limits.disk_bytes)
+            await self._fill(parts.files, cut)
+            return await self._all(self._begin(spec, parts, cut) for spec in specs)
+        finally:
+            await self._volume.remove(cut)
+
+    async def _all(self, begun: Iterable[Coroutine[None, None, Handle]]) -> tuple[Handle, ...]:
+        """Sandboxes that begin beside each other: all of them or none."""
+        results = await asyncio.gather(*begun, return_exceptions=True)
+        failed = [result for result in results if isinstance(result, BaseException)]
+        made = tuple(result for result in results if isinstance(result, Handle))
+        if failed:
+            for one in made:
+                await self.end(one)
+            raise failed[0]
+        return made
 
     async def fork(self, handle: Handle, keys: Sequence[str]) -> tuple[Handle, ...]:
         """See ``Runtime``."""
@@ -660,20 +690,12 @@ class RuncRuntime:
             await self._cut(handle.key, Kind.FULL, cut)
             await self._pack_images(handle.key, packed)
             parts = CheckpointParts(record.spec, processes=_part(packed))
-            results = await asyncio.gather(
-                *(self._begin(replace(record.spec, key=key), parts, cut) for key in keys),
-                return_exceptions=True,
+            return await self._all(
+                self._begin(replace(record.spec, key=key), parts, cut) for key in keys
             )
         finally:
             await self._volume.remove(cut)
             packed.unlink(missing_ok=True)
-        failed = [result for result in results if isinstance(result, BaseException)]
-        if failed:
-            for result in results:
-                if isinstance(result, Handle):
-                    await self.end(result)
-            raise failed[0]
-        return tuple(result for result in results if isinstance(result, Handle))
 
     async def suspend(self, handle: Handle, into: Path) -> CheckpointParts:
         """See ``Runtime``."""

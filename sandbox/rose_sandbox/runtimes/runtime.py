@@ -297,6 +297,18 @@ class Runtime(Protocol):
         """
         ...
 
+    async def restore_all(
+        self, parts: CheckpointParts, specs: Sequence[SandboxSpec]
+    ) -> tuple[Handle, ...]:
+        """Make a sandbox of each spec from the same parts; of none, the bare image's.
+
+        All of them or none.
+
+        Raises:
+            UnknownImage, AlreadyThere, CannotRestore: as ``restore``.
+        """
+        ...
+
     async def fork(self, handle: Handle, keys: Sequence[str]) -> tuple[Handle, ...]:
         """A sandbox for each key as this one is now; it runs on. All of them or none.
 
