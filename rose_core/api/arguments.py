@@ -51,6 +51,8 @@ def _share(text: str) -> bool:
 
 _SWITCH = Argument("nothing, or true", lambda text: text in {"", "true"})
 
+ROUTED_EXPERTS = "enable-return-routed-experts"
+
 ALLOWED: Mapping[str, Argument] = {
     "attention-backend": _words("torch_native", "triton", "flashinfer", "fa3", "intel_amx"),
     # A chunk is the longest that serving waits for: 512 tokens take an H200 28 to 60 ms with an 8B.
@@ -63,7 +65,7 @@ ALLOWED: Mapping[str, Argument] = {
     "enable-fp32-lm-head": _SWITCH,
     "enable-mixed-chunk": _SWITCH,
     # Routing replay: a mixture of experts says which experts each token went through.
-    "enable-return-routed-experts": _SWITCH,
+    ROUTED_EXPERTS: _SWITCH,
     "grammar-backend": _words("xgrammar", "outlines", "llguidance", "none"),
     # The KV pool's size is told from 16 bits, and computed anew with other keys it samples others.
     "kv-cache-dtype": _words("auto", "bf16", "bfloat16"),

@@ -64,6 +64,7 @@ class Settings:
         drain_seconds: how long live turns may go on after SIGTERM.
         replay_seconds: how long a finished turn answers its duplicate id.
         reported_gpus: GPUs that ``/server_info`` names; trainers size their concurrency by it.
+        routed_experts: the lease's engines say which experts tokens went through; trainers ask.
         ingest_url, ingest_token: ``rose ingest``, for trainers that push checkpoints.
         batches_url, batches_token: ``rose batches``, for files and batches; empty = there is none.
         traces: where an OTLP receiver listens; empty = no span is made.
@@ -102,6 +103,7 @@ class Settings:
     drain_seconds: float = 20.0
     replay_seconds: float = 120.0
     reported_gpus: int = 1
+    routed_experts: bool = False
     ingest_url: str = ""
     ingest_token: str = ""
     batches_url: str = ""

@@ -65,6 +65,9 @@ def _about_the_lease(add: Add, defaults: Settings) -> None:
     add("--tokenizer", type=Path, help="tokenizer.json or its folder; without: token ids only")
     add("--tokenizers", type=Path,
         help="folder with such a folder for each model; that of --model is taken")  # fmt: skip
+    add("--routed-experts", action="store_true",
+        help="the lease's engines run with enable-return-routed-experts: trainers ask /server_info "
+        "before they use routing replay")  # fmt: skip
     add("--reported-gpus", type=count,
         help="GPUs that /server_info names: the dedicated size of the job; without it one for each "
         "engine of --dedicated, at least one")  # fmt: skip
@@ -228,6 +231,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         max_losses=flags.max_losses,
         drain_seconds=flags.drain_seconds,
         reported_gpus=flags.reported_gpus or max(1, len(flags.dedicated)),
+        routed_experts=flags.routed_experts,
         dedicated=frozenset(flags.dedicated),
         **_replicas(flags),
         batches_url=_of_lease("--batches", flags.batches, flags.lease),

@@ -535,6 +535,15 @@ LEASES: list[tuple[str, Row | Refused]] = [
     ),
     (
         "engineArguments",
+        Row(
+            {"engineArguments": {"enable-return-routed-experts": "true"}},
+            argument("routed-experts"),
+            [],
+            [""],
+        ),
+    ),
+    (
+        "engineArguments",
         Refused("engineArguments has a name that is not on the allow-list"),
     ),
     ("slots.min", Row({"slots": {"min": 1, "max": 5}}, lent, "", "0", **SHARED)),

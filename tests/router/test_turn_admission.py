@@ -8,10 +8,12 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.admission import QueueLimits
+from rose_core.rollouts.fields import Bounds
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.rollouts.versions import Pin
 from rose_core.rollouts.watch import MoveReason
-from rose_core.wire.routing import EngineKind
+from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_router.engines.fleet import Fleet
 from rose_router.errors import BadRequest, Busy, Conflict, Overloaded, Unprocessable
 from rose_router.turns.turn import TurnState
 from tests.router.world import (
@@ -297,3 +299,26 @@ async def test_closing_ends_turns_as_typed_aborts_with_their_tokens() -> None:
         assert turn.finish is not None
         assert turn.finish["type"] == "abort"
         assert turn.held >= 5
+
+
+async def test_what_turns_must_keep_follows_the_engines_that_are_there() -> None:
+    fleet = Fleet(lambda: 0.0, 1.0)
+
+    def engine(name: str, vocabulary: int, context: int, *, leaving: bool = False) -> EngineUpdate:
+        return EngineUpdate(
+            *(name, EngineKind.BORROWED, "a/b", f"http://{name}"),
+            vocabulary=vocabulary,
+            context_tokens=context,
+            leaving=leaving,
+        )
+
+    assert fleet.bounds() == Bounds(0, 0)
+    fleet.apply(engine("a", 500, 4096), 1)
+    assert fleet.bounds() == Bounds(500, 4096)
+    fleet.apply(engine("b", 300, 8192), 2)
+    assert fleet.bounds() == Bounds(300, 4096)
+    fleet.apply(engine("a", 500, 1024), 1)
+    assert fleet.bounds() == Bounds(300, 1024)
+    fleet.apply(engine("b", 300, 8192, leaving=True), 2)
+    fleet.detach(2)
+    assert fleet.bounds() == Bounds(500, 1024)

@@ -16,6 +16,7 @@ import json
 from typing import Any
 
 from rose_core.api import GROUP, RolloutLease
+from rose_core.api.arguments import ROUTED_EXPERTS
 from rose_core.lending.routers import RouterState
 from rose_core.rollouts.router_size import MIB, RouterSize, kept, size_of
 from rose_core.wire.enrolment import router_audience
@@ -389,6 +390,7 @@ def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
         f"--queue-seconds={lease.spec.router.queue_timeout_seconds}",
         f"--policy={lease.spec.router.policy.value}",
         *(f"--dedicated={name}" for name in lease.spec.dedicated_engines),
+        *(["--routed-experts"] if ROUTED_EXPERTS in lease.spec.engine_arguments else []),
     ]
 
 

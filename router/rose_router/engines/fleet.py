@@ -201,6 +201,7 @@ class Fleet:
         self._clock = clock
         self._pause_seconds = pause_seconds
         self._engines: dict[str, Engine] = {}
+        self._bounds: Bounds | None = None  # asked for at every turn, and seldom another
         self.head: WeightVersion | None = None
         self.residents = Residents()
         self._part: Callable[[int], int] = lambda cap: cap
@@ -245,7 +246,9 @@ class Fleet:
 
     def bounds(self) -> Bounds:
         """What every engine attached is known to bear."""
-        return least(engine.bounds for engine in self._engines.values())
+        if self._bounds is None:
+            self._bounds = least(engine.bounds for engine in self._engines.values())
+        return self._bounds
 
     def has_room(self) -> bool:
         """Whether any engine is open and below its cap."""
@@ -258,7 +261,7 @@ class Fleet:
 
     def apply(self, update: EngineUpdate, stream: int) -> None:
         """Take an owner's word about an engine."""
-        now = self._clock()
+        now, self._bounds = self._clock(), None
         engine = self._engines.get(update.engine)
         if engine is None:
             engine = Engine(update, stream, now, part=self._part)
@@ -310,6 +313,7 @@ class Fleet:
             self.changed.fire()
 
     def _drop(self, engine: Engine) -> None:
+        self._bounds = None
         del self._engines[engine.name]
         self.residents.drop_engine(engine.name)
         for leg in list(engine.legs.values()):

@@ -88,7 +88,7 @@ def server_info_json(service: Service) -> dict[str, Any]:
         "nnodes": 1,
         "num_gpus": service.settings.reported_gpus,
         "enable_memory_saver": False,
-        "enable_return_routed_experts": False,
+        "enable_return_routed_experts": service.settings.routed_experts,
         "max_running_requests": max(places, service.settings.queue.most),
         "internal_states": [],
     }

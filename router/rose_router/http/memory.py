@@ -89,6 +89,9 @@ class MemoryLimiter:
         self.taken = 0
         self._resident = resident
         self._seen, self._looked = 0, -math.inf
+        metrics.MEMORY_TAKEN.set_function(
+            lambda: self.taken
+        )  # asked for, not told three times a turn
 
     @property
     def most_text(self) -> int:
@@ -139,7 +142,6 @@ class MemoryLimiter:
     def give(self, bytes_: int) -> None:
         """Count bytes as free again."""
         self.taken -= bytes_
-        metrics.MEMORY_TAKEN.set(self.taken)
 
 
 class MemoryReservation:

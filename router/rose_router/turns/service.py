@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rose_core.rollouts import versions
 from rose_core.rollouts.errors import UnknownVersion, VersionGone
-from rose_core.rollouts.fields import Bounds, check_within, least
+from rose_core.rollouts.fields import NOTHING_SAID, Bounds, check_within, least
 from rose_core.rollouts.guards import RolloutOutlook
 from rose_core.rollouts.prefixes import Prefixes
 from rose_core.rollouts.reply_time import Queue, reply_seconds
@@ -98,6 +98,7 @@ class Service:
         )
         self.room.finish_rate = self._finish_rate
         self.draining = False
+        self._bounds: tuple[Bounds | None, Bounds] = None, NOTHING_SAID
         self.labels: dict[str, str] = {}
         self.on_turn: Callable[[], None] = _nothing
         self.sandboxes: Listener = Nobody()
@@ -220,8 +221,11 @@ class Service:
 
     def bounds(self) -> Bounds:
         """What a turn must keep to run on the engines of this lease."""
-        lease = Bounds(context=self.settings.context_tokens)
-        return least((lease, self.fleet.bounds()))
+        known = self.fleet.bounds()
+        if known is not self._bounds[0]:
+            lease = Bounds(context=self.settings.context_tokens)
+            self._bounds = known, least((lease, known))
+        return self._bounds[1]
 
     def leave(self, turn: Turn) -> None:
         """A caller no longer listens; nobody listening ends the turn."""

@@ -403,7 +403,9 @@ def _session(rose: Rose, asked: Hinted, headers: Mapping[str, str]) -> tuple[str
 
 def _of_harness(asked: Hinted, headers: Mapping[str, str]) -> Iterator[tuple[str, object]]:
     """Where a harness may have put a key."""
-    yield from ((name, headers.get(name)) for name in _HARNESS_HEADERS)
+    yield from [(name, headers[name]) for name in _HARNESS_HEADERS if name in headers]
+    if not (asked.metadata or asked.prompt_cache_key or asked.conversation_id):
+        return  # as every trainer's request
     more = asked.metadata if isinstance(asked.metadata, dict) else {}
     yield from ((f"metadata.{name}", more.get(name)) for name in _METADATA)
     perhaps = (
