@@ -235,7 +235,7 @@ RULES: tuple[Rule, ...] = (
         (_P.ROUTER,),
         "its lease, for the caller that it names; by the token of rose batches, or on the loopback",
     ),
-    Rule(_L.SANDBOX, ("GET /healthz",), (_P.ANYBODY,)),
+    Rule(_L.SANDBOX, _PAGES, (_P.ANYBODY,)),
     Rule(
         _L.SANDBOX,
         (

@@ -45,6 +45,7 @@ PACKAGES = {
     "rose_trainer": "trainer/rose_trainer",
     "rose_rewards": "rewards/rose_rewards",
     "rose_batches": "batches/rose_batches",
+    "rose_sandbox": "sandbox/rose_sandbox",
     "rose_engines": "engines/rose_engines",
 }
 

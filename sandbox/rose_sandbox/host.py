@@ -34,6 +34,7 @@ from rose_core.sandboxes import outside, policy
 from rose_core.sandboxes.outside import Effect
 from rose_core.sandboxes.policy import Action, Costs, Decision, Traffic, Wait, decide
 from rose_core.sandboxes.turns import HOLD_SECONDS, Clock, Phase
+from rose_sandbox import metrics
 from rose_sandbox.admission import Admission
 from rose_sandbox.answers import Forked, Restored, Told
 from rose_sandbox.egress import Egress
@@ -243,6 +244,7 @@ class Host:
     async def end(self, session: str, *, forget: bool = False) -> None:
         """End a session's sandbox; its records stay unless ``forget``. Ended is no error."""
         box = self._boxes.pop(session, None)
+        metrics.SANDBOXES.set(len(self._boxes))
         if box is not None:
             await self._settle(box)
             await self._close(box)
@@ -292,8 +294,10 @@ class Host:
         box = self._box(session)
         if box.boundary is not None and not box.boundary.done():
             # Held, but not for ever: the caller sees in recoverable_to that it was let go.
+            asked = self._now()
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(box.boundary), HOLD_SECONDS)
+            metrics.HELD_SECONDS.inc(self._now() - asked)
         if box.boundary is not None and box.boundary.done():
             box.boundary.result()
         if box.clock.phase is not Phase.ACTING:
@@ -396,6 +400,7 @@ class Host:
         box.history = history
         box.commands = {one.name: one for one in record.commands}
         await self._begin(session, box)
+        metrics.RESTORES.labels("restore").inc()
         told = self._tell(session, box)
         return Restored(told, ids, record.weight_versions, crossing, history)
 
@@ -433,6 +438,7 @@ class Host:
         if failed:
             await asyncio.gather(*(self.end(name, forget=True) for name in names))
             raise failed[0]
+        metrics.RESTORES.labels("fork").inc(n)
         return replace(given, sessions=tuple(names))
 
     async def _child(
@@ -494,6 +500,7 @@ class Host:
         """Another host has the session: what runs here belongs to nobody."""
         if self._boxes.get(session) is box:
             del self._boxes[session]
+            metrics.SANDBOXES.set(len(self._boxes))
             self._fenced[session] = str(error)
             if len(self._fenced) > _MOST_FENCED:
                 del self._fenced[next(iter(self._fenced))]
@@ -555,6 +562,9 @@ class Host:
                 await self._resume(box)
             box.clock = box.clock.failed()
         box.seconds = self._now() - began
+        saved = "failed" if box.unsaved else box.decision.action
+        metrics.TURNS.labels(saved, box.decision.reason).inc()
+        metrics.CHECKPOINT_SECONDS.inc(box.seconds)
 
     async def _cut(self, box: _Box, decision: Decision, folder: Path) -> CheckpointParts:
         if decision.action is Action.NONE:
@@ -600,7 +610,12 @@ class Host:
                 whole = replace(turn, files=halves.get("files"), processes=halves.get("processes"))
                 self._records.publish(box.owned, whole)
 
+        before = box.owned.written
         await asyncio.to_thread(publish)
+        metrics.RECORD_BYTES.inc(box.owned.written - before)
+        if (made := box.owned.last) is not None:
+            parts_of = (one.size for one in (made.files, made.processes) if one is not None)
+            metrics.STATE_BYTES.inc(sum(parts_of))
 
     # -- parts ----------------------------------------------------------------------------------
 
@@ -644,6 +659,7 @@ class Host:
 
     async def _begin(self, session: str, box: _Box) -> None:
         self._boxes[session] = box
+        metrics.SANDBOXES.set(len(self._boxes))
         self._fenced.pop(session, None)
         if self._renewing is None:
             self._renewing = asyncio.create_task(self._renew_for_ever())

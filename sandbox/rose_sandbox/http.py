@@ -35,11 +35,12 @@ from aiohttp.typedefs import Middleware
 from rose_core.sandboxes.outside import EffectsCrossed
 from rose_core.sandboxes.policy import Traffic, Wait
 from rose_core.sandboxes.turns import OutOfTurn
-from rose_sandbox import errors
+from rose_sandbox import errors, metrics
 from rose_sandbox.host import COMMAND_SECONDS, Host, memory_traffic
 from rose_sandbox.runtimes.runtime import FILE_BYTES, Limits
 from rose_weights.errors import Fenced, WeightsError
 from rose_wire.bearer import is_bearer
+from rose_wire.observability import pages
 
 STATUS: dict[type[Exception], int] = {
     errors.UnknownSandbox: 404,
@@ -129,9 +130,9 @@ def application(host: Host, traffic: ServingTraffic, token: str) -> web.Applicat
     """The routes over a host; an empty token asks for none."""
     api = _Api(host, traffic)
     app = web.Application(client_max_size=FILE_BYTES, middlewares=[_named, _guarded(token)])
+    app.add_routes(pages(metrics.REGISTRY))
     app.add_routes(
         [
-            web.get("/healthz", api.health),
             web.post("/traffic", api.traffic),
             web.get("/sessions", api.sessions),
             web.post("/sessions", api.create),
@@ -176,7 +177,8 @@ def _guarded(token: str) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         header = request.headers.get("Authorization", "")
-        if token and request.path != "/healthz" and not is_bearer(header, token):
+        open_ = request.path in {"/healthz", "/metrics"}  # they say nothing of sessions
+        if token and not open_ and not is_bearer(header, token):
             body = {"error": "NotAllowed", "message": "bearer token missing or wrong"}
             return web.json_response(body, status=401)
         return await handler(request)
@@ -194,9 +196,6 @@ async def _read(request: web.Request, kind: type[Body]) -> Body:
 class _Api:
     def __init__(self, host: Host, traffic: ServingTraffic) -> None:
         self._host, self._traffic = host, traffic
-
-    async def health(self, _request: web.Request) -> web.Response:
-        return web.Response()
 
     async def traffic(self, request: web.Request) -> web.Response:
         told = await _read(request, _Burns)

@@ -21,6 +21,7 @@ from rose_sandbox.client import RemoteHost, Sandbox
 from rose_sandbox.errors import AlreadyThere, BadPath, HostAway, UnknownImage, UnknownTurn
 from rose_sandbox.http import ServingTraffic, application
 from rose_sandbox.main import parser
+from rose_sandbox.metrics import REGISTRY
 from rose_sandbox.runtimes.runtime import Handle
 from tests.sandbox.test_host import World
 
@@ -101,7 +102,31 @@ async def test_nobody_calls_without_the_token(served: Served) -> None:
             path = route.get_info().get("path") or route.get_info()["formatter"]
             method = "GET" if route.method == "*" else route.method
             async with http.request(method, served.url + path) as answer:
-                assert answer.status == (200 if path == "/healthz" else 401)
+                assert answer.status == (200 if path in {"/healthz", "/metrics"} else 401)
+
+
+async def test_metrics_say_what_was_saved_and_what_it_cost(served: Served) -> None:
+    def now(name: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(f"rose_sandbox_{name}", labels) or 0.0
+
+    full = {"saved": "full", "reason": "changed"}
+    before = [now("turns_total", **full), now("record_bytes_total"), now("state_bytes_total")]
+    forked = now("restores_total", by="fork")
+    async with Sandbox(session="s", url=served.url, token="word") as box:
+        await box.write("/home/a", b"1" * 100_000)
+        await box.checkpoint([1])
+        assert now("turns_total", **full) == before[0] + 1
+        wrote, stands = now("record_bytes_total") - before[1], now("state_bytes_total") - before[2]
+        assert 0 < wrote < stands  # pages of the same bytes are one
+        await box.checkpoint([1, 2])  # nothing has changed: little is written for as much
+        assert now("record_bytes_total") - before[1] < 2 * wrote
+        assert now("state_bytes_total") - before[2] == 2 * stands
+        assert now("sandboxes") == 1
+        for child in await box.fork(2):
+            async with child:
+                assert now("restores_total", by="fork") == forked + 2
+    async with aiohttp.ClientSession() as http, http.get(f"{served.url}/metrics") as answer:
+        assert "rose_sandbox_held_seconds_total" in await answer.text()
 
 
 async def test_every_route_stands_in_the_table_of_rights(served: Served) -> None:
