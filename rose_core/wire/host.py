@@ -175,11 +175,14 @@ class HostStatus(msgspec.Struct, frozen=True):
     Attributes:
         capabilities: what the host can do, as ``rose_core.devices.capabilities`` names it.
         models: what lies on the node; None before the host has looked.
+        certificates: SHA-256 of those with which its data routes answer, now or soon, in hex; empty
+            = they are plain HTTP.
     """
 
     engines: tuple[EngineStatus, ...] = ()
     capabilities: dict[str, str] = {}
     models: tuple[NodeModel, ...] | None = None
+    certificates: tuple[str, ...] = ()
 
 
 class Accepted(msgspec.Struct, frozen=True):

@@ -30,6 +30,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
         engine: unique name; for a borrowed engine the slot's name.
         lease: ``namespace/name`` of the lease whose router this must be.
         url: base URL of the data route; ``token`` is its bearer token.
+        certificates: SHA-256, in hex, of those that the data route may answer with; empty = as
+            ``url`` says by itself.
         gate_open: turns may be sent and tokens may be expected.
         cap: most turns in flight, the actuator of the budget loop.
         version, digest: attested on the live weights; empty = no version, no turns.
@@ -65,6 +67,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     reuses_kv: bool = False
     relayed: bool = False
     leaving: bool = False
+    certificates: tuple[str, ...] = ()
 
 
 class RouterNote(msgspec.Struct, frozen=True, omit_defaults=True):

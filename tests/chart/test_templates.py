@@ -349,6 +349,13 @@ def test_the_sleeper_runs_where_it_is_asked_for_and_has_time_to_wake_serving() -
         assert pod["terminationGracePeriodSeconds"] == seconds
 
 
+def test_turns_are_encrypted_wherever_the_other_hops_are() -> None:
+    for enabled in (True, False):
+        values = {**LENDING, "tls": {"enabled": enabled}}
+        host = render(values).container("DaemonSet", "rose-engine-host", "engine-host")
+        assert ("--data-tls" in host["args"]) is enabled
+
+
 def limit_of(values: Object, name: str) -> str | None:
     container = render(values).container(*WORKLOADS[name], name)
     found: str | None = container["resources"].get("limits", {}).get("memory")

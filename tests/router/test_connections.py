@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rose_dev.waiting import until
-from rose_router.engines.connections import Connection, Connections, Stage
+from rose_router.engines.connections import Connection, Connections, Place, Stage
 from rose_router.errors import Unreachable
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
-Place = tuple[str, int, bool]
+
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -41,7 +41,7 @@ async def engine(answer: Answer) -> AsyncIterator[tuple[Engine, Connections, Pla
     made, connections = Engine(answer), Connections()
     server = await asyncio.start_server(made, "127.0.0.1", 0)
     try:
-        yield made, connections, ("127.0.0.1", server.sockets[0].getsockname()[1], False)
+        yield made, connections, ("127.0.0.1", server.sockets[0].getsockname()[1], False, ())
     finally:
         connections.close()
         for writer in made.writers:

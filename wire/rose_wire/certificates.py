@@ -89,6 +89,29 @@ def sign(
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
+def make_own(common_name: str, life: dt.timedelta, now: dt.datetime) -> tuple[bytes, bytes]:
+    """A listener's key and a certificate that nobody has signed, PEM; known by ``fingerprint``."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name(common_name)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _SLACK)
+        .not_valid_after(now + life)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return _pem(key), certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def fingerprint(certificate: bytes) -> str:
+    """SHA-256 of a certificate, PEM, in hex."""
+    return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256()).hex()
+
+
 def keep(folder: Path, files: Mapping[str, bytes]) -> None:
     """Replace what a folder holds in one step: who reads meets a key with its own certificate.
 

@@ -53,6 +53,7 @@ class HostLink:
         self._kick = asyncio.Event()
         self.engines: dict[SlotUid, EngineStatus] = {}
         self.capabilities: dict[str, str] = {}
+        self.certificates: tuple[str, ...] = ()
         self.models: tuple[NodeModel, ...] | None = None
         self.answered_ns = 0
         self.asked_ns = 0
@@ -102,6 +103,7 @@ class HostLink:
         self.engines = {engine.slot.uid: engine for engine in status.engines}
         self.capabilities = status.capabilities
         self.models = status.models
+        self.certificates = status.certificates
         # What the list says was true at some moment after it was asked for.
         self.asked_ns, self.answered_ns = asked_ns, time.monotonic_ns()
         self._on_status()

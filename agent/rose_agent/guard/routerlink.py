@@ -144,6 +144,7 @@ def update_of(
     leaving: bool,
     cap: int,
     device_class: str = "",
+    certificates: tuple[str, ...] = (),
 ) -> EngineUpdate:
     """How the engine of a grant stands; ``token`` is what the router shows to the engine."""
     serving = status is not None and status.state is EngineState.SERVING
@@ -167,4 +168,5 @@ def update_of(
         # Also before the engine has it: from then on nobody begins a turn with what is older.
         head=status.head if status else "",
         leaving=leaving,
+        certificates=certificates,
     )

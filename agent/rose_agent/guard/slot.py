@@ -479,6 +479,7 @@ class GuardedSlot:
                 leaving=self.machine.phase is Phase.RELEASING,
                 cap=self.budget.cap(grant.max_concurrent_turns),
                 device_class=self.device_class,
+                certificates=self._host.certificates,
             )
             self._router.tell(grant, update)
 

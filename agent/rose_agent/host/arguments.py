@@ -89,6 +89,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--engine-shm-mib", type=flags.count, default=0, help="own /dev/shm; 0 = shared"
     )
+    made.add_argument(
+        "--data-tls",
+        action="store_true",
+        help="data routes answer with a certificate that routers are told of",
+    )
     made.add_argument("--mps-root", type=Path, help="folder of the MPS daemon")
     made.add_argument("--mps-program", default=PROGRAM, help="the MPS control program")
     made.add_argument("--drain-seconds", type=flags.amount, default=5.0)

@@ -79,6 +79,7 @@ class Attachment:
             digest=ours.digest if ours is not None else "",
             head=ours.head if ours is not None else "",
             leaving=self._leaving.is_set(),
+            certificates=status.certificates,
         )
 
     async def _updates(self) -> AsyncIterator[EngineUpdate]:

@@ -81,6 +81,7 @@ class EngineHost:
         self._draining = False
         self.capabilities: Callable[[], dict[str, str]] = dict
         self.models: Callable[[], tuple[NodeModel, ...] | None] = lambda: None
+        self.certificates: Callable[[], tuple[str, ...]] = tuple
 
     def bind(self, server: Server) -> None:
         """Offer the host's methods."""
@@ -167,7 +168,8 @@ class EngineHost:
     async def status(self, _request: HostStatusRequest) -> HostStatus:
         """Every engine, those that are gone included until their slot is ordered anew."""
         living = [life.status(self.endpoint_of(uid)) for uid, life in self._lives.items()]
-        return HostStatus((*living, *self._gone.values()), self.capabilities(), self.models())
+        every = (*living, *self._gone.values())
+        return HostStatus(every, self.capabilities(), self.models(), self.certificates())
 
     def holdings(self) -> tuple[GpuHolder, ...]:
         """Every engine that may hold a GPU, leftovers that could not be ended included."""

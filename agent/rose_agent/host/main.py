@@ -26,6 +26,7 @@ from rose_agent.host.arguments import parser
 from rose_agent.host.assembly import HostPrivileges, NodeFacts, site_of
 from rose_agent.host.capabilities import Capabilities
 from rose_agent.host.cpu_throttle import CpuThrottle
+from rose_agent.host.data_certificate import DataCertificate
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.engine_host import EngineHost
 from rose_agent.host.helper.client import Helper
@@ -151,12 +152,17 @@ async def _data_route(
     undo.push_async_callback(proxy.stop)
     site.cut = proxy.cut
     place = arguments.data_bind or arguments.data_host
+    route = DataCertificate() if arguments.data_tls else None
     try:
-        port = await proxy.start(place, arguments.data_port)
+        port = await proxy.start(
+            place, arguments.data_port, route.context if route is not None else None
+        )
     except OSError as error:
         reason = f"cannot listen on port {arguments.data_port} there: {error.strerror}"
         raise OSError(error.errno, reason, place) from error
-    host.endpoint = f"http://{arguments.data_host}:{port}"
+    host.endpoint = f"{'https' if route is not None else 'http'}://{arguments.data_host}:{port}"
+    if route is not None:
+        host.certificates = route.announced
     return proxy, port
 
 

@@ -20,6 +20,7 @@ import hmac
 import io
 import logging
 import secrets
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -127,8 +128,8 @@ class DataProxy:
         """Requests in flight."""
         return self._live
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen.
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
+        """Listen, in plain text without a context.
 
         Returns:
             The port (port 0 picks one).
@@ -151,7 +152,7 @@ class DataProxy:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
+        site = web.TCPSite(self._runner, host, port, ssl_context=tls)
         await site.start()
         # aiohttp has no public way to ask for the port it was given.
         return int(site._server.sockets[0].getsockname()[1])  # type: ignore[union-attr]  # noqa: SLF001

@@ -93,7 +93,7 @@ class Attachments:
                 )
                 raise Refused(message)
             # An engine that does not run yet has no route.
-            complaint = Target(update.url, update.token).complaint() if update.url else ""
+            complaint = Target.of(update).complaint() if update.url else ""
             if complaint:
                 message = f"engine {update.engine}: {complaint}"
                 raise Refused(message)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import ssl
 from collections.abc import Callable
 from enum import StrEnum
@@ -30,6 +31,9 @@ END_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
 # An engine that is read more slowly than it writes is made to wait at so many bytes.
 _MOST_BYTES = 1 << 20
+
+Place = tuple[str, int, bool, tuple[str, ...]]
+"""Host, port, whether it is TLS, SHA-256 of the certificates taken (none: by authority)."""
 
 Take = Callable[[bytes], bool]
 """Takes a piece of a body; false when no more is wanted."""
@@ -62,7 +66,7 @@ class Connection(asyncio.Protocol):
         silent: not one byte of this answer has come.
     """
 
-    def __init__(self, pool: Connections, place: tuple[str, int, bool]) -> None:
+    def __init__(self, pool: Connections, place: Place) -> None:
         self._pool = pool
         self.place = place
         self.stage = Stage.IDLE
@@ -250,16 +254,16 @@ class Connections:
     """All connections to engines; idle ones are used again."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
+        self._idle: dict[Place, list[Connection]] = {}
 
-    async def ask(self, place: tuple[str, int, bool], request: bytes) -> Connection:
+    async def ask(self, place: Place, request: bytes) -> Connection:
         """Send a request and wait for the answer's status.
 
         A request whose kept connection turns out to be closed, with not one byte received, is sent
         once more on a fresh one: whoever sits at the other end now has not seen it.
 
         Raises:
-            Unreachable: nobody takes connections there.
+            Unreachable: nobody takes connections there, or somebody else does.
             ConnectionResetError: the connection ended before the status came.
         """
         kept = self._take(place)
@@ -289,7 +293,7 @@ class Connections:
             for connection in connections:
                 connection.hang_up()
 
-    def _take(self, place: tuple[str, int, bool]) -> Connection | None:
+    def _take(self, place: Place) -> Connection | None:
         connections = self._idle.get(place, [])
         while connections:
             connection = connections.pop()
@@ -297,19 +301,40 @@ class Connections:
                 return connection
         return None
 
-    async def _open(self, place: tuple[str, int, bool]) -> Connection:
-        host, port, secure = place
+    async def _open(self, place: Place) -> Connection:
+        host, port, secure, known = place
         loop = asyncio.get_running_loop()
-        context = ssl.create_default_context() if secure else None
+        context = _context(pinned=bool(known)) if secure else None
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, connection = await loop.create_connection(
+                transport, connection = await loop.create_connection(
                     lambda: Connection(self, place), host, port, ssl=context
                 )
         except OSError as error:
             message = f"{host}:{port}: {error}"
             raise Unreachable(message) from error
+        if known and _shown(transport) not in known:
+            connection.hang_up()
+            message = f"{host}:{port} shows a certificate that its node has not told us of"
+            raise Unreachable(message)
         return connection
+
+
+@functools.cache
+def _context(*, pinned: bool) -> ssl.SSLContext:
+    """How TLS is spoken; a pinned certificate is compared by ``_open`` before anything is sent."""
+    context = ssl.create_default_context()
+    if pinned:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _shown(transport: asyncio.BaseTransport) -> str:
+    """SHA-256 of the certificate at the other end, in hex."""
+    tls = transport.get_extra_info("ssl_object")
+    certificate = tls.getpeercert(binary_form=True) if tls is not None else None
+    return hashlib.sha256(certificate or b"").hexdigest()
 
 
 async def _asked(connection: Connection, request: bytes) -> Connection:

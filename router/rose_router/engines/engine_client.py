@@ -18,8 +18,8 @@ import msgspec
 
 from rose_core.rollouts.transcript import PER_TOKEN, StreamEvent
 from rose_core.unreadable import UNREADABLE
-from rose_core.wire.routing import UNSENT
-from rose_router.engines.connections import Connection, Connections, Stage, place_of
+from rose_core.wire.routing import UNSENT, EngineUpdate
+from rose_router.engines.connections import Connection, Connections, Place, Stage, place_of
 from rose_router.errors import EngineRefused, LegLost, Unreachable
 
 _DATA = b"data:"
@@ -34,6 +34,7 @@ _MOST_IDS = 1 << 15  # that are written at once: half a millisecond
 _decode = msgspec.json.Decoder().decode
 # What may stand in a head that we write ourselves: a line end would begin a header of its own.
 _VISIBLE = re.compile(r"[\x21-\x7e]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,19 @@ class Target:
     """An engine's data route.
 
     Attributes:
+        certificates: SHA-256, in hex, of those that it may show.
         traceparent: of the span that the request belongs to, as W3C writes it; empty = none.
     """
 
     url: str
     token: str = ""
+    certificates: tuple[str, ...] = ()
     traceparent: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, update: EngineUpdate, traceparent: str = "") -> Target:
+        """Of an engine as its owner describes it."""
+        return cls(update.url, update.token, update.certificates, traceparent)
 
     def complaint(self) -> str:
         """Why no request can be sent there, never with the token in it; empty when one can."""
@@ -58,6 +66,10 @@ class Target:
             host = place_of(self.url)[0]
         except ValueError as error:
             return f"url: {self.url:.100}: {error}"
+        if self.certificates and not self.url.startswith("https://"):
+            return f"url: {self.url:.100} is not https, and a certificate is named"
+        if not all(map(_SHA256.fullmatch, self.certificates)):
+            return "certificates: expected SHA-256 as 64 lower-case hex digits"
         known = self.url.startswith(("http://", "https://"))
         return "" if host and known else f"url: expected http(s)://host:port, got {self.url:.100}"
 
@@ -155,7 +167,7 @@ async def _encoded(body: Mapping[str, Any]) -> bytes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _head(target: Target, path: str) -> tuple[tuple[str, int, bool], bytes]:
+def _head(target: Target, path: str) -> tuple[Place, bytes]:
     """Where a request goes and how it begins, up to the length of its body.
 
     Raises:
@@ -171,7 +183,7 @@ def _head(target: Target, path: str) -> tuple[tuple[str, int, bool], bytes]:
         f"POST {before}{path} HTTP/1.1\r\nHost: {name}:{port}\r\n{token}"
         "Content-Type: application/json\r\nContent-Length: "
     )
-    return (host, port, secure), head.encode("ascii")
+    return (host, port, secure, target.certificates), head.encode("ascii")
 
 
 async def _check_status(connection: Connection) -> None:

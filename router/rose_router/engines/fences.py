@@ -55,7 +55,7 @@ class Fences:
             task.add_done_callback(lambda _: self._tasks.pop(engine.name, None))
 
     async def _deliver(self, engine: Engine) -> None:
-        target = Target(engine.update.url, engine.update.token)
+        target = Target.of(engine.update)
         for rid in list(engine.fences):
             if not await self._client.abort(target, rid):
                 return

@@ -15,6 +15,7 @@ A text that comes before the tokenizer waits for it, as turns wait for engines. 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -135,7 +136,7 @@ class ModelTokenizer:
                 continue
             named, frame = engine.update.tokenizer, b""
             try:
-                frame = await fetch(Target(engine.update.url, engine.update.token), self._most)
+                frame = await fetch(Target.of(engine.update), self._most)
                 source = Path(f"tokenizer of engine {engine.name}")
                 made = await asyncio.to_thread(_made, frame, named, source)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -180,14 +181,26 @@ def _made(frame: bytes, named: str, source: Path) -> Tokenizer:
     return Tokenizer(source, unpack(frame, named))
 
 
+def _pin(certificate: str) -> aiohttp.Fingerprint | bool:
+    """What is taken at the other end; True = what an authority has signed."""
+    return aiohttp.Fingerprint(bytes.fromhex(certificate)) if certificate else True
+
+
 def over_http(session: aiohttp.ClientSession) -> Fetch:
     """Fetches from engines' data routes."""
 
     async def fetch(target: Target, most: int) -> bytes:
+        *earlier, last = map(_pin, target.certificates or ("",))
+        for pin in earlier:  # while a host renews its certificate there are two
+            with contextlib.suppress(aiohttp.ServerFingerprintMismatch):
+                return await read(target, most, pin)
+        return await read(target, most, last)
+
+    async def read(target: Target, most: int, pin: aiohttp.Fingerprint | bool) -> bytes:
         url = f"{target.url.rstrip('/')}/tokenizer"
         headers = {"Authorization": f"Bearer {target.token}"} if target.token else {}
         async with session.get(
-            url, headers=headers, timeout=_FETCH_SECONDS, raise_for_status=True
+            url, headers=headers, timeout=_FETCH_SECONDS, raise_for_status=True, ssl=pin
         ) as reply:
             frame = bytearray()
             async for piece in reply.content.iter_chunked(_CHUNK):

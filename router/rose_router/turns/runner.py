@@ -255,7 +255,7 @@ class TurnRunner:
             "stream": True,
             "rid": self._new_rid(),
         }
-        target = Target(engine.update.url, engine.update.token)
+        target = Target.of(engine.update)
         try:
             async with asyncio.timeout(CANARY_SECONDS):
                 await self._client.stream(target, canary, lambda events: bool(list(events)))
@@ -265,7 +265,7 @@ class TurnRunner:
 
     async def _read(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> None:
         trace = turn.trace.traceparent if turn.trace is not None else ""
-        target = Target(engine.update.url, engine.update.token, trace)
+        target = Target.of(engine.update, trace)
         body = turn.request.leg_body(turn.transcript.context, turn.held, leg.rid, leg.version)
         reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
         await self._client.stream(target, body, reader.take)

@@ -215,7 +215,7 @@ class Warmer:
         whole = False
         try:
             body = _prefill(rest.turn, rid, version)
-            target = Target(engine.update.url, engine.update.token)
+            target = Target.of(engine.update)
             last = _Last()
             await self._client.stream(target, body, last.take)
             whole = last.whole
