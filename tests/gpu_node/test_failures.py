@@ -304,11 +304,11 @@ said.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.163.01\\n")
 def load_kernel_module(lending: Lending) -> None:
     """What the guard's container sees of a kernel module: its file below ``/proc``."""
     guards = {
-        (entry / "ns/mnt").readlink(): entry.name
+        (entry / "ns/mnt").readlink(): (entry.name, (entry / "exe").readlink())
         for entry in (lending.node.root() / "proc").iterdir()
         if entry.name.isdigit() and "bin/rose agent" in " ".join(words_of(entry))
     }
     assert guards, "no guard runs on the node"
-    for pid in guards.values():
+    for pid, python in guards.values():
         enter = ("nsenter", f"--target={pid}", "--mount", "--")
-        lending.node.sandbox.run([*enter, "python", "-c", MODULE])
+        lending.node.sandbox.run([*enter, python, "-c", MODULE])
