@@ -130,7 +130,7 @@ async def _page(
     method, _, path = verb.partition(" ")
     method = "GET" if method == "*" else method
     where = f"{place}{re.sub('{.*?}', name, path)}"
-    body = {} if method == "POST" else None
+    body: dict[str, str] | None = {} if method == "POST" else None
     for scheme in ("http", "https"):
         try:
             # Whoever is there shows a certificate that only routers are told of.
