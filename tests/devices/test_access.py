@@ -190,12 +190,13 @@ def install(root: Path) -> None:
     made.parents[1].rename(root)
 
 
-def test_the_guards_word_reaches_the_operator_and_the_hosts_comes_first() -> None:
+def test_why_the_guard_sees_no_gpu_comes_before_what_its_host_lacks_for_that() -> None:
     said = report.capabilities({}, "NoAccess: no library", "")
     assert said == {"DeviceAccess": "DeviceAccess: NoAccess: no library"}
     assert report.capabilities({"DeviceAccess": ""}, "", "") == {"DeviceAccess": ""}
     host = {"DeviceAccess": "DeviceAccess: engines cannot open /dev/nvidia-uvm"}
-    assert report.capabilities(host, "NoAccess: no library", "") == host
+    assert report.capabilities(host, "NoAccess: no library", "") == said
+    assert report.capabilities(host, "", "") == host
 
 
 async def test_a_guard_that_sees_its_gpus_goes_on(tmp_path: Path) -> None:

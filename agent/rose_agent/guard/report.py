@@ -92,13 +92,16 @@ def sync_request(
 def capabilities(
     host: Mapping[str, str], no_devices: str, seen: str, weakness: str = ""
 ) -> dict[str, str]:
-    """What the host says, with the guard's own words: which GPUs, or why none, and whose."""
+    """What the host says, with the guard's own words: which GPUs, or why none, and whose.
+
+    Where the guard sees no GPU it says why; what the host then lacks follows from that.
+    """
     said = dict(host)
     if seen:
         said[SEEN] = seen
     if weakness:
         said[Capability.OWNERSHIP.value] = weakness
-    if no_devices and not host.get(Capability.DEVICE_ACCESS.value, ""):
+    if no_devices:
         said[Capability.DEVICE_ACCESS.value] = f"{Reason.DEVICE_ACCESS.value}: {no_devices}"
     return said
 
