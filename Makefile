@@ -17,7 +17,7 @@ LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
 .PHONY: atlas help venv engine vllm cluster sandbox demo test test-engines test-cluster test-sandboxes test-gpu-node test-long unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-bound bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal sandbox-adapters test-clients
+	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal sandbox-adapters test-clients
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -142,6 +142,9 @@ bench-router: venv  ## turns per second and added latency of the router, sglang-
 
 bench-operator: cluster  ## the operator at fleet scale: time to plan, grants, writes, failover
 	$(RUN)/python -m bench.operator $(ARGS)
+
+bench-rewards: venv  ## rewards and batches under kill -9, how busy workers are, what rewards add to a step
+	$(RUN)/python -m bench.rewards $(ARGS)
 
 bench-rollouts: venv  ## policies of placement on one step of work
 	$(RUN)/python -m bench.rollouts $(ARGS)

@@ -5,33 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import aiohttp
 import openai
 import psutil
 import pytest
-from aiohttp import web
 
 from rose_batches.main import running
-from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.owners import owner
 from rose_dev.waiting import until
-from rose_engines.fake.model import continuation
-from rose_engines.fake.scheduler import FakeScheduler
-from rose_engines.fake.server import FakeServer
-from rose_engines.session import WeightSession
 from rose_router.config import Settings
 from rose_router.main import running as routing
 from rose_wire.ports import free_port, free_ports
 from tests.batches.helpers import CHAT, Caller, batch_file
+from tests.batches.processes import (
+    COMPLETIONS,
+    Process,
+    check_answers,
+    engine_of,
+    token_file,
+)
 from tests.router.conftest import LEASE, VERSION, Stage
 from tests.router.scripts import RECIPE, folder
 from tests.router.test_real_engines import update_of
@@ -42,40 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:unread_data:DeprecationWarning"),
 ]
 
-COMPLETIONS: Final = "/v1/completions"
-TOKENS = 12
 Staging = Callable[..., AbstractAsyncContextManager[Stage]]
-
-
-def prompt_of(number: int) -> list[int]:
-    return [5, 17, number % 250, number // 250 + 1]
-
-
-def token_file(count: int, first: int = 0) -> bytes:
-    """Lines of token ids: no tokenizer is needed, and each answer can be told."""
-    lines = (
-        {
-            "custom_id": f"n{number}",
-            "method": "POST",
-            "url": COMPLETIONS,
-            "body": {
-                "model": "policy",
-                "prompt": prompt_of(number),
-                "max_tokens": TOKENS,
-                "temperature": 0,
-            },
-        }
-        for number in range(first, first + count)
-    )
-    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-
-
-def check_answers(lines: list[dict[str, Any]], count: int) -> None:
-    """Each line once, in order, with the tokens that an undisturbed engine makes."""
-    assert [one["custom_id"] for one in lines] == [f"n{number}" for number in range(count)]
-    for number, one in enumerate(lines):
-        found = one["response"]["body"]["choices"][0]["token_ids"]
-        assert found == continuation(prompt_of(number), TOKENS, VERSION), number
 
 
 @contextlib.asynccontextmanager
@@ -235,72 +202,6 @@ async def test_openais_own_client_runs_a_batch(stage: Staging, tmp_path: Path) -
             assert asked.batches.cancel(waiting.id).status in {"cancelling", "completed"}
 
         await asyncio.to_thread(fail)
-
-
-class Process:
-    """A process of ROSE's that a test kills and starts again with the same words."""
-
-    def __init__(self, folder_: Path, name: str, *words: str) -> None:
-        self.words = (sys.executable, "-m", "rose_cli.main", name, *words)
-        self.log = folder_ / f"{name}.log"
-        self.child: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.child = await asyncio.create_subprocess_exec(
-                *self.words, stdout=log, stderr=log, start_new_session=True
-            )
-
-    async def kill(self) -> None:
-        if self.child is not None and self.child.returncode is None:
-            self.child.kill()
-            await self.child.wait()
-
-    async def again(self) -> None:
-        await self.kill()
-        await self.start()
-
-
-@contextlib.asynccontextmanager
-async def engine_of(attach: int, name: str) -> AsyncIterator[asyncio.Event]:
-    """A fake engine whose owner dials the router until it answers; set the event to kill it."""
-    die = asyncio.Event()
-
-    async def live() -> None:
-        scheduler = FakeScheduler(WeightSession({}, VERSION), token_seconds=0.005)
-        runner = web.AppRunner(
-            FakeServer(scheduler).application(), handler_cancellation=True, shutdown_timeout=0.1
-        )
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        said = EngineUpdate(name, EngineKind.BORROWED, LEASE, url, gate_open=True, cap=8,
-                            version=VERSION)  # fmt: skip
-        try:
-            while not die.is_set():
-                async with owner(attach, said, "secret") as mine:
-                    killed = asyncio.create_task(die.wait())
-                    await asyncio.wait({mine.task, killed}, return_when=asyncio.FIRST_COMPLETED)
-                    killed.cancel()
-                await asyncio.sleep(0.05)
-        finally:
-            if runner.server is not None:
-                for connection in list(runner.server.connections):
-                    if connection.transport is not None:
-                        connection.transport.abort()
-            await runner.cleanup()
-
-    async def lives() -> None:
-        while True:
-            await live()
-            die.clear()
-
-    task = asyncio.create_task(lives())
-    try:
-        yield die
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.slow

@@ -1,0 +1,39 @@
+"""Workers that follow the wish, and pools of a fixed size, on virtual time."""
+
+import pytest
+
+from bench.rewards.scaling import fixed, followed, lengths, smallest
+
+BURST = [0.0] * 40 + [600.0] * 40
+TAKES = [10.0] * 80
+
+
+def test_a_fixed_pool_stands_idle_between_bursts() -> None:
+    pool = fixed(BURST, TAKES, 40)
+    assert pool.wait_p99_s == 0.0
+    assert pool.busy_share == pytest.approx(800 / (40 * 610))
+
+
+def test_a_pool_that_follows_the_wish_is_gone_between_bursts() -> None:
+    ours = followed(BURST, TAKES, target_s=20.0, cold_s=3.0, most=64)
+    assert ours.most == 20, "40 rewards of 10 s within 20 s"
+    assert ours.busy_share > 5 * fixed(BURST, TAKES, 40).busy_share
+    # What waits is wished for anew at every look: as a queue shrinks, its workers do too.
+    assert 20.0 < ours.wait_p99_s < 60.0
+
+
+def test_it_never_has_more_workers_than_it_may() -> None:
+    ours = followed(BURST, TAKES, target_s=1.0, cold_s=0.0, most=7)
+    assert ours.most == 7
+    assert ours.wait_p99_s > 40.0
+
+
+def test_the_smallest_pool_keeps_the_wait_and_one_less_does_not() -> None:
+    takes = lengths(80, 10.0, seed=1)
+    pool = smallest(BURST, takes, 20.0)
+    assert pool.wait_p99_s <= 20.0 < fixed(BURST, takes, pool.most - 1).wait_p99_s
+
+
+def test_lengths_are_the_seeds_and_average_out() -> None:
+    assert lengths(5, 10.0, 1) == lengths(5, 10.0, 1) != lengths(5, 10.0, 2)
+    assert sum(lengths(4000, 10.0, 1)) / 4000 == pytest.approx(10.0, rel=0.1)
