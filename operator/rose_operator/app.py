@@ -166,6 +166,7 @@ class Operator:
             notices=self.notices,
             hurry=self.asked.is_set,
             demand=self.demands.of,
+            notes=self.demands.notes,
         )
         self._outage = ExponentialBackoff(0.5, 15.0)
         self._turned_at = self.started

@@ -143,6 +143,18 @@ HARVESTED_TOKENS = Gauge(
     ["lease"],
     registry=REGISTRY,
 )
+ACCEPTED_TRAJECTORIES = Gauge(
+    "rose_lease_accepted_trajectories",
+    "Trajectories that the lease's trainer said it trained on since the lease was applied.",
+    ["lease"],
+    registry=REGISTRY,
+)
+CORRECT_ANSWERS = Gauge(
+    "rose_lease_correct_answers",
+    "Correct answers among them, as the trainer or their rewards said.",
+    ["lease"],
+    registry=REGISTRY,
+)
 LENT_SECONDS = Gauge(
     "rose_lease_lent_seconds",
     "GPU time under a grant since the lease was applied.",

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rose_core import lending
 from rose_core.api import Reason, RolloutLease, RolloutSlot, ServingPool, TenantPolicy
 from rose_core.lending.tenancy import Tenancy
+from rose_core.wire.routing import DemandNote
 from rose_operator.apply.router_needs import RouterNeeds
 from rose_operator.apply.router_writes import RouterWrites
 from rose_operator.apply.slot_writes import SlotWrites
@@ -56,6 +57,7 @@ class Reconciler:
         remembered: pool key -> replicas it had when the operator started.
         hurry: whether a lease or pool has been asked for since the pass began.
         demand: what the router of a lease says of its turns, by the lease's key.
+        notes: what each process of that router said last, for the lease's totals.
         worked_seconds: processor time of the last pass, without its writes.
     """
 
@@ -77,6 +79,7 @@ class Reconciler:
     notices: Notices = field(default_factory=Notices)
     backoff: KeyedBackoff = field(default_factory=KeyedBackoff)
     demand: Callable[[str], lending.Demand | None] = lambda _: None
+    notes: Callable[[str], Sequence[DemandNote]] = lambda _: ()
 
     def __post_init__(self) -> None:
         self._pools = TypedReader(ServingPool, self.stores[Kind.POOL])
@@ -208,9 +211,10 @@ class Reconciler:
         return RouterNeeds(world, plan, self.demand, self.stores, self.settings)
 
     def _look(self) -> ClusterState:
+        leases = self._leases.read()
         return look(
             self._pools.read(),
-            self._leases.read(),
+            leases,
             self._slots.read(),
             self.telemetry,
             surroundings=self.surroundings,
@@ -220,6 +224,7 @@ class Reconciler:
             tenancy=self._tenancy(),
             now=utc(self.wall()),
             monotonic=self.clock(),
+            notes={key: said for key in leases.good if (said := self.notes(key))},
         )
 
     def _tenancy(self) -> Tenancy | None:

@@ -354,6 +354,18 @@ class SlotTotals(ApiModel):
     )
 
 
+MOST_ROUTERS = 64
+"""Processes whose counts are told apart: replicas, and those that they took the place of."""
+
+
+class RouterTotals(ApiModel):
+    """Counters of one process of the lease's router, as last added to the lease's totals."""
+
+    instance: str = Field(max_length=64, description="The process's own name for itself.")
+    accepted_trajectories: int = Field(default=0, ge=0, le=2**53, description="Trained on.")
+    correct_answers: int = Field(default=0, ge=0, le=2**53, description="Correct among them.")
+
+
 class Totals(ApiModel):
     """What the lease has used since it was made; written at most once a minute."""
 
@@ -383,6 +395,21 @@ class Totals(ApiModel):
             "Live requests that missed the pool's SLO and had met an open gate; at most what "
             "lending has added."
         ),
+    )
+    accepted_trajectories: int = Field(
+        default=0, ge=0, le=2**53, description="Trajectories that the trainer said it trained on."
+    )
+    correct_answers: int = Field(
+        default=0, ge=0, le=2**53, description="Correct answers among them, as it said."
+    )
+    routers: tuple[RouterTotals, ...] = Field(
+        default=(),
+        max_length=MOST_ROUTERS,
+        description="How much of them each process of the lease's router has contributed.",
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["instance"],
+        },
     )
     slots: tuple[SlotTotals, ...] = Field(
         default=(),

@@ -104,6 +104,9 @@ class DemandNote(msgspec.Struct, frozen=True, omit_defaults=True):
         published_seconds: since a version came after the last turn; None when none has.
         expected_seconds: until the next turns are expected; None when nothing says.
         up_seconds: since the replica was started.
+        instance: a name of its own that the replica's process made up; counts are of this process.
+        accepted: trajectories that the trainer said it trained on.
+        correct: correct answers among them.
     """
 
     live_turns: int = 0
@@ -117,3 +120,6 @@ class DemandNote(msgspec.Struct, frozen=True, omit_defaults=True):
     published_seconds: float | None = None
     expected_seconds: float | None = None
     up_seconds: float = 0.0
+    instance: str = ""
+    accepted: int = 0
+    correct: int = 0

@@ -5,8 +5,8 @@
 | a simulator's result | ``rose simulate`` writes it; every regime becomes a statement |
 | leases as JSON | ``kubectl get rolloutleases -A -o json``; the trainer knows the rest |
 
-Nothing in a lease says how many trajectories were accepted: ``--accepted`` and ``--correct`` are
-the trainer's counts, and without them costs per trajectory are *unknown*.
+What trainers report of their trajectories stands in a lease's totals. Where none does,
+``--accepted`` and ``--correct`` give the counts; without any costs per trajectory are *unknown*.
 """
 
 from __future__ import annotations
@@ -129,11 +129,16 @@ def _of_leases(
             tokens = int(totals.get("harvestedTokens", 0))
             moved = int(totals.get("weightBytes", 0))
             served, late = (int(totals.get(k, 0)) for k in ("servingRequests", "sloViolations"))
+            kept, right = (
+                int(totals.get(k, 0)) for k in ("acceptedTrajectories", "correctAnswers")
+            )
         except (KeyError, TypeError, ValueError) as error:
             message = f"{path}: items[{index}]: no RolloutLease with status.totals ({error})"
             raise CostError(message) from error
         beside = OutsideLeases(
-            round(options.dedicated_gpu_hours * 3_600_000), options.accepted, options.correct
+            round(options.dedicated_gpu_hours * 3_600_000),
+            options.accepted or kept,
+            options.correct or right,
         )
         slo = options.percentile
         allowed = 0 if slo is None else allowed_hundredths(served, slo)

@@ -152,6 +152,32 @@ def test_json_says_it_with_the_page_or_without(
     assert "COST_PER_ACCEPTED" in capsys.readouterr().out
 
 
+class Reported(Objects):
+    """The same, of which the trainer has told its router."""
+
+    def objects(self, kind: type[Any], *, everywhere: bool = False) -> list[Any]:
+        (found,) = super().objects(kind, everywhere=everywhere)
+        if kind is not RolloutLease:
+            return [found]
+        told = {"accepted_trajectories": 100, "correct_answers": 40}
+        totals = found.status.totals.model_copy(update=told)
+        return [
+            found.model_copy(update={"status": found.status.model_copy(update={"totals": totals})})
+        ]
+
+
+def test_nobody_types_a_count_that_the_trainer_has_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(Reported()))
+    page = tmp_path / "page.html"
+    assert report.main(["--html", str(page)]) == 0
+    assert "COST_PER_ACCEPTED" in capsys.readouterr().out
+    assert "<td>0.08</td><td>0.2</td>" in page.read_text()  # 4 h at 2, per 100 and per 40
+    assert report.main(["--html", str(page), "--correct", "default/grpo=80"]) == 0
+    assert "<td>0.08</td><td>0.1</td>" in page.read_text(), "what is typed counts before"
+
+
 def test_a_lease_that_is_not_there_is_no_row_of_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(Objects()))
     with pytest.raises(NotFound, match="no lease default/gpro anywhere"):

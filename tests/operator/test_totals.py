@@ -1,11 +1,13 @@
 """A lease's totals: granted and open time and tokens, through restarts of an agent."""
 
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any, cast
 
 from rose_core.api import RolloutLease, RolloutSlot
-from rose_core.api.rolloutlease import Totals
+from rose_core.api.rolloutlease import MOST_ROUTERS, Totals
 from rose_core.identity import SlotKey, SlotUid
+from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.telemetry import Telemetry
@@ -27,9 +29,25 @@ def _after(lease: RolloutLease, lent: int, opened: int, tokens: int, **more: Any
     )
     request = SyncRequest(slot.spec.member.node, "test", 1, slots=(report,))
     telemetry.record(request, 1.0)
-    world = cast("ClusterState", SimpleNamespace(telemetry=telemetry))
+    world = cast("ClusterState", SimpleNamespace(telemetry=telemetry, notes={}))
     status = lease.status.model_copy(update={"totals": totals(lease, [slot], world)})
     return lease.model_copy(update={"status": status})
+
+
+def _told(lease: RolloutLease, *notes: DemandNote) -> RolloutLease:
+    """The lease once its routers have said this."""
+    now = datetime(2026, 1, 2, tzinfo=UTC)
+    world = SimpleNamespace(
+        telemetry=Telemetry(0.0), notes={lease.metadata.key: list(notes)}, now=now
+    )
+    found = totals(lease, [], cast("ClusterState", world))
+    status = lease.status.model_copy(update={"totals": found})
+    return lease.model_copy(update={"status": status})
+
+
+def _answers(lease: RolloutLease) -> tuple[int, int]:
+    found = lease.status.totals
+    return found.accepted_trajectories, found.correct_answers
 
 
 def _figures(found: Totals) -> tuple[int, int, int]:
@@ -56,3 +74,46 @@ def test_weights_and_what_live_traffic_met_are_added_likewise() -> None:
     assert (found.weight_bytes, found.serving_requests, found.slo_violations) == (1070, 32, 2)
     (entry,) = found.slots
     assert (entry.weight_bytes, entry.serving_requests, entry.slo_violations) == (70, 2, 1)
+
+
+def test_what_trainers_said_is_added_once_over_restarts_of_routers_and_operator() -> None:
+    lease = RolloutLease.model_validate(objects.LEASE)
+    one = DemandNote(instance="one", accepted=10, correct=4)
+    lease = _told(lease, one)
+    lease = _told(lease, one)  # another operator, which knows the object alone
+    assert _answers(lease) == (10, 4)
+    lease = _told(lease)  # nobody was heard yet
+    assert _answers(lease) == (10, 4)
+    lease = _told(lease, DemandNote(instance="one", accepted=12, correct=4))
+    lease = _told(lease, DemandNote(instance="two", accepted=3, correct=3))  # it was replaced
+    assert _answers(lease) == (15, 7)
+    assert [entry.instance for entry in lease.status.totals.routers] == ["one", "two"]
+
+
+def test_replicas_are_added_up_and_none_counts_back() -> None:
+    lease = RolloutLease.model_validate(objects.LEASE)
+    notes = [DemandNote(instance=name, accepted=5, correct=1) for name in "ab"]
+    lease = _told(lease, *notes)
+    lease = _told(lease, DemandNote(instance="a", accepted=2, correct=9), notes[1])
+    assert _answers(lease) == (10, 3), "no more answers are correct than were said now"
+    lease = _told(lease, DemandNote(accepted=99), DemandNote(instance="x" * 65, accepted=99))
+    assert _answers(lease)[0] == 10
+
+
+def test_processes_that_are_gone_make_room_and_what_they_counted_stays() -> None:
+    lease = RolloutLease.model_validate(objects.LEASE)
+    for number in range(MOST_ROUTERS + 5):
+        lease = _told(lease, DemandNote(instance=f"r{number}", accepted=1))
+    assert _answers(lease) == (MOST_ROUTERS + 5, 0)
+    assert len(lease.status.totals.routers) == MOST_ROUTERS
+    assert lease.status.totals.routers[-1].instance == f"r{MOST_ROUTERS + 4}"
+
+
+def test_the_router_of_an_older_lease_of_that_name_is_not_counted() -> None:
+    lease = RolloutLease.model_validate(objects.LEASE)
+    made = lease.metadata.model_copy(update={"creation_timestamp": "2026-01-01T23:59:00+00:00"})
+    lease = lease.model_copy(update={"metadata": made})
+    lease = _told(lease, DemandNote(instance="old", accepted=7, up_seconds=3600.0))
+    assert _answers(lease) == (0, 0)
+    lease = _told(lease, DemandNote(instance="new", accepted=7, up_seconds=50.0))
+    assert _answers(lease) == (7, 0)

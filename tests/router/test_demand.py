@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from rose_router.turns.demand import DemandFeed
+from rose_router.turns.ledger import Totals
 
 
 def nothing() -> None:
@@ -15,7 +16,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.ledger: list[str] = []
+        self.ledger = Turned()
         self.room = Room()
         self.fleet = Engines()
         self.on_turn: Callable[[], None] = nothing
@@ -29,6 +30,10 @@ class Turns:
 
     def end(self) -> None:
         self.ledger.pop()
+
+
+class Turned(list[str]):
+    totals = Totals()
 
 
 class Engines(list[Any]):

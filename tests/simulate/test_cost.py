@@ -42,6 +42,13 @@ def test_leases_are_priced_with_what_the_trainer_knows(
     path.write_text(json.dumps({"items": [LEASE]}))
     assert main([str(path), "--lent-hour", "0.5"]) == 0
     assert "unknown" in capsys.readouterr().out
+    totals = LEASE["status"]["totals"] | {"acceptedTrajectories": 20, "correctAnswers": 5}
+    reported = tmp_path / "reported.json"
+    reported.write_text(json.dumps({"items": [LEASE | {"status": {"totals": totals}}]}))
+    assert main([str(reported), "--lent-hour", "0.5"]) == 0
+    shown = capsys.readouterr().out
+    assert " 0.05 " in shown, "2 hours at 0.5 for the 20 trajectories that the trainer reported"
+    assert " 0.2 " in shown, "and for 5 correct answers"
     assert main([str(path), "--lent-hour", "0.5", "--accepted", "10"]) == 0
     assert " 0.1 " in capsys.readouterr().out  # 2 hours at 0.5 for 10 trajectories
 

@@ -1,9 +1,11 @@
 """``rose report``: GPU time lent, tokens made, what it did and what it cost, for chargeback.
 
 ``--html`` adds a page with plots: the same statements as ``rose cost`` makes of a simulation, so
-what was promised and what came of it can be laid side by side. What only the trainer knows
-(``--accepted``, ``--correct``, ``--dedicated-gpu-hours``, ``--alone-gpu-hours``) is named with its
-lease; with any of it, and always in JSON and CSV, a row says what an accepted trajectory cost.
+what was promised and what came of it can be laid side by side. Accepted trajectories and correct
+answers are those that trainers report to their lease's router; ``--accepted`` and ``--correct``
+count instead where they are given. What only the trainer knows (``--dedicated-gpu-hours``,
+``--alone-gpu-hours``) is named with its lease. With any of it, and always in JSON and CSV, a row
+says what an accepted trajectory cost.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ def _show(cluster: Cluster, given: argparse.Namespace) -> int:
         message = f"no lease {', '.join(unknown)} {cluster.where}; name it as NAMESPACE/LEASE"
         raise NotFound(message)
     found = usages(leases, pools, asked, beside)
-    made = bool(beside) or given.output != "table"
+    known = any(one.beside.accepted for one in found)
+    made = bool(beside) or known or given.output != "table"
     by_lease = given.by == "lease"
     rows = usage_rows(found, made=made) if by_lease else summed(found, given.by, made=made)
     sys.stdout.write(shown(rows, given.output, f"no leases {cluster.where}"))

@@ -82,6 +82,12 @@ def _usage(
     told: OutsideLeases | None,
 ) -> Usage:
     totals, beside = lease.status.totals, told or OutsideLeases()
+    # What was typed counts before what the lease's router was told.
+    beside = replace(
+        beside,
+        accepted=beside.accepted or totals.accepted_trajectories,
+        correct=beside.correct or totals.correct_answers,
+    )
     used = ledger_of(
         totals.lent_milliseconds,
         totals.open_milliseconds,

@@ -78,6 +78,25 @@ DASHBOARD = Dashboard(
                     {"sum by (lease) (rose_lease_lent_seconds{$here})": "{{lease}}"},
                 ),
                 Panel(
+                    "Trajectories",
+                    "Trained on, and correct answers among them, as the lease's trainer reported.",
+                    "short",
+                    {
+                        "sum by (lease) (rose_lease_accepted_trajectories{$here})": "{{lease}}",
+                        "sum by (lease) (rose_lease_correct_answers{$here})": "{{lease}} correct",
+                    },
+                ),
+                Panel(
+                    "Correct answers for a lent GPU-hour",
+                    "What trainers reported as correct, for an hour under a grant. The pool's "
+                    "price divided by it is what a correct answer cost.",
+                    "short",
+                    {
+                        "3600 * sum by (lease) (rose_lease_correct_answers{$here}) / "
+                        "sum by (lease) (rose_lease_lent_seconds{$here} > 0)": "{{lease}}",
+                    },
+                ),
+                Panel(
                     "GPUs lent, and used",
                     "GPUs under a grant, and how many of them compute for rollouts at a time.",
                     "short",

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from rose_core.api import Desired, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.rolloutslot import Tier
 from rose_core.lending.tenancy import Tenancy
+from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import ReplicaReport
 from rose_operator.plan.admission import Offer, Parsed, Refusal, lease_refusal, pool_refusal
 from rose_operator.plan.cluster_facts import ClusterFacts
@@ -30,6 +31,7 @@ class ClusterState:
         lent_in: pool key -> uids of its replicas that are lent.
         tenancy: what the platform allows; None where it has switched that off.
         asleep_in: pool key -> how many of its replicas are lent whole, leaving ones included.
+        notes: lease key -> what each process of its router said last.
         now: wall clock; ``monotonic`` is the telemetry's clock at the same moment.
     """
 
@@ -46,6 +48,7 @@ class ClusterState:
     tenancy: Tenancy | None
     now: datetime
     monotonic: float
+    notes: Mapping[str, Sequence[DemandNote]] = field(default_factory=dict)
 
     def slots_of(self, lease: RolloutLease) -> Sequence[RolloutSlot]:
         """The lease's slots, leaving ones included."""
@@ -67,6 +70,7 @@ def look(
     tenancy: Tenancy | None = None,
     now: datetime,
     monotonic: float,
+    notes: Mapping[str, Sequence[DemandNote]] | None = None,
 ) -> ClusterState:
     """Judge all objects and index them."""
     reports: dict[str, list[tuple[str, ReplicaReport]]] = defaultdict(list)
@@ -114,6 +118,7 @@ def look(
         tenancy=tenancy,
         now=now,
         monotonic=monotonic,
+        notes=notes or {},
     )
 
 

@@ -1,19 +1,26 @@
-"""The lease's totals: sums of counters that agents report, kept through restarts of anybody.
+"""The lease's totals: sums of counters of agents and routers, kept through restarts of anybody.
 
-``status.totals`` holds the sums *and* how much each living slot has contributed, in one object
-and therefore in one write: a crash between two writes can neither lose nor double anything.
+``status.totals`` holds the sums *and* how much each living slot, and each process of the router,
+has contributed, in one object and therefore in one write: a crash between two writes can neither
+lose nor double anything. A router's process that died takes along what it had not said yet.
 Figures move all the time, so they are written at most once a minute or with a real transition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
 
 from rose_core.api import RolloutLease, RolloutSlot
-from rose_core.api.rolloutlease import SlotTotals, Totals
+from rose_core.api.rolloutlease import MOST_ROUTERS, RouterTotals, SlotTotals, Totals
+from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import SlotReport
 from rose_operator.plan.cluster_state import ClusterState
 
+_MOST = 2**53
+_LONGEST_NAME = 64
+_CLOCKS_SECONDS = 5.0  # the API server's clock and ours
 _COUNTERS = (
     "lent_milliseconds",
     "open_milliseconds",
@@ -39,7 +46,33 @@ def totals(lease: RolloutLease, slots: Sequence[RolloutSlot], world: ClusterStat
                 sums[name] += getattr(now, name) - getattr(_since(counted, now), name)
             counted = now
         entries.append(counted)
-    return Totals(slots=tuple(entries), **sums)
+    return Totals(slots=tuple(entries), **sums, **_concluded(lease, world))
+
+
+def _concluded(lease: RolloutLease, world: ClusterState) -> dict[str, Any]:
+    """Trajectories, by what the processes of the lease's router say that its trainer said."""
+    old = lease.status.totals
+    accepted, correct = old.accepted_trajectories, old.correct_answers
+    entries = {entry.instance: entry for entry in old.routers}
+    for note in world.notes.get(lease.metadata.key, ()):
+        if not 0 < len(note.instance) <= _LONGEST_NAME or _is_older(note, lease, world):
+            continue
+        # A process only ever counts up; it stands last, so that those that are gone go first.
+        before = entries.pop(note.instance, RouterTotals(instance=note.instance))
+        now = RouterTotals(
+            instance=note.instance,
+            accepted_trajectories=max(before.accepted_trajectories, min(note.accepted, _MOST)),
+            correct_answers=max(before.correct_answers, min(note.correct, note.accepted, _MOST)),
+        )
+        accepted += now.accepted_trajectories - before.accepted_trajectories
+        correct += now.correct_answers - before.correct_answers
+        if now.accepted_trajectories:
+            entries[note.instance] = now
+    return {
+        "accepted_trajectories": min(accepted, _MOST),
+        "correct_answers": min(correct, _MOST),
+        "routers": tuple(entries.values())[-MOST_ROUTERS:],
+    }
 
 
 def _reported(uid: str, report: SlotReport) -> SlotTotals:
@@ -50,3 +83,12 @@ def _since(counted: SlotTotals, now: SlotTotals) -> SlotTotals:
     """What the counters had come to; where one fell, their agent has begun all of them anew."""
     fell = any(getattr(now, name) < getattr(counted, name) for name in _COUNTERS)
     return SlotTotals(uid=now.uid) if fell else counted
+
+
+def _is_older(note: DemandNote, lease: RolloutLease, world: ClusterState) -> bool:
+    """Whether the process was there before the lease: it is that of another one of its name."""
+    made = lease.metadata.creation_timestamp
+    if not made:
+        return False
+    age = (world.now - datetime.fromisoformat(made)).total_seconds()
+    return note.up_seconds > age + _CLOCKS_SECONDS

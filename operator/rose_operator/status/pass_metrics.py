@@ -58,6 +58,9 @@ class PassMetrics:
         self._set(metrics.SLOTS, status.slots_granted, key, "granted")
         self._set(metrics.SLOTS, status.slots_ready, key, "ready")
         self._set(metrics.HARVESTED_TOKENS, status.totals.harvested_tokens, key)
+        accepted, correct = status.totals.accepted_trajectories, status.totals.correct_answers
+        self._set(metrics.ACCEPTED_TRAJECTORIES, accepted, key)
+        self._set(metrics.CORRECT_ANSWERS, correct, key)
         self._set(metrics.LENT_SECONDS, status.totals.lent_milliseconds / 1000, key)
 
     def end(self) -> None:

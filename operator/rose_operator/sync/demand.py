@@ -6,8 +6,8 @@ to the operator, speaks for no lease but its own, and is heard when no engine an
 attached to it. A lease with several replicas is asked at each of them, and what they say is added
 up.
 
-Nothing here is written anywhere. Next step: ``snapshot`` hands it to the planner
-(``rose_core.lending.demand``).
+Turns are written nowhere: ``snapshot`` hands them to the planner (``rose_core.lending.demand``).
+What trainers said of their trajectories comes into the lease's totals (``status.accounting``).
 """
 
 from __future__ import annotations
@@ -86,6 +86,10 @@ class Demands:
         """What all replicas of the lease's router say together; None before one was heard."""
         now = self._clock()
         return together([h for router, h in self._heard.items() if router.lease == lease], now)
+
+    def notes(self, lease: str) -> list[DemandNote]:
+        """What each replica of the lease's router said last."""
+        return [heard.note for router, heard in self._heard.items() if router.lease == lease]
 
     async def run(self) -> None:
         """Ask the routers that there are, until cancelled."""

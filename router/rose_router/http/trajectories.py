@@ -2,6 +2,9 @@
 
     POST {"trained": ["key", ...], "dropped": [...], "withdrawn": [...], "rewards": {"key": 1.0}}
 
+Which of those trained on are correct answers, ``correct`` lists; where it is left out, those whose
+reward is 1 or more. Both numbers come into the lease's totals (``DEMAND``), each trajectory once.
+
 What was withdrawn (a run that ends, a member that nobody needed) is neither and is not counted.
 
 Keys are session keys (the request id of a turn without session), of the caller's own job where
@@ -28,6 +31,9 @@ from rose_router.http.dialects.common import Hints, read_body
 from rose_router.turns.request import named
 from rose_router.turns.service import Service
 
+# As ``correctFrom`` of ``rose rewards``.
+_CORRECT_FROM = 1.0
+
 
 def routes(service: Service) -> list[web.RouteDef]:
     """The handlers over one router's memory."""
@@ -37,6 +43,7 @@ def routes(service: Service) -> list[web.RouteDef]:
         body = await read_body(request)
         job = request.get(JOB, "") or Hints(body, request.headers).job
         rewards = _rewards(body)
+        correct = _correct(body, rewards)
         unknown: list[str] = []
         for word, trained in (("trained", True), ("dropped", False)):
             for name in _names(body, word):
@@ -52,6 +59,8 @@ def routes(service: Service) -> list[web.RouteDef]:
                 else:
                     kind = "borrowed" if outcome.borrowed else "dedicated"
                     metrics.CONCLUDED.labels(word, kind).inc()
+                    service.ledger.totals.accepted += trained
+                    service.ledger.totals.correct += trained and name in correct
         for name in _names(body, "withdrawn"):
             prospects.forget(named(job, name))
             service.over(named(job, name))
@@ -124,6 +133,13 @@ def _names(body: Mapping[str, Any], word: str) -> list[str]:
         message = f"{word}: expected a list of session keys"
         raise InvalidTurn(message)
     return names
+
+
+def _correct(body: Mapping[str, Any], rewards: Mapping[str, float]) -> frozenset[str]:
+    """Session keys of correct answers, as they are listed or as their rewards say."""
+    if body.get("correct") is not None:
+        return frozenset(_names(body, "correct"))
+    return frozenset(name for name, reward in rewards.items() if reward >= _CORRECT_FROM)
 
 
 def _rewards(body: Mapping[str, Any]) -> dict[str, float]:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator
+
+import msgspec
 
 from rose_core.rollouts.rhythm import (
     LOOK_SECONDS,
@@ -37,6 +40,7 @@ class DemandFeed:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._began = service.clock()
+        self._instance = uuid.uuid4().hex
         self._rhythm = Rhythm()
         self._came = asyncio.Event()
         self._idle = True  # at the last look
@@ -75,8 +79,13 @@ class DemandFeed:
         seen = Traffic(
             turns, len(service.room), service.room.waiting_tokens, half_full(service.fleet)
         )
-        now = service.clock()
-        return note(self._rhythm, seen, now - self._began, now)
+        now, totals = service.clock(), service.ledger.totals
+        return msgspec.structs.replace(
+            note(self._rhythm, seen, now - self._began, now),
+            instance=self._instance,
+            accepted=totals.accepted,
+            correct=totals.correct,
+        )
 
     async def listen(self, request: DemandRequest) -> AsyncIterator[DemandNote]:
         """One listener's stream.

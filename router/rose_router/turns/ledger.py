@@ -30,6 +30,8 @@ class Totals:
     Attributes:
         prompt_tokens: of turns that have ended.
         usual_tokens: output tokens of a turn, weighted to the last hundred or so.
+        accepted: trajectories that the trainer said it trained on; ``correct``: correct answers
+            among them.
     """
 
     turns: int = 0
@@ -42,6 +44,8 @@ class Totals:
     moves: int = 0
     redone_tokens: int = 0
     usual_tokens: float = 128.0
+    accepted: int = 0
+    correct: int = 0
 
 
 class Ledger:
