@@ -63,6 +63,8 @@ def rows_by_key(key: int, source: tuple[int, int], rows: torch.Tensor) -> Digest
     """The same for a tensor whose key is known."""
     first, stride = source
     if rows.is_cuda and (kernel := _kernel()) is not None:
+        if rows.shape[1] > 1 and rows.stride(1) != 1:
+            rows = rows.contiguous()
         low, high = kernel.lanes(rows, first, stride, _signed(key)).tolist()
         return Digest(low & _EVERY, high & _EVERY)
     found = NOTHING

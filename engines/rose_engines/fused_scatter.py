@@ -140,14 +140,16 @@ class FusedScatter:
     """
 
     def __init__(self, staged: Sequence[Staged], live: Live, lane: Lane) -> None:
-        self._staged = tuple(staged)
         self._lane = lane
-        found = [_storage(live[one.name]) for one in self._staged]
+        found = [_storage(live[one.name]) for one in staged]
         storages = [one for one in found if one is not None]
+        flats = [one.device_bits() for one in storages]
+        self._staged = tuple(
+            _spread(one, flat.stride(0)) for one, flat in zip(staged, flats, strict=True)
+        )
         self._written = dict.fromkeys(one.written for one in storages if one.written is not nothing)
         by_width: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        for number, storage in enumerate(storages):
-            flat = storage.device_bits()
+        for number, flat in enumerate(map(_close, flats)):
             by_width.setdefault(flat.element_size(), []).append((number, flat))
         self._arenas = tuple(self._arena(members) for members in by_width.values())
         self._holds_new = True
@@ -248,6 +250,22 @@ class FusedScatter:
             bits = staged.new if new else staged.old
             taken = bits if part.taken is None else bits[part.taken]
             unsigned[part.first : part.first + part.count] = taken
+
+
+def _close(flat: torch.Tensor) -> torch.Tensor:
+    """The same memory without gaps between its elements."""
+    apart = flat.stride(0)
+    return flat.as_strided(((flat.numel() - 1) * apart + 1,), (1,)) if apart > 1 else flat
+
+
+def _spread(staged: Staged, apart: int) -> Staged:
+    """The places of elements that lie so far apart (``_close``)."""
+    if apart == 1:
+        return staged
+    where = staged.where
+    if isinstance(where, slice):
+        where = np.arange(where.start, where.stop, dtype=np.int64)
+    return staged._replace(where=where * apart)
 
 
 def _pieces(where: Where) -> Iterable[tuple[int, npt.NDArray[np.int64] | None, bool]]:

@@ -240,7 +240,7 @@ class SlicedTensor:
         return np.lib.stride_tricks.as_strided(
             span,
             (box.rows, box.columns),
-            (box.target_stride * span.itemsize, span.itemsize),
+            (box.target_stride * span.strides[0], span.strides[0]),
             writeable=False,
         )
 

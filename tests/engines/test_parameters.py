@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from rose_core.delta.digest import digest_run
 from rose_engines.errors import UnsupportedEngine
+from rose_engines.fused_scatter import Staged, fuse
 from rose_engines.safetensors import StoredTensor
 from rose_engines.sglang import parameters
 from rose_engines.sglang.layout import derive, unplaced
@@ -270,3 +272,59 @@ def test_tensors_that_are_put_side_by_side_are_refused() -> None:
     model = Joining(checkpoint(), 1)
     with pytest.raises(UnsupportedEngine, match=r"computes what it copies into .*gate_up_proj"):
         derive(model, model.parameters, stored(checkpoint()))
+
+
+class Widening(Model):
+    """Keeps a norm in 32 bits, as routers of experts and state spaces are kept."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.parameters["model.norm.weight"] = torch.ones(4)
+        self.load_weights(tensors.items())
+
+
+@pytest.mark.parametrize("on", ["host", "device"])
+def test_a_weight_that_is_kept_in_32_bits_moves_by_its_own_16(
+    on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on == "device":
+        monkeypatch.setattr(
+            parameters, "storage",
+            lambda name, dtype, shape, flat, renewal=None: DeviceTensor(
+                name, dtype, shape, flat, *(renewal or ())
+            ),
+        )  # fmt: skip
+    tensors = checkpoint()
+    model, kept = Widening(tensors), stored(tensors)
+    live, name = live_tensors(model, kept), "model.norm.weight"
+    norm = live[name]
+    digest = norm.digest()
+    assert digest == digest_run(name, 0, kept[name][2])
+    new = torch.tensor([1.5, -3.0], dtype=torch.bfloat16)
+    bits = new.view(torch.int16).numpy().view(np.uint16)
+    where = np.array([1, 3])
+    fused = fuse([Staged(name, where, bits, norm.take(where))], live)
+    assert (fused is None) == (on == "host")
+    if fused is None:
+        norm.put(where, bits)
+    else:
+        assert fused.put() is None
+    assert model.parameters[name][where].tolist() == new.tolist()
+    assert norm.holds(where, bits)
+    assert norm.digest() != digest
+    norm.put(slice(0, 4), kept[name][2])
+    assert torch.equal(model.parameters[name], tensors[name].float())
+    assert norm.digest() == digest
+
+
+def test_bits_below_those_of_the_checkpoint_are_refused_or_make_the_digest_wrong() -> None:
+    tensors = checkpoint()
+    model, kept = Widening(tensors), stored(tensors)
+    live, name = live_tensors(model, kept), "model.norm.weight"
+    digest = live[name].digest()
+    model.parameters[name].view(torch.int32)[2] += 1
+    assert live[name].digest() != digest
+    with pytest.raises(UnsupportedEngine, match="32 bits that are not BF16's"):
+        live_tensors(model, kept)
+    live[name].put(slice(0, 1), kept[name][2][:1])
+    assert live[name].digest() == digest

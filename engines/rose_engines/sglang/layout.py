@@ -63,7 +63,7 @@ _FILLS = {
 # Copies that a loader makes of what it was given: the original is as good.
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}  # noqa: SLF001
 # Another text makes the files worthless that were written by weaker rules.
-_RULES = "derived tensors are refused wherever they hang, unless what is made of a weight is known"
+_RULES = "derived tensors are refused unless their making is known; BF16 may be kept in 32 bits"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -468,7 +468,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch sa
         origin = self._sources.get(_address(source))
         if origin is None:
             raise UnsupportedEngine(f"the engine's loader computes what it copies into {name!r}")
-        if source.dtype != target.dtype or target.dtype != parameter.dtype:
+        # BF16 is the upper half of a 32-bit float, so its bits stay what they are.
+        wider = (source.dtype, target.dtype) == (torch.bfloat16, torch.float32)
+        if target.dtype != parameter.dtype or (source.dtype != target.dtype and not wider):
             raise UnsupportedEngine(
                 f"the engine's loader converts {origin!r} from {source.dtype} to {target.dtype}"
             )

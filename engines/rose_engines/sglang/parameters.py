@@ -129,9 +129,37 @@ def _live(  # noqa: PLR0917
         )
     flat, first = flats[boxes[0].parameter], boxes[0].target_first
     renewal = renewals.get(boxes[0].parameter)
+    if dtype == "BF16" and flat.element_size() == 4:
+        flat, renewal = _widened(name, flat, renewal)
     if len(boxes) == 1 and boxes[0].rows == 1 and boxes[0].columns == math.prod(shape):
         return storage(name, dtype, shape, flat[first : boxes[0].target_end], renewal)
     return SlicedTensor(name, dtype, shape, boxes, storage(name, dtype, shape, flat, renewal))
+
+
+def _widened(
+    name: str, flat: torch.Tensor, renewal: Renewal | None
+) -> tuple[torch.Tensor, Renewal]:
+    """The upper halves of 32-bit floats that were loaded from BF16, which are its bits.
+
+    The lower halves are zero, or the engine computes with something else: they are zeroed with
+    every write, since memory that was given back and taken again holds anything.
+    """
+    import torch  # noqa: PLC0415  # only inside engines
+
+    halves = flat.view(torch.int16)
+    lower = halves[0::2]
+    if bool(lower.any()):
+        raise UnsupportedEngine(f"the engine holds {name!r} in 32 bits that are not BF16's")
+
+    def renew() -> None:
+        lower.zero_()
+        if renewal is not None:
+            renewal.renew()
+
+    def current() -> bool:
+        return not bool(lower.any()) and (renewal is None or renewal.current())
+
+    return halves[1::2], Renewal(renew, current)
 
 
 def storage(
@@ -241,10 +269,11 @@ class DeviceTensor(WholeTensor):
 
     def digest_box(self, name: str, box: Box) -> Digest:
         """Digest of a box of the canonical tensor ``name``, computed on the device."""
+        apart = self.flat.stride(0)
         rows = self.flat.as_strided(
             (box.rows, box.columns),
-            (box.target_stride, 1),
-            self.flat.storage_offset() + box.target_first,
+            (box.target_stride * apart, apart),
+            self.flat.storage_offset() + box.target_first * apart,
         )
         return device_digest.digest_rows(name, (box.first, box.source_stride), rows)
 
