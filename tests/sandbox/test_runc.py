@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from bench.sandboxes.own import own_runtime
@@ -227,3 +228,15 @@ asyncio.run(main())
     async with own_runtime(tmp_path / "next", parts):
         # A control group goes only without a process.
         assert left_on_the_machine(group) == []
+
+
+async def test_a_process_that_speaks_grpc_holds_sandboxes_too(runc: RuncRuntime) -> None:
+    # Its library begins threads in forks of the process, and one with threads gets no namespace.
+    server = grpc.aio.server()
+    server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        box = await runc.create(SandboxSpec("box"))
+        assert (await runc.exec(box, "id -u", 20)).stdout == b"0\n"
+    finally:
+        await server.stop(None)

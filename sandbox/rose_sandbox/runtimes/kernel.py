@@ -10,10 +10,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import signal
 import socket
 import struct
-import time
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
 _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_IDMAP = 0x1, 0x100000
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_IN_ROOT = 0x02, 0x10
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_CLONE_NEWNET = 0x40000000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -72,19 +71,19 @@ def mount_mapped(source: Path, target: Path) -> None:
     Raises:
         OSError: the kernel or the file system has no mapped mounts.
     """
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:  # nothing but system calls: another thread may hold a lock of Python's
-        failed = _libc.unshare(_CLONE_NEWUSER)
-        os.write(writing, b"n" if failed else b"y")
-        while True:
-            time.sleep(60)
+    # A program and no fork of this process: libraries such as gRPC begin threads in a child of
+    # theirs, and one with threads gets no namespace.
+    child = subprocess.Popen(
+        ["/usr/bin/env", "unshare", "--user", "sh", "-c", "echo y; exec cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     try:
-        if os.read(reading, 1) != b"y":
+        if child.stdout is None or child.stdout.readline() != b"y\n":
             raise OSError(errno.EPERM, "no user namespaces here")
         for name in ("uid_map", "gid_map"):
-            Path(f"/proc/{child}/{name}").write_text(f"0 {FIRST_ID} {IDS}")
-        namespace = os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+            Path(f"/proc/{child.pid}/{name}").write_text(f"0 {FIRST_ID} {IDS}")
+        namespace = os.open(f"/proc/{child.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         try:
             tree = _call(
                 _OPEN_TREE, _AT_FDCWD, os.fsencode(source), _OPEN_TREE_CLONE | os.O_CLOEXEC
@@ -104,10 +103,8 @@ def mount_mapped(source: Path, target: Path) -> None:
         finally:
             os.close(namespace)
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(reading)
-        os.close(writing)
+        child.kill()
+        child.communicate()
 
 
 def socket_of(pid: int) -> socket.socket:
