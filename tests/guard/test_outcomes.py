@@ -6,6 +6,7 @@ from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.pools import PoolState
 from rose_agent.guard.recorder import Recorder
 from rose_agent.metrics import REGISTRY
+from rose_core.guard.certificate import CHUNK_DIVISORS
 from rose_core.guard.crossover import Schedule
 from rose_core.guard.trial import added
 from rose_core.identity import PodUid
@@ -175,7 +176,8 @@ def test_the_agent_learns_the_stop_and_counts_what_was_promised() -> None:
     world = World()
     for _ in range(20):
         world.request(ttft_ms=40)
-        world.outcomes.note_stop(75 * MS, 1)
+        for chunk_divisor in CHUNK_DIVISORS:
+            world.outcomes.note_stop(75 * MS, chunk_divisor)
     first = world.outcomes.certificate(world.policy)
     assert first is not None
     assert not first.holds, "40 + 75 ms do not fit into 100"
