@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     """The knobs."""
     made = argparse.ArgumentParser(prog="python -m bench.rounds", description=__doc__)
     add = made.add_argument
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="a pair of runs for each")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6], help="a pair of runs for each")
     add("--seconds", type=flags.above_zero, default=75.0, help="of each run")
     add("--evaluate-seconds", type=flags.above_zero, default=10.0, help="between evaluations")
     add(

@@ -4,6 +4,7 @@
 |---|---|
 | reward at a step | of the fixed tasks, between two evaluations by a straight line |
 | difference | with rounds less plain, at the last step that both have evaluated |
+| difference of means | the same, over all steps up to there: each evaluation's chance counts less |
 | tokens per step | sampled for it, what was cut and put off included |
 
 Runs of a pair share their seed and so their start; intervals are Student's over pairs.
@@ -48,6 +49,10 @@ class Curve:
     def steps(self) -> int:
         """Gradient steps until the last evaluation."""
         return self.points[-1][0]
+
+    def mean_reward(self, last: int) -> float:
+        """Over the steps from 0 to this one: the area under the curve by its length."""
+        return sum(self.reward(step) for step in range(last + 1)) / (last + 1)
 
     def reward(self, step: float) -> float:
         """At a step between its first and its last evaluation."""
@@ -106,20 +111,14 @@ def figures(found: Sequence[Curve]) -> list[Figure]:
                 "tokens",
             ),
         ]
-    differences = [
-        rounds.reward(step) - plain.reward(step)
-        for (plain, rounds), step in zip(both, last, strict=True)
+    paired = list(zip(both, last, strict=True))
+    made += [
+        _difference("at the last common step", [b.reward(n) - a.reward(n) for (a, b), n in paired]),
+        _difference(
+            "mean of all common steps",
+            [b.mean_reward(n) - a.mean_reward(n) for (a, b), n in paired],
+        ),
     ]
-    shown = mean_of(differences)
-    made.append(
-        figure(
-            "reward, rounds less plain, at the last common step",
-            shown.mean,
-            "reward",
-            at_least=-KEEPS,
-            interval=_ends(shown),
-        )
-    )
     cut = [one.cut / max(1, one.cut + one.trained) for _, one in both]
     made.append(_figure("rounds: share of episodes that were cut", cut, "share"))
     made.append(Figure("last common step", min(last), "steps"))
@@ -144,6 +143,11 @@ def _pace(one: Curve) -> float:
 def _figure(name: str, values: Sequence[float], unit: str) -> Figure:
     shown = mean_of(values)
     return figure(name, shown.mean, unit, interval=_ends(shown))
+
+
+def _difference(what: str, values: Sequence[float]) -> Figure:
+    shown, name = mean_of(values), f"reward, rounds less plain, {what}"
+    return figure(name, shown.mean, "reward", at_least=-KEEPS, interval=_ends(shown))
 
 
 def _ends(shown: Interval) -> tuple[float, float] | None:

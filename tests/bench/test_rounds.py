@@ -45,6 +45,9 @@ def test_rounds_are_compared_at_the_last_step_that_both_have(gap: float, met: bo
     difference = found["reward, rounds less plain, at the last common step"]
     assert difference.value == pytest.approx(gap)
     assert difference.met is met
+    mean = found["reward, rounds less plain, mean of all common steps"]
+    assert mean.value == pytest.approx(gap / 2)
+    assert mean.met is met
     assert found["last common step"].value == 40
     assert found["rounds: share of episodes that were cut"].value == pytest.approx(0.2)
     assert found["plain: steps per minute"].value == pytest.approx(120.0)
