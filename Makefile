@@ -109,7 +109,7 @@ bench-guard: engine  ## serving beside rollouts: figures of the guard; ARGS="--s
 	$(RUN)/python -m bench.guard $(ARGS)
 
 bench-sandboxes: sandbox  ## tasks killed after every turn: chat only, files, restart, full, ours (root); ARGS="--tasks 8"
-	$(BIN)/python -m bench.sandboxes $(ARGS)
+	$(RUN)/python -m bench.sandboxes $(ARGS)
 
 bench-deaths: engine  ## who stops the rollouts when guard, engine host or both die
 	$(RUN)/python -m bench.deaths $(ARGS)
@@ -127,7 +127,7 @@ bench-startup: engine  ## where an engine's start-up time goes, part by part
 	$(RUN)/python -m bench.startup $(ARGS)
 
 bench-gap: engine  ## what a stream loses at a version switch, ours beside SGLang's own ways
-	$(BIN)/python -m bench.gap $(ARGS)
+	$(RUN)/python -m bench.gap $(ARGS)
 
 bench-tap: venv  ## cost of the wire tap, and its agreement with a client (root)
 	$(RUN)/python -m bench.tap $(ARGS)
@@ -153,7 +153,7 @@ atlas: engine  ## which architectures of SGLang a commit in place leaves exact: 
 	$(RUN)/python -m bench.atlas $(ARGS)
 
 bench-rounds: engine  ## the example's reward curve with tail batching beside the one without, on a real SGLang
-	$(BIN)/python -m bench.rounds $(ARGS)
+	$(RUN)/python -m bench.rounds $(ARGS)
 
 bench-bound: venv  ## what lending adds to TTFT under an adversary, against its bound (virtual time)
 	$(RUN)/python -m bench.bound $(ARGS)
