@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import sqlite3
 import sys
@@ -117,22 +116,6 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _closed(given: argparse.Namespace) -> None:
-    """Refuse an open door to the network.
-
-    Raises:
-        ValueError: it would be one.
-    """
-    host = str(given.address).rpartition(":")[0].strip("[]")
-    try:
-        here = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        here = False
-    if not here and given.token_file is None:
-        message = f"--address {given.address}: everybody could be every tenant; give --token-file"
-        raise ValueError(message)
-
-
 async def _serve(given: argparse.Namespace) -> None:
     stop = stop_signal()
     async with running(
@@ -163,7 +146,7 @@ def main(argv: list[str]) -> int:
     given = parser().parse_args(argv)
     logging.basicConfig(level=given.log_level, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        _closed(given)
+        flags.refuse_open(given.address, given.token_file, "everybody could be every tenant")
         asyncio.run(_serve(given))
     except (OSError, ValueError, BatchesError, sqlite3.Error) as error:
         sys.stderr.write(f"rose batches: {flags.complaint(error, argv)}\n")

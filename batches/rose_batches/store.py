@@ -17,7 +17,6 @@ runs them on a thread of its own.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import os
@@ -34,6 +33,7 @@ import msgspec
 from rose_batches.errors import BadBatch, Damaged
 from rose_batches.objects import LIVE, StoredBatch, StoredFile, output_line
 from rose_core.batches.lines import LineSpan
+from rose_wire.durable import open_database
 
 _WAITS, _ANSWERED, _FAILED = 0, 1, 2
 _PAGE = 1000  # lines that are read from the database at once
@@ -89,7 +89,7 @@ class Journal:
             raise Damaged(message) from error
         path = folder / "batches.db"
         try:
-            self._db = _opened(path)
+            self._db = open_database(path, _SCHEMA)
         except sqlite3.DatabaseError as error:
             self._lock.close()
             message = (
@@ -427,34 +427,6 @@ class Journal:
         live = {one.id: one.tenant for one in self.live()}
         for batch, tenant in live.items():
             self.used[tenant] += self._held(batch)
-
-
-def _opened(path: Path) -> sqlite3.Connection:
-    """The database, checked.
-
-    Raises:
-        sqlite3.DatabaseError: it is damaged.
-    """
-    # Its one thread is not the one that opens it.
-    database = sqlite3.connect(path, check_same_thread=False)
-    try:
-        database.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = FULL")
-        _check_whole(database)
-        with database:
-            database.executescript(_SCHEMA)
-    except sqlite3.DatabaseError:
-        with contextlib.suppress(sqlite3.Error):
-            database.close()
-        raise
-    return database
-
-
-def _check_whole(database: sqlite3.Connection) -> None:
-    found = database.execute("PRAGMA quick_check").fetchone()[0]
-    if found != "ok":
-        raise sqlite3.DatabaseError(found)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,7 +7,6 @@ checksum: a torn one is as if it had never been, and is computed when it is aske
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import sqlite3
@@ -20,6 +19,7 @@ import msgspec
 
 from rose_core.rewards.results import Masked, Scored
 from rose_rewards.errors import TornJournal
+from rose_wire.durable import open_database
 
 LOG = logging.getLogger(__name__)
 _SCHEMA = """
@@ -64,7 +64,7 @@ class ResultJournal:
         path = folder / "results.db"
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._db = _opened(path)
+            self._db = open_database(path, _SCHEMA)
         except BlockingIOError as error:
             self._lock.close()
             message = f"--folder {folder} is in use by another rose rewards; give each its own"
@@ -118,29 +118,3 @@ class ResultJournal:
 
 def _sum(team: str, trajectory: str, digest: bytes, said: bytes) -> int:
     return zlib.crc32(msgspec.msgpack.encode((team, trajectory, digest, said)))
-
-
-def _opened(path: Path) -> sqlite3.Connection:
-    """The database, checked; its calls come from one thread at a time.
-
-    Raises:
-        sqlite3.DatabaseError: it is damaged.
-    """
-    database = sqlite3.connect(path, check_same_thread=False)
-    try:
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = FULL")
-        _check_whole(database)
-        with database:
-            database.execute(_SCHEMA)
-    except sqlite3.DatabaseError:
-        with contextlib.suppress(sqlite3.Error):
-            database.close()
-        raise
-    return database
-
-
-def _check_whole(database: sqlite3.Connection) -> None:
-    found = database.execute("PRAGMA quick_check").fetchone()[0]
-    if found != "ok":
-        raise sqlite3.DatabaseError(found)

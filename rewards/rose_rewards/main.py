@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import logging
 import os
 import sys
@@ -195,22 +194,6 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _closed(given: argparse.Namespace) -> None:
-    """Refuse an open door to the network.
-
-    Raises:
-        ValueError: it would be one.
-    """
-    host = str(given.address).rpartition(":")[0].strip("[]")
-    try:
-        here = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        here = False
-    if not here and given.token_file is None:
-        message = f"--address {given.address}: everybody could call; give --token-file"
-        raise ValueError(message)
-
-
 async def _serve(given: argparse.Namespace) -> None:
     stop = stop_signal()
     async with running(
@@ -232,7 +215,7 @@ def main(argv: list[str]) -> int:
     given = parser().parse_args(argv)
     logging.basicConfig(level=given.log_level, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        _closed(given)
+        flags.refuse_open(given.address, given.token_file, "everybody could call")
         asyncio.run(_serve(given))
     except (OSError, ValueError, RewardsError) as error:
         sys.stderr.write(f"rose rewards: {flags.complaint(error, argv)}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import errno
+import ipaddress
 import math
 import re
 from collections.abc import Sequence
@@ -114,6 +115,27 @@ def listener(text: str) -> str:
         raise argparse.ArgumentTypeError(message)
     port(number)
     return text
+
+
+def refuse_open(address: str, token_file: Path | None, otherwise: str) -> None:
+    """Refuse to listen where others reach without asking them for a token.
+
+    Args:
+        address: as ``listener`` returns it.
+        token_file: whose token callers must show; None = there is none.
+        otherwise: what anybody could do then.
+
+    Raises:
+        ValueError: it is no address of this machine alone, and there is no token.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        here = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        here = False
+    if not here and token_file is None:
+        message = f"--address {address}: {otherwise}; give --token-file"
+        raise ValueError(message)
 
 
 def target(text: str) -> str:
