@@ -175,7 +175,7 @@ def component_labels(component: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": f"rose-{component}"}
 
 
-@pytest.mark.parametrize("named", ["ingests", "collectors", "sandboxHosts"])
+@pytest.mark.parametrize("named", ["ingests", "batches", "collectors", "sandboxHosts"])
 def test_routers_dial_the_peers_that_were_named(named: str) -> None:
     peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "research"}}}
     rendered = render({"networkPolicy": {"enabled": True, named: [peer]}})
