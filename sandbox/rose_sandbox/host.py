@@ -199,8 +199,7 @@ class Host:
         Raises:
             CommandDiffers: another command has been run under that name.
         """
-        box = await self._acting(session)
-        async with box.lock:
+        async with self._acting(session) as box:
             digest = hashlib.sha256(command.encode()).hexdigest()
             known = box.commands.get(name) if name is not None else None
             if known is not None:
@@ -217,20 +216,17 @@ class Host:
 
     async def read_file(self, session: str, path: str) -> bytes:
         """A file's bytes."""
-        box = self._box(session)
-        await self._awake(session, box)
+        box = await self._running(session)
         return await self._runtime.read_file(box.handle, path)
 
     async def write_file(self, session: str, path: str, data: bytes, mode: int = 0o644) -> None:
         """Write a file."""
-        box = await self._acting(session)
-        async with box.lock:
+        async with self._acting(session) as box:
             await self._runtime.write_file(box.handle, path, data, mode)
 
     async def connect(self, session: str, port: int) -> socket.socket:
         """A TCP connection to a server in the sandbox; a non-blocking socket."""
-        box = self._box(session)
-        await self._awake(session, box)
+        box = await self._running(session)
         return await self._runtime.connect(box.handle, port)
 
     async def state(self, session: str) -> Told:
@@ -243,11 +239,9 @@ class Host:
 
     async def end(self, session: str, *, forget: bool = False) -> None:
         """End a session's sandbox; its records stay unless ``forget``. Ended is no error."""
-        box = self._boxes.pop(session, None)
-        metrics.SANDBOXES.set(len(self._boxes))
+        box = self._boxes.get(session)
         if box is not None:
-            await self._settle(box)
-            await self._close(box)
+            await self._drop(session, box)
         if forget:
             owned = await asyncio.to_thread(self._records.own, session, self._owner)
             await asyncio.to_thread(self._records.forget, owned)
@@ -302,7 +296,7 @@ class Host:
             box.boundary.result()
         if box.clock.phase is not Phase.ACTING:
             box.clock = box.clock.ready(self._now())
-        await self._awake(session, box)
+        await self._awake(box)
         return self._tell(session, box)
 
     async def checkpoint(self, session: str, ids: Sequence[int] = ()) -> Told:
@@ -340,7 +334,8 @@ class Host:
                 box.clock = box.clock.began(self._now())
             if box.clock.phase is Phase.WAITING:
                 await self._save(box, Decision(Action.SUSPEND, policy.Reason.LONG_WAIT))
-            box.clock = box.clock.ready(self._now())
+            if box.clock.phase is not Phase.ACTING:  # not saved, and a command has come meanwhile
+                box.clock = box.clock.ready(self._now())
         if box.unsaved:
             raise CannotCheckpoint(box.unsaved, f"session {session}: {box.unsaved}")
         return self._tell(session, box)
@@ -349,7 +344,7 @@ class Host:
         """Bring a suspended sandbox back; one that runs is no error."""
         box = self._box(session)
         async with box.lock:
-            await self._awake(session, box)
+            await self._awake(box)
         return self._tell(session, box)
 
     # -- going back, and on from there --------------------------------------------------------
@@ -381,10 +376,9 @@ class Host:
         history = await asyncio.to_thread(self._records.history, record)
         happened = await self._happened(session)
         crossing = outside.cross(happened, record.turn, flag=flag)
-        box = self._boxes.pop(session, None)
+        box = self._boxes.get(session)
         if box is not None:
-            await self._settle(box)
-            await self._close(box)
+            await self._drop(session, box)
         else:  # what an earlier process of this host left behind
             await self._runtime.end(Handle(key_of(session)))
         ((handle, spec),) = await self._bring(record, [key_of(session)])
@@ -465,7 +459,7 @@ class Host:
 
     async def close(self) -> None:
         """End boundaries and let go; sandboxes and records stay."""
-        for box in self._boxes.values():
+        for box in tuple(self._boxes.values()):
             await self._settle(box)
             if box.egress is not None:
                 await box.egress.close()
@@ -499,25 +493,36 @@ class Host:
     async def _lose(self, session: str, box: _Box, error: Fenced) -> None:
         """Another host has the session: what runs here belongs to nobody."""
         if self._boxes.get(session) is box:
-            del self._boxes[session]
-            metrics.SANDBOXES.set(len(self._boxes))
             self._fenced[session] = str(error)
             if len(self._fenced) > _MOST_FENCED:
                 del self._fenced[next(iter(self._fenced))]
-            await self._close(box)
+            try:
+                await self._drop(session, box)
+            except (SandboxError, WeightsError, OSError) as failed:
+                LOG.warning("session %s: not ended yet, tried again: %s", session, failed)
 
     async def renew(self) -> None:
-        """End the sandboxes whose sessions another host has taken over."""
+        """End the sandboxes whose sessions another host has taken over.
+
+        And those that could not be ended when they ought to have been.
+        """
         for session, box in tuple(self._boxes.items()):
             try:
-                await asyncio.to_thread(self._records.check, box.owned)
-            except Fenced as error:
-                LOG.warning("session %s: %s", session, error)
-                await self._settle(box)
-                await self._lose(session, box, error)
-            except WeightsError as error:
-                # A store that is away takes no record either, of this host or of another one.
-                LOG.warning("session %s: whose it is cannot be asked: %s", session, error)
+                await self._renew_one(session, box)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others are asked for too
+                LOG.warning("session %s: looked at again later: %s", session, error)
+
+    async def _renew_one(self, session: str, box: _Box) -> None:
+        if box.clock.phase is Phase.ENDED:
+            return await self._drop(session, box)
+        try:
+            await asyncio.to_thread(self._records.check, box.owned)
+        except Fenced as error:
+            LOG.warning("session %s: %s", session, error)
+            await self._lose(session, box, error)
+        except WeightsError as error:
+            # A store that is away takes no record either, of this host or of another one.
+            LOG.warning("session %s: whose it is cannot be asked: %s", session, error)
 
     async def _renew_for_ever(self) -> None:
         while True:
@@ -680,23 +685,36 @@ class Host:
         if seen.kind is not outside.Kind.READ:
             await asyncio.to_thread(self._records.note, box.owned, _noted(seen))
 
-    async def _acting(self, session: str) -> _Box:
-        """The box of an agent that acts: its reply is there, whether the host was told or not.
+    @asynccontextmanager
+    async def _acting(self, session: str) -> AsyncIterator[_Box]:
+        """The box of an agent that acts, alone: its reply is there, whether it was told or not.
 
         It waits for the record of its turn, as ``tokens_ready`` does: what a command changes must
         not become part of the turn before it.
         """
         if self._box(session).clock.phase is not Phase.ACTING:
             await self.tokens_ready(session)
-        return self._box(session)
+        box = self._box(session)
+        async with box.lock:
+            # Whoever held the lock may have suspended it: a session ended, and its grader comes.
+            await self._awake(box)
+            yield box
 
-    async def _awake(self, session: str, box: _Box) -> None:
+    async def _running(self, session: str) -> _Box:
+        """The box of a sandbox that is read beside its commands."""
+        box = self._box(session)
+        if box.clock.phase is Phase.SAVING and box.decision.action is Action.SUSPEND:
+            async with box.lock:  # its processes are on their way out
+                pass
+        await self._awake(box)
+        return box
+
+    async def _awake(self, box: _Box) -> None:
         async with box.waking:  # whoever comes beside finds it awake
             if box.clock.phase is not Phase.SUSPENDED:
                 return
             await self._resume(box)
             box.clock = box.clock.resumed()
-            self._boxes[session] = box
 
     async def _resume(self, box: _Box) -> None:
         if box.egress is not None:
@@ -706,11 +724,32 @@ class Host:
 
     async def _settle(self, box: _Box) -> None:
         """Its boundary is over: one that cuts is waited for, one that waits for its turn is not."""
-        if box.boundary is not None and not box.boundary.done():
-            if box.clock.phase is not Phase.SAVING:
-                box.boundary.cancel()
-            with suppress(asyncio.CancelledError, Fenced):
-                await box.boundary
+        boundary = box.boundary
+        if boundary is None or boundary.done() or boundary is asyncio.current_task():
+            return
+        if box.clock.phase is not Phase.SAVING:
+            boundary.cancel()
+        try:
+            await boundary
+        except (asyncio.CancelledError, Fenced):
+            pass
+        except (SandboxError, WeightsError, OSError) as error:
+            # Told to who waits for its reply; whoever comes after it goes on, or ends the sandbox.
+            LOG.warning("sandbox %s: its boundary failed: %s", box.spec.key, error)
+
+    async def _drop(self, session: str, box: _Box) -> None:
+        """End a sandbox; one that cannot be ended stays known, and ``renew`` tries it again."""
+        if self._boxes.get(session) is not box:
+            return
+        del self._boxes[session]
+        metrics.SANDBOXES.set(len(self._boxes))
+        try:
+            await self._settle(box)
+            await self._close(box)
+        except BaseException:  # also where its caller goes away: it may run still
+            self._boxes.setdefault(session, box)
+            metrics.SANDBOXES.set(len(self._boxes))
+            raise
 
     async def _close(self, box: _Box) -> None:
         box.clock = box.clock.ended()
@@ -722,11 +761,11 @@ class Host:
 
     def _box(self, session: str) -> _Box:
         box = self._boxes.get(session)
-        if box is None and session in self._fenced:
+        if box is not None and box.clock.phase is not Phase.ENDED:
+            return box
+        if session in self._fenced:
             raise Fenced(self._fenced[session])
-        if box is None:
-            raise UnknownSandbox(f"session {session} has no sandbox here; create or restore it")
-        return box
+        raise UnknownSandbox(f"session {session} has no sandbox here; create or restore it")
 
     def _tell(self, session: str, box: _Box) -> Told:
         return Told(

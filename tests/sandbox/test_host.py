@@ -19,6 +19,7 @@ from rose_sandbox.errors import (
     AlreadyThere,
     CannotCheckpoint,
     CommandDiffers,
+    RuntimeFailed,
     TokensDiffer,
     UnknownTurn,
 )
@@ -163,6 +164,80 @@ async def test_a_host_learns_that_it_is_fenced_before_its_next_boundary(
     await world.host.close()
 
 
+async def test_a_fenced_sandbox_that_cannot_be_ended_is_tried_again_and_hides_no_other(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One failed end stopped the asking for good, and left out the close of what is beneath."""
+    world.renew_seconds = 0.01
+    world.host = world.started()
+    other = World(tmp_path, "two")
+    for session in ("a", "b"):
+        await world.host.create(session)
+        await world.host.checkpoint(session, [1])
+    real, refused, closed = world.runtime.end, 0, False
+
+    async def end(handle: Handle) -> None:
+        nonlocal refused
+        if handle.key == key_of("a") and refused < 3:
+            refused += 1
+            raise RuntimeFailed("runc delete: device or resource busy")
+        await real(handle)
+
+    async def close() -> None:
+        nonlocal closed
+        closed = True
+
+    monkeypatch.setattr(world.runtime, "end", end)
+    monkeypatch.setattr(world.inspector, "close", close)
+    await other.host.restore("a")
+    await until(lambda: refused > 0)
+    with pytest.raises(Fenced, match="two's under fence"):
+        await world.host.exec("a", "echo stale > /home/a", 5)
+    await other.host.restore("b")
+    await until(lambda: world.host.sessions() == ())
+    assert refused == 3
+    assert await world.runtime.sandboxes() == ()
+    await world.host.close()
+    assert closed
+
+
+async def test_a_sandbox_ends_though_its_boundary_fails_meanwhile(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had left the host's list by then, and nobody ended it."""
+    await world.host.create("s")
+    goes_on = hold_suspends(world, monkeypatch)
+
+    def publish(*_: object) -> None:
+        raise StoreFailed("away")
+
+    async def resume(_handle: Handle) -> Handle:
+        raise RuntimeFailed("criu restore: no memory")
+
+    monkeypatch.setattr(world.records, "publish", publish)
+    monkeypatch.setattr(world.runtime, "resume", resume)
+    await world.host.turn_began("s", [1], wait=Wait(120.0, 0.9))
+    while (await world.host.state("s")).phase != "saving":  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    ending = asyncio.create_task(world.host.end("s"))
+    await asyncio.sleep(0)
+    goes_on.set()
+    await ending
+    assert await world.runtime.sandboxes() == ()
+
+
+def hold_suspends(world: World, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Suspends wait for the event."""
+    goes_on, real = asyncio.Event(), world.runtime.suspend
+
+    async def suspend(handle: Handle, into: Path) -> CheckpointParts:
+        await goes_on.wait()
+        return await real(handle, into)
+
+    monkeypatch.setattr(world.runtime, "suspend", suspend)
+    return goes_on
+
+
 async def until_one(runtime: FakeRuntime) -> None:
     """Wait until one sandbox is left."""
     async with asyncio.timeout(60):
@@ -218,6 +293,56 @@ async def test_a_suspended_sandbox_comes_back_when_it_is_needed(world: World) ->
     assert (told.phase, told.recoverable_to) == ("suspended", 1)
     assert await world.said("s", "echo $A") == "1"
     assert (await world.host.state("s")).phase == "acting"
+
+
+@pytest.mark.parametrize("step", ["exec", "write", "read", "connect"])
+async def test_a_grader_that_comes_while_a_session_ends_finds_its_sandbox(
+    world: World, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """It waited for the suspend, and was told that the sandbox is suspended."""
+    await world.host.create("s")
+    await world.said("s", "echo 1 > /home/a")
+    world.runtime.serve(world.host._box("s").handle, 80, b"up")
+    goes_on = hold_suspends(world, monkeypatch)
+    ending = asyncio.create_task(world.host.ended("s"))
+    while (await world.host.state("s")).phase != "saving":  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+    async def grade() -> bytes:
+        match step:
+            case "exec":
+                return (await world.host.exec("s", "cat /home/a", 5)).stdout
+            case "write":
+                await world.host.write_file("s", "/home/a", b"1\n")
+            case "connect":
+                (await world.host.connect("s", 80)).close()
+        return await world.host.read_file("s", "/home/a")
+
+    grading = asyncio.create_task(grade())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    goes_on.set()
+    assert (await ending).recoverable_to == 1
+    assert await grading == b"1\n"
+    assert (await world.host.state("s")).phase == "acting"
+
+
+async def test_a_session_that_ends_unsaved_beside_a_command_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, runtime=FakeRuntime(undumpable=["uring"]))
+    await world.host.create("s")
+    await world.said("s", "uring &")
+    goes_on = hold_suspends(world, monkeypatch)
+    ending = asyncio.create_task(world.host.ended("s"))
+    while (await world.host.state("s")).phase != "saving":  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    grading = asyncio.create_task(world.said("s", "echo on"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    goes_on.set()
+    assert (await ending).unsaved == "uring"
+    assert await grading == "on"
 
 
 async def test_a_long_wait_suspends_and_the_answer_resumes(world: World) -> None:
