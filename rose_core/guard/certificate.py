@@ -22,7 +22,7 @@ A gate on an empty replica opens if that fits for the next request:
 
 D is learned for each size of the rollouts' prefill chunks (``CHUNK_DIVISORS``): the permit carries
 the size, and the engine's next chunk has it. Short chunks are tried only where the next request
-would keep its SLO alone.
+would keep its SLO alone, and not beside slots of several GPUs, whose ranks keep whole ones.
 
 *Next* is a quantile over the last requests that met the replica empty, of
 
@@ -34,10 +34,11 @@ would keep its SLO alone.
 Where the owner says what a request takes alone (``slo.ttftAloneMilliseconds``), that is *next*.
 Both may only be too large: an open gate took at most that time, and D is at least that time. Both
 are learned whatever the gate does. Stops are seen at open gates only, so after ``RELEARN`` requests
-that met a gate which was shut for its certificate, what stops took is forgotten; after as many that
-met a gate open for short chunks, what stops of whole ones took. So a certificate that has shut a
-gate opens it again, and one that has shortened chunks tries whole ones again: when what is asked
-has become smaller, or to learn stops anew.
+that met a gate which was shut for its certificate, what stops of the shortest chunks took is
+forgotten; after as many that met a gate open for short chunks, what stops of whole ones took. So a
+certificate that has shut a gate opens it again, and one that has shortened chunks tries whole ones
+again: when what is asked has become smaller, or to learn stops anew. A request that would be late
+alone shuts the gate whatever stops take, and nothing is learned anew for it.
 
 Quantiles are conformal (split conformal prediction; Vovk et al., 2005): of n + 1 exchangeable
 values the last lies above the ``ceil((n + 1) level)``-th smallest of the others with a chance of at
@@ -154,9 +155,24 @@ def certify(
     fewest = len(stops) if alone_s else min(len(nexts), len(stops))
     level = next((one for one in levels if _enough(fewest, one)), 0.0)
     if not level:
-        return Certificate(slo_s, 0.0, FIRST_STOP_S, 0.0, chunk_divisor)
+        return _without_stops(nexts, slo_s, levels, alone_s, chunk_divisor)
     found = alone_s or conformal(nexts, level)
     return Certificate(slo_s, found, conformal(stops, level), level, chunk_divisor)
+
+
+def _without_stops(
+    nexts: Collection[float],
+    slo_s: float,
+    levels: tuple[float, float],
+    alone_s: float,
+    chunk_divisor: int,
+) -> Certificate:
+    """Nothing is promised, unless the next request is late by itself: no stop makes up for that."""
+    level = next((one for one in levels if alone_s or _enough(len(nexts), one)), 0.0)
+    found = alone_s or (conformal(nexts, level) if level else 0.0)
+    if found > slo_s:
+        return Certificate(slo_s, found, 0.0, level, chunk_divisor)
+    return Certificate(slo_s, 0.0, FIRST_STOP_S, 0.0, chunk_divisor)
 
 
 def _enough(count: int, level: float) -> bool:
@@ -196,25 +212,24 @@ class Envelope:
             divisor: deque(maxlen=_REMEMBERED) for divisor in CHUNK_DIVISORS
         }
         self._refused = dict.fromkeys(CHUNK_DIVISORS, 0)
-        self._known: dict[tuple[float, int, float], Certificate] = {}
+        self._known: dict[tuple[float, int, float, bool], Certificate] = {}
 
     def note_next(self, seconds: float) -> None:
         """A request has met the replica empty; see the module for what is counted of it."""
         self._nexts.append(seconds)
         self._known.clear()
 
-    def note_refused(self, opened_for: int | None = None) -> None:
-        """A request has met a gate that was shut for its certificate.
-
-        Args:
-            opened_for: it was open, but for chunks of this divisor alone.
-        """
-        for divisor, stops in self._stops.items():
-            if opened_for is None or divisor < opened_for:
-                self._refused[divisor] += 1
-                if self._refused[divisor] >= RELEARN:
-                    stops.clear()
-                    self._known.clear()
+    def note_refused(self, told: Certificate) -> None:
+        """A request has met a gate that this shut, or opened for short chunks alone."""
+        if told.holds:
+            refused = [divisor for divisor in CHUNK_DIVISORS if divisor < told.chunk_divisor]
+        else:  # one size at a time: nine requests are without a promise then, and not eighteen
+            refused = [told.chunk_divisor] if told.next_s <= told.slo_s else []
+        for divisor in refused:
+            self._refused[divisor] += 1
+            if self._refused[divisor] >= RELEARN:
+                self._stops[divisor].clear()
+                self._known.clear()
 
     def note_stop(self, seconds: float, chunk_divisor: int = 1) -> None:
         """A request's arrival has stopped an engine within so long; its permit had this divisor."""
@@ -228,16 +243,26 @@ class Envelope:
         longest = (max(stops, default=0.0) for stops in self._stops.values())
         return max(longest) or FIRST_STOP_S
 
-    def certificate(self, slo_s: float, percentile: int, alone_s: float = 0.0) -> Certificate:
-        """``certify`` of what is remembered, for the longest chunks for which it holds."""
-        key = slo_s, percentile, alone_s
+    def certificate(
+        self, slo_s: float, percentile: int, alone_s: float = 0.0, *, whole: bool = False
+    ) -> Certificate:
+        """``certify`` of what is remembered, for the longest chunks for which it holds.
+
+        Args:
+            slo_s: as for ``certify``.
+            percentile: the same.
+            alone_s: the same.
+            whole: the engine's chunks cannot be shortened.
+        """
+        key = slo_s, percentile, alone_s, whole
         if key not in self._known:
-            self._known[key] = self._choose(slo_s, percentile, alone_s)
+            self._known[key] = self._choose(*key)
         return self._known[key]
 
-    def _choose(self, slo_s: float, percentile: int, alone_s: float) -> Certificate:
+    def _choose(self, slo_s: float, percentile: int, alone_s: float, whole: bool) -> Certificate:
         found = []
-        for divisor, stops in self._stops.items():
+        for divisor in CHUNK_DIVISORS[:1] if whole else CHUNK_DIVISORS:
+            stops = self._stops[divisor]
             told = certify(
                 self._nexts, stops, slo_s, percentile, alone_s=alone_s, chunk_divisor=divisor
             )

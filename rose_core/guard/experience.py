@@ -107,8 +107,8 @@ class _Mark:
     Attributes:
         arrived_ns, first_ns: open time of the gate up to its arrival and to its first token.
         leads: it met the replica empty; ``met_open``: and the gate open.
-        promised: that gate's certificate; ``refused``: it was shut for its certificate.
-        opened_for: divisor of the prefill chunks that it was open for.
+        promised: that gate's certificate.
+        refused: the certificate for which the gate was shut, or open for short chunks alone.
         behind_s: prefill of what came close behind it.
         stop_s: what rollouts took to stop for it.
     """
@@ -118,8 +118,7 @@ class _Mark:
     leads: bool = False
     met_open: bool = False
     promised: Certificate | None = None
-    refused: bool = False
-    opened_for: int = 1
+    refused: Certificate | None = None
     behind_s: float = 0.0
     stop_s: float = 0.0
 
@@ -169,9 +168,8 @@ class Experience:
             told = self._certificate
             if mark.met_open and told is not None and told.learned:
                 mark.promised = told
-            if mark.met_open and told is not None:
-                mark.opened_for = told.chunk_divisor
-            mark.refused = not mark.met_open and told is not None and not told.holds
+            if told is not None and (told.chunk_divisor > 1 if mark.met_open else not told.holds):
+                mark.refused = told
         self._marks[number] = mark
 
     def note_size(self, number: int, size: int, now_ns: int) -> None:
@@ -188,10 +186,24 @@ class Experience:
         if self._leader is not None:
             self._leader.stop_s = seconds
 
-    def certificate(self, goals: Objective, percentile: int) -> Certificate | None:
-        """What the next request on the empty replica is promised; None: the pool names no TTFT."""
-        told = self.lessons.envelope.certificate(goals.ttft_s, percentile, goals.alone_s)
-        self._certificate = told if goals.ttft_s else None
+    def certificate(
+        self, goals: Objective, percentile: int, *, whole: bool = False
+    ) -> Certificate | None:
+        """What the next request on the empty replica is promised; None: the pool names no TTFT.
+
+        Args:
+            goals: the pool's SLO.
+            percentile: share of requests that has to keep it, percent.
+            whole: an engine beside this replica cannot shorten its prefill chunks.
+        """
+        ask = self.lessons.envelope.certificate
+        told = ask(goals.ttft_s, percentile, goals.alone_s, whole=whole) if goals.ttft_s else None
+        self._certificate = told
+        return told
+
+    @property
+    def told(self) -> Certificate | None:
+        """The certificate that the gate was judged by last."""
         return self._certificate
 
     def note_first_token(self, number: int, now_ns: int) -> None:
@@ -243,10 +255,8 @@ class Experience:
             return None
         taught = self.lessons
         # Also one without a TTFT (not streamed, failed): some pools have no other.
-        if mark.refused:
-            taught.envelope.note_refused()
-        elif mark.opened_for > 1:
-            taught.envelope.note_refused(mark.opened_for)
+        if mark.refused is not None:
+            taught.envelope.note_refused(mark.refused)
         if ttft is None:
             return None
         seconds = ttft - mark.stop_s if mark.met_open else ttft + mark.behind_s

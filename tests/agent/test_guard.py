@@ -19,6 +19,7 @@ from rose_agent.guard.loop import Guard, Settings
 from rose_agent.guard.slot import GuardedSlot
 from rose_agent.pods.static import StaticPods
 from rose_agent.signals.reader import DirectReaders
+from rose_core.guard.certificate import CHUNK_DIVISORS
 from rose_core.guard.gate import GateLimits, GateVerdict
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Slack
@@ -158,6 +159,25 @@ async def test_the_right_to_compute_moves_to_the_other_engine_through_a_closed_p
     assert made.slots[KEY.uid].computing(permit.until_ns - 1), "lent, whichever engine it is"
     made.on_tap_lost(time.monotonic_ns())
     assert permit.until_ns == 0
+
+
+async def test_short_chunks_reach_the_permit_of_an_engine_that_can_cut_them(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, permit = guard
+    envelope = made.replicas[POD].outcomes.experience.lessons.envelope
+    for _ in range(20):
+        envelope.note_next(0.35)
+        for chunk_divisor, seconds in zip(CHUNK_DIVISORS, (0.06, 0.02), strict=True):
+            envelope.note_stop(seconds, chunk_divisor)
+    limited = msgspec.structs.replace(POLICY, ttft_milliseconds=400)
+    made.on_reply(SyncReply(1, True, (GRANT,), (limited,)), time.monotonic())
+    assert is_open(permit)
+    assert permit.chunk_divisor == CHUNK_DIVISORS[-1]
+    spread = msgspec.structs.replace(GRANT, engine=EngineSpec("fake", "m", ranks=2))
+    made.on_reply(SyncReply(1, True, (spread,), (limited,)), time.monotonic())
+    assert not is_open(permit), "its ranks keep whole chunks, which stop too late"
+    assert made._verdicts[POD].reason is GateReason.NOT_CERTIFIED
 
 
 async def test_the_owners_share_of_a_second_closes_the_permit_of_an_idle_replica(

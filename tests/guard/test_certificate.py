@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from rose_core.guard.certificate import CHUNK_DIVISORS, FIRST_STOP_S, RELEARN, Certificate, certify
+from rose_core.guard.certificate import (
+    CHUNK_DIVISORS,
+    FIRST_STOP_S,
+    RELEARN,
+    Certificate,
+    Envelope,
+    certify,
+)
 from rose_core.guard.experience import Experience, Lessons
 from rose_core.guard.gate import GateLimits, judge
 from rose_core.guard.reasons import GateReason
@@ -127,7 +134,7 @@ def test_short_chunks_are_not_tried_for_what_would_be_late_alone() -> None:
 
 def test_whole_chunks_are_tried_again_after_a_while_of_short_ones() -> None:
     world = World(short_stop_ms=20)
-    for _ in range(20):
+    for _ in range(9):
         world.request(410, is_open=True, stop_ms=60)
     asked = 0
     while world.certificate.chunk_divisor != 1:
@@ -139,6 +146,44 @@ def test_whole_chunks_are_tried_again_after_a_while_of_short_ones() -> None:
     for _ in range(9):
         world.request(380, is_open=True, stop_ms=30)
     assert (world.certificate.learned, world.certificate.chunk_divisor) == (True, 1)
+
+
+def test_one_request_in_twelve_at_most_meets_a_gate_without_a_promise() -> None:
+    for whole in (False, True):
+        envelope, bare, asked = Envelope(), 0, 5000
+        for _ in range(asked):
+            told = envelope.certificate(0.4, 99, whole=whole)
+            envelope.note_next(0.3)
+            if not told.holds:
+                envelope.note_refused(told)
+            else:
+                envelope.note_stop(0.2, told.chunk_divisor)
+                bare += not told.learned
+        assert bare > 18, "stops are learned anew"
+        assert bare - 18 <= asked / 12, "after the first nine of each size"
+
+
+def test_a_request_that_is_late_by_itself_shuts_the_gate_whatever_stops_took() -> None:
+    assert not certify([0.5] * 20, [], 0.4, 99).holds
+    assert not certify([], [], 0.4, 99, alone_s=0.5).holds
+    envelope = Envelope()
+    for _ in range(20):
+        envelope.note_next(0.5)
+    for _ in range(2 * RELEARN):
+        told = envelope.certificate(0.4, 99)
+        assert not told.holds
+        envelope.note_refused(told)
+
+
+def test_beside_ranks_that_keep_whole_chunks_no_short_ones_are_promised() -> None:
+    envelope = Envelope()
+    for _ in range(20):
+        envelope.note_next(0.35)
+        envelope.note_stop(0.06)
+        envelope.note_stop(0.02, SHORT)
+    assert envelope.certificate(0.4, 99).holds
+    told = envelope.certificate(0.4, 99, whole=True)
+    assert (told.holds, told.chunk_divisor) == (False, 1)
 
 
 def test_a_gate_that_opens_under_a_certificate_carries_its_chunks() -> None:

@@ -366,7 +366,10 @@ class Guard:
 
     def _step_replica(self, uid: PodUid, now_ns: int, arrival_ns: int) -> None:
         replica = self.replicas[uid]
-        facts = replica.facts(now_ns, stop_pressed=self._stop_pressed)
+        # Ranks would have to agree on a chunk before each iteration, so theirs stay whole.
+        grants = (slot.grant for slot in self.slots.values() if slot.grant is not None)
+        whole = any(grant.pod_uid == uid and grant.engine.ranks > 1 for grant in grants)
+        facts = replica.facts(now_ns, stop_pressed=self._stop_pressed, whole_chunks=whole)
         verdict = self._verdicts[uid] = judge(facts, self.settings.gate, now_ns)
         replica.note_known(known=facts.signal.doubt is None)
         until_ns, permitted_ns, counters = 0, 0, replica.outcomes.counters

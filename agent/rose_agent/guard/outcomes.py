@@ -119,10 +119,10 @@ class Outcomes:
                 shared=predict(event.size, shared=True),
             )
 
-    def certificate(self, policy: PoolPolicy) -> Certificate | None:
-        """What the next request on the empty replica is promised."""
+    def certificate(self, policy: PoolPolicy, *, whole: bool) -> Certificate | None:
+        """What the next request on the empty replica is promised, as ``Experience.certificate``."""
         goals = self.objective(policy)
-        return self.experience.certificate(goals, policy.percentile)
+        return self.experience.certificate(goals, policy.percentile, whole=whole)
 
     @property
     def certified(self) -> CertificateCount:

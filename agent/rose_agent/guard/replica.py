@@ -170,8 +170,14 @@ class GuardedReplica:
         wanted = not self.schedule.seconds and self.policy.max_increase_percent
         return RELATIVE if wanted else self.schedule
 
-    def facts(self, now_ns: int, *, stop_pressed: bool) -> ReplicaFacts:
-        """What the gate needs to know."""
+    def facts(self, now_ns: int, *, stop_pressed: bool, whole_chunks: bool = False) -> ReplicaFacts:
+        """What the gate needs to know.
+
+        Args:
+            now_ns: the time.
+            stop_pressed: nothing may be lent on this node.
+            whole_chunks: an engine beside it cannot shorten its prefill chunks.
+        """
         return ReplicaFacts(
             signal=self.signal(now_ns),
             stop_requested=stop_pressed or self.pod.stopped,
@@ -188,7 +194,7 @@ class GuardedReplica:
             compute=self._limited(),
             objective=self.outcomes.objective(self.policy),
             predictor=self.outcomes.predictor,
-            certificate=self.outcomes.certificate(self.policy),
+            certificate=self.outcomes.certificate(self.policy, whole=whole_chunks),
         )
 
     def take(self, event: TapEvent, now_ns: int) -> None:

@@ -185,7 +185,7 @@ def replica_report(
 
 
 def _certificate(replica: GuardedReplica) -> CertificateReport | None:
-    told, count = replica.outcomes.certificate(replica.policy), replica.outcomes.certified
+    told, count = replica.outcomes.experience.told, replica.outcomes.certified
     if told is None:
         return None
     return CertificateReport(
