@@ -16,7 +16,8 @@ def _rollout(
     async def sample(prompt: int, member: int) -> str:
         log.append(("began", prompt))
         try:
-            await asyncio.sleep(seconds(prompt) + 0.001 * member)
+            # No two end at once, whose order would be the event loop's.
+            await asyncio.sleep(seconds(prompt) + 0.001 * member + 0.00001 * prompt)
         except asyncio.CancelledError:
             log.append(("cancelled", prompt))
             raise
@@ -168,3 +169,35 @@ async def test_a_trainer_that_is_busy_with_a_part_misses_no_group() -> None:
         await asyncio.sleep(2.5)
     assert found == list(range(6))
     assert asyncio.get_running_loop().time() < 1 + 6 * 2.5, "groups that waited come together"
+
+
+@pytest.mark.parametrize(
+    ("delays", "shape"),
+    [
+        ([0.1, 0.3, 0.2, 0.4, 0.5], RoundShape(2, 1, surplus=0.5)),
+        ([0.1, 0.7, 0.2, 0.4, 0.5], RoundShape(2, 2, surplus=0.5, member_surplus=1.0)),
+    ],
+)
+async def test_a_trainer_that_is_busy_with_a_part_gets_the_batches_of_one_that_is_not(
+    delays: list[float], shape: RoundShape
+) -> None:
+    """What ends meanwhile, prompts and members, counts in the order in which it ended."""
+
+    def rollout(prompt: int, member: int) -> asyncio.Future[str]:
+        async def sample() -> str:
+            # The members that start last end first.
+            await asyncio.sleep(delays[prompt] - 0.02 * member)
+            return f"{prompt}.{member}"
+
+        return asyncio.ensure_future(sample())
+
+    whole = [batch.groups async for batch in Batches(range(5), rollout, shape)]
+    streamed: list[list[tuple[int, list[str]]]] = [[]]
+    async for part in Batches(range(5), rollout, shape, stream=True):
+        streamed[-1] += part.groups
+        if part.last:
+            streamed.append([])
+        await asyncio.sleep(0.4)
+    assert streamed == [*whole, []]
+    if shape.members == 1:
+        assert [[prompt for prompt, _ in groups] for groups in whole] == [[0, 2], [3, 4], [1]]

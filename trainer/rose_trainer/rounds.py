@@ -9,6 +9,7 @@ With ``stream`` a round comes in parts, each group as soon as it is ready: the t
 gradients while the round's tail still runs, and steps at the part that is the ``last``. The weights
 are the same for all parts, and the parts one after the other are the batch that the round would
 have given, in its order: whoever adds gradients group by group gets the same step, bit for bit.
+What ends while the trainer is busy with a part counts in the order in which it ended.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class Batches(Generic[Prompt, Sample]):
         self._last = False
         self._stream = stream
         self._ready: list[str] = []  # groups of this round that nobody was given yet
+        # In the order in which they ended: a trainer that is busy with a part looks later.
+        self._ends: asyncio.Queue[tuple[str, asyncio.Task[Sample]]] = asyncio.Queue()
         self._members = 0
         self.failures: list[tuple[Prompt, BaseException]] = []
 
@@ -134,22 +137,20 @@ class Batches(Generic[Prompt, Sample]):
         group = self._groups[name]
         starts = (self._rollout(group.prompt, member) for member in range(self._members))
         group.tasks = [asyncio.ensure_future(start) for start in starts]
+        for task in group.tasks:
+            task.add_done_callback(lambda ended: self._ends.put_nowait((name, ended)))
 
     async def _next(self) -> Closing | None:
         """Wait for a trajectory; tell the rounds of those that have ended."""
-        owners = {task: name for name, group in self._groups.items() for task in group.tasks}
-        done, _ = await asyncio.wait(owners, return_when=asyncio.FIRST_COMPLETED)
-        closing: Closing | None = None
-        for task in sorted(done, key=list(owners).index):
-            # A task that is not told of now is done at the next round's first look as well.
-            if closing is None and owners[task] in self._groups:
-                closing = await self._ended(owners[task], task)
+        closing = await self._ended(*await self._ends.get())
+        while closing is None and not self._ends.empty():
+            closing = await self._ended(*self._ends.get_nowait())
         return closing
 
     async def _ended(self, name: str, task: asyncio.Task[Sample]) -> Closing | None:
-        group = self._groups[name]
-        if task not in group.tasks:
-            return None
+        group = self._groups.get(name)
+        if group is None or task not in group.tasks:
+            return None  # it was stopped, or ended after its round would have
         group.tasks.remove(task)
         failure = asyncio.CancelledError() if task.cancelled() else task.exception()
         if failure is not None:
