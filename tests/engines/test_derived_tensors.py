@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import StoredTensor
 from rose_engines.sglang.layout import derive, renewals
 from rose_engines.sglang.parameters import live_tensors
+from rose_engines.tensors import Live
 
 NAME = "kv_b_proj.weight"
 BITS = np.arange(1, 17, dtype=np.uint16)
@@ -261,6 +263,70 @@ def test_halves_that_are_made_in_another_way_are_refused() -> None:
     model, checkpoint = attention("scales")
     with pytest.raises(UnsupportedEngine, match="keeps 'w_kc', which its loader makes"):
         derive(model, dict(model.named_parameters()), checkpoint)
+
+
+def test_a_half_that_is_old_and_made_anew_elsewhere_is_refused() -> None:
+    """A captured graph would go on reading the old one."""
+    model, checkpoint = attention("rebinds")
+    old = model.w_vc
+    assert old is not None
+    old[0, 0, 0] = 7.0
+    with pytest.raises(UnsupportedEngine, match="keeps 'w_vc', which its loader makes"):
+        derive(model, dict(model.named_parameters()), checkpoint)
+    assert model.w_vc is old
+
+
+def laid_out(tmp_path: Path, model: Attention, checkpoint: dict[str, StoredTensor]) -> Live:
+    """As a start does that keeps its layout for the next one."""
+    named = dict(model.named_parameters())
+    found = derive(model, named, checkpoint, tmp_path / "layout", "engine")
+    return live_tensors(named, checkpoint, found, renewals(model, named))
+
+
+def test_a_layout_from_its_file_serves_while_what_is_derived_is_current(tmp_path: Path) -> None:
+    model, checkpoint = attention("copies")
+    laid_out(tmp_path, model, checkpoint)
+    model.load_weights = None  # type: ignore[method-assign,assignment]  # nobody watches it again
+    live = laid_out(tmp_path, model, checkpoint)
+    live[NAME].put(slice(0, 1), np.full(1, 0x4000, np.uint16))
+    assert model.w_kc is not None
+    assert float(model.w_kc[0, 0, 0]) == 2.0
+
+
+@pytest.mark.parametrize("how", ["rebinds", "scales"])
+def test_a_layout_from_its_file_does_not_let_pass_what_would_stay_old(
+    tmp_path: Path, how: str
+) -> None:
+    laid_out(tmp_path, *attention("copies"))
+    model, checkpoint = attention(how)
+    if how == "rebinds":
+        assert model.w_kc is not None
+        model.w_kc[0, 0, 0] = 7.0
+    with pytest.raises(UnsupportedEngine, match="keeps 'w_kc', which its loader makes"):
+        laid_out(tmp_path, model, checkpoint)
+
+
+def test_a_layout_from_its_file_does_not_let_pass_a_scale_of_a_half(tmp_path: Path) -> None:
+    laid_out(tmp_path, *attention("copies"))
+    model, checkpoint = attention("copies")
+    model.w_scale_k = torch.ones(1)
+    with pytest.raises(UnsupportedEngine, match="keeps 'w_scale_k', which its loader makes"):
+        laid_out(tmp_path, model, checkpoint)
+
+
+def test_an_old_half_that_the_loader_makes_in_place_is_right_when_it_is_watched_again(
+    tmp_path: Path,
+) -> None:
+    laid_out(tmp_path, *attention("copies"))
+    model, checkpoint = attention("copies")
+    old = model.w_kc
+    assert old is not None
+    old[0, 0, 0] = 7.0
+    live = laid_out(tmp_path, model, checkpoint)
+    assert model.w_kc is old
+    assert float(old[0, 0, 0]) == 1.0
+    live[NAME].put(slice(0, 1), np.full(1, 0x4000, np.uint16))
+    assert float(old[0, 0, 0]) == 2.0
 
 
 def test_copies_in_a_pool_of_threads_are_seen() -> None:

@@ -10,7 +10,9 @@ proved by the live bits (Gemma's norms, MLA's ``w_kc`` and ``w_vc``) are renewed
 the same address. A model with any other is refused by the path of that tensor, wherever it hangs
 (attribute, buffer, list, dictionary, object): a commit in place would leave it old.
 The result is kept in a file and used again while checkpoint, engine, ranks and parameters are the
-same. Next step: ``parameters`` proves it against the live bytes.
+same and whatever is known to be made of weights is what would be made now; else the loader is
+watched again, which refuses the model or renews it.
+Next step: ``parameters`` proves it against the live bytes.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def derive(
     """
     key = _key(parameters, checkpoint, engine)
     found = _read(cached, key) if cached is not None else None
-    if found is None:
+    if found is None or not _all_renewed(model, parameters):
         found = _watch(model, parameters, checkpoint)
         if cached is not None:
             _write(cached, key, found)
@@ -184,10 +186,33 @@ def _renewal(found: list[_Made]) -> Renewal:
 
 def _renewed(model: Loader) -> list[_Made]:
     """Tensors that are made of one weight each in a known way, which the live bits prove."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    candidates = (made for module in modules for made in (*_shifted(module), *_absorbed(module)))
     with torch.no_grad():
-        return [made for made in candidates if made.current()]
+        return [made for made in _known(model) if made.current()]
+
+
+def _known(model: Loader) -> list[_Made]:
+    """Tensors whose making would be known, if the live bits proved it."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return [made for module in modules for made in (*_shifted(module), *_absorbed(module))]
+
+
+def _all_renewed(model: Loader, parameters: Mapping[str, torch.Tensor]) -> bool:
+    """Whether nothing that models are known to make of weights would stay old after a commit."""
+    renewed = _renewed(model)
+    if len(renewed) < len(_known(model)):
+        return False
+    own = _followed(parameters, renewed)
+    return not any(
+        held.key in _KNOWN_DERIVED and held.value.numel() and _address(held.value) not in own
+        for held in _tensors(_reachable(model)).values()
+    )
+
+
+def _followed(parameters: Mapping[str, torch.Tensor], renewed: Iterable[_Made]) -> set[int]:
+    """Addresses of parameters, whose views follow them, and of what is renewed with them."""
+    named = {id(one) for one in parameters.values()}
+    own = {_address(one) for one in parameters.values()}
+    return own | {_address(made.tensor) for made in renewed if id(made.weight) in named}
 
 
 def _shifted(module: torch.nn.Module) -> Iterator[_Made]:
@@ -302,10 +327,10 @@ def _refuse_derived(
     Raises:
         UnsupportedEngine: names the tensor; what was there before is put back.
     """
-    own = {_address(one) for one in parameters.values()}
-    named = {id(one) for one in parameters.values()}
-    own |= {_address(made.tensor) for made in _renewed(model) if id(made.weight) in named}
     there = {_address(held.value) for held in _tensors(before).values()}
+    # One that was made just now is right, but a captured graph reads the one before it.
+    renewed = [made for made in _renewed(model) if _address(made.tensor) in there]
+    own = _followed(parameters, renewed)
     changed = ""
     for path, held in _tensors(_reachable(model)).items():
         address = _address(held.value)
