@@ -194,10 +194,31 @@ def test_a_template_that_looks_far_back_is_found_out_when_a_conversation_has_dou
 ) -> None:
     made = speaker(tmp_path, BY_A_LONG_TALK)
     for count in (20, 32, 33, 50):
-        talk = rounds(count)
+        talk = rounds(count, "tool")
         after = made.chat_after(talk, len(talk) - 2, [], {})
         assert after is not None
         assert ("<long>" in made.decode(after)) == (count > 30), count
+
+
+# Whatever a person says so holds from there on, as Qwen 3's switches do.
+BY_A_SWITCH = (
+    "{% set ns = namespace(quiet=false) %}{% for m in messages %}"
+    "{% if m.role == 'user' and '/no_think' in m.content %}{% set ns.quiet = true %}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>{% if ns.quiet %}<no-thought>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("told", ["user", "tool"])
+def test_a_persons_word_from_the_middle_of_a_conversation_holds_at_each_later_turn(
+    tmp_path: Path, told: str
+) -> None:
+    made = speaker(tmp_path, BY_A_SWITCH)
+    for count in range(12, 40):
+        talk = rounds(count, told)
+        talk.insert(21, {"role": "user", "content": "shorter /no_think"})
+        after = made.chat_after(talk, len(talk) - 2, [], {})
+        assert after is not None
+        assert made.decode(after).endswith("<assistant><no-thought>"), count
 
 
 def test_what_follows_an_answer_with_calls_is_taken_only_where_the_template_goes_on_alike(

@@ -1,4 +1,4 @@
-"""A turn of a session does the work of its own messages; counted, for time depends on machines."""
+"""A turn of an agent does the work of its own round; counted, for time depends on machines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 
 from rose_core.rollouts import message_tree
+from rose_dev.models import scripted_recipe
+from rose_dev.scripted import Script
 from rose_router.http.templates import Template
 from tests.router.conftest import Stage
-from tests.router.scripts import Follows, folder
+from tests.router.scripts import Follows, call, folder
 
 Staging = Callable[..., AbstractAsyncContextManager[Stage]]
 TOOLS = [{"type": "function", "function": {"name": "bash"}}]
+LOOP = scripted_recipe(
+    "scripted-loop",
+    Script("bash", ("I look." + call("bash", '{"command": "ls"}'), call("bash", "{}"))),
+)
+ASKED_AGAIN = 4
+"""After so many rounds the user says something; that ends no agent's gain."""
 
 
 class Counted:
@@ -51,20 +59,21 @@ async def run(s: Stage, name: str, turns: int) -> int:
             answer = await reply.json()
             assert reply.status == 200, answer
         history = answer["choices"][0]["rose"]["history"]
-        assert history["known_messages"] == max(0, len(talk) - 1), "the turn before is known"
+        new = 2 if turn == ASKED_AGAIN + 1 else 1
+        assert history["known_messages"] == max(0, len(talk) - new), "the turn before is known"
         message = answer["choices"][0]["message"]
-        told = {"role": "user", "content": f"go on {turn} " + "word " * 20}
-        if message.get("tool_calls"):
-            told |= {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"]}
-        talk += [message, told]
+        told = {"role": "tool", "content": f"result {turn} " + "word " * 20}
+        talk += [message, told | {"tool_call_id": message["tool_calls"][0]["id"]}]
+        if turn == ASKED_AGAIN:
+            talk.append({"role": "user", "content": "And now all of them."})
     return sum(len(str(one)) for one in talk)
 
 
 async def test_a_session_costs_what_its_messages_are_long(
     stage: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with stage(tokenizer=folder()) as s:
-        await s.engine(script=Follows(), token_seconds=0.0001)
+    async with stage(tokenizer=folder(LOOP)) as s:
+        await s.engine(script=Follows(LOOP), token_seconds=0.0001)
         await run(s, "first", 2)  # the template's trial
         spent = {}
         for turns in (40, 80):
@@ -74,7 +83,7 @@ async def test_a_session_costs_what_its_messages_are_long(
             monkeypatch.undo()
             # Each message once when it comes, and once as the answer it was told as.
             assert counted.compared <= 3 * turns + 2
-            assert counted.rendered < 12 * size
+            assert counted.rendered < 16 * size
         # Twice the turns: about twice the work, where the square would be four times.
         assert spent[80].rendered < 2.6 * spent[40].rendered
         assert spent[80].compared < 2.1 * spent[40].compared

@@ -30,7 +30,8 @@ _LONG_TEXT = 1 << 15
 _SAMPLED_WITH = ("temperature", "top_p", "top_k", "min_p")
 
 _EVERY_ROUND = 8
-"""Rounds of a conversation at each of which it is rendered whole as well; then at 16, 32, ..."""
+"""Rounds since a question at each of which all is rendered as well; then at 16, 32, ..."""
+_OF_ROUNDS = frozenset({"assistant", "tool"})
 _TRIED_ROUNDS = (3, 6, 20)
 """Lengths of the conversations by which a template is tried once."""
 
@@ -151,15 +152,17 @@ class Tokenizer:
     ) -> str | None:
         """What stands behind an answer, as ``chat_after``.
 
-        A turn renders its own round and not its history, or a session would cost the square of its
-        rounds. That this makes the same text is shown by the template's trial, by the first rounds
-        of each conversation, and by it whole whenever it has doubled.
+        A turn renders its own round and not what tools have told since the last question, or an
+        agent's session would cost the square of its rounds. That this makes the same text is shown
+        by the template's trial, by the first rounds after each question, and by all of it whenever
+        they have doubled.
         """
         near, place = _near(messages, answer)
         if len(near) == len(messages) or not self._looks_near:
             return self._shown_after(messages, answer, tools, more)
         found = self._shown_after(near, place, tools, more)
-        rounds = sum(one["role"] == "assistant" for one in messages[: answer + 1])
+        began = _first_round(messages, answer)
+        rounds = sum(one["role"] == "assistant" for one in messages[began : answer + 1])
         if found is not None and rounds > _EVERY_ROUND and rounds & (rounds - 1):
             return found
         whole = self._shown_after(messages, answer, tools, more)
@@ -170,18 +173,16 @@ class Tokenizer:
     @cached_property
     def _looks_near(self) -> bool:
         """Whether what the template puts behind an answer depends on its own round alone."""
-        words = {"role": "assistant", "content": "words"}
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
         asks = {"role": "user", "content": "a question"}
         calls = {"role": "assistant", "content": "", "tool_calls": [call]}
         gives = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "a result"}
-        for said, told in ((words, asks), (calls, gives)):
-            for rounds in _TRIED_ROUNDS:
-                talk = [asks, *(rounds * [said, told])]
-                near, place = _near(talk, len(talk) - 2)
-                found = self._shown_after(near, place, [], {})
-                if found != self._shown_after(talk, len(talk) - 2, [], {}):
-                    return False
+        for rounds in _TRIED_ROUNDS:
+            talk = [asks, *(rounds * [calls, gives])]
+            near, place = _near(talk, len(talk) - 2)
+            found = self._shown_after(near, place, [], {})
+            if found != self._shown_after(talk, len(talk) - 2, [], {}):
+                return False
         return True
 
     def _shown_after(
@@ -285,17 +286,32 @@ class Tokenizer:
 
 
 def _near(messages: Sequence[Any], answer: int) -> tuple[Sequence[Any], int]:
-    """A conversation without what stands between its first question and the answer's own round.
+    """A conversation without the rounds of tools between its last question and the answer's round.
+
+    What people and systems say is never left out: a word of theirs may hold from there on, as
+    ``/no_think`` does.
 
     Returns:
         The messages, and where the answer stands among them.
     """
-    first = next((n + 1 for n, one in enumerate(messages) if one["role"] == "user"), answer)
-    before = (n for n in range(answer - 1, first - 1, -1) if messages[n]["role"] == "assistant")
-    last = next(before, first)
+    last = _round_before(messages, answer)
+    first = _first_round(messages, answer)
     if last <= first:
         return messages, answer
     return [*messages[:first], *messages[last:]], answer - (last - first)
+
+
+def _round_before(messages: Sequence[Any], answer: int) -> int:
+    """Where the answer before the given one stands; 0 where there is none."""
+    before = range(answer - 1, 0, -1)
+    return next((n for n in before if messages[n]["role"] == "assistant"), 0)
+
+
+def _first_round(messages: Sequence[Any], answer: int) -> int:
+    """Behind the last message, before the answer's round and the one before, that is no tool's."""
+    before = range(_round_before(messages, answer) - 1, -1, -1)
+    asks = (n for n in before if messages[n]["role"] not in _OF_ROUNDS)
+    return next(asks, answer) + 1
 
 
 def _read(file: Path) -> dict[str, bytes]:
