@@ -158,6 +158,25 @@ async def test_a_callers_traceparent_is_taken_and_passed_on_to_engines(stage: Ma
         assert len(collector.named("rl.sample")) == 1
 
 
+async def test_a_traceparent_that_is_none_leaves_a_trajectory_in_its_trace(stage: Make) -> None:
+    async with collecting() as collector:
+        async with stage(tokenizer=folder(), traces=collector.endpoint, model="m") as s:
+            await s.engine("a", script=Follows())
+            for said, told in (("one", ""), ("two", PARENT), ("three", "nonsense")):
+                body = {
+                    "messages": [{"role": "user", "content": said}],
+                    "max_tokens": 8,
+                    "rose": {"session": "t1"},
+                }
+                headers = {"traceparent": told} if told else {}
+                async with s.post("/v1/chat/completions", body, headers=headers) as reply:
+                    assert reply.status == 200
+        (root,), turns = collector.named("rl.sample"), collector.named("chat m")
+        caller = PARENT.split("-")[2]
+        assert [one.parent_span_id.hex() for one in turns] == [root.span_id.hex(), caller, caller]
+        assert len({one.trace_id for one in turns[1:]}) == 1
+
+
 async def test_a_commit_inside_a_turn_and_a_turn_that_failed_are_seen(stage: Make) -> None:
     async with collecting() as collector:
         async with stage(traces=collector.endpoint) as s:

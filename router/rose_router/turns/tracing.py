@@ -208,7 +208,9 @@ class Tracing:
                 self.end_trajectory(next(iter(self._trajectories)))
             self._trajectories[name] = known
         elif traceparent:
-            known.parent = _PROPAGATOR.extract({"traceparent": traceparent}, Context())
+            given = _PROPAGATOR.extract({"traceparent": traceparent}, Context())
+            # ``own`` stays as it is: turns before this one are below our span.
+            known.parent = given or known.parent
         return known
 
     def _context(self, trajectory: str) -> Context:
