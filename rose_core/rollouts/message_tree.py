@@ -402,7 +402,8 @@ class MessageTree:
             owner: the session.
             turns: in order; what the session has of them is kept.
             roots: of the conversation.
-            inherited: their tokens are learnt in another session.
+            inherited: their tokens are learnt in another session; so are those of turns that were
+                inherited already, and of turns that another session has saved.
         """
         if not turns:
             return
@@ -413,7 +414,8 @@ class MessageTree:
         for turn in turns:
             known = session.known.get((turn.rid, turn.digest))
             if known is None:
-                known = self._copied(owner, session, turn, parent, inherited=inherited)
+                taken = inherited or turn.inherited or turn.owner[1] not in {"", owner[1]}
+                known = self._copied(owner, session, turn, parent, inherited=taken)
             parent = known
         self._make_room(owner)
 
@@ -574,8 +576,12 @@ def _upwards(node: TurnNode | None) -> Iterator[TurnNode]:
 def _own(routing: Routing | None, parent: TurnNode | None) -> Routing | None:
     """What of a conversation's rows is not its parent's."""
     before = parent.routing if parent is not None else None
-    if routing is None or before is None or before.width != routing.width:
+    if routing is None or parent is None:
         return routing
+    if before is None or before.width != routing.width:
+        # What is before it was computed as prompt, and these rows stand for all of it.
+        earlier = sum(len(node.sampled) for node in _upwards(parent))
+        return replace(routing, recomputed=routing.recomputed + earlier)
     return routing.since(before.ends)
 
 

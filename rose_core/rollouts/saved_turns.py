@@ -10,6 +10,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
+from itertools import zip_longest
 
 import msgspec
 
@@ -43,6 +44,9 @@ class _Saved(msgspec.Struct, array_like=True):
     format: int
     roots: tuple[bytes, ...]
     turns: tuple[_Turn, ...]
+    # Last, or a fork's turns would not stand where its parent's stand.
+    session: str = ""
+    inherited: bytes = b""
 
 
 def to_bytes(turns: Sequence[TurnNode], roots: Iterable[bytes]) -> bytes:
@@ -57,12 +61,13 @@ def to_bytes(turns: Sequence[TurnNode], roots: Iterable[bytes]) -> bytes:
     )
     if not saved:
         return b""
-    data = msgspec.msgpack.encode(_Saved(FORMAT, tuple(sorted(roots)), saved))
+    session, inherited = turns[-1].owner[1], bytes(one.inherited for one in turns)
+    data = msgspec.msgpack.encode(_Saved(FORMAT, tuple(sorted(roots)), saved, session, inherited))
     return data if len(data) <= MOST_BYTES else b""
 
 
 def of_bytes(data: bytes) -> tuple[list[TurnNode], tuple[bytes, ...]]:
-    """A conversation's turns and roots; nobody owns them yet.
+    """A conversation's turns and roots; their owner is the session that was saved, of no job.
 
     Raises:
         NotReadable: it is none.
@@ -77,18 +82,26 @@ def of_bytes(data: bytes) -> tuple[list[TurnNode], tuple[bytes, ...]]:
         )
     found: list[TurnNode] = []
     total = 0
-    for one in saved.turns:
+    for one, inherited in zip_longest(saved.turns, saved.inherited[: len(saved.turns)]):
         given, sampled = _array("I", one.given), _array("I", one.sampled)
         total += len(given) + len(sampled)
         found.append(
             TurnNode(
-                *(("", ""), one.rid, found[-1] if found else None, given, sampled),
+                *(("", saved.session), one.rid, found[-1] if found else None, given, sampled),
                 *(_array("f", one.logprobs), one.spans, one.finish, one.semantics, one.digest),
                 *(one.path, one.altered_at, total),
-                routing=None if one.routing is None else Routing(*one.routing),
+                inherited=bool(inherited),
+                routing=None if one.routing is None else _routing(*one.routing),
             )
         )
     return found, saved.roots
+
+
+def _routing(rows: bytes, begins: int, width: int, recomputed: int) -> Routing:
+    if width < 1 or len(rows) % width or min(begins, recomputed) < 0:
+        message = f"{len(rows)} bytes of experts in rows of {width} from token {begins} on"
+        raise NotReadable(f"the saved conversation is torn: {message}")
+    return Routing(rows, begins, width, recomputed)
 
 
 def _raw(values: array[int] | array[float]) -> bytes:

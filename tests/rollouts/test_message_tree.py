@@ -14,6 +14,7 @@ from rose_core.rollouts import message_tree, saved_turns
 from rose_core.rollouts.message_tree import (
     KnownDigests,
     MessageTree,
+    Routing,
     TurnNode,
     digests_of,
     fingerprint,
@@ -24,6 +25,10 @@ from rose_core.rollouts.spans import Span
 Message = dict[str, Any]
 ROOT = root_of([], {})
 OWNER = ("job", "s")
+
+
+def rows_of(tokens: int, recomputed: int = 0) -> Routing | None:
+    return Routing.of(bytes(4 * (tokens - 1)), tokens, recomputed)
 
 
 def user(text: str) -> Message:
@@ -321,6 +326,64 @@ def test_a_conversation_that_was_saved_is_the_same_in_another_tree() -> None:
     (inherited,) = other.rows(("job", "child"))
     assert not any(inherited.mask)
     assert len(other) == 6
+
+
+def test_a_forks_inherited_turns_stay_so_when_it_comes_back_to_a_tree_that_knows_nothing() -> None:
+    tree = MessageTree()
+    harness = Harness(tree)
+    talk = [user("go")]
+    harness.turn(talk, says("one"))
+    talk += [says("one"), user("on")]
+    (parent,) = tree.rows(OWNER)
+    child = "job", "child"
+
+    def saved(session: tuple[str, str]) -> bytes:
+        last = tree.last_before(session, tree.rows(session)[0].ids)
+        assert last is not None
+        return saved_turns.to_bytes(tree.turns(last), tree.roots(session))
+
+    def restored(data: bytes, session: tuple[str, str]) -> list[int]:
+        other = MessageTree()
+        turns, roots = saved_turns.of_bytes(data)
+        # Saved once more, as where a router gives it to its replicas.
+        turns, roots = saved_turns.of_bytes(saved_turns.to_bytes(turns, roots))
+        other.adopt(session, turns, roots, inherited=False)
+        return list(other.rows(session)[0].mask)
+
+    of_parent = saved(OWNER)
+    assert restored(of_parent, OWNER) == list(parent.mask) == [0, 0, 0, 1, 1]
+    assert restored(of_parent, child) == [0] * 5, "the record that it was forked from"
+    turns, roots = saved_turns.of_bytes(of_parent)
+    tree.adopt(child, turns, roots, inherited=True)
+    assert restored(saved(child), child) == [0] * 5
+    harness.turn(talk, says("two"), "child")
+    assert restored(saved(child), child) == [0] * 5 + [0, 0, 0, 1, 1]
+
+
+def test_rows_that_cover_earlier_turns_count_their_tokens_as_recomputed() -> None:
+    tree = MessageTree()
+    talk = [user("go")]
+    # Turns are of three tokens, two of them sampled.
+    for number, routing in enumerate((None, rows_of(6, 1), rows_of(9), None, rows_of(15))):
+        match = tree.find("job", ROOT, talk, "s")
+        prompt = [*(match.node.ids() if match.node is not None else []), 7]
+        node = tree.note(
+            OWNER, f"r{number}", match, prompt, says(f"{number}"), sampled=[1, 2], routing=routing
+        )
+        talk += [says(f"{number}"), user("on")]
+    kept = [one.routing for one in tree.turns(node)]
+    counted = [None if one is None else (one.begins, one.ends, one.recomputed) for one in kept]
+    assert counted == [None, (0, 5, 1 + 2), (5, 8, 0), None, (0, 14, 8)]
+    (row,) = tree.rows(OWNER)
+    assert row.routing is not None
+    assert row.routing.recomputed == 8, "what an earlier turn knew is not what stands here"
+
+
+@pytest.mark.parametrize("routing", [(b"abcd", 0, 0, 0), (b"abc", 0, 2, 0), (b"ab", -1, 2, 0)])
+def test_saved_rows_of_experts_that_are_none_are_refused(routing: object) -> None:
+    turn = ["r", b"", b"", b"", [], "stop", "", b"d", [], None, routing]
+    with pytest.raises(saved_turns.NotReadable, match="rows of"):
+        saved_turns.of_bytes(msgspec.msgpack.encode([1, [], [turn]]))
 
 
 def test_bytes_that_are_no_conversation_are_refused() -> None:

@@ -185,6 +185,8 @@ def routing_of(turn: Turn) -> Routing | None:
     given, legs = turn.last_meta.get(EXPERTS), turn.transcript.legs
     if not isinstance(given, str) or not legs or not legs[-1].complete:
         return None
+    if turn.last_meta.get("completion_tokens") != len(legs[-1].ids):
+        return None  # rows of tokens too that the turn does not have
     try:
         rows = base64.b64decode(given, validate=True)
     except binascii.Error:
