@@ -169,6 +169,9 @@ class _Routes:
                 if not isinstance(part, aiohttp.BodyPartReader):
                     raise BadBatch("a form inside a form; send the fields themselves", "no_form")
                 if part.name == "file":
+                    if upload.bytes >= 0:  # it was counted, and another would not be
+                        message = "the form has two fields file; send each file by itself"
+                        raise BadBatch(message, "two_files", param="file")
                     await self._receive_file(part, upload, tenant)
                 elif part.name == "purpose":
                     upload.purpose = (await part.read_chunk(_FIELD_BYTES)).decode(errors="replace")
@@ -194,8 +197,7 @@ class _Routes:
             if size > MOST_FILE_BYTES:
                 message = f"the file has more than {MOST_FILE_BYTES} bytes; send it as several"
                 raise BadBatch(message, "file_too_large", status=413, param="file")
-            # What comes from others at the same time takes room too.
-            if size > self._worker.room(tenant) - sum(self._coming.values()) + size:
+            if self._worker.room(tenant, self._coming) < 0:
                 message = "your files and answers hold all that they may; delete some files"
                 raise BadBatch(message, "storage_exceeded", param="file")
             digest.update(piece)

@@ -20,7 +20,7 @@ import heapq
 import logging
 import urllib.parse
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,10 +108,19 @@ class Worker:
         asked = partial(call, *given, **named)
         return await asyncio.get_running_loop().run_in_executor(self._thread, asked)
 
-    def room(self, tenant: str) -> int:
-        """Bytes that the tenant may still store."""
-        used = self.journal.used
-        return min(self.tenant_bytes - used[tenant], self.total_bytes - used.total())
+    def room(self, tenant: str, coming: Mapping[str, int] | None = None) -> int:
+        """Bytes that the tenant may still store.
+
+        Args:
+            tenant: who asks.
+            coming: bytes of uploads under way, by tenant: each takes room of its own tenant's
+                share, and all of them of everybody's.
+        """
+        used, coming = self.journal.used, coming or {}
+        return min(
+            self.tenant_bytes - used[tenant] - coming.get(tenant, 0),
+            self.total_bytes - used.total() - sum(coming.values()),
+        )
 
     async def run(self) -> None:
         """Work until cancelled; goes on where the last process was ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import re
 import sqlite3
@@ -334,6 +335,48 @@ async def test_files_are_bounded_by_what_a_tenant_may_store(tmp_path: Path) -> N
             assert (await caller("a").ask("DELETE", f"/v1/files/{first['id']}"))[0] == 200
             assert (await caller("a").upload(b"x" * 2000))[0] == 200
     assert len(list((tmp_path / "files").iterdir())) == 2
+
+
+async def test_a_form_brings_one_file(tmp_path: Path) -> None:
+    async with fake_router() as router, serving(tmp_path, router, tenant_bytes=4000) as caller:
+        form = aiohttp.FormData({"purpose": "batch"})
+        for size in (3000, 3000, 3000, 1):
+            form.add_field("file", io.BytesIO(b"x" * size), filename="lines.jsonl")
+        status, said = await caller().ask("POST", "/v1/files", data=form)
+        assert (status, said["error"]["code"]) == (400, "two_files")
+        assert not list((tmp_path / "files").iterdir())
+        assert (await caller().upload(b"x" * 3000))[0] == 200
+
+
+async def test_an_upload_takes_no_room_of_another_tenants_share(tmp_path: Path) -> None:
+    share = 400_000
+    async with (
+        fake_router() as router,
+        running(tmp_path, router.url, tenant_bytes=share, total_bytes=2 * share) as (
+            worker,
+            port,
+            _,
+        ),
+        aiohttp.ClientSession() as http,
+    ):
+        a, b = (Caller(f"http://127.0.0.1:{port}", http, {"X-Rose-Tenant": one}) for one in "ab")
+        end = asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\n' + b"x" * 300_000
+            await end.wait()
+            yield b"\r\n--x--\r\n"
+
+        head = {**a.headers, "Content-Type": "multipart/form-data; boundary=x"}
+        coming = asyncio.create_task(http.post(f"{a.url}/v1/files", data=slow(), headers=head))
+        await until(lambda: any(one.stat().st_size for one in (tmp_path / "files").iterdir()))
+        assert (await b.upload(b"x" * 390_000))[0] == 200
+        # What comes takes of its own tenant's share, and of everybody's.
+        assert worker.room("b", {"a": 300_000}) == 10_000
+        assert worker.room("a", {"a": 300_000}) == 100_000
+        assert worker.room("c", {"a": 300_000}) == 110_000
+        end.set()
+        (await coming).close()
 
 
 async def test_answers_that_do_not_fit_are_errors_and_not_lost(tmp_path: Path) -> None:
