@@ -132,7 +132,7 @@ async def _serve(given: argparse.Namespace) -> None:
         LOG.info("ready: port %d", port)
         stopped = asyncio.create_task(stop.wait())
         while not stopped.done() and not working.done():
-            await worker.do(worker.journal.expire, worker.clock())
+            await worker.do(worker.journal.expire, worker.clock(), worker.keep_seconds)
             await asyncio.wait(
                 {stopped, working}, timeout=_HOUR, return_when=asyncio.FIRST_COMPLETED
             )

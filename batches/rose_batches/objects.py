@@ -51,7 +51,7 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch of a tenant.
 
     Attributes:
-        moments: Unix seconds at which it came to a status, by OpenAI's field (``failed_at``).
+        moments: Unix seconds at which it first came to a status, by OpenAI's field (``failed_at``).
         errors: problems of its file.
         total, answered, failed: lines.
         output_file, error_file: ids; empty = there is none (yet).
@@ -100,8 +100,8 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def at(self, status: str, now: float) -> StoredBatch:
-        """The same batch, come to another status."""
-        moments = self.moments | {f"{status}_at": int(now)}
+        """The same batch, come to another status; the first time that it came there is kept."""
+        moments = {f"{status}_at": int(now)} | self.moments
         return msgspec.structs.replace(self, status=status, moments=moments)
 
 

@@ -8,7 +8,7 @@ changes nothing.
 |---|---|
 | while a file is written | a file without a row: removed |
 | before an answer is committed | a line that waits: asked again |
-| while output files are written | files without a row, and a batch that is still finalizing |
+| while output files are written | files without a row, and a batch that is finalizing: done anew |
 
 Every answer has a checksum of its own, every file one of all its bytes. A torn answer waits again;
 a torn input file fails its batch; a torn database stops the process. All calls block: ``Journal``
@@ -23,7 +23,7 @@ import os
 import sqlite3
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -36,7 +36,6 @@ from rose_core.batches.lines import LineSpan
 from rose_wire.durable import open_database
 
 _WAITS, _ANSWERED, _FAILED = 0, 1, 2
-_PAGE = 1000  # lines that are read from the database at once
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (id TEXT PRIMARY KEY, tenant TEXT, created INTEGER, said BLOB);
 CREATE TABLE IF NOT EXISTS batches (
@@ -164,8 +163,11 @@ class Journal:
         self.path(file.id).unlink(missing_ok=True)
         self.used[file.tenant] -= file.bytes
 
-    def expire(self, now: float) -> int:
-        """Forget files and ended batches that were kept for long enough; says how many."""
+    def expire(self, now: float, keep_seconds: int) -> int:
+        """Forget files and ended batches that were kept for long enough; says how many.
+
+        A file has its own moment, a batch is kept for ``keep_seconds`` after its end.
+        """
         live = {one.input_file for one in self.live()}
         rows = self._db.execute("SELECT said FROM files").fetchall()
         old = [
@@ -176,7 +178,15 @@ class Journal:
         ]
         for file in old:
             self.remove(file)
-        return len(old)
+        last = now - keep_seconds
+        batches = self._db.execute(
+            "SELECT said FROM batches WHERE NOT live AND created <= ?", (last,)
+        )
+        decoded = (msgspec.json.decode(row[0], type=StoredBatch) for row in batches)
+        ended = [one.id for one in decoded if max(one.moments.values(), default=0) <= last]
+        with self._db:
+            self._db.executemany("DELETE FROM batches WHERE id = ?", [(one,) for one in ended])
+        return len(old) + len(ended)
 
     def is_whole(self, file: StoredFile) -> bool:
         """Whether the file's bytes are those that came."""
@@ -325,35 +335,51 @@ class Journal:
                 )
         return [number for number, _ in torn]
 
-    def move(self, batch: StoredBatch, status: str, now: float) -> StoredBatch:
-        """Bring a batch to another status; its counts stay those that are written down."""
-        moved = self._batch(batch.id).at(status, now)
+    def move(
+        self, name: str, status: str, now: float, *, only: Container[str] = LIVE
+    ) -> StoredBatch:
+        """Bring a batch to another status; one that has none of ``only`` (any more) stays as it is.
+
+        Its counts stay those that are written down.
+        """
+        found = self._batch(name)
+        if found.status not in only:
+            return found
+        moved = found.at(status, now)
         self.save(moved)
         return moved
 
-    def finish(self, batch: StoredBatch, keep_seconds: int, now: int) -> StoredBatch:
+    def finish(self, name: str, status: str, now: int, keep_seconds: int) -> int | None:
         """End a batch: its answers become files, its lines are forgotten.
 
+        What it counts is what was written down until now, whatever the caller knew of it. A batch
+        that has ended stays as it is.
+
         Args:
-            batch: with the status that it ends with.
-            keep_seconds: how long its files are kept.
+            name: of the batch.
+            status: that it ends with.
             now: Unix seconds.
+            keep_seconds: how long its files are kept.
 
         Returns:
-            The batch with the ids of its files.
+            Lines without an answer; None = it had ended.
         """
+        found = self._batch(name)
+        if found.status not in LIVE:
+            return None
+        batch = found.at(status, now)
         waiting = len(self.waiting(batch.id))
         held = self._held(batch.id)
         made, files = batch, []
-        for name, state in (("output_file", _ANSWERED), ("error_file", _FAILED)):
+        for kind, state in (("output_file", _ANSWERED), ("error_file", _FAILED)):
             written = self._write(batch, state)
             if written is None:
                 continue
             path, digest, size = written
             file = StoredFile(
-                id=f"file-{batch.id.removeprefix('batch_')}-{name[:-5]}",
+                id=f"file-{batch.id.removeprefix('batch_')}-{kind[:-5]}",
                 tenant=batch.tenant,
-                filename=f"{batch.id}_{name[:-5]}.jsonl",
+                filename=f"{batch.id}_{kind[:-5]}.jsonl",
                 purpose="batch_output",
                 bytes=size,
                 created=now,
@@ -361,7 +387,7 @@ class Journal:
                 sha256=digest,
             )
             path.rename(self.path(file.id))
-            made = msgspec.structs.replace(made, **{name: file.id})
+            made = msgspec.structs.replace(made, **{kind: file.id})
             files.append(file)
         _sync_folder(self._files)
         made = msgspec.structs.replace(made, failed=made.failed + waiting)
@@ -372,7 +398,7 @@ class Journal:
             self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
         self._db.execute("PRAGMA incremental_vacuum")
         self.used[batch.tenant] += sum(file.bytes for file in files) - held
-        return made
+        return waiting
 
     def _held(self, batch: str) -> int:
         row = self._db.execute(
@@ -397,22 +423,19 @@ class Journal:
 
     def _said(self, batch: StoredBatch, state: int) -> Iterator[bytes]:
         states = (_FAILED, _WAITS) if state == _FAILED else (state, state)
-        after, code = 0, f"batch_{batch.status}"
+        code = f"batch_{batch.status}"
         text = f"the batch was {batch.status} before this line had an answer"
-        while True:
-            rows = self._db.execute(
-                "SELECT number, said, state, custom_id FROM lines "
-                "WHERE batch = ? AND state IN (?, ?) AND number > ? ORDER BY number LIMIT ?",
-                (batch.id, *states, after, _PAGE),
-            ).fetchall()
-            for number, said, found, custom_id in rows:
-                after = number
-                if found == _WAITS:
-                    yield output_line(f"{batch.id}-{number}", custom_id, error=(code, text))
-                else:
-                    yield said
-            if len(rows) < _PAGE:
-                return
+        # Row by row: an answer may be as long as a line may be, and a batch has many.
+        rows = self._db.execute(
+            "SELECT number, said, state, custom_id FROM lines "
+            "WHERE batch = ? AND state IN (?, ?) ORDER BY number",
+            (batch.id, *states),
+        )
+        for number, said, found, custom_id in rows:
+            if found == _WAITS:
+                yield output_line(f"{batch.id}-{number}", custom_id, error=(code, text))
+            else:
+                yield said
 
     def _sweep(self) -> None:
         """Remove what a kill left, and count what is there."""

@@ -4,7 +4,8 @@
 |---|---|---|
 | validating | ``create`` | its file was read: in progress, or failed |
 | in_progress | every line waits or runs | the last answer, its deadline, or ``cancel`` |
-| finalizing, cancelling | the same | its files are written: completed, expired or cancelled |
+| finalizing | the same | its files are written: completed or expired |
+| cancelling | the same | its files are written: cancelled |
 
 A line is asked with an id of its own and below everybody's priority. Its answer counts once it is
 on the disk; what was asked and not written down when something died is asked again, and the router
@@ -18,19 +19,21 @@ import contextlib
 import dataclasses
 import heapq
 import logging
+import sqlite3
 import urllib.parse
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 import aiohttp
 import msgspec
 
 from rose_batches import metrics
+from rose_batches.errors import BadBatch
 from rose_batches.objects import StoredBatch, StoredFile, output_line
 from rose_batches.store import Answer, Journal
 from rose_core.batches.lines import LONGEST_LINE, Checked, Problem, check, turn_of
@@ -46,19 +49,26 @@ _LONGEST_ERROR = 4096
 # A turn has no time limit of its own here: gates close for as long as serving is busy.
 _TURN_SECONDS = 3600.0
 _IDLE_SECONDS = 60.0
+_CANCELLABLE = frozenset({"validating", "in_progress"})
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass
 class _LiveBatch:
-    """A batch under way: numbers of its lines by what they do."""
+    """A batch under way: numbers of its lines by what they do.
+
+    Attributes:
+        tries: of each line, for how long it rests.
+        errors: answers 500 of each line; what it only waited for (503, 429) is none.
+    """
 
     batch: StoredBatch
     waiting: deque[int] = field(default_factory=deque)
     resting: list[tuple[float, int]] = field(default_factory=list)
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     tries: Counter[int] = field(default_factory=Counter)
+    errors: Counter[int] = field(default_factory=Counter)
 
     def wake(self, now: float) -> None:
         """Let lines wait whose rest is over."""
@@ -101,7 +111,11 @@ class Worker:
         default_factory=asyncio.Queue
     )
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "journal"))
+    # Its own, since a read goes on in its thread when its batch is cancelled.
+    _reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "reader"))
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     _preparing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _broken: BaseException | None = None
 
     async def do(self, call: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
         """Call the journal on its thread."""
@@ -124,20 +138,20 @@ class Worker:
 
     async def run(self) -> None:
         """Work until cancelled; goes on where the last process was ended."""
-        recording = asyncio.create_task(self._record())
+        recording = self._begin(self._record())
         try:
             for batch in await self.do(self.journal.live):
                 await self._resume(batch)
             while True:
                 self._changed.clear()
+                if self._broken is not None:
+                    raise self._broken
                 await self._end_what_ended()
                 self._fill()
                 metrics.STORED.set(self.journal.used.total())
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._until_next()):
                         await self._changed.wait()
-                if recording.done():
-                    recording.result()
         finally:
             running = [t for live in self._live.values() for t in live.running.values()]
             for task in (recording, *running, *self._preparing.values()):
@@ -146,10 +160,22 @@ class Worker:
                 recording, *running, *self._preparing.values(), return_exceptions=True
             )
             self._thread.shutdown()
+            self._reader.shutdown(wait=False, cancel_futures=True)
 
     def wake(self) -> None:
         """Look again: something changed."""
         self._changed.set()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that nobody waits for: its error ends ``run``, its end wakes it."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._look_at)
+        return task
+
+    def _look_at(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._broken = self._broken or error
+        self.wake()
 
     # Coming and going -------------------------------------------------------------------------
 
@@ -160,15 +186,16 @@ class Worker:
 
     async def cancel(self, batch: StoredBatch) -> StoredBatch:
         """Stop a batch; its files come at once."""
-        if batch.status not in {"validating", "in_progress"}:
-            return batch
         if (preparing := self._preparing.get(batch.id)) is not None:
             preparing.cancel()
             await asyncio.gather(preparing, return_exceptions=True)
-        live = self._live.setdefault(batch.id, _LiveBatch(batch))
-        live.batch = await self.do(self.journal.move, batch, "cancelling", self.clock())
-        self.wake()
-        return live.batch
+        moved = await self.do(
+            self.journal.move, batch.id, "cancelling", self.clock(), only=_CANCELLABLE
+        )
+        if moved.status == "cancelling":
+            self._live.setdefault(batch.id, _LiveBatch(moved)).batch = moved
+            self.wake()
+        return moved
 
     async def _resume(self, batch: StoredBatch) -> None:
         if batch.status == "validating":
@@ -178,28 +205,45 @@ class Worker:
         self._live[batch.id] = _LiveBatch(batch, deque(waiting))
 
     def _prepare(self, batch: StoredBatch) -> None:
-        task = asyncio.create_task(self._validate(batch))
+        task = self._begin(self._validate(batch))
         self._preparing[batch.id] = task
         task.add_done_callback(lambda _: self._preparing.pop(batch.id, None))
 
     async def _validate(self, batch: StoredBatch) -> None:
-        """Read the batch's file and let its lines wait, or say what is wrong with it."""
+        """Let the batch's lines wait, or say what is wrong with its file."""
+        try:
+            problems = await self._begin_lines(batch)
+        except BadBatch as error:
+            problems = [Problem(error.code, str(error))]
+        except sqlite3.Error:
+            raise  # of the disk, and no batch's own
+        except Exception:  # one tenant's file must neither stop all others nor wait for ever
+            LOG.exception("batch %s: its file could not be checked", batch.id)
+            text = "the file could not be checked; the log of rose batches says why"
+            problems = [Problem("internal_error", text)]
+        if problems:
+            await self._fail(batch, problems)
+
+    async def _begin_lines(self, batch: StoredBatch) -> list[Problem]:
+        """What is wrong with the batch's file; where nothing is, its lines wait."""
         models = await self._models(batch)
         if models is None:
             text = f"the lease's router did not answer within {batch.window}"
-            await self._fail(batch, [Problem("router_away", text)])
-            return
-        file = await self.do(self.journal.file, batch.input_file, batch.tenant)
-        checked = await asyncio.to_thread(_read, self.journal, file, batch.endpoint, models)
-        if checked.problems:
-            await self._fail(batch, checked.problems)
-            return
-        begun = msgspec.structs.replace(
-            batch.at("in_progress", self.clock()), total=len(checked.places)
-        )
-        await self.do(self.journal.start, begun, checked.places)
+            return [Problem("router_away", text)]
+        # One file at a time: a tenant may name a long one in a hundred batches.
+        async with self._reading:
+            file = await self.do(self.journal.file, batch.input_file, batch.tenant)
+            checked = await asyncio.get_running_loop().run_in_executor(
+                self._reader, _read, self.journal, file, batch.endpoint, models
+            )
+            if checked.problems:
+                return checked.problems
+            begun = msgspec.structs.replace(
+                batch.at("in_progress", self.clock()), total=len(checked.places)
+            )
+            await self.do(self.journal.start, begun, checked.places)
         self._live[batch.id] = _LiveBatch(begun, deque(one.number for one in checked.places))
-        self.wake()
+        return []
 
     async def _fail(self, batch: StoredBatch, problems: Iterable[Problem]) -> None:
         ended = batch.at("failed", self.clock())
@@ -239,7 +283,9 @@ class Worker:
                         "batch %s: answers of lines %s were torn; asked again", batch.id, torn
                     )
                     live.waiting.extend(torn)
-                    live.batch = await self.do(self.journal.batch, batch.id, batch.tenant)
+                    live.batch = await self.do(
+                        self.journal.move, batch.id, "in_progress", now, only={"finalizing"}
+                    )
                 else:
                     await self._finish(live, "completed")
             elif now >= batch.deadline:
@@ -249,14 +295,16 @@ class Worker:
         for task in live.running.values():
             task.cancel()
         await asyncio.gather(*live.running.values(), return_exceptions=True)
-        # Answers may have been written down until a moment ago.
-        batch = await self.do(self.journal.batch, live.batch.id, live.batch.tenant)
-        left = batch.total - batch.answered - batch.failed
-        ended = batch.at(status, self.clock())
-        await self.do(self.journal.finish, ended, self.keep_seconds, int(self.clock()))
-        del self._live[live.batch.id]
-        metrics.ENDED.labels(status).inc()
-        metrics.LINES.labels("expired").inc(left)
+        name, now = live.batch.id, self.clock()
+        # Its files may take a while: who asks meanwhile is told, and it is too late to cancel.
+        moved = await self.do(self.journal.move, name, "finalizing", now, only={"in_progress"})
+        if moved.status == "cancelling":
+            status = "cancelled"
+        left = await self.do(self.journal.finish, name, status, int(now), self.keep_seconds)
+        del self._live[name]
+        if left is not None:
+            metrics.ENDED.labels(status).inc()
+            metrics.LINES.labels("expired").inc(left)
 
     # Lines ------------------------------------------------------------------------------------
 
@@ -286,20 +334,26 @@ class Worker:
                 break
             live = self._live[name]
             number = live.waiting.popleft()
-            live.running[number] = asyncio.create_task(self._line(live, number))
+            live.running[number] = self._begin(self._line(live, number))
             of_tenant[live.batch.tenant] += 1
         metrics.RUNNING.set(of_tenant.total())
         metrics.WAITING.set(sum(len(one.waiting) + len(one.resting) for one in self._live.values()))
 
     async def _line(self, live: _LiveBatch, number: int) -> None:
-        """One try of a line."""
+        """One try of a line; where the disk fails it stays under way: its batch is not done."""
         try:
             again = await self._try(live, number)
-            if again is not None:
-                heapq.heappush(live.resting, (self.clock() + again, number))
-        finally:
-            del live.running[number]
-            self.wake()
+        except sqlite3.Error:
+            raise  # of the disk, and no line's own
+        except Exception:  # one line must neither stop all others nor be lost
+            LOG.exception("batch %s, line %d", live.batch.id, number)
+            text = "rose batches could not ask this line; its log says why"
+            said = output_line(f"{live.batch.id}-{number}", "", error=("internal_error", text))
+            await self._keep(Answer(live.batch.id, number, said, failed=True))
+            again = None
+        if again is not None:
+            heapq.heappush(live.resting, (self.clock() + again, number))
+        del live.running[number]
 
     async def _try(self, live: _LiveBatch, number: int) -> float | None:
         """Ask the router once; seconds until the next try, None when there is an answer."""
@@ -314,7 +368,8 @@ class Worker:
         live.tries[number] += 1
         metrics.TRIES.inc()
         status, answer, after = await self._ask(batch, body)
-        what = outcome(status, live.tries[number])
+        live.errors[number] += status == 500
+        what = outcome(status, live.errors[number])
         if status is None or what is LineFate.AGAIN:
             return wait_seconds(live.tries[number], after)
         failed = what is LineFate.FAILED
@@ -386,4 +441,12 @@ def _read(journal: Journal, file: StoredFile, endpoint: str, models: frozenset[s
         problem = Problem("input_file_damaged", "the file is not what was sent; send it again")
         return Checked(problems=[problem])
     with journal.path(file.id).open("rb") as opened:
-        return check(opened, endpoint, models)
+        return check(_raw_lines(opened), endpoint, models)
+
+
+def _raw_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The file's lines; of one that is too long only the beginning, which fits into memory."""
+    while raw := file.readline(LONGEST_LINE + 1):
+        yield raw
+        while len(raw) > LONGEST_LINE and not raw.endswith(b"\n"):
+            raw = file.readline(LONGEST_LINE + 1)

@@ -72,14 +72,15 @@ def check(raw_lines: Iterable[bytes], endpoint: str, models: frozenset[str]) -> 
     """Read every line of a file.
 
     Args:
-        raw_lines: with their ends, as they follow each other.
+        raw_lines: with their ends, as they follow each other; of one that is longer than
+            ``LONGEST_LINE``, its beginning is enough.
         endpoint: that all lines must name.
         models: that the lease has.
     """
     checked, offset = Checked(), 0
     seen: dict[str, int] = {}
     for number, raw in enumerate(raw_lines, 1):
-        if raw.strip():
+        if raw.strip() or len(raw) > LONGEST_LINE:
             found = _checked(raw, number, endpoint, models)
             if isinstance(found, str):
                 first = seen.setdefault(found, number)
@@ -107,7 +108,7 @@ def check(raw_lines: Iterable[bytes], endpoint: str, models: frozenset[str]) -> 
 def _checked(raw: bytes, number: int, endpoint: str, models: frozenset[str]) -> str | Problem:
     """The line's own id, or what is wrong with it."""
     if len(raw) > LONGEST_LINE:
-        text = f"{len(raw)} bytes, and a line may have {LONGEST_LINE}; condense what it sends"
+        text = f"the line has more than {LONGEST_LINE} bytes; condense what it sends"
         return Problem("line_too_long", text, number)
     try:
         line = msgspec.json.decode(raw, type=BatchLine)

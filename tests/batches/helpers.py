@@ -48,7 +48,8 @@ class FakeRouter:
 
     Attributes:
         decide: status of the answer to a body, by its number of tries.
-        held: turns wait while it is set.
+        free: turns wait until it is set.
+        models_free: who asks for the models waits until it is set.
     """
 
     url: str = ""
@@ -57,6 +58,7 @@ class FakeRouter:
     heads: list[dict[str, str]] = field(default_factory=list)
     tries: Counter[str] = field(default_factory=Counter)
     free: asyncio.Event = field(default_factory=asyncio.Event)
+    models_free: asyncio.Event = field(default_factory=asyncio.Event)
     running: int = 0
     most: int = 0
 
@@ -77,6 +79,7 @@ class FakeRouter:
         return web.json_response(answer_to(body))
 
     async def models(self, _request: web.Request) -> web.Response:
+        await self.models_free.wait()
         return web.json_response({"object": "list", "data": [{"id": "policy"}]})
 
 
@@ -84,6 +87,7 @@ class FakeRouter:
 async def fake_router() -> AsyncIterator[FakeRouter]:
     fake = FakeRouter()
     fake.free.set()
+    fake.models_free.set()
     app = web.Application()
     app.add_routes([web.post(CHAT, fake.chat), web.get("/v1/models", fake.models)])
     runner = web.AppRunner(app, handler_cancellation=True)

@@ -8,6 +8,8 @@ import io
 import json
 import re
 import sqlite3
+import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,11 @@ import pytest
 
 from rose_batches.errors import Damaged
 from rose_batches.main import main, running
+from rose_batches.objects import StoredBatch, StoredFile, output_line
+from rose_batches.store import Answer, Journal
+from rose_batches.worker import _raw_lines
 from rose_core import rights
-from rose_core.batches.lines import PRIORITY
+from rose_core.batches.lines import LONGEST_LINE, PRIORITY, LineSpan, Problem, check
 from rose_core.rights import Listener
 from rose_dev.waiting import until
 from tests.batches.helpers import (
@@ -44,6 +49,17 @@ class Now:
         self.at = 1_000_000.0
 
     def __call__(self) -> float:
+        return self.at
+
+
+class Hasty:
+    """Unix seconds that go on at every look, so that no rest lasts."""
+
+    def __init__(self) -> None:
+        self.at = 1_000_000.0
+
+    def __call__(self) -> float:
+        self.at += 10.0
         return self.at
 
 
@@ -76,6 +92,16 @@ def contents(lines: list[dict[str, Any]]) -> dict[str, str]:
     }
     assert len(found) == len(lines)
     return found
+
+
+async def wait_for_answers(team: Caller, name: str, count: int) -> None:
+    """Return when the batch has so many answers."""
+    async with asyncio.timeout(30):
+        while True:
+            _, found = await team.ask("GET", f"/v1/batches/{name}")
+            if found["request_counts"]["completed"] == count:
+                return
+            await asyncio.sleep(0.01)
 
 
 async def test_each_line_is_answered_once_in_the_files_order(tmp_path: Path) -> None:
@@ -126,6 +152,22 @@ async def test_a_line_that_cannot_be_answered_now_is_asked_again(tmp_path: Path)
         batch = await caller().ended(await caller().begin(batch_file(3)))
         assert batch["request_counts"]["completed"] == 3
     assert set(router.tries.values()) == {2}
+
+
+@pytest.mark.parametrize(("errors", "failed"), [(4, 0), (5, 1)])
+async def test_only_a_500_counts_towards_its_last(tmp_path: Path, errors: int, failed: int) -> None:
+    """A line that waited through an outage has all of its tries left."""
+
+    def decide(_body: Mapping[str, Any], tries: int) -> int:
+        if tries <= 12:
+            return (503, 429)[tries % 2]
+        return 500 if tries <= 12 + errors else 200
+
+    async with fake_router() as router, serving(tmp_path, router, clock=Hasty()) as caller:
+        router.decide = decide
+        batch = await caller().ended(await caller().begin(batch_file(1), window="14d"))
+    assert batch["request_counts"] == {"total": 1, "completed": 1 - failed, "failed": failed}
+    assert router.tries["ask 0"] == 12 + errors + 1 - failed
 
 
 async def test_a_line_that_is_refused_stands_in_the_error_file(tmp_path: Path) -> None:
@@ -188,12 +230,7 @@ async def test_what_was_answered_before_an_end_is_not_asked_again(tmp_path: Path
         async with serving(tmp_path, router) as caller:
             name = await caller().begin(batch_file(20))
             await until(lambda: len(router.tries) == 20)
-            async with asyncio.timeout(30):
-                while True:
-                    _, found = await caller().ask("GET", f"/v1/batches/{name}")
-                    if found["request_counts"]["completed"] == 10:
-                        break
-                    await asyncio.sleep(0.01)
+            await wait_for_answers(caller(), name, 10)
         before = dict(router.tries)
         router.decide = lambda _body, _tries: 200
         async with serving(tmp_path, router) as caller:
@@ -211,12 +248,7 @@ async def test_a_torn_answer_is_found_and_asked_again(tmp_path: Path) -> None:
         router.decide = decide
         async with serving(tmp_path, router) as caller:
             name = await caller().begin(batch_file(2))
-            async with asyncio.timeout(30):
-                while True:
-                    _, found = await caller().ask("GET", f"/v1/batches/{name}")
-                    if found["request_counts"]["completed"] == 1:
-                        break
-                    await asyncio.sleep(0.01)
+            await wait_for_answers(caller(), name, 1)
         with contextlib.closing(sqlite3.connect(tmp_path / "batches.db")) as database, database:
             database.execute("UPDATE lines SET said = ? WHERE state = 1", (b"torn",))
         router.decide = lambda _body, _tries: 200
@@ -474,12 +506,250 @@ async def test_a_file_that_a_live_batch_reads_stays(tmp_path: Path) -> None:
         status, said = await team.ask("DELETE", f"/v1/files/{file}")
         assert (status, said["error"]["code"]) == (400, "file_in_use")
         now.at += 11
-        assert await worker.do(worker.journal.expire, now()) == 0
+        assert await worker.do(worker.journal.expire, now(), 10) == 0
         router.free.set()
         await team.ended(name)
-        assert await worker.do(worker.journal.expire, now()) == 1
+        assert await worker.do(worker.journal.expire, now(), 10) == 1
         assert (await team.ask("GET", f"/v1/files/{file}"))[0] == 404
         assert worker.journal.used["a"] > 0
+
+
+async def test_batches_are_kept_as_long_as_their_files(tmp_path: Path) -> None:
+    now = Now()
+    async with (
+        fake_router() as router,
+        running(tmp_path, router.url, clock=now, keep_seconds=10) as (worker, port, _),
+        aiohttp.ClientSession() as http,
+    ):
+        team = Caller(f"http://127.0.0.1:{port}", http, {"X-Rose-Tenant": "a"})
+        router.decide = lambda _body, _tries: 503
+        slow = await team.begin(batch_file(1))
+        now.at += 11
+        router.decide = lambda _body, _tries: 200
+        await team.ended(slow)
+        # Its file is over; itself it has only just ended.
+        assert await worker.do(worker.journal.expire, now(), 10) == 1
+        assert [one["id"] for one in (await team.ask("GET", "/v1/batches"))[1]["data"]] == [slow]
+        now.at += 10
+        assert await worker.do(worker.journal.expire, now(), 10) == 2
+        assert (await team.ask("GET", f"/v1/batches/{slow}"))[0] == 404
+        assert not list((tmp_path / "files").iterdir())
+
+
+@pytest.mark.parametrize("torn", [False, True])
+async def test_a_batch_that_was_killed_while_its_files_were_written_ends(
+    tmp_path: Path, torn: bool
+) -> None:
+    async with fake_router() as router:
+        router.decide = lambda body, _tries: 503 if question(body) == "ask 1" else 200
+        async with serving(tmp_path, router) as caller:
+            name = await caller().begin(batch_file(2))
+            await wait_for_answers(caller(), name, 1)
+        with contextlib.closing(Journal(tmp_path)) as journal:
+            assert journal.move(name, "finalizing", 5.0).status == "finalizing"
+            said = output_line(f"{name}-2", "line-1", response=(200, b"{}"))
+            journal.record([Answer(name, 2, said, failed=False)])
+        if torn:
+            with contextlib.closing(sqlite3.connect(tmp_path / "batches.db")) as database, database:
+                database.execute("UPDATE lines SET said = ? WHERE number = 2", (b"torn",))
+        router.decide = lambda _body, _tries: 200
+        asked = router.tries["ask 1"]
+        async with serving(tmp_path, router) as caller:
+            batch = await caller().ended(name)
+            assert len(await caller().lines(batch["output_file_id"])) == 2
+    assert (batch["status"], batch["finalizing_at"]) == ("completed", 5)
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+    assert router.tries["ask 1"] == asked + torn
+
+
+async def test_a_batch_is_finalizing_while_its_files_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, seen = Journal._write, []
+
+    def watched(self: Journal, batch: StoredBatch, state: int) -> Any:  # noqa: ANN401  # _write's
+        seen.append(self.batch(batch.id, batch.tenant).status)
+        # Who cancels now comes too late, and undoes nothing.
+        seen.append(self.move(batch.id, "cancelling", 1, only={"in_progress"}).status)
+        return write(self, batch, state)
+
+    monkeypatch.setattr(Journal, "_write", watched)
+    async with fake_router() as router, serving(tmp_path, router) as caller:
+        name = await caller().begin(batch_file(1))
+        batch = await caller().ended(name)
+        status, said = await caller().ask("POST", f"/v1/batches/{name}/cancel")
+    assert set(seen) == {"finalizing"}
+    assert batch["status"] == "completed"
+    assert (status, said) == (200, batch)
+
+
+def begun(journal: Journal, count: int) -> StoredBatch:
+    """A batch of so many lines that wait."""
+    batch = StoredBatch(
+        id="batch_1", tenant="a", endpoint=CHAT, input_file="file-1", window="24h",
+        status="in_progress", created=1, deadline=99, total=count,
+    )  # fmt: skip
+    journal.start(batch, [LineSpan(n, f"line-{n}", 0, 1) for n in range(1, count + 1)])
+    return batch
+
+
+def test_counts_are_of_the_answers_in_the_files(tmp_path: Path) -> None:
+    """Answers may be written down until the very end, whatever the worker knew."""
+    with contextlib.closing(Journal(tmp_path)) as journal:
+        batch = begun(journal, 4)
+        journal.record([Answer(batch.id, 1, b"1\n", failed=False)])
+        journal.record([Answer(batch.id, 2, b"2\n", failed=True)])
+        assert journal.finish(batch.id, "expired", 5, 10) == 2
+        ended = journal.batch(batch.id, "a")
+        assert (ended.status, ended.total, ended.answered, ended.failed) == ("expired", 4, 1, 3)
+        assert journal.path(ended.output_file).read_bytes() == b"1\n"
+        assert len(journal.path(ended.error_file).read_bytes().splitlines()) == 3
+        # It has ended, and stays as it is.
+        assert journal.finish(batch.id, "cancelled", 6, 10) is None
+        assert journal.move(batch.id, "cancelling", 6) == ended == journal.batch(batch.id, "a")
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Bytes that Python held at most while it worked."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_answers_are_not_held_all_at_once(tmp_path: Path) -> None:
+    with contextlib.closing(Journal(tmp_path)) as journal:
+        batch = begun(journal, 32)
+        for number in range(1, 33):
+            journal.record([Answer(batch.id, number, b"x" * (1 << 20) + b"\n", failed=False)])
+        assert peak_of(lambda: journal.finish(batch.id, "completed", 5, 10)) < 8 << 20
+        assert journal.path(journal.batch(batch.id, "a").output_file).stat().st_size > 32 << 20
+
+
+def test_a_line_without_an_end_is_not_held_whole(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    with path.open("wb") as written:
+        for _ in range(64):
+            written.write(b"x" * (1 << 20))
+        written.write(b"\n{wrong\n" + b" " * LONGEST_LINE + b"\n{wrong")
+    found: list[Problem] = []
+
+    def read() -> None:
+        with path.open("rb") as opened:
+            found.extend(check(_raw_lines(opened), CHAT, frozenset({"policy"})).problems)
+
+    assert peak_of(read) < 40 << 20
+    assert [(one.line, one.code) for one in found] == [
+        (1, "line_too_long"),
+        (2, "invalid_json_line"),
+        (3, "line_too_long"),
+        (4, "invalid_json_line"),
+    ]
+
+
+async def test_files_are_checked_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read of one is written down before the next is read."""
+    start, meeting, met = Journal.start, threading.Barrier(2), []
+
+    def meet() -> None:
+        try:
+            met.append(meeting.wait(0.1))
+        except threading.BrokenBarrierError:
+            meeting.reset()
+
+    def is_whole(_self: Journal, _file: StoredFile) -> bool:
+        meet()
+        return True
+
+    def slow_start(self: Journal, batch: StoredBatch, places: list[LineSpan]) -> None:
+        meet()
+        start(self, batch, places)
+
+    monkeypatch.setattr(Journal, "is_whole", is_whole)
+    monkeypatch.setattr(Journal, "start", slow_start)
+    async with fake_router() as router, serving(tmp_path, router) as caller:
+        names = await asyncio.gather(*(caller(one).begin(batch_file(1)) for one in "abc"))
+        for tenant, name in zip("abc", names, strict=True):
+            assert (await caller(tenant).ended(name))["status"] == "completed"
+    assert not met
+
+
+@pytest.mark.parametrize("call", ["record", "start", "file", "line"])
+async def test_a_disk_that_fails_ends_the_process_and_no_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Left running it would answer that it is well, and no line would move."""
+
+    def full(*_: object) -> None:
+        message = "database or disk is full"
+        raise sqlite3.OperationalError(message)
+
+    async with fake_router() as router:
+        async with (
+            running(tmp_path, router.url) as (_, port, working),
+            aiohttp.ClientSession() as http,
+        ):
+            team = Caller(f"http://127.0.0.1:{port}", http, {"X-Rose-Tenant": "team"})
+            _, file = await team.upload(batch_file(3))
+            body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+            router.models_free.clear()
+            _, batch = await team.ask("POST", "/v1/batches", json=body)
+            monkeypatch.setattr(Journal, call, full)
+            router.models_free.set()
+            async with asyncio.timeout(30):
+                with pytest.raises(sqlite3.OperationalError, match="disk is full"):
+                    await working
+        monkeypatch.undo()
+        async with serving(tmp_path, router) as caller:
+            ended = await caller().ended(batch["id"])
+            assert ended["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+            assert len(await caller().lines(ended["output_file_id"])) == 3
+
+
+async def test_a_batch_whose_file_is_gone_fails(tmp_path: Path) -> None:
+    async with fake_router() as router, serving(tmp_path, router) as caller:
+        router.models_free.clear()
+        _, file = await caller().upload(batch_file(1))
+        body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+        _, batch = await caller().ask("POST", "/v1/batches", json=body)
+        with contextlib.closing(sqlite3.connect(tmp_path / "batches.db")) as database, database:
+            database.execute("DELETE FROM files")
+        router.models_free.set()
+        ended = await caller().ended(batch["id"])
+    assert ended["status"] == "failed"
+    assert ended["errors"]["data"][0]["code"] == "no_such_file"
+
+
+async def test_what_nobody_foresaw_fails_its_batch_or_line_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real_line, real_whole = Journal.line, Journal.is_whole
+
+    def line(self: Journal, batch: StoredBatch, number: int) -> bytes:
+        if number == 2:
+            raise RuntimeError("line")
+        return real_line(self, batch, number)
+
+    def is_whole(self: Journal, file: StoredFile) -> bool:
+        if file.tenant == "b":
+            raise RuntimeError("file")
+        return real_whole(self, file)
+
+    monkeypatch.setattr(Journal, "line", line)
+    monkeypatch.setattr(Journal, "is_whole", is_whole)
+    async with fake_router() as router, serving(tmp_path, router) as caller:
+        ended = await caller("a").ended(await caller("a").begin(batch_file(3)))
+        failed = await caller("b").ended(await caller("b").begin(batch_file(3)))
+        (error,) = await caller("a").lines(ended["error_file_id"])
+    assert ended["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert error["error"]["code"] == "internal_error"
+    assert failed["errors"]["data"][0]["code"] == "internal_error"
+    assert "RuntimeError: line" in caplog.text
+    assert "RuntimeError: file" in caplog.text
 
 
 async def test_metrics_say_what_became_of_lines(tmp_path: Path) -> None:

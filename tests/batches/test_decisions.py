@@ -76,13 +76,13 @@ def test_a_turn_goes_below_all_others_and_under_an_id_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "tries", "becomes"),
+    ("status", "errors", "becomes"),
     [
         (200, 1, LineFate.ANSWERED),
-        (None, 99, LineFate.AGAIN),
-        (429, 99, LineFate.AGAIN),
-        (503, 99, LineFate.AGAIN),
-        (401, 99, LineFate.AGAIN),
+        (None, 0, LineFate.AGAIN),
+        (429, 0, LineFate.AGAIN),
+        (503, 4, LineFate.AGAIN),
+        (401, 5, LineFate.AGAIN),
         (500, 4, LineFate.AGAIN),
         (500, 5, LineFate.FAILED),
         (400, 1, LineFate.FAILED),
@@ -91,9 +91,9 @@ def test_a_turn_goes_below_all_others_and_under_an_id_of_its_own() -> None:
     ],
 )
 def test_what_cannot_be_now_waits_and_what_is_wrong_fails(
-    status: int | None, tries: int, becomes: LineFate
+    status: int | None, errors: int, becomes: LineFate
 ) -> None:
-    assert outcome(status, tries) is becomes
+    assert outcome(status, errors) is becomes
 
 
 def test_waits_double_and_heed_what_the_router_asks() -> None:
