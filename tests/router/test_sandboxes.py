@@ -217,6 +217,28 @@ async def test_a_restore_gives_sandbox_and_session_back_at_another_host_and_rout
             await one.world.host.checkpoint("s")
 
 
+@pytest.mark.parametrize("own", [0, 1])
+async def test_a_child_that_comes_back_at_another_router_does_not_learn_its_parents_turns(
+    stage: Staging, host_at: Callable[[str], Any], own: int
+) -> None:
+    one = await host_at("one")
+    given = {"sandbox_token": "word", "tokenizer": folder(), "sandbox_hosts": {"": (one.url,)}}
+    async with stage(**given) as first, stage(**given) as second:
+        await first.engine("a")
+        await second.engine("b")
+        talk = (await play(first, one))[:5]
+        (child,) = (await ask(first, "/sessions/s/fork", {"turn": 3, "n": 1}, 201))["sessions"]
+        await say(first, child, talk)
+        talk.append({"role": "user", "content": "and on"})
+        await say(first, child, talk)
+        # At the turn that it was forked at the record is its parent's.
+        back = await ask(second, f"/sessions/{child}/restore", {"turn": 3 + 2 * own}, 200)
+        assert back["known_turns"] == 2 + own
+        (row,) = (await second.get(f"/sessions/{child}/rows"))["rows"]
+        learnt = [any(row["mask"][one["start"] : one["end"]]) for one in row["turns"]]
+        assert learnt == [False, False, True][: 2 + own]
+
+
 async def test_bad_forks_and_restores_are_refused_by_name(
     stage: Staging, host_at: Callable[[str], Any]
 ) -> None:
