@@ -13,7 +13,10 @@ device, and waits once. What did not keep its bits is written into pinned memory
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -28,6 +31,8 @@ from rose_engines.tensors import Live, LiveTensor, Where, nothing
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 CHUNK = 1024
 """Elements that one program of the kernel puts in: eight for each of its threads."""
@@ -161,7 +166,7 @@ class FusedScatter:
 
     @property
     def nbytes(self) -> int:
-        """Pinned memory that is held until the update is committed or forgotten."""
+        """Pinned memory; unlocked and given back when the update is let go of."""
         return sum(arena.nbytes for arena in self._arenas)
 
     def put(self) -> str | None:
@@ -185,11 +190,13 @@ class FusedScatter:
     def _go(self) -> str | None:
         for arena in self._arenas:
             arena.wrong[0] = 0
-        for arena in self._arenas:
-            self._lane.scatter(arena)
-        for written in self._written:
-            written()
-        self._lane.wait()
+        try:
+            for arena in self._arenas:
+                self._lane.scatter(arena)
+            for written in self._written:
+                written()
+        finally:
+            self._lane.wait()  # whatever failed, a launched kernel still reads the arenas
         for arena in self._arenas:
             if chunk := int(arena.wrong[0]):
                 part = arena.parts[int(np.searchsorted(arena.ends, chunk - 1, side="right"))]
@@ -343,6 +350,55 @@ def _kernel() -> ModuleType | None:
     return scatter_kernel
 
 
+_PORTABLE, _MAPPED = 1, 2  # of cudaHostRegister
+
+
+class _LockedPages(mmap.mmap):
+    """Memory of its own, unlocked before it goes back: when the last tensor over it is gone."""
+
+    unlock: Callable[[], object] = staticmethod(nothing)
+
+    def __del__(self) -> None:
+        self.unlock()
+
+
+def pinned(flat: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in host memory that this tensor's device reads at the same address, if it is a GPU.
+
+    torch keeps what it has pinned locked as long as the process lives, rounded up to a power of
+    two. The pages here are locked to their size, and go back with the tensor.
+    """
+    import torch  # noqa: PLC0415  # only inside engines
+
+    if not flat.is_cuda:
+        return torch.zeros(count, dtype=dtype)
+    nbytes = count * dtype.itemsize
+    pages = _LockedPages(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)  # a child's copy would part the device from this process
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    address = whole.data_ptr()
+    # A thread's current device need not be the tensor's, and must get no context here.
+    with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = int(cudart.cudaHostRegister(address, len(pages), _PORTABLE | _MAPPED))
+    if not error:
+        pages.unlock = functools.partial(_unlock, flat, address)
+        return whole[:nbytes].view(dtype)
+    log.warning("rose: CUDA does not lock given pages (error %d); torch keeps what it pins", error)
+    with contextlib.suppress(RuntimeError):
+        flat.new_zeros(1)  # the next launch is told of the error, whoever's that is
+    return torch.zeros(count, dtype=dtype, pin_memory=True)
+
+
+def _unlock(flat: torch.Tensor, address: int) -> None:
+    import torch  # noqa: PLC0415  # only inside engines
+
+    with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
+        error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+    if error:
+        log.warning("rose: CUDA did not unlock the pages at %#x: error %d", address, error)
+
+
 class TorchLane:
     """By torch's own operations, tensor by tensor: where Triton is not, and on CPU.
 
@@ -355,9 +411,7 @@ class TorchLane:
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory, pinned where there is a GPU."""
-        import torch  # noqa: PLC0415  # only inside engines
-
-        return torch.zeros(count, dtype=dtype, pin_memory=self._flat.is_cuda)
+        return pinned(self._flat, count, dtype)
 
     def address(self, flat: torch.Tensor) -> int:
         """Its own."""
@@ -401,9 +455,7 @@ class KernelLane:
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory at the same address for the device, pinned."""
-        import torch  # noqa: PLC0415  # only inside engines
-
-        return torch.zeros(count, dtype=dtype, pin_memory=self._flat.is_cuda)
+        return pinned(self._flat, count, dtype)
 
     def address(self, flat: torch.Tensor) -> int:
         """Its own."""

@@ -255,6 +255,9 @@ class LeaderSession(RankSession):
 class MemberSession(RankSession):
     """Any other rank: stages when it is asked to, and does what the board says."""
 
+    # Its memory is unlocked where it is let go of: beside the serving engine, not in its pause.
+    _spent: StagedUpdate | None = None
+
     def at_boundary(self) -> None:
         """Take part in the commit that is planned for this boundary."""
         self.iterations += 1
@@ -269,7 +272,7 @@ class MemberSession(RankSession):
         )
         if self._led() is RankState.CANCEL:
             return
-        update = self._staged
+        update = self._spent = self._staged
         self._phase = "Committing"
         self._scatter(update)
         self._board.wait_for(lambda: self._led() in {RankState.COMMIT, RankState.UNDO})
@@ -289,6 +292,10 @@ class MemberSession(RankSession):
         number, word = self._board.led()
         return word if number == self._number else RankState.CANCEL
 
+    def _stage(self, bundle: Path) -> Staged:
+        self._spent = None  # of a commit that was undone, after which nobody attests
+        return super()._stage(bundle)
+
     def _dispatch_weights(self, call: Call) -> Answer:
         if isinstance(call, Commit | Export):
             raise CommitRefused("NotLeader", "ask rank 0")
@@ -297,5 +304,6 @@ class MemberSession(RankSession):
     def _attest(self) -> Attested:
         started = time.monotonic()
         self._measure()
+        self._spent = None
         mine = total(self._parts.values())
         return Attested(self._version, str(mine), time.monotonic() - started)

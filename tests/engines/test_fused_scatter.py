@@ -214,3 +214,110 @@ def test_tensors_in_host_memory_have_no_arena() -> None:
     host = HostTensor("h", "BF16", (2,), np.zeros(2, np.uint16))
     assert fuse([Staged("h", slice(0, 2), host.flat, host.flat)], {"h": host}) is None
     assert isinstance(lane_of(torch.zeros(1, device=DEVICE)), TorchLane)
+
+
+class Gpu:
+    """Stands for a tensor on a GPU, and for the CUDA runtime that locks pages for it."""
+
+    is_cuda = True
+
+    def __init__(self, refuses: int = 0) -> None:
+        self.refuses = refuses
+        self.locked: dict[int, int] = {}
+        self.launches = 0
+
+    def get_device(self) -> int:
+        return -1
+
+    def new_zeros(self, _: int) -> None:
+        self.launches += 1
+        message = "operation not supported"
+        raise RuntimeError(message)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert flags == 3
+        if not self.refuses:
+            self.locked[address] = size
+        return self.refuses
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+        assert any(first <= address < last for first, last in spans), "the pages are gone already"
+        del self.locked[address]
+        return 0
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, refuses: int = 0) -> Gpu:
+    made = Gpu(refuses)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    return made
+
+
+def test_arenas_are_locked_to_their_size_and_given_back_with_the_update(
+    tmp_path: Path, old: State, sparse: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = gpu(monkeypatch)
+    lane = Counting()
+    monkeypatch.setattr(lane, "_flat", cuda)
+    monkeypatch.setattr(fused_scatter, "lane_of", lambda _: lane)
+    write_bundle(tmp_path / "b", V1, sparse, (V0, old))
+    live = device(old)
+    update = stage(tmp_path / "b", live, digest_live(live))
+    assert update.fused is not None
+    assert sum(cuda.locked.values()) == update.fused.nbytes
+    commit(update, live)
+    assert equal(live, sparse)
+    put_back(update, live)
+    assert equal(live, old)
+    assert cuda.locked
+    del update
+    assert cuda.locked == {}
+
+
+def test_pages_stay_locked_as_long_as_anything_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = gpu(monkeypatch)
+    tensor = fused_scatter.pinned(cuda, 5, torch.int16)  # type: ignore[arg-type]
+    assert tensor.tolist() == [0] * 5
+    seen = tensor[1:].numpy()
+    del tensor
+    assert list(cuda.locked.values()) == [10]
+    seen[:] = 7
+    del seen
+    assert cuda.locked == {}
+    assert fused_scatter.pinned(cuda, 0, torch.int64).numel() == 0  # type: ignore[arg-type]
+    assert cuda.locked == {}
+
+
+def test_where_cuda_locks_no_given_pages_torch_pins_them_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = gpu(monkeypatch, refuses=801)
+    asked = []
+    zeros = torch.zeros
+
+    def pins(count: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        asked.append(pin_memory)
+        return zeros(count, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", pins)
+    assert fused_scatter.pinned(cuda, 3, torch.int64).tolist() == [0] * 3  # type: ignore[arg-type]
+    assert asked == [True]
+    assert cuda.launches == 1, "an error that is left is told to the next launch"
+    assert "does not lock given pages (error 801)" in caplog.text
+
+
+def test_a_renewal_that_fails_waits_for_what_was_launched() -> None:
+    bits = np.zeros(4, np.uint16)
+    tensor = DeviceTensor("a", "BF16", (4,), torch.zeros(4, dtype=torch.int16))
+
+    def fail() -> None:
+        message = "no renewal"
+        raise RuntimeError(message)
+
+    tensor.written = fail
+    lane = Counting()
+    fused = FusedScatter([Staged("a", np.arange(4), bits, bits)], {"a": tensor}, lane)
+    with pytest.raises(RuntimeError, match="no renewal"):
+        fused.put()
+    assert (lane.launches, lane.waits) == (1, 1)

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -178,6 +179,30 @@ def test_all_ranks_change_at_one_boundary(
         assert rank.labels == [str(V1), str(V2)]
         status = rank.session.status()
         assert (status.version, status.digest, status.commits) == (str(V2), attested.digest, 2)
+
+
+def test_what_was_staged_is_let_go_of_beside_the_engine_on_every_rank(
+    engine: Engine, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlocking its memory takes a while, in which an engine's thread would not serve."""
+    sessions = [rank.session for rank in engine.ranks]
+    freed: list[threading.Thread] = []
+    ask = engine.leader._ask  # type: ignore[attr-defined]
+
+    def ask_after_the_boundary(rank: int, call: Call, seconds: float) -> object:
+        if isinstance(call, Attest):
+            before = sessions[1].iterations
+            while sessions[1].iterations == before:
+                engine.ended.wait(0.001)
+        return ask(rank, call, seconds)
+
+    monkeypatch.setattr(engine.leader, "_ask", ask_after_the_boundary)
+    assert isinstance(engine.leader.handle(Stage(str(bundle))), Staged)
+    for session in sessions:
+        weakref.finalize(session._staged, lambda: freed.append(threading.current_thread()))
+    assert isinstance(engine.leader.handle(Commit(str(V1))), Committed)
+    assert len(freed) == 2
+    assert not set(freed) & set(engine.threads)
 
 
 def test_a_damaged_bundle_is_refused_by_the_rank_that_reads_the_damage(
