@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from itertools import zip_longest
+from typing import Annotated
 
 import msgspec
 
@@ -20,6 +21,8 @@ from rose_core.rollouts.spans import Span
 FORMAT = 1
 MOST_BYTES = 16 * 1024 * 1024
 """A conversation that is longer is not exported: a million tokens with their log-probs."""
+MOST_TURNS = 1 << 13
+"""Nor is one of more turns; a router of the usual size keeps no longer one either."""
 
 
 class NotReadable(ValueError):
@@ -43,7 +46,7 @@ class _Turn(msgspec.Struct, array_like=True):
 class _Saved(msgspec.Struct, array_like=True):
     format: int
     roots: tuple[bytes, ...]
-    turns: tuple[_Turn, ...]
+    turns: Annotated[tuple[_Turn, ...], msgspec.Meta(max_length=MOST_TURNS)]
     # Last, or a fork's turns would not stand where its parent's stand.
     session: str = ""
     inherited: bytes = b""
@@ -51,6 +54,8 @@ class _Saved(msgspec.Struct, array_like=True):
 
 def to_bytes(turns: Sequence[TurnNode], roots: Iterable[bytes]) -> bytes:
     """A conversation; empty where it is too long."""
+    if len(turns) > MOST_TURNS:
+        return b""
     saved = tuple(
         _Turn(
             *(one.rid, _raw(one.given), _raw(one.sampled), _raw(one.logprobs), one.spans),
@@ -70,8 +75,10 @@ def of_bytes(data: bytes) -> tuple[list[TurnNode], tuple[bytes, ...]]:
     """A conversation's turns and roots; their owner is the session that was saved, of no job.
 
     Raises:
-        NotReadable: it is none.
+        NotReadable: it is none, or longer than any that is exported.
     """
+    if len(data) > MOST_BYTES:
+        raise NotReadable(f"the saved conversation has {len(data)} bytes, over {MOST_BYTES}")
     try:
         saved = msgspec.msgpack.decode(data, type=_Saved)
     except msgspec.MsgspecError as error:

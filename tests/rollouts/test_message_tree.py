@@ -386,6 +386,20 @@ def test_saved_rows_of_experts_that_are_none_are_refused(routing: object) -> Non
         saved_turns.of_bytes(msgspec.msgpack.encode([1, [], [turn]]))
 
 
+def test_a_conversation_of_more_turns_than_a_router_keeps_is_neither_exported_nor_read() -> None:
+    digest = bytes(16)
+    turn = ["r", b"abcd", b"", b"", [], "stop", "", digest, [digest], None]
+    most = saved_turns.MOST_TURNS
+    turns, roots = saved_turns.of_bytes(msgspec.msgpack.encode([1, [], [turn] * most]))
+    assert len(turns) == most
+    assert saved_turns.to_bytes(turns, roots)
+    assert saved_turns.to_bytes([*turns, turns[-1]], roots) == b""
+    with pytest.raises(saved_turns.NotReadable, match=str(most)):
+        saved_turns.of_bytes(msgspec.msgpack.encode([1, [], [turn] * (most + 1)]))
+    with pytest.raises(saved_turns.NotReadable, match="bytes, over"):
+        saved_turns.of_bytes(bytes(saved_turns.MOST_BYTES + 1))
+
+
 def test_bytes_that_are_no_conversation_are_refused() -> None:
     for wrong in (b"", b"hi", msgspec.msgpack.encode([9, [], []])):
         with pytest.raises(saved_turns.NotReadable):

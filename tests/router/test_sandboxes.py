@@ -5,17 +5,23 @@ The hosts run their fake runtime, which passes the contract tests of runc.
 
 from __future__ import annotations
 
+import asyncio
+import base64
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 from aiohttp import web
 
+from rose_core.rollouts import saved_turns
+from rose_core.rollouts.message_tree import MessageTree
 from rose_dev.waiting import until
 from rose_router.flags import parser, settings
+from rose_router.http.branches import Branches, _Turns
 from rose_router.turns.service import Service
 from rose_router.turns.turn_clock import TurnClock
 from rose_sandbox.client import Sandbox
@@ -239,6 +245,49 @@ async def test_a_child_that_comes_back_at_another_router_does_not_learn_its_pare
         assert learnt == [False, False, True][: 2 + own]
 
 
+def of_tiny_turns(sessions: int, turns: int, messages: int = 1) -> Json:
+    """A body of ``turns`` that is small for what it asks for."""
+    path = [b"d"] * messages
+    turn = [b"abcd", b"", b"", [], "stop", "", b"d"]
+    told = [[f"r{one}", *turn, [] if one else path, None] for one in range(turns)]
+    history = base64.b64encode(msgspec.msgpack.encode([saved_turns.FORMAT, [], told])).decode()
+    return {"sessions": [f"t{number}" for number in range(sessions)], "history": history}
+
+
+async def test_others_turns_go_on_while_a_large_group_gets_its_conversation() -> None:
+    """The copies were made at once: 300 sessions of 1,000 turns held a router for two seconds."""
+    alone = 0
+
+    async def others() -> None:
+        nonlocal alone
+        while True:
+            await asyncio.sleep(0)
+            alone += 1
+
+    branches = Branches(MessageTree(), cast("Service", None))
+    given = msgspec.convert(of_tiny_turns(64, 10), _Turns)
+    beside = asyncio.create_task(others())
+    await asyncio.sleep(0)
+    assert await branches._adopt("", given) == 10
+    beside.cancel()
+    assert alone >= 63
+    assert all(branches.tree.rows(("", session)) for session in given.sessions)
+
+
+async def test_a_fork_that_would_be_too_many_copies_goes_on_without_a_conversation() -> None:
+    class Unknown:
+        def home_of(self, _session: str) -> None:
+            return None
+
+    branches = Branches(MessageTree(), cast("Service", Unknown()))
+    body = of_tiny_turns(64, 1025)
+    made = {"ids": [int.from_bytes(b"abcd", "little")] * 1025, "history": body["history"]}
+    one = branches._given("", "s", ("t",), made, inherited=True)
+    assert await branches._adopt("", one) == 1025
+    all_ = branches._given("", "s", tuple(body["sessions"]), made, inherited=True)
+    assert await branches._adopt("", all_) == 0
+
+
 async def test_bad_forks_and_restores_are_refused_by_name(
     stage: Staging, host_at: Callable[[str], Any]
 ) -> None:
@@ -257,6 +306,9 @@ async def test_bad_forks_and_restores_are_refused_by_name(
             ("/sessions/s/restore", {"crossing": "maybe"}, 400, "crossing: invalid"),
             ("/sessions/s/restore", {"tokens": "0" * 64}, 422, "restore the turn whose tokens"),
             ("/sessions/s/turns", {"sessions": ["a"], "history": "aGk="}, 400, "cannot be read"),
+            ("/sessions/s/turns", {"sessions": ["a"] * 65}, 400, "length <= 64"),
+            ("/sessions/s/turns", of_tiny_turns(64, 1025), 400, "fewer sessions at a time"),
+            ("/sessions/s/turns", of_tiny_turns(64, 1, 1025 * 16), 400, "fewer sessions"),
         ):
             told = await ask(s, path, body, status)
             assert word in told["message"], told

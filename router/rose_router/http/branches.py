@@ -16,9 +16,10 @@ another one. First turns of children go where their parent's keys are.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
@@ -39,6 +40,10 @@ TOLD = web.RequestKey("told", bytes)
 """What other replicas of the router are to be told at ``turns``, once a request is answered."""
 MOST_CHILDREN = 64
 """As a sandbox host makes of one fork."""
+MOST_COPIES = 1 << 16
+"""Turns times sessions that get them at once: a whole fork of 1,000 turns, half a second's work."""
+_DIGESTS_PER_COPY = 16
+"""Of messages and beginnings: as much work as a turn's copy, amply."""
 
 
 class Hosts(Protocol):
@@ -71,7 +76,7 @@ class _Restore(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Turns(msgspec.Struct, forbid_unknown_fields=True):
-    sessions: tuple[str, ...]
+    sessions: Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_CHILDREN)]
     history: bytes = b""
     inherited: bool = False
     home: tuple[str, int, str] | None = None
@@ -117,7 +122,7 @@ class Branches:
             hosts.settle(job, session, url)
         given = self._given(job, key, sessions, made, inherited=True)
         request[TOLD] = msgspec.json.encode(given)
-        known = self._adopt(job, given)
+        known = await self._adopt(job, given)
         told = {"sessions": sessions, "turn": made["turn"], "tokens": len(made["ids"])}
         return _json(told | {"known_turns": known, "home": given.home and given.home[0]}, 201)
 
@@ -128,7 +133,7 @@ class Branches:
         hosts.settle(job, key, url)
         given = self._given(job, key, (key,), made, inherited=False)
         request[TOLD] = msgspec.json.encode(given)
-        known = self._adopt(job, given)
+        known = await self._adopt(job, given)
         made.pop("history", None)
         return _json(made | {"known_turns": known, "host": url})
 
@@ -137,7 +142,7 @@ class Branches:
             given = msgspec.json.decode(await request.read(), type=_Turns)
         except msgspec.MsgspecError as error:
             raise BadRequest("InvalidTurns", str(error)) from error
-        return _json({"known_turns": self._adopt(_job(request), given)})
+        return _json({"known_turns": await self._adopt(_job(request), given)})
 
     def _given(
         self,
@@ -151,19 +156,31 @@ class Branches:
         ids: list[int] = made["ids"]
         history = _decoded(made.get("history", ""))
         last = self.tree.last_before((job, parent), ids)
+        roots: Collection[bytes]
         if last is not None:
-            roots = self.tree.roots((job, parent))
-            history = saved_turns.to_bytes(self.tree.turns(last), roots)
-        elif history:
-            turns, saved = _read(history)
-            history = saved_turns.to_bytes(_before(turns, ids), saved)
+            turns, roots = self.tree.turns(last), self.tree.roots((job, parent))
+            history = saved_turns.to_bytes(turns, roots)
+        else:
+            turns, roots = _read(history)
+            turns = _before(turns, ids)
+            history = saved_turns.to_bytes(turns, roots)
+        if _copies(turns, roots, len(sessions)) > MOST_COPIES:
+            history = b""  # as of one that is too long: the sandboxes are there, and go on
         home = self.service.home_of(named(job, parent))
         where = (home.engine, min(home.tokens, len(ids)), home.version) if home else None
         return _Turns(sessions, history, inherited, where)
 
-    def _adopt(self, job: str, given: _Turns) -> int:
-        turns, roots = _read(given.history) if given.history else ([], ())
-        for session in given.sessions:
+    async def _adopt(self, job: str, given: _Turns) -> int:
+        turns, roots = _read(given.history)
+        if (copies := _copies(turns, roots, len(given.sessions))) > MOST_COPIES:
+            raise BadRequest(
+                "InvalidTurns",
+                f"sessions: {len(turns)} turns for {len(given.sessions)} sessions make {copies} "
+                f"copies, over {MOST_COPIES}; give them to fewer sessions at a time",
+            )
+        for number, session in enumerate(given.sessions):
+            if number:
+                await asyncio.sleep(0)  # others' turns go on between two sessions
             self.tree.adopt((job, session), turns, roots, inherited=given.inherited)
             if given.home is not None:
                 self.service.settle(named(job, session), Home(*given.home))
@@ -186,7 +203,15 @@ def _before(turns: Sequence[TurnNode], ids: Sequence[int]) -> list[TurnNode]:
     return []
 
 
-def _read(history: bytes) -> tuple[list[TurnNode], tuple[bytes, ...]]:
+def _copies(turns: Sequence[TurnNode], roots: Collection[bytes], sessions: int) -> int:
+    """What it costs to give sessions a conversation, in copies of a turn."""
+    digests = len(roots) + sum(len(one.path) for one in turns)
+    return sessions * (len(turns) + digests // _DIGESTS_PER_COPY)
+
+
+def _read(history: bytes) -> tuple[list[TurnNode], Collection[bytes]]:
+    if not history:
+        return [], ()
     try:
         return saved_turns.of_bytes(history)
     except saved_turns.NotReadable as error:
