@@ -23,6 +23,7 @@ from rose_dev.waiting import until
 from rose_router.flags import parser, settings
 from rose_router.http.branches import Branches, _Turns
 from rose_router.turns.service import Service
+from rose_router.turns.turn import Turn
 from rose_router.turns.turn_clock import TurnClock
 from rose_sandbox.client import Sandbox
 from rose_sandbox.errors import UnknownTurn
@@ -95,6 +96,30 @@ async def test_turns_of_the_router_are_boundaries_of_the_sandbox(
         await until(lambda: idle(s.router.service))
         assert (await two.world.host.state("s")).phase == "suspended"
         assert await two.world.said("s", "cat /home/a") == "1"
+
+
+async def test_the_history_of_a_session_without_a_sandbox_is_not_exported(
+    stage: Staging, host_at: Callable[[str], Any]
+) -> None:
+    """Every turn of a lease made it, also of sessions that have no sandbox."""
+    one = await host_at("one")
+    exported: list[str] = []
+    async with stage(sandbox_hosts={"": (one.url,)}, sandbox_token="word") as s:
+
+        def history(turn: Turn) -> bytes:
+            exported.append(turn.request.session)
+            return b"all of it"
+
+        s.router.service.sandboxes.remember(history)
+        await s.engine()
+        await one.world.host.create("s")
+        for session in ("s", "without"):
+            async with s.post("/generate", generate(session, [5, 6])) as reply:
+                assert reply.status == 200
+            await until(lambda: idle(s.router.service))
+        assert exported == ["s"]
+        record = one.world.records.read("s", 1)
+        assert one.world.records.history(record) == b"all of it"
 
 
 async def test_a_dead_host_and_a_wrong_token_cost_no_turn(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rose_core.rollouts.reply_time import ENOUGH
-from rose_router.turns.turn_clock import MOST_LINES, TurnClock
+from rose_router.turns.turn_clock import MOST_LINES, Body, TurnClock
 from tests.router.world import SimEngine, V, World, judge_whole, over, until, world
 
 pytestmark = pytest.mark.looptime
@@ -26,10 +26,10 @@ class Heard:
     def serve(self, job: str) -> bool:
         return job in {"", "mine"}
 
-    async def tell(self, job: str, session: str, step: str, body: dict[str, Any]) -> bool:
+    async def tell(self, job: str, session: str, step: str, body: Body) -> bool:
         del job
         await asyncio.sleep(self.seconds)
-        self.steps.append((session, step, body))
+        self.steps.append((session, step, body()))
         return self.takes
 
     def told(self, session: str = "s") -> list[str]:

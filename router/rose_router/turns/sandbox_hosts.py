@@ -88,14 +88,16 @@ class SandboxHosts:
         """Whether turns of the job have hosts."""
         return job in self._urls
 
-    async def tell(self, job: str, session: str, step: str, body: dict[str, Any]) -> bool:
+    async def tell(
+        self, job: str, session: str, step: str, body: Callable[[], dict[str, Any]]
+    ) -> bool:
         """Tell the session's host a step; False: it has none, or none took it. Never raises."""
         name = (job, session)
         try:
             url = await self.find(job, session)
             if url is None:
                 return False
-            status, said = await self._call(url, (session, step), body, CALL_SECONDS)
+            status, said = await self._call(url, (session, step), body(), CALL_SECONDS)
         except RouterError as error:
             LOG.info("session %s: %s", session, error)
             self._where.pop(name, None)

@@ -36,6 +36,8 @@ MOST_SESSIONS = 65536
 
 History = Callable[[Turn], bytes]
 """A turn's session up to its prompt, for the record of its sandbox; ``branches`` reads it again."""
+Body = Callable[[], dict[str, Any]]
+"""Of a step: made where there is a host to tell, for a session's history may have 16 MiB."""
 
 
 class Hosts(Protocol):
@@ -45,7 +47,7 @@ class Hosts(Protocol):
         """Whether turns of the job have hosts."""
         ...
 
-    async def tell(self, job: str, session: str, step: str, body: dict[str, Any]) -> bool:
+    async def tell(self, job: str, session: str, step: str, body: Body) -> bool:
         """Tell the session's host a step; False: it has none, or none took it. Never raises."""
         ...
 
@@ -222,13 +224,13 @@ class TurnClock:
                 if isinstance(step, _Began):
                     line.begun = await self._told(name, "turn", self._body(name, step))
                 elif step == "ended" or line.begun:
-                    await self._told(name, step, {})
+                    await self._told(name, step, dict)
                     line.begun = False
         finally:
             line.task = None
             self._tidy(name, line)
 
-    async def _told(self, name: tuple[str, str], step: str, body: dict[str, Any]) -> bool:
+    async def _told(self, name: tuple[str, str], step: str, body: Body) -> bool:
         tracing = self._tracing
         span = tracing.begin_step(named(*name), step) if tracing is not None else None
         took = await self._hosts.tell(*name, step, body)
@@ -243,13 +245,14 @@ class TurnClock:
         if idle and self._lines.get(name) is line:
             del self._lines[name]
 
-    def _body(self, name: tuple[str, str], began: _Began) -> dict[str, Any]:
+    def _body(self, name: tuple[str, str], began: _Began) -> Body:
         seconds, wait = began.seconds, None
         if seconds is not None:
             wait = {"seconds": round(seconds, 3), "confidence": round(self.trust.confidence, 3)}
-        return {
+        versions = tuple(self._versions.get(name, ()))  # before this turn's own
+        return lambda: {
             "ids": began.turn.request.prompt,
-            "weight_versions": tuple(self._versions.get(name, ())),
+            "weight_versions": versions,
             "wait": wait,
             "history": self._history(began.turn),
         }
