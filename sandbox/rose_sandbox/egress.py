@@ -3,8 +3,8 @@
 It listens inside the sandbox's network and dials from the host's, so a sandbox has no network of
 its own. Only the hosts that were allowed are dialled, and every request is told before it is sent.
 
-A pattern is never enough for the node itself, its loopback or its link (where clouds serve a
-machine's credentials), whatever a name resolves to: such an address must be allowed literally.
+A pattern is never enough for the node itself, its loopback, its link or where clouds serve a
+machine's credentials, whatever a name resolves to: such an address must be allowed literally.
 
 | bound | |
 |---|---|
@@ -32,6 +32,21 @@ MOST = 16
 HEAD_BYTES = 64 * 1024
 BODY_BYTES = 64 * 1024 * 1024
 SECONDS = 60.0
+
+_OF_CLOUDS = tuple(
+    ipaddress.ip_network(one)
+    for one in (
+        "100.100.100.200/32",  # Alibaba
+        "168.63.129.16/32",  # Azure, beside the link's
+        "192.0.0.192/32",  # Oracle, Compute Classic
+        "fd00:ec2::/32",  # AWS: metadata, and the credentials of EKS pods
+        "fd00:42::42/128",  # Scaleway
+        "fd20:ce::254/128",  # Google
+    )
+)
+"""Where clouds serve a machine what only it may know, other than at its link (169.254.0.0/16)."""
+_NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
+"""What a translator makes of an IPv4 address, which stands in the last 32 bits."""
 
 Tell = Callable[[Effect], Awaitable[None]]
 
@@ -103,7 +118,7 @@ class Egress:
         """The addresses of a host that was allowed.
 
         Raises:
-            _NearError: one is the node's or its link's, and was not allowed literally.
+            _NearError: one is the node's, its link's or its cloud's, and was not allowed literally.
             OSError: the name is not known.
         """
         loop = asyncio.get_running_loop()
@@ -112,8 +127,8 @@ class Egress:
         for one in addresses:
             if one not in self._allowed and is_near(one):
                 raise _NearError(
-                    f"host {host!r} is {one}, the node's own or its link's; start the host with "
-                    f"--egress {one} if sandboxes ought to reach it"
+                    f"host {host!r} is {one}, the node's own, its link's or its cloud's; start "
+                    f"the host with --egress {one} if sandboxes ought to reach it"
                 )
         return addresses
 
@@ -181,7 +196,7 @@ class Egress:
 
 
 class _NearError(Exception):
-    """A name that leads to the node itself, or to its link."""
+    """A name that leads to the node itself, to its link, or to where its cloud tells secrets."""
 
 
 async def _dialled(
@@ -195,14 +210,21 @@ async def _dialled(
 
 
 def is_near(address: str) -> bool:
-    """Whether an address is the node's own, of its loopback or link, or of nobody in particular."""
+    """Whether an address is the node's own, of its loopback, link or cloud, or of nobody at all.
+
+    The node's own are those of the network that this process is in: in a pod the pod's.
+    """
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         # Whatever way an IPv4 address is written in, it is that address which is dialled.
         inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
+        if any(found in one for one in _NAT64):
+            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
         if inner is not None and is_near(str(inner)):
             return True
     if found.is_loopback or found.is_link_local or found.is_multicast or found.is_unspecified:
+        return True
+    if any(found in one for one in _OF_CLOUDS):
         return True
     family = socket.AF_INET if found.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

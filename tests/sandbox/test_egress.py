@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rose_core.sandboxes.outside import Effect
-from rose_sandbox.egress import Egress, is_near
+from rose_sandbox.egress import Egress, _NearError, is_near
 
 
 @dataclass
@@ -126,5 +126,41 @@ def test_near_is_the_loopback_the_link_and_what_this_machine_answers_to() -> Non
     assert [one for one in near if not is_near(one)] == []
     assert is_near("::ffff:169.254.169.254")
     assert is_near("2002:a9fe:a9fe::1")
+    assert is_near("64:ff9b::a9fe:a9fe"), "what a translator makes of 169.254.169.254"
+    assert is_near("64:ff9b:1::127.0.0.1")
+    assert not is_near("64:ff9b::192.0.2.7")
     assert not is_near("192.0.2.7")
     assert not is_near("2001:db8::7")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "100.100.100.200",
+        "168.63.129.16",
+        "192.0.0.192",
+        "fd00:ec2::254",
+        "fd00:ec2::23",
+        "fd00:42::42",
+        "fd20:ce::254",
+        "::ffff:100.100.100.200",
+        "64:ff9b::100.100.100.200",
+    ],
+)
+def test_near_is_where_a_cloud_serves_a_machines_credentials(address: str) -> None:
+    assert is_near(address)
+
+
+async def test_an_address_of_the_cloud_is_reached_where_it_was_allowed_and_not_by_a_pattern() -> (
+    None
+):
+    async def tell(_effect: Effect) -> None:
+        pass
+
+    with pytest.raises(
+        _NearError, match=r"its cloud's; start the host with --egress fd00:ec2::254"
+    ):
+        await Egress(["*"], tell)._reachable("fd00:ec2::254", 80)
+    assert await Egress(["fd00:ec2::254"], tell)._reachable("fd00:ec2::254", 80) == [
+        "fd00:ec2::254"
+    ]
