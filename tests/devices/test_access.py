@@ -160,9 +160,11 @@ async def test_an_idle_guard_says_anew_why_once_the_reason_is_another(
     """The driver's kernel module is loaded later, and the container is shown no library."""
     monkeypatch.delenv(DRIVER_ROOT, raising=False)
     monkeypatch.setattr(devices_access, "PERIOD_SECONDS", 0.01)
-    monkeypatch.setattr(access, "diagnose", partial(diagnose, root=tmp_path))
+    # Another test may have loaded a library of ours in this process.
+    nowhere = partial(diagnose, root=tmp_path, there=lambda: False)
+    monkeypatch.setattr(access, "diagnose", nowhere)
     lacks: list[str] = []
-    driver = AbsentDriver(diagnose("not found", tmp_path))
+    driver = AbsentDriver(nowhere("not found"))
     task = asyncio.create_task(devices_access.keep(lacks.append, lacks.append, driver))
     try:
         await until(lambda: bool(lacks))

@@ -14,6 +14,7 @@ from rose_core.lending.demand import ReceivedNote, together, want
 from rose_core.wire.routing import EngineKind
 from rose_operator.plan.snapshot import lease_of as snapshot_lease
 from rose_router.turns.demand import DemandFeed
+from rose_router.turns.ledger import Totals
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.demand import Demands
 from rose_simulate.model.planner import lease_of
@@ -65,11 +66,22 @@ class Room:
 
 
 @dataclass
+class Ledger:
+    """So many turns, of which none has been reported."""
+
+    turns: int = 0
+    totals: Totals = field(default_factory=Totals)
+
+    def __len__(self) -> int:
+        return self.turns
+
+
+@dataclass
 class Same:
     """One router's turns, as production's router and the simulator's each name them."""
 
     moment: float = 0.0
-    ledger: range = range(0)
+    ledger: Ledger = field(default_factory=Ledger)
     room: Room = field(default_factory=Room)
     fleet: Fleet = field(default_factory=lambda: Fleet([Engine(), Engine(gate_open=False)]))
     on_turn: object = None
@@ -98,7 +110,7 @@ class Same:
         late = 2 * TRAIN if second > 2 * (STEP + TRAIN) else 0
         step, within = divmod(max(0, second - late), STEP + TRAIN)
         turns = 60 + 7 * step - within // 3 if within < STEP else 0
-        self.moment, self.ledger = float(second), range(turns)
+        self.moment, self.ledger = float(second), Ledger(turns)
         self.room = Room((Turn(),) * min(4, turns))
         self.fleet.head = str(step + (within >= STEP + TRAIN - 2))
 

@@ -52,9 +52,16 @@ class World:
     def weights(self) -> WeightsFile:
         return read_json(self.rundir.slot("slot-1").weights, WeightsFile) or WeightsFile()
 
-    def sync(self, attest_every_seconds: float = 600.0, silence_seconds: float = 600.0) -> None:
+    def sync(
+        self,
+        attest_every_seconds: float = 600.0,
+        silence_seconds: float = 600.0,
+        most_bytes: int = 0,
+    ) -> None:
         options = Options(
-            attest_every_seconds=attest_every_seconds, silence_seconds=silence_seconds
+            attest_every_seconds=attest_every_seconds,
+            silence_seconds=silence_seconds,
+            most_bytes=most_bytes,
         )
         self.syncing = asyncio.create_task(Followers(self.rundir, options).run())
 
@@ -378,6 +385,23 @@ async def test_an_unreachable_endpoint_and_a_wrong_shape_are_clear_errors(
         file = await here.says("Layout")
         assert (file.version, file.attested) == ("", False)
         await wrong.close()
+
+
+async def test_a_version_that_is_too_large_for_the_node_is_refused_by_name(
+    rundir: Path, models: Path, tmp_path: Path
+) -> None:
+    async with world(rundir, models, tmp_path / "store") as here:
+        here.sync(most_bytes=1)
+        await here.run.publish()
+        await here.serves("grpo@1.0")  # the engine has these weights: there is nothing to fetch
+        await here.run.publish()
+        file = await here.says("weightSync.versionGibibytes")
+        assert "grpo@1.1 takes" in file.error
+        assert (file.version, file.attested) == ("grpo@1.0", True)
+        assert not list(here.rundir.slot("slot-1").bundles.iterdir()), "nothing of it was brought"
+        await here.stop_sync()
+        here.sync()
+        await here.serves("grpo@1.1")
 
 
 async def test_a_half_written_run_directory_is_no_subject(rundir: Path) -> None:

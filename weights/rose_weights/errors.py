@@ -10,6 +10,7 @@ WeightsError
 ├── StoreFailed       the store's disk is full or broken; the head has not moved
 ├── Forbidden         who the caller is does not allow it
 ├── BadTenants        the file of tenants is none, or lacks the one that was asked for
+├── TooLarge          a version larger than what its receiver fetches
 ├── Outrun            somebody else wrote an object of a bucket first; the store reads it again
 └── Damaged           bytes on disk or from the wire are not what their name says
 """
@@ -55,6 +56,10 @@ class BadManifest(WeightsError):
 
 class StoreFailed(WeightsError):
     """The store's disk is full or broken; the head has not moved."""
+
+
+class TooLarge(WeightsError):
+    """A version larger than what its receiver fetches; nothing of it was brought."""
 
 
 class Outrun(WeightsError):

@@ -150,6 +150,8 @@ class Options:
         probe_limit: mean difference of the fixed prompt's log-probs, in nats, from which an engine
             is quarantined; 0 = it is not asked.
         silence_seconds: a watch of the head that has brought nothing for so long is begun anew.
+        most_bytes: of one version; a larger one is refused by name, or it would take the memory of
+            all slots of the node. 0 = no limit.
     """
 
     token: str = ""
@@ -158,6 +160,7 @@ class Options:
     attest_every_seconds: float = 600.0
     probe_limit: float = LIMIT
     silence_seconds: float = 30.0
+    most_bytes: int = 0
     clock: Callable[[], float] = time.monotonic
 
     def token_for(self, endpoint: str) -> str:
@@ -318,7 +321,12 @@ class Follower:
         folder = self._slot.bundles / "next"
         began = self._options.clock()
         manifest = await store.pull(
-            self._source.run, folder, have=step.have, digest=step.digest, codecs=codecs
+            self._source.run,
+            folder,
+            have=step.have,
+            digest=step.digest,
+            codecs=codecs,
+            most_bytes=self._options.most_bytes,
         )
         pulled = self._options.clock() - began
         metrics.PULL_SECONDS.observe(pulled)

@@ -109,6 +109,13 @@ def parser() -> argparse.ArgumentParser:
         help="quarantine an engine whose log-probs of the fixed prompt differ by more nats than "
         "this on average; 0 = do not ask",
     )
+    made.add_argument(
+        "--version-gibibytes",
+        type=flags.count,
+        default=0,
+        help="largest version that a slot fetches: it lies in memory until its engine has taken "
+        "it; 0 = no limit",
+    )
     flags.add_log_level(made)
     return made
 
@@ -126,6 +133,7 @@ async def serve(arguments: argparse.Namespace) -> int:
         store_token=flags.token(arguments.store_token_file),
         attest_every_seconds=arguments.attest_seconds,
         probe_limit=arguments.probe_limit,
+        most_bytes=arguments.version_gibibytes << 30,
     )
     followers = Followers(RunDir(arguments.rundir).create(), options)
     stop = stop_signal()

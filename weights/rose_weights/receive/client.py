@@ -21,7 +21,7 @@ from rose_core.delta.codec import SELF_CONTAINED
 from rose_core.identity import WeightVersion
 from rose_weights.bundle import Bundle
 from rose_weights.call_policy import ANSWER_SECONDS, PLAN_SECONDS, understanding
-from rose_weights.errors import Damaged
+from rose_weights.errors import Damaged, TooLarge
 from rose_weights.messages import (
     AttestedReply,
     AttestedRequest,
@@ -158,6 +158,7 @@ class WeightsClient:
         digest: str = "",
         want: WeightVersion | None = None,
         codecs: Sequence[int] = SELF_CONTAINED,
+        most_bytes: int = 0,
     ) -> Manifest:
         """Bring a bundle into a folder.
 
@@ -168,16 +169,23 @@ class WeightsClient:
             digest: digest of what it really holds; empty brings the full state.
             want: None = the head.
             codecs: block codecs the receiver can read.
+            most_bytes: of blocks; 0 = no limit.
 
         Returns:
             The manifest; without blocks when the receiver is there already.
 
         Raises:
+            TooLarge: it has more than ``most_bytes``.
             WeightsError: the store's reason, or blocks that stay damaged.
             Unavailable: the store went away; call again.
             OSError: the folder's disk is full or broken.
         """
         manifest, _ = await self.plan(run, have=have, digest=digest, want=want, codecs=codecs)
+        if most_bytes and manifest.block_bytes > most_bytes:
+            raise TooLarge(
+                f"{manifest.target} takes {manifest.block_bytes / 2**30:.3g} GiB, and this node "
+                f"fetches {most_bytes / 2**30:.3g} at most (weightSync.versionGibibytes of the chart)"
+            )
         faults.at("sync.planned")
         bundle = Bundle(folder)
         await self.fetch(manifest, bundle)
