@@ -182,9 +182,10 @@ class WeightsClient:
         """
         manifest, _ = await self.plan(run, have=have, digest=digest, want=want, codecs=codecs)
         if most_bytes and manifest.block_bytes > most_bytes:
+            size, most = manifest.block_bytes / 2**30, most_bytes / 2**30
             raise TooLarge(
-                f"{manifest.target} takes {manifest.block_bytes / 2**30:.3g} GiB, and this node "
-                f"fetches {most_bytes / 2**30:.3g} at most (weightSync.versionGibibytes of the chart)"
+                f"{manifest.target} takes {size:.3g} GiB, and this node fetches {most:.3g} at most "
+                "(weightSync.versionGibibytes of the chart)"
             )
         faults.at("sync.planned")
         bundle = Bundle(folder)
