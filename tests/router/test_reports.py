@@ -99,6 +99,24 @@ async def test_what_verls_actors_are_given_is_in_the_meter_with_its_rewards(stag
         await client._turns.close()
 
 
+@pytest.mark.parametrize(("correct", "count"), [(None, 1), (["a", "b"], 2), ([], 0)])
+async def test_a_trainer_says_which_answers_are_correct_or_their_rewards_do(
+    stage: Make, correct: list[str] | None, count: int
+) -> None:
+    async with stage() as s:
+        await s.engine()
+        client = client_of(s)
+        await verl.reported(client, "uid-1", loop(client, "a", "b", "c"), validate=False)
+        trained = {"a": 0.7, "b": 1.0}
+        assert await report_async(s.url, trained, {"c": 1.0}, correct=correct)
+        assert s.router.service.ledger.totals.accepted == 2
+        assert s.router.service.ledger.totals.correct == count
+        again = await asyncio.to_thread(lambda: report(s.url, trained, correct=correct))
+        assert again
+        assert s.router.service.ledger.totals.correct == count, "each counts once"
+        await client._turns.close()
+
+
 async def test_verls_evaluations_are_not_counted_as_lost(stage: Make) -> None:
     async with stage() as s:
         await s.engine()

@@ -18,7 +18,7 @@ import logging
 import math
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -50,6 +50,7 @@ def report(
     dropped: Outcomes | None = None,
     *,
     withdrawn: Sequence[str] = (),
+    correct: Collection[str] | None = None,
     token: str = "",
 ) -> bool:
     """Say what became of trajectories; blocks for 16 s per 4096 keys at most, and never raises.
@@ -59,6 +60,8 @@ def report(
         trained: trajectories of which a step was taken.
         dropped: trajectories that were too old, or filtered out.
         withdrawn: keys of trajectories that were never meant for a step, such as evaluations.
+        correct: keys of those trained on whose answer is correct; ``None`` = where the reward is at
+            least 1.
         token: bearer token of the lease's callers.
 
     Returns:
@@ -66,7 +69,7 @@ def report(
     """
     target = f"{url.rstrip('/')}/trajectories"
     taken = True
-    for body in _bodies(trained, dropped or {}, withdrawn):
+    for body in _bodies(trained, dropped or {}, withdrawn, correct):
         for attempt in range(ATTEMPTS):
             time.sleep(_PAUSE_SECONDS if attempt else 0.0)
             answer = _asked(target, body, token)
@@ -82,12 +85,13 @@ async def report_async(
     dropped: Outcomes | None = None,
     *,
     withdrawn: Sequence[str] = (),
+    correct: Collection[str] | None = None,
     token: str = "",
 ) -> bool:
     """``report`` for trainers whose step runs in an event loop."""
     target = f"{url.rstrip('/')}/trajectories"
     taken = True
-    for body in _bodies(trained, dropped or {}, withdrawn):
+    for body in _bodies(trained, dropped or {}, withdrawn, correct):
         taken = await _posted(target, body, {}, token) and taken
     return taken
 
@@ -155,7 +159,10 @@ def _read(status: int, raw: bytes) -> _Answer:
 
 
 def _bodies(
-    trained: Outcomes, dropped: Outcomes, withdrawn: Sequence[str]
+    trained: Outcomes,
+    dropped: Outcomes,
+    withdrawn: Sequence[str],
+    correct: Collection[str] | None,
 ) -> Iterator[dict[str, Any]]:
     said = [(key, "trained", reward) for key, reward in trained.items()]
     said += [(key, "dropped", reward) for key, reward in dropped.items()]
@@ -166,6 +173,8 @@ def _bodies(
             body[fate].append(key)
             if reward is not None and math.isfinite(reward):  # JSON has no NaN; unknown stays so
                 body["rewards"][key] = float(reward)
+        if correct is not None:
+            body["correct"] = [key for key in body["trained"] if key in correct]
         yield body
 
 
