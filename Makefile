@@ -81,8 +81,9 @@ test-long: engine cluster  ## what make test leaves out: failures and modes of t
 test-gpu-node: cluster engine  ## the chart on a node with eight GPUs that are not there (make test runs what is not marked long)
 	$(CONTAINED) $(BIN)/pytest -v -n 0 tests/gpu_node $(ARGS)
 
+# One worker more than CI has cores: many tests wait for processes, and two left half of both cores idle.
 unit: venv  ## what needs neither engine nor cluster
-	$(CONTAINED) --limit 2100 $(BIN)/pytest -n 2 --dist loadfile -m "not engine and not cluster and not sandbox" $(AGAIN) $(ARGS)
+	$(CONTAINED) --limit 2100 $(BIN)/pytest -n 3 --dist loadfile -m "not engine and not cluster and not sandbox" $(AGAIN) $(ARGS)
 
 check: venv  ## lint, types, layers, spelling, drift of generated files
 	$(BIN)/ruff check .
