@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 from rose_core.sandboxes.policy import Traffic
 from rose_core.sandboxes.traffic import Request, admit
@@ -16,6 +17,18 @@ CHECKPOINTS = 2
 """At the same time: each is mostly one processor's work, and agents run beside them."""
 _LOOK_SECONDS = 0.1
 """How often deferred checkpoints look at serving again: a burst's shortest pause."""
+
+_MEMORY_SHORT = 0.15
+"""Part of the machine's memory: below it the next sandbox of 1 GiB may not fit on 8 GiB."""
+
+
+def memory_traffic() -> Traffic:
+    """What this machine's memory says; of serving it knows nothing."""
+    told = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
+    )
+    free = int(told["MemAvailable"].split()[0]) / int(told["MemTotal"].split()[0])
+    return Traffic(memory_short=free < _MEMORY_SHORT)
 
 
 class Admission:

@@ -26,16 +26,15 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rose_core.sandboxes import outside, policy
 from rose_core.sandboxes.outside import Effect
 from rose_core.sandboxes.policy import Action, Costs, Decision, Traffic, Wait, decide
 from rose_core.sandboxes.turns import HOLD_SECONDS, Clock, Phase
 from rose_sandbox import metrics
-from rose_sandbox.admission import Admission
+from rose_sandbox.admission import Admission, memory_traffic
 from rose_sandbox.answers import Forked, Restored, Told
 from rose_sandbox.egress import Egress
 from rose_sandbox.errors import (
@@ -48,6 +47,14 @@ from rose_sandbox.errors import (
     UnknownTurn,
 )
 from rose_sandbox.inspector.inspector import Effects, Inspector
+from rose_sandbox.recorded import (
+    read_effect,
+    read_result,
+    read_spec,
+    written_effect,
+    written_result,
+    written_spec,
+)
 from rose_sandbox.runtimes.runtime import (
     CheckpointParts,
     ExecResult,
@@ -61,7 +68,6 @@ from rose_sandbox.runtimes.runtime import (
 from rose_weights.errors import Fenced, UnknownVersion, WeightsError
 from rose_weights.store.records import (
     Command,
-    OutsideEffect,
     Owned,
     Record,
     Records,
@@ -79,8 +85,6 @@ MOST_CHILDREN = 64
 RENEW_SECONDS = 5.0
 """How often a host asks whether its sessions are still its own: one small read for each."""
 _MOST_FENCED = 1024
-_MEMORY_SHORT = 0.15
-"""Part of the machine's memory: below it the next sandbox of 1 GiB may not fit on 8 GiB."""
 
 
 @dataclass
@@ -170,7 +174,7 @@ class Host:
         try:
             owned = await asyncio.to_thread(self._records.own, session, self._owner)
             # Turn 0, the bare image: what leaves the sandbox before turn 1 has a record too.
-            await asyncio.to_thread(self._records.publish, owned, Turn(0, (), _told_spec(spec)))
+            await asyncio.to_thread(self._records.publish, owned, Turn(0, (), written_spec(spec)))
         except WeightsError:
             await self._runtime.end(handle)
             raise
@@ -208,10 +212,10 @@ class Host:
                         f"{name} of session {session} was another command; take a new name, or go "
                         "back to the turn before it"
                     )
-                return _result(known.result)
+                return read_result(known.result)
             made = await self._runtime.exec(box.handle, command, within, session=shell)
             if name is not None:
-                box.commands[name] = Command(name, digest, _result_json(made))
+                box.commands[name] = Command(name, digest, written_result(made))
             return made
 
     async def read_file(self, session: str, path: str) -> bytes:
@@ -384,7 +388,7 @@ class Host:
         ((handle, spec),) = await self._bring(record, [key_of(session)])
         try:
             owned = await asyncio.to_thread(self._records.own, session, self._owner)
-            noted = tuple(_noted(one) for one in happened)
+            noted = tuple(written_effect(one) for one in happened)
             await asyncio.to_thread(self._records.back, owned, record.turn, noted)
         except WeightsError:
             await self._runtime.end(handle)
@@ -453,7 +457,7 @@ class Host:
             raise
         box = _Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
         box.ids, box.versions, box.history = given.ids, given.weight_versions, given.history
-        box.effects = tuple(_effect(one) for one in record.effects)
+        box.effects = tuple(read_effect(one) for one in record.effects)
         box.commands = {one.name: one for one in record.commands}
         await self._begin(name, box)
 
@@ -595,11 +599,11 @@ class Host:
         turn = Turn(
             box.clock.turn,
             box.ids,
-            _told_spec(box.spec),
+            written_spec(box.spec),
             None,
             None,
             box.versions,
-            tuple(_noted(one) for one in box.effects),
+            tuple(written_effect(one) for one in box.effects),
             tuple(box.commands.values()),
             box.owned.last.parent if box.owned.last is not None else None,
             box.history or None,
@@ -626,7 +630,7 @@ class Host:
 
     async def _bring(self, record: Record, keys: Sequence[str]) -> list[tuple[Handle, SandboxSpec]]:
         """Sandboxes of a record, whose parts are read once. All of them, or none."""
-        specs = [_spec_of(record.spec, key) for key in keys]
+        specs = [read_spec(record.spec, key) for key in keys]
         async with self._folder() as folder:
             found: dict[str, Part | None] = {}
             for name, part in (("files", record.files), ("processes", record.processes)):
@@ -657,7 +661,7 @@ class Host:
     async def _happened(self, session: str) -> tuple[Effect, ...]:
         box = self._boxes.get(session)
         newest = await self._record(session, None)
-        noted = tuple(_effect(one) for one in newest.effects)
+        noted = tuple(read_effect(one) for one in newest.effects)
         return tuple(dict.fromkeys((*noted, *(box.effects if box is not None else ()))))
 
     # -- sandboxes of this host -------------------------------------------------------------------
@@ -683,7 +687,7 @@ class Host:
         seen = replace(effect, turn=box.clock.turn + 1)
         box.effects = (*box.effects, seen)
         if seen.kind is not outside.Kind.READ:
-            await asyncio.to_thread(self._records.note, box.owned, _noted(seen))
+            await asyncio.to_thread(self._records.note, box.owned, written_effect(seen))
 
     @asynccontextmanager
     async def _acting(self, session: str) -> AsyncIterator[_Box]:
@@ -786,46 +790,6 @@ def key_of(session: str) -> str:
     return f"box-{hashlib.sha256(session.encode()).hexdigest()[:20]}"
 
 
-def memory_traffic() -> Traffic:
-    """What this machine's memory says; of serving it knows nothing."""
-    told = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
-    )
-    free = int(told["MemAvailable"].split()[0]) / int(told["MemTotal"].split()[0])
-    return Traffic(memory_short=free < _MEMORY_SHORT)
-
-
 def tokens_digest(ids: Sequence[int]) -> str:
     """What ``restore`` compares a caller's tokens by."""
     return digest_of(ids)
-
-
-def _told_spec(spec: SandboxSpec) -> dict[str, Any]:
-    return {**asdict(spec), "environment": dict(spec.environment)}
-
-
-def _spec_of(told: Mapping[str, Any], key: str) -> SandboxSpec:
-    limits = Limits(**told["limits"])
-    return SandboxSpec(key, told["image"], limits, dict(told["environment"]), told["folder"])
-
-
-def _effect(one: OutsideEffect) -> Effect:
-    return Effect(one.turn, one.method, one.target, one.status, one.keyed)
-
-
-def _noted(one: Effect) -> OutsideEffect:
-    return OutsideEffect(one.turn, one.method, one.target, one.status, one.keyed)
-
-
-def _result_json(result: ExecResult) -> dict[str, Any]:
-    made = asdict(result)
-    return {
-        **made,
-        "stdout": result.stdout.decode("latin-1"),
-        "stderr": result.stderr.decode("latin-1"),
-    }
-
-
-def _result(told: Mapping[str, Any]) -> ExecResult:
-    streams = {name: str(told[name]).encode("latin-1") for name in ("stdout", "stderr")}
-    return ExecResult(**{**told, **streams})

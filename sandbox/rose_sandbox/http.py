@@ -36,7 +36,8 @@ from rose_core.sandboxes.outside import EffectsCrossed
 from rose_core.sandboxes.policy import Traffic, Wait
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_sandbox import errors, metrics
-from rose_sandbox.host import COMMAND_SECONDS, Host, memory_traffic
+from rose_sandbox.admission import memory_traffic
+from rose_sandbox.host import COMMAND_SECONDS, Host
 from rose_sandbox.runtimes.runtime import FILE_BYTES, Limits
 from rose_weights.errors import Fenced, WeightsError
 from rose_wire.bearer import is_bearer

@@ -18,8 +18,9 @@ from pathlib import Path
 from aiohttp import web
 
 from rose_core.sandboxes.policy import Traffic
+from rose_sandbox.admission import memory_traffic
 from rose_sandbox.errors import SandboxError, Unavailable
-from rose_sandbox.host import Host, memory_traffic
+from rose_sandbox.host import Host
 from rose_sandbox.http import ServingTraffic, application
 from rose_sandbox.inspector.blind import BlindInspector
 from rose_sandbox.inspector.bpf import BpfInspector

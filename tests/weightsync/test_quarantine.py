@@ -87,7 +87,9 @@ class ScriptedStore:
         have: WeightVersion | None,
         digest: str,
         codecs: tuple[int, ...],
+        most_bytes: int,
     ) -> Manifest:
+        assert most_bytes == 0, "these followers have no limit"
         self.pulls.append(digest)
         return manifest_of("right")
 

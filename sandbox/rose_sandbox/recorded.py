@@ -1,0 +1,48 @@
+"""Specifications, effects and results of commands, as records have them and as hosts use them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rose_core.sandboxes.outside import Effect
+from rose_sandbox.runtimes.runtime import ExecResult, Limits, SandboxSpec
+from rose_weights.store.records import OutsideEffect
+
+
+def written_spec(spec: SandboxSpec) -> dict[str, Any]:
+    """A specification, as a record has it."""
+    return {**asdict(spec), "environment": dict(spec.environment)}
+
+
+def read_spec(told: Mapping[str, Any], key: str) -> SandboxSpec:
+    """The specification of a record, for a sandbox of this key."""
+    limits = Limits(**told["limits"])
+    return SandboxSpec(key, told["image"], limits, dict(told["environment"]), told["folder"])
+
+
+def read_effect(one: OutsideEffect) -> Effect:
+    """An effect of a record."""
+    return Effect(one.turn, one.method, one.target, one.status, one.keyed)
+
+
+def written_effect(one: Effect) -> OutsideEffect:
+    """An effect, as a record has it."""
+    return OutsideEffect(one.turn, one.method, one.target, one.status, one.keyed)
+
+
+def written_result(result: ExecResult) -> dict[str, Any]:
+    """What a command gave, as a record has it; its streams are bytes."""
+    made = asdict(result)
+    return {
+        **made,
+        "stdout": result.stdout.decode("latin-1"),
+        "stderr": result.stderr.decode("latin-1"),
+    }
+
+
+def read_result(told: Mapping[str, Any]) -> ExecResult:
+    """What a command of a record gave."""
+    streams = {name: str(told[name]).encode("latin-1") for name in ("stdout", "stderr")}
+    return ExecResult(**{**told, **streams})
