@@ -406,7 +406,7 @@ class FakeRuntime:
         try:
             for spec in specs:
                 made.append(await self.restore(parts, spec))  # noqa: PERF401 - what is made counts
-        except BaseException:
+        except BaseException:  # also cancelled: those made so far must not stay
             for one in made:
                 await self.end(one)
             raise
