@@ -23,6 +23,7 @@ class Party(StrEnum):
     HARNESS = "harness"
     ROUTER = "router"
     NODE = "node"
+    SANDBOX = "sandbox host"
     RELAY = "relay"
     OPERATOR = "operator"
     PLATFORM = "platform"
@@ -37,6 +38,7 @@ MEANING = {
     "token of each slot that it was told, its ingest's token",
     Party.NODE: "guard, engine host and weight-sync: their node's certificate and the "
     "installation's token; at a store the serving cluster's credential",
+    Party.SANDBOX: "a run's sandbox hosts: what `rose tenant grant --record` granted, at a store",
     Party.RELAY: "the serving cluster's relay, with its upstream credential",
     Party.OPERATOR: "the operator",
     Party.PLATFORM: "who administrates the cluster, or is root on a node",
@@ -120,6 +122,10 @@ _READING = tuple(
 )
 _PUBLISHING = tuple(
     f"/rose.v1.Weights/{name}" for name in ("Open", "Missing", "Put", "Commit", "Part")
+)
+_RECORDS = tuple(
+    f"/rose.v1.Records/{name}"
+    for name in ("Own", "Look", "Read", "Block", "Put", "Commit", "Forget")
 )
 _TEAMS = (Party.TRAINER,)
 _P, _L = Party, Listener
@@ -211,6 +217,7 @@ RULES: tuple[Rule, ...] = (
         "runs that it may read",
     ),
     Rule(_L.STORE, _PUBLISHING, _TEAMS, "runs that it may publish"),
+    Rule(_L.STORE, _RECORDS, (_P.SANDBOX,), "sessions of runs whose records it may keep"),
     Rule(_L.RELAY, _PAGES, (_P.ANYBODY,)),
     Rule(_L.RELAY, _READING, (_P.NODE,), "runs of its cluster"),
     Rule(_L.INGEST, ("GET /health",), (_P.ANYBODY,)),

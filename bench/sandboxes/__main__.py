@@ -32,8 +32,9 @@ from pathlib import Path
 from bench.record import Figure, figure, record
 from bench.sandboxes.own import own_runtime
 from bench.sandboxes.tasks import TASKS, Task
+from rose_sandbox.box import key_of
 from rose_sandbox.errors import SandboxError, Unavailable
-from rose_sandbox.host import Host, key_of
+from rose_sandbox.host import Host
 from rose_sandbox.inspector.bpf import BpfInspector
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runtime import CheckpointParts, Handle, Kind, SandboxSpec

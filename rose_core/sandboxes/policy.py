@@ -37,6 +37,7 @@ class Reason(StrEnum):
     LONG_WAIT = "long wait"
     SERVING = "serving burns its budget"
     SAVED = "this turn is saved"
+    LOST = "an earlier record is lost"
 
 
 class Changes(Protocol):

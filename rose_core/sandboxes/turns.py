@@ -8,7 +8,8 @@
 | Saving | ``stored`` | Waiting; Acting where ``ready`` came meanwhile |
 | Saving | ``ready`` | Saving: the reply is held, ``HOLD_SECONDS`` at most |
 | Saving | ``failed`` | as ``stored``, with no new record |
-| Waiting | ``suspended`` | Suspended |
+| Waiting, Saving | ``suspended`` | Suspended |
+| Waiting, Saving | ``died`` | as ``failed``; what was being suspended and may be gone: Suspended |
 | Suspended | ``resumed`` | Waiting; Acting where ``ready`` came meanwhile |
 | any | ``ended`` | Ended |
 
@@ -94,6 +95,16 @@ class Clock:
         """There is no record of this boundary."""
         self._must(Phase.SAVING)
         return self._on(self)
+
+    def died(self, *, suspending: bool = False) -> Clock:
+        """Its boundary ended by an error that nobody foresaw; there is no record of it.
+
+        Args:
+            suspending: its processes may be gone: whoever needs it brings it back first.
+        """
+        if self.phase not in {Phase.WAITING, Phase.SAVING}:
+            return self
+        return replace(self, phase=Phase.SUSPENDED) if suspending else self._on(self)
 
     def suspended(self) -> Clock:
         """Its memory is free; the record of this boundary is durable."""

@@ -21,21 +21,21 @@ import hashlib
 import logging
 import shutil
 import socket
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rose_core.sandboxes import outside, policy
 from rose_core.sandboxes.outside import Effect
-from rose_core.sandboxes.policy import Action, Costs, Decision, Traffic, Wait, decide
+from rose_core.sandboxes.policy import Action, Decision, Traffic, Wait
 from rose_core.sandboxes.turns import HOLD_SECONDS, Clock, Phase
 from rose_sandbox import metrics
 from rose_sandbox.admission import Admission, memory_traffic
 from rose_sandbox.answers import Forked, Restored, Told
+from rose_sandbox.box import Box, key_of
 from rose_sandbox.egress import Egress
 from rose_sandbox.errors import (
     AlreadyThere,
@@ -46,34 +46,29 @@ from rose_sandbox.errors import (
     UnknownSandbox,
     UnknownTurn,
 )
-from rose_sandbox.inspector.inspector import Effects, Inspector
+from rose_sandbox.inspector.inspector import Inspector
 from rose_sandbox.recorded import (
     read_effect,
     read_result,
-    read_spec,
     written_effect,
     written_result,
     written_spec,
 )
 from rose_sandbox.runtimes.runtime import (
-    CheckpointParts,
     ExecResult,
     Handle,
-    Kind,
     Limits,
-    Part,
     Runtime,
     SandboxSpec,
 )
+from rose_sandbox.saving import Saver
 from rose_weights.errors import Fenced, UnknownVersion, WeightsError
 from rose_weights.store.records import (
     Command,
-    Owned,
     Record,
     Records,
     Turn,
     digest_of,
-    mapped,
 )
 
 LOG = logging.getLogger(__name__)
@@ -85,29 +80,6 @@ MOST_CHILDREN = 64
 RENEW_SECONDS = 5.0
 """How often a host asks whether its sessions are still its own: one small read for each."""
 _MOST_FENCED = 1024
-
-
-@dataclass
-class _Box:
-    spec: SandboxSpec
-    handle: Handle
-    owned: Owned
-    clock: Clock = field(default_factory=Clock)
-    effects: tuple[Effect, ...] = ()
-    commands: dict[str, Command] = field(default_factory=dict)
-    ids: tuple[int, ...] = ()
-    versions: tuple[str, ...] = ()
-    history: bytes = b""
-    decision: Decision = field(default=Decision(Action.NONE, policy.Reason.UNCHANGED))
-    unsaved: str = ""
-    seconds: float = 0.0
-    # A record failed behind a cut: the inspector's mark is ahead of what is saved.
-    forced: bool = False
-    boundary: asyncio.Task[None] | None = None
-    egress: Egress | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    waking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    costs: Costs = field(default_factory=Costs)
 
 
 class Host:
@@ -141,8 +113,17 @@ class Host:
         self._owner, self._scratch, self._allowed = owner, scratch, tuple(egress)
         self._traffic = traffic or memory_traffic
         self._now = clock
-        self._boxes: dict[str, _Box] = {}
+        self._boxes: dict[str, Box] = {}
         self._admission = Admission(self._traffic, clock)
+        self._saver = Saver(
+            runtime,
+            inspector,
+            records,
+            scratch=scratch,
+            traffic=self._traffic,
+            clock=clock,
+            resume=self._resume,
+        )
         self._renew_seconds = renew_seconds
         self._renewing: asyncio.Task[None] | None = None
         self._fenced: dict[str, str] = {}
@@ -178,7 +159,7 @@ class Host:
         except WeightsError:
             await self._runtime.end(handle)
             raise
-        box = _Box(spec, handle, owned)
+        box = Box(spec, handle, owned)
         await self._begin(session, box)
         return self._tell(session, box)
 
@@ -337,7 +318,7 @@ class Host:
             if box.clock.phase is Phase.ACTING:
                 box.clock = box.clock.began(self._now())
             if box.clock.phase is Phase.WAITING:
-                await self._save(box, Decision(Action.SUSPEND, policy.Reason.LONG_WAIT))
+                await self._saver.save(box, Decision(Action.SUSPEND, policy.Reason.LONG_WAIT))
             if box.clock.phase is not Phase.ACTING:  # not saved, and a command has come meanwhile
                 box.clock = box.clock.ready(self._now())
         if box.unsaved:
@@ -385,7 +366,7 @@ class Host:
             await self._drop(session, box)
         else:  # what an earlier process of this host left behind
             await self._runtime.end(Handle(key_of(session)))
-        ((handle, spec),) = await self._bring(record, [key_of(session)])
+        ((handle, spec),) = await self._saver.bring(record, [key_of(session)])
         try:
             owned = await asyncio.to_thread(self._records.own, session, self._owner)
             noted = tuple(written_effect(one) for one in happened)
@@ -393,7 +374,7 @@ class Host:
         except WeightsError:
             await self._runtime.end(handle)
             raise
-        box = _Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
+        box = Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
         box.ids, box.versions, box.effects = ids, record.weight_versions, happened
         box.history = history
         box.commands = {one.name: one for one in record.commands}
@@ -423,8 +404,8 @@ class Host:
         ids = await asyncio.to_thread(self._records.ids, record)
         history = await asyncio.to_thread(self._records.history, record)
         given = Forked((), record.turn, ids, record.weight_versions, history)
-        names = [f"{session}.{record.turn}-{uuid.uuid4().hex[:8]}" for _ in range(n)]
-        brought = await self._bring(record, [key_of(name) for name in names])
+        names = await asyncio.to_thread(self._names, f"{session}.{record.turn}", n)
+        brought = await self._saver.bring(record, [key_of(name) for name in names])
         made = await asyncio.gather(
             *(
                 self._child(name, (session, record), given, *one)
@@ -438,6 +419,15 @@ class Host:
             raise failed[0]
         metrics.RESTORES.labels("fork").inc(n)
         return replace(given, sessions=tuple(names))
+
+    def _names(self, stem: str, n: int) -> list[str]:
+        """Of children: each once, and no session's that there is or was."""
+        names: dict[str, None] = {}
+        while len(names) < n:
+            name = f"{stem}-{draw()}"
+            if name not in self._boxes and not self._records.turns(name):
+                names[name] = None
+        return list(names)
 
     async def _child(
         self,
@@ -455,7 +445,7 @@ class Host:
         except WeightsError:
             await self._runtime.end(handle)
             raise
-        box = _Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
+        box = Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
         box.ids, box.versions, box.history = given.ids, given.weight_versions, given.history
         box.effects = tuple(read_effect(one) for one in record.effects)
         box.commands = {one.name: one for one in record.commands}
@@ -474,27 +464,28 @@ class Host:
                 await self._renewing
         await self._inspector.close()
         await self._runtime.close()
+        await asyncio.to_thread(self._records.close)
 
     # -- a boundary ---------------------------------------------------------------------------
 
-    async def _boundary(self, session: str, box: _Box) -> None:
+    async def _boundary(self, session: str, box: Box) -> None:
         async with (
             self._admission.place(session, box.clock.expected),
             self._ended_if_fenced(session, box),
             box.lock,
         ):
             if self._boxes.get(session) is box and box.clock.phase is Phase.WAITING:
-                await self._decided(box)
+                await self._saver.save_what_changed(box)
 
     @asynccontextmanager
-    async def _ended_if_fenced(self, session: str, box: _Box) -> AsyncIterator[None]:
+    async def _ended_if_fenced(self, session: str, box: Box) -> AsyncIterator[None]:
         try:
             yield
         except Fenced as error:
             await self._lose(session, box, error)
             raise
 
-    async def _lose(self, session: str, box: _Box, error: Fenced) -> None:
+    async def _lose(self, session: str, box: Box, error: Fenced) -> None:
         """Another host has the session: what runs here belongs to nobody."""
         if self._boxes.get(session) is box:
             self._fenced[session] = str(error)
@@ -516,7 +507,7 @@ class Host:
             except Exception as error:  # noqa: BLE001 - whatever it is, the others are asked for too
                 LOG.warning("session %s: looked at again later: %s", session, error)
 
-    async def _renew_one(self, session: str, box: _Box) -> None:
+    async def _renew_one(self, session: str, box: Box) -> None:
         if box.clock.phase is Phase.ENDED:
             return await self._drop(session, box)
         try:
@@ -533,125 +524,6 @@ class Host:
             await asyncio.sleep(self._renew_seconds)
             await self.renew()
 
-    async def _decided(self, box: _Box) -> None:
-        facts = await self._runtime.facts(box.handle)
-        effects = await self._inspector.effects(box.spec.key, facts)
-        if box.forced:
-            effects = replace(effects, unknown=(*effects.unknown, "a record failed"))
-        turn = policy.Turn(box.clock.turn, box.clock.saved)
-        traffic = replace(self._traffic(), serving_burns=False)  # admitted
-        await self._save(box, decide(turn, effects, box.clock.wait, box.costs, traffic))
-
-    async def _save(self, box: _Box, decision: Decision) -> None:
-        began = self._now()
-        box.clock, box.decision, box.unsaved = box.clock.saving(), decision, ""
-        try:
-            async with self._folder() as folder:
-                suspends = decision.action is Action.SUSPEND
-                if suspends:  # its parts stay where ``resume`` looks for them
-                    kept = self._scratch / box.spec.key
-                    shutil.rmtree(kept, ignore_errors=True)
-                    kept.mkdir()
-                    parts = await self._runtime.suspend(box.handle, kept)
-                else:
-                    parts = await self._cut(box, decision, folder)
-                box.forced = True
-                await self._publish(box, parts)
-                box.forced = False
-            box.clock = box.clock.suspended() if suspends else box.clock.stored()
-        except CannotCheckpoint as error:
-            box.unsaved = error.what
-            box.clock = box.clock.failed()
-        except Fenced:
-            raise
-        except (SandboxError, WeightsError, OSError) as error:
-            box.unsaved = str(error)
-            # A suspended sandbox has no processes to go on with: it is brought back at once.
-            if decision.action is Action.SUSPEND and box.forced:
-                await self._resume(box)
-            box.clock = box.clock.failed()
-        box.seconds = self._now() - began
-        saved = "failed" if box.unsaved else box.decision.action
-        metrics.TURNS.labels(saved, box.decision.reason).inc()
-        metrics.CHECKPOINT_SECONDS.inc(box.seconds)
-
-    async def _cut(self, box: _Box, decision: Decision, folder: Path) -> CheckpointParts:
-        if decision.action is Action.NONE:
-            return CheckpointParts(box.spec)
-        kind = Kind(decision.action.value)
-        parts = await self._runtime.checkpoint(box.handle, kind, folder)
-        await self._inspector.saved(box.spec.key)
-        if kind is Kind.FULL:
-            return parts
-        # Half a cut is whole only while the other half stood still: what changed since is seen now.
-        box.forced = True
-        facts = await self._runtime.facts(box.handle)
-        since: Effects = await self._inspector.effects(box.spec.key, facts)
-        other = since.processes if kind is Kind.FILES else since.files
-        if not (since.unknown or other):
-            return parts
-        box.decision = Decision(Action.FULL, policy.Reason.CHANGED)
-        parts = await self._runtime.checkpoint(box.handle, Kind.FULL, folder)
-        await self._inspector.saved(box.spec.key)
-        return parts
-
-    async def _publish(self, box: _Box, parts: CheckpointParts) -> None:
-        turn = Turn(
-            box.clock.turn,
-            box.ids,
-            written_spec(box.spec),
-            None,
-            None,
-            box.versions,
-            tuple(written_effect(one) for one in box.effects),
-            tuple(box.commands.values()),
-            box.owned.last.parent if box.owned.last is not None else None,
-            box.history or None,
-        )
-
-        def publish() -> None:
-            with ExitStack() as opened:
-                halves = {
-                    name: opened.enter_context(mapped(part.path))
-                    for name, part in (("files", parts.files), ("processes", parts.processes))
-                    if part is not None
-                }
-                whole = replace(turn, files=halves.get("files"), processes=halves.get("processes"))
-                self._records.publish(box.owned, whole)
-
-        before = box.owned.written
-        await asyncio.to_thread(publish)
-        metrics.RECORD_BYTES.inc(box.owned.written - before)
-        if (made := box.owned.last) is not None:
-            parts_of = (one.size for one in (made.files, made.processes) if one is not None)
-            metrics.STATE_BYTES.inc(sum(parts_of))
-
-    # -- parts ----------------------------------------------------------------------------------
-
-    async def _bring(self, record: Record, keys: Sequence[str]) -> list[tuple[Handle, SandboxSpec]]:
-        """Sandboxes of a record, whose parts are read once. All of them, or none."""
-        specs = [read_spec(record.spec, key) for key in keys]
-        async with self._folder() as folder:
-            found: dict[str, Part | None] = {}
-            for name, part in (("files", record.files), ("processes", record.processes)):
-                found[name] = None
-                if part is not None:
-                    path = folder / f"{name}.tar"
-                    await asyncio.to_thread(self._records.part_into, part, path)
-                    found[name] = Part(path, part.size)
-            saved = replace(specs[0], key=str(record.spec["key"]))
-            parts = CheckpointParts(saved, found["files"], found["processes"])
-            handles = await self._runtime.restore_all(parts, specs)
-            return list(zip(handles, specs, strict=True))
-
-    @asynccontextmanager
-    async def _folder(self) -> AsyncIterator[Path]:
-        made = Path(tempfile.mkdtemp(dir=self._scratch))
-        try:
-            yield made
-        finally:
-            await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
-
     async def _record(self, session: str, turn: int | None) -> Record:
         try:
             return await asyncio.to_thread(self._records.read, session, turn)
@@ -666,7 +538,7 @@ class Host:
 
     # -- sandboxes of this host -------------------------------------------------------------------
 
-    async def _begin(self, session: str, box: _Box) -> None:
+    async def _begin(self, session: str, box: Box) -> None:
         self._boxes[session] = box
         metrics.SANDBOXES.set(len(self._boxes))
         self._fenced.pop(session, None)
@@ -674,7 +546,7 @@ class Host:
             self._renewing = asyncio.create_task(self._renew_for_ever())
         await self._attach(box)
 
-    async def _attach(self, box: _Box) -> None:
+    async def _attach(self, box: Box) -> None:
         """Inspector and proxy belong to the processes: set anew with every life of them."""
         facts = await self._runtime.facts(box.handle)
         await self._inspector.watch(box.spec.key, facts)
@@ -682,7 +554,7 @@ class Host:
             box.egress = Egress(self._allowed, lambda effect: self._left(box, effect))
             await box.egress.listen(facts.init)
 
-    async def _left(self, box: _Box, effect: Effect) -> None:
+    async def _left(self, box: Box, effect: Effect) -> None:
         """Write an effect down before it happens."""
         seen = replace(effect, turn=box.clock.turn + 1)
         box.effects = (*box.effects, seen)
@@ -690,7 +562,7 @@ class Host:
             await asyncio.to_thread(self._records.note, box.owned, written_effect(seen))
 
     @asynccontextmanager
-    async def _acting(self, session: str) -> AsyncIterator[_Box]:
+    async def _acting(self, session: str) -> AsyncIterator[Box]:
         """The box of an agent that acts, alone: its reply is there, whether it was told or not.
 
         It waits for the record of its turn, as ``tokens_ready`` does: what a command changes must
@@ -704,7 +576,7 @@ class Host:
             await self._awake(box)
             yield box
 
-    async def _running(self, session: str) -> _Box:
+    async def _running(self, session: str) -> Box:
         """The box of a sandbox that is read beside its commands."""
         box = self._box(session)
         if box.clock.phase is Phase.SAVING and box.decision.action is Action.SUSPEND:
@@ -713,20 +585,20 @@ class Host:
         await self._awake(box)
         return box
 
-    async def _awake(self, box: _Box) -> None:
+    async def _awake(self, box: Box) -> None:
         async with box.waking:  # whoever comes beside finds it awake
             if box.clock.phase is not Phase.SUSPENDED:
                 return
             await self._resume(box)
             box.clock = box.clock.resumed()
 
-    async def _resume(self, box: _Box) -> None:
+    async def _resume(self, box: Box) -> None:
         if box.egress is not None:
             await box.egress.close()
         box.handle = await self._runtime.resume(box.handle)
         await self._attach(box)
 
-    async def _settle(self, box: _Box) -> None:
+    async def _settle(self, box: Box) -> None:
         """Its boundary is over: one that cuts is waited for, one that waits for its turn is not."""
         boundary = box.boundary
         if boundary is None or boundary.done() or boundary is asyncio.current_task():
@@ -741,7 +613,7 @@ class Host:
             # Told to who waits for its reply; whoever comes after it goes on, or ends the sandbox.
             LOG.warning("sandbox %s: its boundary failed: %s", box.spec.key, error)
 
-    async def _drop(self, session: str, box: _Box) -> None:
+    async def _drop(self, session: str, box: Box) -> None:
         """End a sandbox; one that cannot be ended stays known, and ``renew`` tries it again."""
         if self._boxes.get(session) is not box:
             return
@@ -755,7 +627,7 @@ class Host:
             metrics.SANDBOXES.set(len(self._boxes))
             raise
 
-    async def _close(self, box: _Box) -> None:
+    async def _close(self, box: Box) -> None:
         box.clock = box.clock.ended()
         if box.egress is not None:
             await box.egress.close()
@@ -763,7 +635,7 @@ class Host:
         await self._runtime.end(box.handle)
         shutil.rmtree(self._scratch / box.spec.key, ignore_errors=True)
 
-    def _box(self, session: str) -> _Box:
+    def _box(self, session: str) -> Box:
         box = self._boxes.get(session)
         if box is not None and box.clock.phase is not Phase.ENDED:
             return box
@@ -771,7 +643,7 @@ class Host:
             raise Fenced(self._fenced[session])
         raise UnknownSandbox(f"session {session} has no sandbox here; create or restore it")
 
-    def _tell(self, session: str, box: _Box) -> Told:
+    def _tell(self, session: str, box: Box) -> Told:
         return Told(
             session,
             box.clock.turn,
@@ -785,9 +657,9 @@ class Host:
         )
 
 
-def key_of(session: str) -> str:
-    """A runtime's key for a session, whatever its name is made of."""
-    return f"box-{hashlib.sha256(session.encode()).hexdigest()[:20]}"
+def draw() -> str:
+    """What tells children of one turn apart."""
+    return uuid.uuid4().hex[:12]
 
 
 def tokens_digest(ids: Sequence[int]) -> str:

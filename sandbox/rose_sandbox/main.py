@@ -1,7 +1,13 @@
 """``rose sandbox-host``: agents' sandboxes on this node, over HTTP.
 
-It needs root and what ``make sandbox`` brings. Records go to a store as weights do: a folder, or
-``s3://bucket/prefix``, where a host on another node finds them.
+It needs root and what ``make sandbox`` brings. Records go to a store as weights do, where a host on
+another node finds them:
+
+| ``--store`` | who may read and write them |
+|---|---|
+| ``tls://HOST:PORT``, or ``rose://HOST:PORT`` | whom the store granted ``record`` of the run |
+| ``s3://bucket/prefix`` | whoever has the bucket |
+| a folder | whoever has the folder |
 """
 
 from __future__ import annotations
@@ -28,8 +34,11 @@ from rose_sandbox.inspector.inspector import Inspector
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_weights.errors import WeightsError
+from rose_weights.receive.record_client import RemoteRecords
 from rose_weights.store.open_store import open_store
+from rose_weights.store.record_store import RecordStore
 from rose_weights.store.records import Records
+from rose_weights.store.store import Store
 from rose_wire import flags
 from rose_wire.daemon import listen, stop_signal
 
@@ -44,6 +53,7 @@ def open_host(
     egress: Sequence[str] = (),
     owner: str = "",
     traffic: Callable[[], Traffic] = memory_traffic,
+    store_token: Path | None = None,
 ) -> Host:
     """A host of real sandboxes; ``Host.close`` lets go of it.
 
@@ -54,6 +64,7 @@ def open_host(
         egress: hosts that sandboxes may reach, as shell patterns.
         owner: name in records; empty: this machine's.
         traffic: what else happens on the machine.
+        store_token: file with the credential that a store over gRPC asks for.
 
     Raises:
         Unavailable: the machine lacks a part; the text says what brings it.
@@ -63,12 +74,32 @@ def open_host(
     return Host(
         RuncRuntime(folder / "runc", parts),
         _inspector(parts),
-        Records(open_store(store), run),
+        Records(_records(store, store_token), run),
         owner=owner or socket.gethostname(),
         scratch=folder / "parts",
         egress=egress,
         traffic=traffic,
     )
+
+
+def _records(store: str, token: Path | None) -> Store | RecordStore:
+    """Where records are kept.
+
+    Raises:
+        ValueError: a credential for a store that asks for none, which would not hold it back.
+        OSError: the credential cannot be read.
+    """
+    scheme, _, address = store.partition("://")
+    if scheme not in {"tls", "rose"}:
+        if token is not None:
+            raise ValueError(
+                f"--store-token-file is for a store over gRPC, and {store} is none: take "
+                "tls://HOST:PORT, or leave it out"
+            )
+        return open_store(store)
+    flags.token(token)  # a file that cannot be read is told before anything is promised
+    at = store if scheme == "tls" else address
+    return RemoteRecords(flags.target(at), lambda: flags.token(token))
 
 
 def _inspector(parts: Parts) -> Inspector:
@@ -90,6 +121,7 @@ async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
         egress=given.egress,
         owner=given.owner,
         traffic=traffic,
+        store_token=given.store_token_file,
     )
     app = application(host, traffic, flags.token(given.token_file))
     runner = web.AppRunner(app, access_log=None)
@@ -105,7 +137,16 @@ def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = argparse.ArgumentParser(prog="rose sandbox-host", description=__doc__.splitlines()[0])
     add = made.add_argument
-    add("--store", required=True, help="of the records: a folder, or s3://bucket/prefix")
+    add(
+        "--store",
+        required=True,
+        help="of the records: tls://HOST:PORT (rose:// without TLS), s3://bucket/prefix, a folder",
+    )
+    add(
+        "--store-token-file",
+        type=Path,
+        help="what a store over gRPC asks for: a credential of rose tenant grant --record",
+    )
     add("--run", type=flags.run, required=True, help="the run whose agents these are")
     add("--folder", type=Path, default=Path("/var/lib/rose/sandboxes"), help="of the sandboxes")
     add("--address", type=flags.listener, default="127.0.0.1:7600", help="host:port to listen on")

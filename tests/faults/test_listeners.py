@@ -57,6 +57,7 @@ WHO: dict[str, dict[Listener, tuple[Party, ...]]] = {
     "turns": {Listener.ROUTER: (Party.TRAINER,)},
     "harness": {Listener.ROUTER: (Party.HARNESS,)},
     "store": {Listener.STORE: (Party.TRAINER,)},
+    "hosts": {Listener.STORE: (Party.SANDBOX,)},
     "rival": {},
     "callers": {Listener.INGEST: (Party.ROUTER,)},
 }
@@ -85,6 +86,7 @@ class Fleet:
         path = self.node.root / "tenants.json"
         own = ("team-*", "run")
         self.words["store"] = tenants.grant(path, "team", publish=own, read=own)
+        self.words["hosts"] = tenants.grant(path, "hosts", record=own)
         (self.node.root / "store.secret").write_text(self.words["store"])
         self.words["rival"] = tenants.grant(path, "rival", publish=("rival-*",), read=("rival-*",))
         return path

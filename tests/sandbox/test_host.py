@@ -15,6 +15,8 @@ import pytest
 from rose_core.sandboxes.outside import Effect, EffectsCrossed
 from rose_core.sandboxes.policy import Traffic, Wait
 from rose_dev.waiting import until
+from rose_sandbox import host as host_module
+from rose_sandbox.box import key_of
 from rose_sandbox.errors import (
     AlreadyThere,
     CannotCheckpoint,
@@ -23,11 +25,12 @@ from rose_sandbox.errors import (
     TokensDiffer,
     UnknownTurn,
 )
-from rose_sandbox.host import RENEW_SECONDS, Host, key_of, tokens_digest
+from rose_sandbox.host import RENEW_SECONDS, Host, tokens_digest
 from rose_sandbox.inspector.inspector import Effects
 from rose_sandbox.runtimes.fake import FakeRuntime
 from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind
 from rose_weights.errors import Fenced, StoreFailed
+from rose_weights.store.record_store import StoredRecords
 from rose_weights.store.records import Records
 from rose_weights.store.store import Store
 from tests.weights.faulty import FaultyDisk
@@ -405,7 +408,8 @@ async def test_incomplete_a_record_that_failed_is_made_up_for_by_the_next(
     await world.host.create("s")
     await world.said("s", "echo 1 > /home/a")
     whole = world.records._store
-    world.records._store = Store(tmp_path / "store", disk=FaultyDisk(0, full=True))
+    full = Store(tmp_path / "store", disk=FaultyDisk(0, full=True))
+    world.records._store = StoredRecords(full)
     with pytest.raises(CannotCheckpoint, match="No space left"):
         await world.host.checkpoint("s", [1])
     world.records._store = whole
@@ -413,6 +417,93 @@ async def test_incomplete_a_record_that_failed_is_made_up_for_by_the_next(
     assert (told.action, told.recoverable_to) == ("full", 2)
     await world.host.restore("s", 2)
     assert await world.said("s", "cat /home/a") == "1"
+
+
+@pytest.mark.parametrize("error", [RuntimeFailed("runc state: gone"), KeyError("a bug")])
+async def test_a_boundary_that_dies_before_it_saves_holds_no_agent(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The clock stood at Waiting: every command raised the same, and no turn could begin."""
+    await world.host.create("s")
+    await world.host.checkpoint("s", [1])
+    await world.said("s", "echo 1 > /home/a")
+
+    async def effects(_key: str, _facts: Facts) -> Effects:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(world.inspector, "effects", effects)
+        await world.host.turn_began("s", [1, 2])
+        told = await world.host.tokens_ready("s")
+    assert (told.phase, told.recoverable_to) == ("acting", 1)
+    assert told.unsaved
+    await world.said("s", "echo 2 > /home/b")
+    told = await world.host.checkpoint("s", [1, 2, 3])
+    assert (told.recoverable_to, told.action, told.reason) == (3, "full", "unknown changes")
+    await world.runtime.end(Handle(key_of("s")))
+    await world.host.restore("s")
+    assert await world.said("s", "cat /home/a") == "1"
+    assert await world.said("s", "cat /home/b") == "2"
+
+
+async def test_a_suspend_that_dies_is_brought_back_by_whoever_needs_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No record, and no processes either: the sandbox was lost to its agent for ever."""
+    await world.host.create("s")
+    await world.said("s", "echo 1 > /home/a")
+
+    def away(*_: object) -> None:
+        raise StoreFailed("away")
+
+    async def busy(_handle: Handle) -> Handle:
+        raise RuntimeFailed("criu restore: no memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(world.records, "publish", away)
+        broken.setattr(world.runtime, "resume", busy)
+        await world.host.turn_began("s", [1], wait=Wait(120.0, 0.9))
+        with pytest.raises(RuntimeFailed, match="no memory"):
+            await world.host.tokens_ready("s")
+    told = await world.host.tokens_ready("s")
+    assert (told.phase, told.recoverable_to) == ("acting", 0)
+    assert await world.said("s", "cat /home/a") == "1"
+    assert (await world.host.checkpoint("s", [1, 2])).recoverable_to == 2
+
+
+@pytest.mark.parametrize("change", ["true", "echo 2 > /home/a"])
+async def test_a_lost_block_of_an_earlier_record_is_made_up_for_at_once(
+    world: World, tmp_path: Path, change: str
+) -> None:
+    """What points to it is no record, and a turn that changed nothing had nothing else to say."""
+    await world.host.create("s")
+    await world.said("s", "echo 1 > /home/a")
+    await world.host.checkpoint("s", [1])
+    for block in (tmp_path / "store" / "blocks").glob("??/*"):
+        block.unlink()
+    await world.said("s", change)
+    told = await world.host.checkpoint("s", [1, 2])
+    assert (told.recoverable_to, told.action) == (2, "full")
+    assert told.reason == "an earlier record is lost"
+    there = await world.said("s", "cat /home/a")
+    await world.runtime.end(Handle(key_of("s")))
+    assert (await world.host.restore("s")).ids == (1, 2)
+    assert await world.said("s", "cat /home/a") == there
+    assert (await world.host.checkpoint("s", [1, 2, 3])).action == "none"
+
+
+async def test_children_of_forks_have_names_that_nobody_has(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child by the name of another would have fenced and replaced it."""
+    drawn = iter(["a", "a", "b", "a", "b", "c"])
+    monkeypatch.setattr(host_module, "draw", lambda: next(drawn))
+    await world.host.create("s")
+    await world.host.checkpoint("s", [1])
+    first = await world.host.fork("s", 2)
+    assert first.sessions == ("s.1-a", "s.1-b")
+    await world.host.end("s.1-a")  # away, and its records are there
+    assert (await world.host.fork("s", 1)).sessions == ("s.1-c",)
 
 
 async def test_inconsistent_halves_are_never_joined(world: World, tmp_path: Path) -> None:

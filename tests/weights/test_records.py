@@ -14,6 +14,7 @@ import pytest
 from rose_core.identity import WeightVersion
 from rose_weights.errors import Damaged, Fenced, StoreFailed, UnknownVersion
 from rose_weights.store import state as states
+from rose_weights.store.record_store import place_of
 from rose_weights.store.records import OutsideEffect, Records, Turn, digest_of, mapped
 from rose_weights.store.retention import sweep
 from rose_weights.store.state import RunState
@@ -56,7 +57,7 @@ def test_a_block_that_is_read_in_pieces_is_whole(
     monkeypatch.setattr(os, "read", lambda handle, size: read(handle, min(size, 4096)))
     part = records.read("s").processes
     assert part is not None
-    assert records.part(part) == data
+    assert records.part(records.read("s"), part) == data
 
 
 def test_a_crash_at_any_operation_leaves_a_whole_record(tmp_path: Path) -> None:
@@ -79,8 +80,8 @@ def test_a_crash_at_any_operation_leaves_a_whole_record(tmp_path: Path) -> None:
                 record = records.read("s", number)
                 assert record.files is not None
                 assert record.processes is not None
-                assert records.part(record.files) == bytes([number]) * 9000
-                assert records.part(record.processes) == b"p" * number
+                assert records.part(record, record.files) == bytes([number]) * 9000
+                assert records.part(record, record.processes) == b"p" * number
                 assert records.ids(record) == tuple(range(number * 10))
 
 
@@ -128,7 +129,7 @@ def test_a_record_needs_only_the_pages_that_changed(tmp_path: Path) -> None:
     for number, data in ((1, memory), (2, changed), (3, memory)):
         part = again.read("s", number).processes
         assert part is not None
-        assert again.part(part) == data
+        assert again.part(again.read("s", number), part) == data
 
 
 def test_a_long_chain_is_stored_whole_again(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_a_long_chain_is_stored_whole_again(tmp_path: Path) -> None:
         record = records.publish(owned, turn(number, processes=bytes(memory)))
         assert record.processes is not None
         assert len(record.processes.packs) <= 17
-        assert records.part(record.processes) == bytes(memory)
+        assert records.part(record, record.processes) == bytes(memory)
 
 
 def test_going_back_leaves_later_turns_and_an_unknown_turn_is_named(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_a_fork_shares_its_parents_blocks_and_outlives_it(tmp_path: Path) -> Non
     records.forget(owned)
     sweep(store, grace_seconds=-1)
     assert made.files is not None
-    assert records.part(made.files) == b"f" * 5000
+    assert records.part(made, made.files) == b"f" * 5000
     records.forget(child)
     assert sweep(store, grace_seconds=-1) > 0
 
@@ -186,7 +187,7 @@ def test_other_tokens_than_the_records_are_found_out(tmp_path: Path) -> None:
 def test_a_torn_record_is_found_by_its_name(tmp_path: Path) -> None:
     records = Records(Store(tmp_path), "grpo")
     records.publish(records.own("s", "one"), turn(1, files=b"f"))
-    for path in (tmp_path / "runs" / records.place("s") / "manifests").iterdir():
+    for path in (tmp_path / "runs" / place_of("grpo", "s") / "manifests").iterdir():
         path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(Damaged, match="is not what the state lists"):
         records.read("s", 1)
@@ -233,7 +234,7 @@ def test_a_large_part_is_saved_and_read_with_little_of_it_in_memory(tmp_path: Pa
         owned.known.clear()  # where pages lie is an index, and no part of the part
         tracemalloc.reset_peak()
         assert record.files is not None
-        records.part_into(record.files, back)
+        records.part_into(record, record.files, back)
         read_peak = tracemalloc.get_traced_memory()[1]
         # A host that has lost its index reads the part before again, from a file too.
         with mapped(made) as data:

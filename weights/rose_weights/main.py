@@ -18,6 +18,7 @@ from rose_weights.send import importing
 from rose_weights.send.deltadirs import CHECKSUMS
 from rose_weights.serve.access import OPEN, Access
 from rose_weights.serve.identification import Identification
+from rose_weights.serve.records_service import RecordsService
 from rose_weights.serve.relay import KEEP_BYTES, Relay
 from rose_weights.serve.service import WeightService
 from rose_weights.serve.tenants import Tenants
@@ -291,6 +292,7 @@ def _bind(
         _writable(Path(arguments.root))
     service = WeightService(store, window=arguments.window, access=access)
     service.bind(server)
+    RecordsService(store, access).bind(server)
     return service.close
 
 

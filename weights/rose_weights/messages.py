@@ -232,3 +232,75 @@ class AwaitReply(msgspec.Struct, frozen=True):
     met: bool
     serving: tuple[str, ...]
     behind: tuple[str, ...]
+
+
+class SessionState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Whose a sandbox's session is, and which of its turns have a record.
+
+    Attributes:
+        fence: of the host that may publish; 0: nobody has begun it.
+        owner: that host's name.
+        turns: (turn, name of its record), in order.
+    """
+
+    fence: int = 0
+    owner: str = ""
+    turns: tuple[tuple[int, str], ...] = ()
+
+
+class OwnRequest(msgspec.Struct, frozen=True):
+    """Take a session of a run over, or begin it."""
+
+    run: str
+    session: str
+    owner: str
+
+
+class SessionRequest(msgspec.Struct, frozen=True):
+    """Ask how a session of a run stands."""
+
+    run: str
+    session: str
+
+
+class RecordRequest(msgspec.Struct, frozen=True):
+    """Ask for a record of a session by its name."""
+
+    run: str
+    session: str
+    name: str
+
+
+class RecordBlockRequest(msgspec.Struct, frozen=True):
+    """Ask for a block of a session's record."""
+
+    run: str
+    session: str
+    record: str
+    block: bytes
+
+
+class RecordPutRequest(msgspec.Struct, frozen=True):
+    """Stage a block for the next record of a session."""
+
+    run: str
+    session: str
+    fence: int
+    data: bytes
+
+
+class RecordCommitRequest(msgspec.Struct, frozen=True):
+    """Make a record a session's newest."""
+
+    run: str
+    session: str
+    fence: int
+    record: bytes
+
+
+class ForgetRequest(msgspec.Struct, frozen=True):
+    """A session is over."""
+
+    run: str
+    session: str
+    fence: int

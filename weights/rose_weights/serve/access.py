@@ -10,8 +10,12 @@ A file of ``--access``::
 
     {
       "spiffe://train/grpo": {"publish": ["grpo*"], "read": ["*"]},
-      "relay.serving": {"read": ["grpo*"]}
+      "relay.serving": {"read": ["grpo*"]},
+      "hosts.train": {"record": ["grpo*"]}
     }
+
+``record`` is a right of its own: to keep and read the records of a run's sandboxes, and nothing of
+its weights. Nobody has it by one of the others.
 
 Blocks are named by their content and have no run: whoever may read some run may fetch a block whose
 name it knows, and such a name is known from the manifest of a run alone. Next step: ``service``
@@ -30,7 +34,7 @@ import msgspec
 from rose_weights.errors import Forbidden
 from rose_weights.serve.tenants import INSTALLATION, Tenants
 
-Right = Literal["publish", "read"]
+Right = Literal["publish", "read", "record"]
 
 
 class AccessRights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,17 +42,18 @@ class AccessRights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     publish: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
+    record: tuple[str, ...] = ()
 
     def allow(self, right: Right, run: str | None) -> bool:
         """Whether a run is among them; None asks for any run at all."""
-        patterns = self.publish if right == "publish" else self.read
+        patterns: tuple[str, ...] = getattr(self, right)
         if run is None:
             return bool(patterns)
         return any(fnmatch.fnmatchcase(run, pattern) for pattern in patterns)
 
 
 _READER = AccessRights(read=("*",))
-OPEN: Mapping[str, AccessRights] = {"": AccessRights(publish=("*",), read=("*",))}
+OPEN: Mapping[str, AccessRights] = {"": AccessRights(publish=("*",), read=("*",), record=("*",))}
 """Everybody may do everything: for services that only this machine reaches."""
 
 
@@ -116,4 +121,4 @@ class Access:
                 if fnmatch.fnmatchcase(name, pattern):
                     yield rights
             for _, tenant in self._tenants.named(name) if self._tenants else ():
-                yield AccessRights(tenant.publish, tenant.read)
+                yield AccessRights(tenant.publish, tenant.read, tenant.record)

@@ -30,7 +30,7 @@ from rose_core.delta import faults, quorum
 from rose_core.delta.probe import PROMPT, Answer
 from rose_core.identity import WeightVersion
 from rose_weights import metrics
-from rose_weights.errors import UnknownRun, WeightsError, as_text
+from rose_weights.errors import Forbidden, UnknownRun, WeightsError, as_text
 from rose_weights.messages import (
     AttestedReply,
     AttestedRequest,
@@ -80,6 +80,7 @@ from rose_weights.serve.responses import (
 )
 from rose_weights.store import retention
 from rose_weights.store.planning import Planner
+from rose_weights.store.record_store import is_place
 from rose_weights.store.sharded_parts import Parts, run_of_part
 from rose_weights.store.state import RunState
 from rose_weights.store.store import Store
@@ -234,7 +235,11 @@ class WeightService:
         if not request.run:
             names, runs = peer(), await asyncio.to_thread(self._store.runs)
             return Description(
-                runs=tuple(run for run in runs if self._access.allows(names, "read", run))
+                runs=tuple(
+                    run
+                    for run in runs
+                    if not is_place(run) and self._access.allows(names, "read", run)
+                )
             )
         return description(await asyncio.to_thread(self._store.state, request.run))
 
@@ -405,6 +410,8 @@ class WeightService:
         return await self._following.reached(request)
 
     def _may(self, right: Right, run: str | None) -> None:
+        if run is not None and is_place(run):
+            raise Forbidden(f"{run!r} holds a sandbox's session and no weights; take another name")
         self._access.check(peer(), right, run)
 
     def _published(self, state: RunState) -> VersionInfo:

@@ -29,14 +29,18 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True)
     grant = verbs.add_parser("grant", help="add rights to a tenant and print a new credential")
     grant.add_argument("name", help="of the tenant: a team, a trainer, a serving cluster")
-    for right, what in (("publish", "it may publish"), ("read", "it may read")):
+    for right, what in (
+        ("publish", "it may publish"),
+        ("read", "it may read"),
+        ("record", "whose sandboxes' records it may keep and read"),
+    ):
         grant.add_argument(
             f"--{right}",
             type=_pattern,
             action="append",
             default=[],
             metavar="RUN",
-            help=f"runs that {what}, as a shell pattern; repeatable",
+            help=f"runs {what}, as a shell pattern; repeatable",
         )
     grant.add_argument(
         "--certificate",
@@ -100,6 +104,7 @@ def _grant(given: argparse.Namespace) -> int:
         given.name,
         publish=tuple(given.publish),
         read=tuple(given.read),
+        record=tuple(given.record),
         certificates=tuple(given.certificate),
         service_accounts=tuple(given.service_account),
         lifetime=given.expires,
@@ -116,14 +121,17 @@ def _grant(given: argparse.Namespace) -> int:
 
 
 def _listing(file: tenants.TenantsFile) -> str:
-    rows = [("TENANT", "PUBLISHES", "READS", "PROVES ITSELF BY", "EXPIRES")]
+    rows: list[tuple[str, ...]] = [
+        ("TENANT", "PUBLISHES", "READS", "RECORDS", "PROVES ITSELF BY", "EXPIRES")
+    ]
     for name, one in sorted(file.tenants.items()):
         proofs = [(f"credential {made.id}", made.expires) for made in one.credentials]
         proofs += [(f"certificate {each}", None) for each in one.certificates]
         proofs += [(f"service account {each}", None) for each in one.service_accounts]
         for number, (proof, expires) in enumerate(proofs or [("nothing", None)]):
-            first = (name, " ".join(one.publish) or "-", " ".join(one.read) or "-")
-            shown = first if number == 0 else ("", "", "")
+            runs = (one.publish, one.read, one.record)
+            first = (name, *(" ".join(patterns) or "-" for patterns in runs))
+            shown = first if number == 0 else ("",) * len(first)
             rows.append((*shown, proof, f"{expires:%Y-%m-%d %H:%M}Z" if expires else "never"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = (

@@ -67,6 +67,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ca
 
     Attributes:
         publish, read: runs, as shell patterns.
+        record: runs whose sandboxes' records it may keep and read, likewise.
         credentials: issued by ``rose tenant grant``.
         certificates: names in certificates, as shell patterns.
         service_accounts: ``NAMESPACE/NAME``, as shell patterns.
@@ -74,6 +75,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ca
 
     publish: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
+    record: tuple[str, ...] = ()
     credentials: tuple[Credential, ...] = ()
     certificates: tuple[str, ...] = ()
     service_accounts: tuple[str, ...] = ()
@@ -125,6 +127,7 @@ def grant(
     *,
     publish: tuple[str, ...] = (),
     read: tuple[str, ...] = (),
+    record: tuple[str, ...] = (),
     certificates: tuple[str, ...] = (),
     service_accounts: tuple[str, ...] = (),
     lifetime: dt.timedelta | None = None,
@@ -137,6 +140,7 @@ def grant(
         name: of the tenant, a DNS label.
         publish: runs it may publish, added to those it has.
         read: runs it may read, likewise.
+        record: runs whose sandboxes' records it may keep and read, likewise.
         certificates: names in certificates that are this tenant, likewise.
         service_accounts: ``NAMESPACE/NAME`` that are this tenant, likewise.
         lifetime: of the credential; None lasts until it is revoked.
@@ -167,6 +171,7 @@ def grant(
         tenant = Tenant(
             publish=_joined(before.publish, publish),
             read=_joined(before.read, read),
+            record=_joined(before.record, record),
             credentials=credentials,
             certificates=_joined(before.certificates, certificates),
             service_accounts=_joined(before.service_accounts, service_accounts),

@@ -30,9 +30,22 @@ from typing import Any
 import msgspec
 
 from rose_core.sandboxes.pages import PACK, Data, Piece, TornPart, pack, pages, unpack
-from rose_weights.errors import Damaged, Fenced, UnknownRun, UnknownVersion
-from rose_weights.store.state import ListedRecord, RunState
+from rose_weights.errors import Damaged, Fenced, Incomplete, UnknownVersion
+from rose_weights.store.record import Command, OutsideEffect, Record, SavedPart
+from rose_weights.store.record_store import RecordStore, StoredRecords, unknown_turn
 from rose_weights.store.store import Store
+
+__all__ = [
+    "Command",
+    "OutsideEffect",
+    "Owned",
+    "Record",
+    "Records",
+    "SavedPart",
+    "Turn",
+    "digest_of",
+    "mapped",
+]
 
 PACKS = 16
 """Packs that a part is read from at most, beyond those of one that is stored whole; past that it is
@@ -41,83 +54,6 @@ _HELD = 8
 """Packs in memory at a time while a part is read."""
 _FAST = 1
 """Of zlib: pages of zeros and text shrink to a quarter, at a speed above the disk's."""
-
-
-class SavedPart(msgspec.Struct, frozen=True):
-    """A part of a sandbox.
-
-    Attributes:
-        digest: SHA-256 of the part.
-        size: its bytes.
-        pieces: (pack, start, size) that make it.
-        packs: name of the block that holds each pack, compressed.
-    """
-
-    digest: str
-    size: int
-    pieces: tuple[tuple[str, int, int], ...]
-    packs: dict[str, str]
-
-
-class OutsideEffect(msgspec.Struct, frozen=True):
-    """A request that left the sandbox; see ``rose_core.sandboxes.outside``."""
-
-    turn: int
-    method: str
-    target: str
-    status: int = 0
-    keyed: bool = False
-
-
-class Command(msgspec.Struct, frozen=True):
-    """A command that has been run: asked again under its name, it is answered and not run."""
-
-    name: str
-    digest: str
-    result: dict[str, Any]
-
-
-class Record(msgspec.Struct, frozen=True):
-    """One turn of a trajectory.
-
-    Attributes:
-        session, turn: whose, and its number from 1.
-        tokens: digest of the ids, see ``digest_of``.
-        ids: all token ids of the session up to here, as a part.
-        weight_versions: that sampled them, in order.
-        owner, fence: the host that published it, and under which fence.
-        spec: of the sandbox: image, limits, folder, environment.
-        files, processes: None: the bare image, no process.
-        effects: that left the sandbox, of all turns up to here.
-        commands: of this turn.
-        history: the router's session up to here, as it exported it; None: it told nothing.
-        parent: (session, turn) that it was forked from.
-    """
-
-    session: str
-    turn: int
-    tokens: str
-    owner: str
-    fence: int
-    spec: dict[str, Any]
-    ids: SavedPart | None = None
-    weight_versions: tuple[str, ...] = ()
-    files: SavedPart | None = None
-    processes: SavedPart | None = None
-    effects: tuple[OutsideEffect, ...] = ()
-    commands: tuple[Command, ...] = ()
-    parent: tuple[str, int] | None = None
-    history: SavedPart | None = None
-
-    @property
-    def parts(self) -> tuple[SavedPart, ...]:
-        """Those that it has."""
-        found = (self.ids, self.files, self.processes, self.history)
-        return tuple(one for one in found if one is not None)
-
-    def blocks(self) -> set[bytes]:
-        """Names of all blocks it needs."""
-        return {bytes.fromhex(name) for part in self.parts for name in part.packs.values()}
 
 
 @dataclass(frozen=True)
@@ -154,6 +90,8 @@ class Owned:
         last: its newest record; None before the first.
         known: where pages of the newest parts lie, by part; lost with the host, then read again.
         written: bytes that its records needed so far.
+        lost: a block that its records point to is gone: the next one points to none of them, and so
+            must have all parts.
     """
 
     session: str
@@ -162,6 +100,7 @@ class Owned:
     last: Record | None = None
     known: dict[str, Mapping[bytes, Piece]] = field(default_factory=dict)
     written: int = 0
+    lost: bool = False
 
 
 @contextmanager
@@ -192,19 +131,17 @@ class Records:
     """The records of one run's sandboxes. Blocking; hosts call it in threads.
 
     Args:
-        store: where.
+        store: where; a ``RecordStore`` that is far asks whether its caller may (``record_client``).
         run: whose; its rights hold for its sandboxes too.
     """
 
-    def __init__(self, store: Store, run: str) -> None:
-        self._store = store
+    def __init__(self, store: Store | RecordStore, run: str) -> None:
+        self._store: RecordStore = StoredRecords(store) if isinstance(store, Store) else store
         self._run = run
 
-    def place(self, session: str) -> str:
-        """The store's run that holds a session."""
-        # Of the whole name of the run: two may begin alike, and neither may read the other's.
-        digest = hashlib.sha256(f"{self._run}/{session}".encode()).hexdigest()
-        return f"{self._run[:40].rstrip('-.')}.box-{digest[:16]}"
+    def close(self) -> None:
+        """Let go of the store."""
+        self._store.close()
 
     def own(self, session: str, owner: str) -> Owned:
         """Take a session over, or begin it: every host before is fenced from here on.
@@ -213,9 +150,8 @@ class Records:
             StoreFailed: the fence could not be written; nothing has changed.
             Damaged: the newest record cannot be read.
         """
-        state = self._store.open_incarnation(self.place(session), owner)
-        listed = state.recorded
-        last = self._read(state.run, listed[-1].manifest) if listed else None
+        state = self._store.own(self._run, session, owner)
+        last = self._store.read(self._run, session, state.turns[-1][1]) if state.turns else None
         return Owned(session, owner, state.fence, last)
 
     def check(self, owned: Owned) -> None:
@@ -224,14 +160,16 @@ class Records:
         Raises:
             Fenced: another host has taken it over.
         """
-        _check(self._store.state(self.place(owned.session)), owned)
+        state = self._store.look(self._run, owned.session)
+        if state.fence != owned.fence:
+            raise Fenced(
+                f"session {owned.session} is {state.owner}'s under fence {state.fence}; this host "
+                f"had {owned.fence} and must end its sandbox"
+            )
 
     def turns(self, session: str) -> tuple[int, ...]:
         """Turns with a record, in order; none of an unknown session."""
-        try:
-            return tuple(one.turn for one in self._store.state(self.place(session)).recorded)
-        except UnknownRun:
-            return ()
+        return tuple(turn for turn, _ in self._store.look(self._run, session).turns)
 
     def read(self, session: str, turn: int | None = None) -> Record:
         """A turn's record, the newest one without a turn.
@@ -240,39 +178,37 @@ class Records:
             UnknownVersion: there is none; the text says which there are.
             Damaged: it cannot be read.
         """
-        listed = self._store.state(self.place(session)).recorded if self.turns(session) else ()
-        for one in reversed(listed):
-            if turn is None or one.turn == turn:
-                return self._read(self.place(session), one.manifest)
-        there = ", ".join(str(one.turn) for one in listed) or "none"
-        wanted = "any turn" if turn is None else f"turn {turn}"
-        raise UnknownVersion(f"no record of {wanted} of session {session}; there are: {there}")
+        there = self._store.look(self._run, session)
+        for one, name in reversed(there.turns):
+            if turn is None or one == turn:
+                return self._store.read(self._run, session, name)
+        raise unknown_turn(session, turn, there)
 
-    def part(self, part: SavedPart) -> bytes:
-        """A part's bytes; for small ones.
+    def part(self, record: Record, part: SavedPart) -> bytes:
+        """The bytes of a record's part; for small ones.
 
         Raises:
             Incomplete, Damaged: a block is missing, or the part is not what the record says.
         """
-        return b"".join(self._pieces(part))
+        return b"".join(self._pieces(record, part))
 
-    def part_into(self, part: SavedPart, file: Path) -> None:
-        """Write a part into a file, of which little is in memory at a time.
+    def part_into(self, record: Record, part: SavedPart, file: Path) -> None:
+        """Write a record's part into a file, of which little is in memory at a time.
 
         Raises:
             Incomplete, Damaged: as ``part``; the file then holds what came before.
         """
         with file.open("wb") as out:
-            for piece in self._pieces(part):
+            for piece in self._pieces(record, part):
                 out.write(piece)
 
-    def _pieces(self, part: SavedPart) -> Iterator[bytes]:
+    def _pieces(self, record: Record, part: SavedPart) -> Iterator[bytes]:
         @lru_cache(maxsize=_HELD)
         def fetch(name: str) -> bytes:
             block = part.packs.get(name)
             if block is None:
                 raise TornPart(f"pack {name[:16]} of the record is missing")
-            return zlib.decompress(self._store.blocks.get(bytes.fromhex(block)))
+            return zlib.decompress(self._store.block(record, self._run, bytes.fromhex(block)))
 
         try:
             yield from unpack((Piece(*one) for one in part.pieces), fetch, part.digest)
@@ -280,9 +216,9 @@ class Records:
             raise Damaged(f"part {part.digest[:16]} cannot be read: {error}") from error
 
     @contextmanager
-    def _mapped(self, part: SavedPart) -> Iterator[Data]:
+    def _mapped(self, record: Record, part: SavedPart) -> Iterator[Data]:
         with TemporaryDirectory() as folder:
-            self.part_into(part, file := Path(folder) / "part")
+            self.part_into(record, part, file := Path(folder) / "part")
             with mapped(file) as data:
                 yield data
 
@@ -292,7 +228,7 @@ class Records:
         Raises:
             Damaged: they are not those that the record's digest was made of.
         """
-        data = self.part(record.ids) if record.ids is not None else b""
+        data = self.part(record, record.ids) if record.ids is not None else b""
         if hashlib.sha256(data).hexdigest() != record.tokens:
             raise Damaged(f"turn {record.turn} of {record.session} is bound to other tokens")
         return tuple(int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4))
@@ -303,16 +239,17 @@ class Records:
         Raises:
             Incomplete, Damaged: as ``part``.
         """
-        return self.part(record.history) if record.history is not None else b""
+        return self.part(record, record.history) if record.history is not None else b""
 
     def publish(self, owned: Owned, turn: Turn) -> Record:
         """Make a record the session's newest; later turns, if any, are left.
 
         Raises:
             Fenced: another host has taken the session over; nothing has changed.
+            Incomplete: a block of the record before is lost; the next call needs all parts.
             StoreFailed: the disk is full or broken; the record before stands.
         """
-        before = owned.last
+        before = None if owned.lost else owned.last
         ids = _encoded(turn.ids)
         fresh: dict[str, Mapping[bytes, Piece]] = {}
         parts: dict[str, SavedPart | None] = {}
@@ -339,8 +276,12 @@ class Records:
             parent=turn.parent,
             **parts,
         )
-        self._commit(owned, record)
-        owned.last = record
+        try:
+            self._commit(owned, record)
+        except Incomplete:
+            owned.lost, owned.known = True, {}
+            raise
+        owned.last, owned.lost = record, False
         owned.known.update(fresh)
         return record
 
@@ -394,20 +335,19 @@ class Records:
         return made
 
     def forget(self, owned: Owned) -> None:
-        """The session is over: its blocks are free for the store's sweep."""
+        """The session is over: its blocks are free for the store's sweep.
 
-        def empty(state: RunState) -> RunState:
-            _check(state, owned)
-            return msgspec.structs.replace(state, records=())
-
-        self._store.change(self.place(owned.session), empty, "forget")
+        Raises:
+            Fenced: another host has taken it over; nothing has changed.
+        """
+        self._store.forget(self._run, owned.session, owned.fence)
 
     def _save(
         self, owned: Owned, name: str, data: Data, earlier: SavedPart | None
     ) -> tuple[SavedPart, Mapping[bytes, Piece]]:
         known = owned.known.get(name, {})
-        if earlier is not None and not known:
-            with self._mapped(earlier) as before:
+        if earlier is not None and owned.last is not None and not known:
+            with self._mapped(owned.last, earlier) as before:
                 known = pages((Piece(*one) for one in earlier.pieces), before)
         if earlier is not None and len(earlier.packs) >= PACKS + len(data) // PACK:
             known = {}
@@ -415,7 +355,8 @@ class Records:
 
         def put(pack_name: str, content: bytes) -> None:
             packed = zlib.compress(content, _FAST)
-            blocks[pack_name] = self._store.put_block(packed).hex()
+            staged = self._store.put(self._run, owned.session, owned.fence, packed)
+            blocks[pack_name] = staged.hex()
             owned.written += len(packed)
 
         made = pack(data, known, put)
@@ -425,38 +366,5 @@ class Records:
 
     def _commit(self, owned: Owned, record: Record) -> None:
         data = msgspec.json.encode(record)
-        listed = ListedRecord(record.turn, hashlib.sha256(data).hexdigest())
-
-        def list_(state: RunState) -> RunState:
-            _check(state, owned)
-            kept = tuple(one for one in state.recorded if one.turn < record.turn)
-            return msgspec.structs.replace(state, records=(*kept, listed))
-
-        self._store.commit_record(self.place(owned.session), data, record.blocks(), list_)
+        self._store.commit(self._run, owned.session, owned.fence, data)
         owned.written += len(data)
-
-    def _read(self, run: str, name: str) -> Record:
-        return read_record(self._store, run, name)
-
-
-def read_record(store: Store, run: str, name: str) -> Record:
-    """A listed record.
-
-    Raises:
-        Damaged: it is gone or not what its name says.
-    """
-    try:
-        data = store.place.manifest(run, name)
-        if hashlib.sha256(data).hexdigest() != name:
-            raise Damaged(f"record {name[:16]} of {run} is not what the state lists")
-        return msgspec.json.decode(data, type=Record)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise Damaged(f"record {name[:16]} of {run} cannot be read: {error}") from error
-
-
-def _check(state: RunState, owned: Owned) -> None:
-    if state.fence != owned.fence:
-        raise Fenced(
-            f"session {owned.session} is {state.publisher}'s under fence {state.fence}; this host "
-            f"had {owned.fence} and must end its sandbox"
-        )

@@ -13,7 +13,7 @@ from rose_core.delta import BlockEntry, BlockError, Hop, compose
 from rose_core.delta.lineage import retain, way
 from rose_core.identity import WeightVersion
 from rose_weights.errors import Damaged
-from rose_weights.store.records import read_record
+from rose_weights.store.record import read_record
 from rose_weights.store.rules import summary
 from rose_weights.store.state import RunState, StoredVersion
 from rose_weights.store.store import Store

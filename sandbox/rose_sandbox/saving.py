@@ -1,0 +1,214 @@
+"""A boundary's record: what changed is cut and published; and sandboxes brought back from records.
+
+What is saved is decided in ``rose_core.sandboxes.policy``; this carries it out. Next step: ``host``
+says when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rose_core.sandboxes import policy
+from rose_core.sandboxes.policy import Action, Decision, Traffic, decide
+from rose_core.sandboxes.turns import Phase
+from rose_sandbox import metrics
+from rose_sandbox.box import Box
+from rose_sandbox.errors import CannotCheckpoint, SandboxError
+from rose_sandbox.inspector.inspector import Effects, Inspector
+from rose_sandbox.recorded import read_spec, written_effect, written_spec
+from rose_sandbox.runtimes.runtime import CheckpointParts, Handle, Kind, Part, Runtime, SandboxSpec
+from rose_weights.errors import Fenced, Incomplete, WeightsError
+from rose_weights.store.records import Record, Records, Turn, mapped
+
+LOG = logging.getLogger(__name__)
+
+
+class Saver:
+    """Saves sandboxes of one host, and brings them back.
+
+    Args:
+        runtime, inspector, records: as of ``Host``.
+        scratch: folder for parts on their way.
+        traffic: what else happens on the machine.
+        clock: monotonic seconds.
+        resume: brings back a sandbox that was suspended without a record.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        inspector: Inspector,
+        records: Records,
+        *,
+        scratch: Path,
+        traffic: Callable[[], Traffic],
+        clock: Callable[[], float],
+        resume: Callable[[Box], Awaitable[None]],
+    ) -> None:
+        self._runtime, self._inspector, self._records = runtime, inspector, records
+        self._scratch, self._traffic, self._now = scratch, traffic, clock
+        self._resume = resume
+
+    async def save_what_changed(self, box: Box) -> None:
+        """Save a boundary as the policy says, by what the inspector saw.
+
+        Whatever it dies of, the agent goes on, and the next boundary saves all.
+
+        Raises:
+            Fenced: another host has the session.
+        """
+        try:
+            facts = await self._runtime.facts(box.handle)
+            effects = await self._inspector.effects(box.spec.key, facts)
+            if box.forced:
+                effects = replace(effects, unknown=(*effects.unknown, "a record failed"))
+            turn = policy.Turn(box.clock.turn, box.clock.saved)
+            traffic = replace(self._traffic(), serving_burns=False)  # admitted
+            await self.save(box, decide(turn, effects, box.clock.wait, box.costs, traffic))
+        except Fenced:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is must not hold the agent for ever
+            LOG.warning("sandbox %s: turn %d is not saved: %s", box.spec.key, box.clock.turn, error)
+            box.unsaved, box.forced = str(error) or type(error).__name__, True
+            suspending = box.clock.phase is Phase.SAVING and box.decision.action is Action.SUSPEND
+            box.clock = box.clock.died(suspending=suspending)
+            metrics.TURNS.labels("failed", box.decision.reason).inc()
+
+    async def save(self, box: Box, decision: Decision) -> None:
+        """Carry a decision out: cut, publish. What fails by name is in ``unsaved``.
+
+        Raises:
+            Fenced: another host has the session.
+        """
+        began = self._now()
+        box.clock, box.decision, box.unsaved = box.clock.saving(), decision, ""
+        try:
+            async with self.folder() as folder:
+                suspends = decision.action is Action.SUSPEND
+                if suspends:  # its parts stay where ``resume`` looks for them
+                    kept = self._scratch / box.spec.key
+                    shutil.rmtree(kept, ignore_errors=True)
+                    kept.mkdir()
+                    parts = await self._runtime.suspend(box.handle, kept)
+                else:
+                    parts = await self._cut(box, decision, folder)
+                # Until there is a record, the inspector's mark is ahead of what is saved.
+                box.forced = True
+                await self._publish_whole(box, parts, folder)
+                box.forced = False
+            box.clock = box.clock.suspended() if suspends else box.clock.stored()
+        except CannotCheckpoint as error:
+            box.unsaved = error.what
+            box.clock = box.clock.failed()
+        except Fenced:
+            raise
+        except (SandboxError, WeightsError, OSError) as error:
+            box.unsaved = str(error)
+            # A suspended sandbox has no processes to go on with: it is brought back at once.
+            if decision.action is Action.SUSPEND and box.forced:
+                await self._resume(box)
+            box.clock = box.clock.failed()
+        box.seconds = self._now() - began
+        saved = "failed" if box.unsaved else box.decision.action
+        metrics.TURNS.labels(saved, box.decision.reason).inc()
+        metrics.CHECKPOINT_SECONDS.inc(box.seconds)
+
+    async def _publish_whole(self, box: Box, parts: CheckpointParts, folder: Path) -> None:
+        try:
+            await self._publish(box, parts)
+        except Incomplete as error:
+            # What an earlier record holds is lost there; the sandbox has all of it still.
+            LOG.warning("sandbox %s: saved in full: %s", box.spec.key, error)
+            if parts.files is None or parts.processes is None:
+                box.decision = Decision(Action.FULL, policy.Reason.LOST)
+                (again := folder / "again").mkdir()
+                parts = await self._runtime.checkpoint(box.handle, Kind.FULL, again)
+                await self._inspector.saved(box.spec.key)
+            await self._publish(box, parts)
+
+    async def _cut(self, box: Box, decision: Decision, folder: Path) -> CheckpointParts:
+        if decision.action is Action.NONE:
+            return CheckpointParts(box.spec)
+        kind = Kind(decision.action.value)
+        parts = await self._runtime.checkpoint(box.handle, kind, folder)
+        await self._inspector.saved(box.spec.key)
+        if kind is Kind.FULL:
+            return parts
+        # Half a cut is whole only while the other half stood still: what changed since is seen now.
+        box.forced = True
+        facts = await self._runtime.facts(box.handle)
+        since: Effects = await self._inspector.effects(box.spec.key, facts)
+        other = since.processes if kind is Kind.FILES else since.files
+        if not (since.unknown or other):
+            return parts
+        box.decision = Decision(Action.FULL, policy.Reason.CHANGED)
+        parts = await self._runtime.checkpoint(box.handle, Kind.FULL, folder)
+        await self._inspector.saved(box.spec.key)
+        return parts
+
+    async def _publish(self, box: Box, parts: CheckpointParts) -> None:
+        turn = Turn(
+            box.clock.turn,
+            box.ids,
+            written_spec(box.spec),
+            None,
+            None,
+            box.versions,
+            tuple(written_effect(one) for one in box.effects),
+            tuple(box.commands.values()),
+            box.owned.last.parent if box.owned.last is not None else None,
+            box.history or None,
+        )
+
+        def publish() -> None:
+            with ExitStack() as opened:
+                halves = {
+                    name: opened.enter_context(mapped(part.path))
+                    for name, part in (("files", parts.files), ("processes", parts.processes))
+                    if part is not None
+                }
+                whole = replace(turn, files=halves.get("files"), processes=halves.get("processes"))
+                self._records.publish(box.owned, whole)
+
+        before = box.owned.written
+        await asyncio.to_thread(publish)
+        metrics.RECORD_BYTES.inc(box.owned.written - before)
+        if (made := box.owned.last) is not None:
+            parts_of = (one.size for one in (made.files, made.processes) if one is not None)
+            metrics.STATE_BYTES.inc(sum(parts_of))
+
+    async def bring(self, record: Record, keys: Sequence[str]) -> list[tuple[Handle, SandboxSpec]]:
+        """Sandboxes of a record, whose parts are read once. All of them, or none.
+
+        Raises:
+            CannotRestore: the parts do not give a sandbox back.
+        """
+        specs = [read_spec(record.spec, key) for key in keys]
+        async with self.folder() as folder:
+            found: dict[str, Part | None] = {}
+            for name, part in (("files", record.files), ("processes", record.processes)):
+                found[name] = None
+                if part is not None:
+                    path = folder / f"{name}.tar"
+                    await asyncio.to_thread(self._records.part_into, record, part, path)
+                    found[name] = Part(path, part.size)
+            saved = replace(specs[0], key=str(record.spec["key"]))
+            parts = CheckpointParts(saved, found["files"], found["processes"])
+            handles = await self._runtime.restore_all(parts, specs)
+            return list(zip(handles, specs, strict=True))
+
+    @asynccontextmanager
+    async def folder(self) -> AsyncIterator[Path]:
+        """For parts on their way; gone when the block ends."""
+        made = Path(tempfile.mkdtemp(dir=self._scratch))
+        try:
+            yield made
+        finally:
+            await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)

@@ -1,0 +1,257 @@
+"""Where records of sandboxes are kept: the rules of ``records``, as a store keeps them.
+
+A session is a run of the store whose name no publisher of weights may use. What is asked here names
+the run of the *weights* and the session, so whoever stands before it can ask whether the caller may
+keep records of that run.
+
+| asked | refused when |
+|---|---|
+| ``own`` | - |
+| ``put`` | the session is another host's: ``Fenced`` |
+| ``commit`` | likewise; it is of another session; a block is of neither this host nor this run |
+| ``read``, ``block`` | the session has no such record, or the record no such block |
+
+The third rule is what keeps runs apart that share blocks: a block is named by its content, and to
+know the name of one must not be enough to read it. Next step: ``records`` decides what is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from rose_core.identity import run_name
+from rose_weights.errors import BadManifest, Damaged, Fenced, Incomplete, UnknownRun, UnknownVersion
+from rose_weights.messages import SessionState
+from rose_weights.store.record import Record, read_record
+from rose_weights.store.state import ListedRecord, RunState
+from rose_weights.store.store import Store
+
+_PLACE = re.compile(r"\.box-[0-9a-f]{16}")
+_MOST_SESSIONS = 4096
+_MOST_STAGED = 16384
+"""Names of one session's next record: 64 GiB of full packs."""
+
+
+def place_of(run: str, session: str) -> str:
+    """The store's run that holds a session of a run.
+
+    Raises:
+        UnknownRun: no run is called so. With a slash, one would have another's sessions.
+    """
+    try:
+        run_name(run)
+    except ValueError as error:
+        raise UnknownRun(str(error)) from error
+    # Of the whole name of the run: two may begin alike, and neither may read the other's.
+    digest = hashlib.sha256(f"{run}/{session}".encode()).hexdigest()
+    return f"{run[:40].rstrip('-.')}.box-{digest[:16]}"
+
+
+def is_place(run: str) -> bool:
+    """Whether a run of the store holds a session, and no weights."""
+    return _PLACE.fullmatch(run[-21:]) is not None
+
+
+class RecordStore(Protocol):
+    """What ``Records`` needs of a store, near or far. Blocking.
+
+    Each may raise ``StoreFailed``; one that is far also ``Forbidden``.
+    """
+
+    def own(self, run: str, session: str, owner: str) -> SessionState:
+        """Take a session over, or begin it: every host before is fenced."""
+
+    def look(self, run: str, session: str) -> SessionState:
+        """How a session stands; one that nobody has begun has the fence 0."""
+
+    def read(self, run: str, session: str, name: str) -> Record:
+        """A record of the session.
+
+        Raises:
+            Damaged: there is none of that name, or it cannot be read.
+        """
+
+    def block(self, record: Record, run: str, name: bytes, /) -> bytes:
+        """A block that a record of the run needs.
+
+        Raises:
+            Incomplete, Damaged: it is not here, or the record does not need it.
+        """
+
+    def put(self, run: str, session: str, fence: int, data: bytes) -> bytes:
+        """Stage a block; returns its name.
+
+        Raises:
+            Fenced: another host has the session.
+        """
+
+    def commit(self, run: str, session: str, fence: int, data: bytes) -> SessionState:
+        """Make a record, as it is encoded, the session's newest; later turns are left.
+
+        Raises:
+            Fenced: another host has the session; nothing has changed.
+            Incomplete: a block is missing, or of neither this host nor this run.
+            BadManifest: it is no record of this session.
+        """
+
+    def forget(self, run: str, session: str, fence: int) -> SessionState:
+        """The session is over: its blocks are free for the store's sweep.
+
+        Raises:
+            Fenced: another host has the session; nothing has changed.
+        """
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class StoredRecords:
+    """Records in a store of this process.
+
+    Args:
+        store: where.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._staged: OrderedDict[tuple[str, int], set[bytes]] = OrderedDict()
+
+    def own(self, run: str, session: str, owner: str) -> SessionState:
+        """See ``RecordStore``."""
+        return _said(self._store.open_incarnation(place_of(run, session), owner))
+
+    def look(self, run: str, session: str) -> SessionState:
+        """See ``RecordStore``."""
+        place = place_of(run, session)
+        try:
+            return _said(self._store.state(place))
+        except UnknownRun:
+            return SessionState()
+
+    def read(self, run: str, session: str, name: str) -> Record:
+        """See ``RecordStore``."""
+        return read_record(self._store, place_of(run, session), name)
+
+    def block(self, _record: Record, _run: str, name: bytes, /) -> bytes:
+        """See ``RecordStore``; whoever has the store in its hands has all of it."""
+        return self._store.blocks.get(name)
+
+    def named_block(self, run: str, session: str, record: str, name: bytes) -> bytes:
+        """A block of a record that is known by its name alone."""
+        if name not in self.read(run, session, record).blocks():
+            raise Incomplete(f"record {record[:16]} of {session} has no block {name.hex()[:16]}")
+        return self._store.blocks.get(name)
+
+    def put(self, run: str, session: str, fence: int, data: bytes) -> bytes:
+        """See ``RecordStore``."""
+        place = place_of(run, session)
+        _check(self.look(run, session), session, fence)
+        name = self._store.put_block(data)
+        with self._lock:
+            staged = self._staged.setdefault((place, fence), set())
+            self._staged.move_to_end((place, fence))
+            if len(staged) < _MOST_STAGED:
+                staged.add(name)
+            while len(self._staged) > _MOST_SESSIONS:
+                self._staged.popitem(last=False)
+        return name
+
+    def commit(self, run: str, session: str, fence: int, data: bytes) -> SessionState:
+        """See ``RecordStore``."""
+        place = place_of(run, session)
+        record = _decoded(data, session, fence)
+        listed = ListedRecord(record.turn, hashlib.sha256(data).hexdigest())
+        blocks = record.blocks()
+
+        def list_(state: RunState) -> RunState:
+            _check(_said(state), session, fence)
+            self._are_its_own(run, state, record, blocks)
+            kept = tuple(one for one in state.recorded if one.turn < record.turn)
+            return msgspec.structs.replace(state, records=(*kept, listed))
+
+        made = _said(self._store.commit_record(place, data, blocks, list_))
+        with self._lock:
+            self._staged.pop((place, fence), None)
+        return made
+
+    def forget(self, run: str, session: str, fence: int) -> SessionState:
+        """See ``RecordStore``."""
+
+        def empty(state: RunState) -> RunState:
+            _check(_said(state), session, fence)
+            return msgspec.structs.replace(state, records=())
+
+        return _said(self._store.change(place_of(run, session), empty, "forget"))
+
+    def close(self) -> None:
+        """See ``RecordStore``; a store of this process needs none."""
+
+    def _are_its_own(self, run: str, state: RunState, record: Record, blocks: set[bytes]) -> None:
+        """Every block was staged by this host, or belongs to a record that the record may follow.
+
+        Raises:
+            Incomplete: one was not; who has its bytes stages it.
+        """
+        with self._lock:
+            left = blocks - self._staged.get((state.run, record.fence), set())
+        for place, name in self._before(run, state, record):
+            if not left:
+                return
+            with suppress(Damaged):  # then its blocks are staged again
+                left -= read_record(self._store, place, name).blocks()
+        if left:
+            raise Incomplete(
+                f"{len(left)} of {len(blocks)} blocks of turn {record.turn} of {record.session} "
+                "were neither staged by this host nor are of a record before it; send them"
+            )
+
+    def _before(self, run: str, state: RunState, record: Record) -> Iterator[tuple[str, str]]:
+        """Records of its own session, newest first, and the one that it was forked from."""
+        yield from ((state.run, one.manifest) for one in reversed(state.recorded))
+        if record.parent is not None:
+            parent, turn = record.parent
+            there = self.look(run, parent).turns
+            yield from ((place_of(run, parent), name) for at, name in there if at == turn)
+
+
+def _said(state: RunState) -> SessionState:
+    turns = tuple((one.turn, one.manifest) for one in state.recorded)
+    return SessionState(state.fence, state.publisher, turns)
+
+
+def _check(state: SessionState, session: str, fence: int) -> None:
+    if state.fence != fence:
+        raise Fenced(
+            f"session {session} is {state.owner}'s under fence {state.fence}; this host "
+            f"had {fence} and must end its sandbox"
+        )
+
+
+def _decoded(data: bytes, session: str, fence: int) -> Record:
+    try:
+        record = msgspec.json.decode(data, type=Record)
+        record.blocks()
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise BadManifest(f"this is no record of {session}: {error}") from error
+    if (record.session, record.fence) != (session, fence):
+        raise BadManifest(
+            f"a record of {record.session} under fence {record.fence} is none of {session} under "
+            f"{fence}"
+        )
+    return record
+
+
+def unknown_turn(session: str, turn: int | None, there: SessionState) -> UnknownVersion:
+    """The error for a turn that has no record."""
+    turns = ", ".join(str(one) for one, _ in there.turns) or "none"
+    wanted = "any turn" if turn is None else f"turn {turn}"
+    return UnknownVersion(f"no record of {wanted} of session {session}; there are: {turns}")
