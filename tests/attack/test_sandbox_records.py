@@ -203,7 +203,7 @@ async def test_a_host_that_was_taken_over_has_no_weights_and_no_other_run(shop: 
                 (methods.OPEN, OpenRequest(run, "thief")),
             ):
                 with pytest.raises(Forbidden), understanding():
-                    await rpc.call(channel, method, request, timeout=20, token=word)  # type: ignore[type-var]
+                    await rpc.call(channel, method, request, timeout=20, token=word)  # type: ignore[misc]
             with pytest.raises(Forbidden), understanding():
                 async for _ in rpc.receive(channel, methods.WATCH, WatchRequest(run), token=word):
                     pass
