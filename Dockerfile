@@ -83,6 +83,7 @@ RUN python3 -m venv --without-pip /opt/rose \
  && printf '#!/bin/sh\nexec %s "$@"\n' "$(command -v python3)" > /opt/rose/engine-python \
  && chmod 755 /opt/rose/engine-python \
  && cp -r /source/engines/kernels /opt/rose/kernels \
+ && PYTHONPATH=/opt/rose/packages /opt/rose/engine-python -m rose_engines.bake /opt/rose/kernels \
  && chmod -R a+rX,go-w /opt/rose/kernels \
  && seq 64000 64999 | sed 's|.*|rose-engine-&:x:&:&::/nonexistent:/usr/sbin/nologin|' >> /etc/passwd \
  && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json \

@@ -43,19 +43,21 @@ def _fold(words, places: tl.constexpr):
 
 
 # Not specialised: a value of 1 or a multiple of 16 would compile the kernel anew for every tensor.
+# Typed, so that one beyond 32 bits does not either: one kernel per width and alignment is left, and
+# an image can hold them all (``bake``).
 @triton.jit(
     do_not_specialize=["first", "source_stride", "row_stride", "columns", "count", "key", "blocks"]
 )
 def _sum_lanes(
     bits,
     sums,
-    first,
-    source_stride,
-    row_stride,
-    columns,
-    count,
-    key,
-    blocks,
+    first: tl.int64,
+    source_stride: tl.int64,
+    row_stride: tl.int64,
+    columns: tl.int64,
+    count: tl.int64,
+    key: tl.int64,
+    blocks: tl.int64,
     mask: tl.constexpr,
     size: tl.constexpr,
 ):

@@ -19,8 +19,8 @@ from rose_engines import digest_kernel
 EVERY = (1 << 64) - 1
 HOPPER = GPUTarget("cuda", 90, 32)
 SIGNATURE = {
-    "sums": "*i64", "first": "i64", "source_stride": "i64", "row_stride": "i32",
-    "columns": "i64", "count": "i64", "key": "i64", "blocks": "i32",
+    "sums": "*i64", "first": "i64", "source_stride": "i64", "row_stride": "i64",
+    "columns": "i64", "count": "i64", "key": "i64", "blocks": "i64",
     "mask": "constexpr", "size": "constexpr",
 }  # fmt: skip
 

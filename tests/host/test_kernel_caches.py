@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +28,11 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     (baked / "sglang/jit/gemm.so").write_bytes(b"kernel")
     (baked / "sglang/jit/.ninja_log").write_text("# ninja log v5\n")
     (baked / "sglang/jit/build.lock").touch()
-    return tmp_path / "scratch" / "host", baked
+    (baked / "triton/KEY").mkdir(parents=True)
+    (baked / "triton/KEY/own.cubin").write_bytes(b"kernel")
+    listed = {"child_paths": {"own.cubin": "/elsewhere/triton/KEY/own.cubin"}}
+    (baked / "triton/KEY/__grp__own.json").write_text(json.dumps(listed))
+    return tmp_path / "scratch" / "host" / "made-by", baked
 
 
 def test_an_engine_begins_with_what_is_baked_and_writes_beside_it(
@@ -51,12 +57,54 @@ def test_what_it_compiled_is_there_for_the_slots_next_engine_whoever_that_is(
 ) -> None:
     root, baked = places
     folder = kernel_caches.open_for("slot-1", FIRST, root, baked)
-    (folder / "triton").mkdir()
     (folder / "triton/own.cubin").write_bytes(b"own")
     kernel_caches.close("slot-1", root)
     again = kernel_caches.open_for("slot-1", FIRST + 7, root, baked)
     assert (again / "triton/own.cubin").read_bytes() == b"own"
     assert {path.lstat().st_uid for path in again.rglob("*")} == {FIRST + 7}
+
+
+def test_tritons_lists_name_the_files_of_the_slots_own_folder(places: tuple[Path, Path]) -> None:
+    """It takes none of a kernel's files where its list names one that is not there."""
+    root, baked = places
+    (baked / "triton/KEY/__grp__broken.json").write_text("no list")
+    folder = kernel_caches.open_for("slot-1", FIRST, root, baked)
+    listed = json.loads((folder / "triton/KEY/__grp__own.json").read_text())["child_paths"]
+    assert listed == {"own.cubin": str(folder / "triton/KEY/own.cubin")}
+    assert (folder / "triton/KEY/own.cubin").read_bytes() == b"kernel"
+    assert (folder / "triton/KEY/__grp__broken.json").read_text() == "no list"
+
+
+def test_what_another_image_or_driver_made_is_neither_used_nor_kept(
+    places: tuple[Path, Path],
+) -> None:
+    root, baked = places
+    first = kernel_caches.open_for("slot-1", FIRST, root, baked)
+    (first / "triton/own.cubin").write_bytes(b"own")
+    kernel_caches.close("slot-1", root)
+    other = root.with_name("another")
+    kernel_caches.prune(["slot-1"], other)
+    again = kernel_caches.open_for("slot-1", FIRST, other, baked)
+    assert not (again / "triton/own.cubin").exists()
+    assert [folder.name for folder in root.parent.iterdir()] == ["another"]
+
+
+def test_packages_what_is_baked_and_driver_make_a_difference(tmp_path: Path) -> None:
+    python, other = Path(sys.executable), tmp_path / "python"
+    other.write_text("#!/bin/sh\necho 3.12 sglang==0\n")
+    other.chmod(0o755)
+    found = [
+        kernel_caches.made_by(python, "580.1", tmp_path),
+        kernel_caches.made_by(python, "590.1", tmp_path),
+        kernel_caches.made_by(other, "580.1", tmp_path),
+        kernel_caches.made_by(python, None, tmp_path),
+        kernel_caches.made_by(tmp_path / "none", None, tmp_path),
+    ]
+    assert kernel_caches.made_by(python, "580.1", tmp_path) == found[0]
+    (tmp_path / "baked.json").write_text("{}")
+    found.append(kernel_caches.made_by(python, "580.1", tmp_path))
+    assert len(set(found)) == len(found)
+    assert all(kernel_caches.MADE_BY.fullmatch(one) for one in found)
 
 
 def test_between_two_engines_and_beside_another_nobody_enters_it(

@@ -69,9 +69,11 @@ class Accounts:
 
     Attributes:
         first: the first of them; 0 = engines run as the host's user.
+        made_by: what makes the engines' kernels (``kernel_caches.made_by``).
     """
 
     first: int = 0
+    made_by: str = kernel_caches.UNKNOWN
     _taken: dict[str, Account] = field(default_factory=dict)
 
     def open(self, rundir: RunDir) -> None:
@@ -104,7 +106,7 @@ class Accounts:
         os.chown(home, uid, uid)
         _give(slot, uid)
         slots = slot.folder.parent
-        root = kernel_caches.root_of(slots)
+        root = kernel_caches.root_of(slots, self.made_by)
         kernel_caches.prune([folder.name for folder in slots.iterdir()], root)
         kernels = kernel_caches.open_for(slot.uid, uid, root)
         account = self._taken[slot.uid] = Account(uid, home, kernels)
@@ -115,7 +117,7 @@ class Accounts:
         account = self._taken.pop(slot.uid, None)
         if account is not None and account.home is not None:
             shutil.rmtree(account.home, ignore_errors=True)
-            kernel_caches.close(slot.uid, kernel_caches.root_of(slot.folder.parent))
+            kernel_caches.close(slot.uid, kernel_caches.root_of(slot.folder.parent, self.made_by))
 
 
 def _give(slot: SlotDir, uid: int) -> None:

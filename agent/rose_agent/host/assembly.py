@@ -20,13 +20,14 @@ from rose_agent.devices.driver_limit import SmiLimits
 from rose_agent.devices.opening import open_driver
 from rose_agent.devices.static import StaticDriver
 from rose_agent.devices.usage import meter_for
-from rose_agent.errors import NoDevices
+from rose_agent.errors import DeviceError, NoDevices
 from rose_agent.host.accounts import Accounts
 from rose_agent.host.arguments import limiter_of, limits_of
 from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.footprints import Footprints
 from rose_agent.host.helper.client import HelpedAccounts, Helper
+from rose_agent.host.kernel_caches import made_by
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.repair import forget_slot, repair
 from rose_agent.host.sharing import SharingMeans, free_leftovers, out_of_reach
@@ -77,6 +78,15 @@ class NodeFacts:
         """Engines hold their memory on GPUs, not in the node's."""
         return self.devices.name == "nvml"
 
+    def kernels_by(self) -> str:
+        """What makes the engines' kernels here; neither image nor driver changes under a host."""
+        try:
+            version = self.devices.version()
+        except DeviceError:
+            version = None
+        driver = f"{version.driver}" if version is not None else None
+        return made_by(self.arguments.engine_python, driver)
+
     def logs(self) -> Path:
         """Folder of the engines' logs, made."""
         folder = self.rundir.root / "logs"
@@ -120,7 +130,7 @@ class HostPrivileges:
             _log.warning("ended %d engines of an earlier host", repaired)
         limiter = limiter_of(arguments, freezer.prefix)
         limiter.sweep()
-        accounts = Accounts(arguments.engine_uid)
+        accounts = Accounts(arguments.engine_uid, await asyncio.to_thread(found.kernels_by))
         accounts.open(rundir)
         return cls(ways, limiter, accounts)
 
@@ -130,7 +140,7 @@ class HostPrivileges:
         return cls(
             SharingMeans(MpsNode(None, found.devices), elastic=out_of_reach),
             helper.limiter(limits_of(found.arguments)),
-            HelpedAccounts(helper, found.arguments.engine_uid),
+            HelpedAccounts(helper, found.arguments.engine_uid, found.kernels_by()),
             helper.forget,
             helper,
         )

@@ -8,24 +8,33 @@ would let one run its code in another's process. So:
 | folder | owner, mode | lives |
 |---|---|---|
 | ``BAKED``, part of the engine image | root, nobody writes | with the image |
-| ``ROOT/<host>/<slot uid>``, engine alive | the engine's user, 0700 | as long as the slot |
+| ``ROOT/<host>/<made by>/<slot>``, engine alive | the engine's user, 0700 | as long as the slot |
 | the same between two engines of the slot | root, 0700 | " |
 
-A slot belongs to one lease, so a restarted engine finds what it has compiled and no other engine
-ever does. A fresh folder begins as a copy of what is baked: files that are only read are links,
-what a build system appends to is copied, locks are left out. An engine replaces a link by a file
-of its own. Next step: ``accounts`` opens and closes it with the engine's user.
+``made by`` stands for the engine's packages, what is baked and the GPU driver: a host of another
+image or under another driver begins anew, and removes what the earlier one left. A slot belongs to
+one lease, so a restarted engine finds what it has compiled and no other engine ever does. A fresh
+folder begins as a copy of what is baked: files that are only read are links, what a build system
+appends to is copied, locks are left out, and Triton's lists of files name those in the folder. An
+engine replaces a link by a file of its own. Next step: ``accounts`` opens and closes it with the
+engine's user.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import logging
 import os
+import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 BAKED = Path("/opt/rose/kernels")
 # Below the host's scratch, which is a disk and not the node's memory.
@@ -53,11 +62,55 @@ _READ_ONLY = frozenset(
     {".so", ".cubin", ".fatbin", ".ptx", ".o", ".hsaco", ".ttir", ".ttgir", ".llir", ".mlir"}
 )
 _LOCKS = frozenset({".lock"})
+# Triton names a kernel's files by their whole paths, and takes none where one of them is missing.
+_LISTS = "__grp__"
+_MANIFEST = "baked.json"
+_PACKAGES = """
+import importlib.metadata as found, sys
+print(sys.version, *sorted({f"{one.name}=={one.version}" for one in found.distributions()}))
+"""
+_SECONDS = 60.0
+MADE_BY = re.compile(r"[0-9a-f]{16}")
+UNKNOWN = "0" * 16
+"""Nobody has said what makes the kernels here."""
 
 
-def root_of(slots: Path) -> Path:
-    """Where the host of this run directory keeps them: hosts of one machine share its scratch."""
-    return ROOT / hashlib.sha256(str(slots.resolve()).encode()).hexdigest()[:16]
+def made_by(python: Path, driver: str | None, baked: Path = BAKED) -> str:
+    """What makes an engine's kernels: its packages, what is baked, and the GPU driver.
+
+    Args:
+        python: the engine's.
+        driver: version of the GPU driver; None = there is none, or it does not say.
+        baked: as ``BAKED``.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    try:
+        done = subprocess.run(  # the platform's own Python
+            [python, "-c", _PACKAGES],
+            capture_output=True,
+            timeout=_SECONDS,
+            check=True,
+        )
+        packages = done.stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("%s does not say its packages: %s", python, error)
+        packages = b""
+    manifest = baked / _MANIFEST
+    made = manifest.read_bytes() if manifest.is_file() else b""
+    text = b"\0".join((packages, made, (driver or "").encode()))
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def root_of(slots: Path, made: str) -> Path:
+    """Where the host of this run directory keeps them: hosts of one machine share its scratch.
+
+    Args:
+        slots: the run directory's folder of slots.
+        made: ``made_by``.
+    """
+    return ROOT / hashlib.sha256(str(slots.resolve()).encode()).hexdigest()[:16] / made
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -72,7 +125,7 @@ def open_for(slot_uid: str, uid: int, root: Path, baked: Path = BAKED) -> Path:
         OSError: it cannot be made, or somebody else made it.
     """
     root.mkdir(parents=True, exist_ok=True)
-    for place in (root.parent, root):
+    for place in (root.parent.parent, root.parent, root):
         if place.is_symlink() or place.stat().st_uid != os.geteuid():
             raise PermissionError(f"{place} is not the engine host's")
         place.chmod(0o711)
@@ -82,7 +135,7 @@ def open_for(slot_uid: str, uid: int, root: Path, baked: Path = BAKED) -> Path:
             draft = Path(made) / "cache"
             draft.mkdir(mode=0o700)
             if baked.is_dir():
-                _lay(baked, draft)
+                _lay(baked, draft, folder)
             draft.rename(folder)
     _give(folder, uid)
     return folder
@@ -95,22 +148,41 @@ def close(slot_uid: str, root: Path) -> None:
 
 
 def prune(living: Collection[str], root: Path) -> None:
-    """Remove the folders of slots that are no more."""
-    for folder in root.glob("*"):
-        if folder.name not in living:
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folders of slots that are no more, and all that another image or driver made."""
+    gone = [folder for folder in root.glob("*") if folder.name not in living]
+    for folder in (*gone, *(other for other in root.parent.glob("*") if other.name != root.name)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lay(source: Path, target: Path) -> None:
+def _lay(source: Path, target: Path, named: Path) -> None:
+    """Put what is baked into a new folder.
+
+    Args:
+        source: what is baked.
+        target: the folder as it is called now.
+        named: the same as it will be called.
+    """
     for entry in sorted(source.iterdir()):
         place = target / entry.name
         if entry.is_dir() and not entry.is_symlink():
             place.mkdir(mode=0o700)
-            _lay(entry, place)
+            _lay(entry, place, named / entry.name)
+        elif entry.name.startswith(_LISTS):
+            place.write_text(_renamed(entry.read_text(), named))
         elif entry.suffix in _READ_ONLY:
             place.symlink_to(entry)
         elif entry.suffix not in _LOCKS:
             shutil.copy2(entry, place)
+
+
+def _renamed(text: str, folder: Path) -> str:
+    """One of Triton's lists, of the files in this folder; what is no list stays as it is."""
+    try:
+        listed = json.loads(text)
+        files = {name: str(folder / name) for name in listed["child_paths"]}
+    except (ValueError, TypeError, KeyError):
+        return text
+    return json.dumps(listed | {"child_paths": files})
 
 
 def _give(folder: Path, uid: int) -> None:

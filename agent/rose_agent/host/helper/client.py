@@ -255,8 +255,8 @@ class HelpedLimiter(Limiter):
 class HelpedAccounts(Accounts):
     """Users that the helper hands out."""
 
-    def __init__(self, helper: Helper, first: int) -> None:
-        super().__init__(first)
+    def __init__(self, helper: Helper, first: int, made_by: str = kernel_caches.UNKNOWN) -> None:
+        super().__init__(first, made_by)
         self._helper = helper
 
     def open(self, rundir: RunDir) -> None:
@@ -268,10 +268,9 @@ class HelpedAccounts(Accounts):
         Raises:
             GroupError: all are taken.
         """
-        answer, _ = self._helper.ask(Take(slot.uid))
-        return Account(
-            answer.uid, Path(answer.home), kernel_caches.root_of(slot.folder.parent) / slot.uid
-        )
+        answer, _ = self._helper.ask(Take(slot.uid, self.made_by))
+        root = kernel_caches.root_of(slot.folder.parent, self.made_by)
+        return Account(answer.uid, Path(answer.home), root / slot.uid)
 
     def release(self, slot: SlotDir) -> None:
         """The engine has ended: its user and its folder go."""

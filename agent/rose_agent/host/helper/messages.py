@@ -27,9 +27,15 @@ class Move(enum.Enum):
 
 
 class Take(msgspec.Struct, tag=True, frozen=True):
-    """Give an engine a user, and that user what it needs of its folder."""
+    """Give an engine a user, and that user what it needs of its folder.
+
+    Attributes:
+        made_by: what makes its kernels, 16 hexadecimal digits; a false word costs the host's own
+            engines their compiled kernels, and nobody anything else.
+    """
 
     name: str
+    made_by: str = "0" * 16
 
 
 class Spawn(msgspec.Struct, tag=True, frozen=True):

@@ -4,6 +4,7 @@
 |---|---|
 | any | the name is no plain folder name |
 | ``Take`` | all users are taken; the slot's folder is not the host's own, or is a link |
+| the same | ``made_by`` is not 16 hexadecimal digits |
 | ``Spawn`` | no user was taken; the program is no engine of this installation; one runs already |
 | ``Steer``, ``Reap`` | no engine of that name was spawned here |
 
@@ -64,12 +65,14 @@ class _Engine:
     """What is known of one name.
 
     Attributes:
+        kernels: where the folders of compiled kernels lie.
         pid: its first process until that is collected, else 0.
         leader: the same for as long as the tree may have members.
     """
 
     uid: int
     home: str
+    kernels: Path
     pid: int = 0
     leader: int = 0
     snapshots: frozenset[Path] = frozenset()
@@ -109,8 +112,8 @@ class Rights:
         match request:
             case Spawn():
                 return self._spawn(request, log)
-            case Take(name):
-                return self._take(name), None
+            case Take(name, made_by):
+                return self._take(name, made_by), None
             case Steer(name, move):
                 self._steer(name, move)
             case Quota(name, busy):
@@ -134,7 +137,9 @@ class Rights:
 
     # --- a user
 
-    def _take(self, name: str) -> Answer:
+    def _take(self, name: str, made_by: str) -> Answer:
+        if kernel_caches.MADE_BY.fullmatch(made_by) is None:
+            raise BadEngine(f"{made_by[:80]!r} does not say what makes kernels")
         known = self._engines.get(name)
         if known is None:
             used = {engine.uid for engine in self._engines.values()}
@@ -144,14 +149,14 @@ class Rights:
             self._give(name, uid)
             home = tempfile.mkdtemp(prefix="rose-engine-")
             os.chown(home, uid, uid)
-            root = self._kernels()
+            root = self._kernels(made_by)
             kernel_caches.prune(os.listdir(self.slots), root)  # noqa: PTH208  # an open folder
             kernel_caches.open_for(name, uid, root)
-            known = self._engines[name] = _Engine(uid, home)
+            known = self._engines[name] = _Engine(uid, home, root)
         return Answer(uid=known.uid, home=known.home)
 
-    def _kernels(self) -> Path:
-        return kernel_caches.root_of(Path(f"/proc/self/fd/{self.slots}").readlink())
+    def _kernels(self, made_by: str) -> Path:
+        return kernel_caches.root_of(Path(f"/proc/self/fd/{self.slots}").readlink(), made_by)
 
     def _give(self, name: str, uid: int) -> None:
         """``accounts`` has the table; the control socket's folder is open to the host's group."""
@@ -175,7 +180,7 @@ class Rights:
         if engine.pid:
             raise BadEngine(f"the engine {name} has not ended")
         shutil.rmtree(engine.home, ignore_errors=True)
-        kernel_caches.close(name, self._kernels())
+        kernel_caches.close(name, engine.kernels)
         del self._engines[name]
 
     # --- a process
