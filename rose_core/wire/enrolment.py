@@ -83,6 +83,7 @@ class RouterIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
         operator: authority of the operator's certificate, PEM.
         account_keys: JSON Web Key Set, by which callers' service accounts are known.
         callers: of the lease's own list.
+        batches, ingest: what this router shows to its lease's ``rose batches`` and ``rose ingest``.
     """
 
     token: str
@@ -92,9 +93,11 @@ class RouterIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
     operator: bytes = b""
     account_keys: str = ""
     callers: tuple[RouterCaller, ...] = ()
+    batches: str = ""
+    ingest: str = ""
 
     def __repr__(self) -> str:
-        """Without the token."""
+        """Without the tokens."""
         return "RouterIdentity(...)"
 
 

@@ -141,7 +141,12 @@ class _Asking:
         known = identity.account_keys or settings.authenticate
         accounts = self._accounts if known else settings.accounts
         settings = replace(
-            settings, attach_token=identity.token, accounts=accounts, callers=self._callers
+            settings,
+            attach_token=identity.token,
+            accounts=accounts,
+            callers=self._callers,
+            batches_token=settings.batches_token or identity.batches,
+            ingest_token=settings.ingest_token or identity.ingest,
         )
         if not identity.certificate:
             return settings

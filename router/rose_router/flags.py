@@ -95,7 +95,9 @@ def _about_callers(add: Add, defaults: Settings) -> None:
     add("--batches", default="",
         help="URL of rose batches, for /v1/files and /v1/batches; {namespace} and {lease} in it "
         "stand for the names in --lease")  # fmt: skip
-    add("--batches-token-file", type=Path, help="token that rose batches asks for")
+    add("--batches-token-file", type=Path,
+        help="token that rose batches asks for; else the one that the operator gives with --enrol, "
+        "as rose router token --for batches prints it")  # fmt: skip
     add("--max-connections", type=count, default=limits.connections, help="of callers, at a time")
     add("--head-seconds", type=amount, default=limits.head_seconds,
         help="a connection that sent no whole request head by then is closed")  # fmt: skip
@@ -156,7 +158,9 @@ def _about_pushes(add: Add, defaults: Settings) -> None:
     add("--ingest-url", default="",
         help="of rose ingest, for trainers that push checkpoints; {namespace} and {lease} in it "
         "stand for the names in --lease")  # fmt: skip
-    add("--ingest-token-file", type=Path, help="bearer token of rose ingest")
+    add("--ingest-token-file", type=Path,
+        help="bearer token of rose ingest; else the one that the operator gives with --enrol, as "
+        "rose router token --for ingest prints it")  # fmt: skip
     add("--quorum", default="all",
         help="dedicated engines that must run pushed weights: all, or a number")  # fmt: skip
     add("--quorum-seconds", type=amount, default=defaults.quorum.seconds,

@@ -28,12 +28,15 @@ TARGETS = ("operator", "router", "agent", "weights", "engine")
 
 
 @contextmanager
-def installation(node: Node, models: Path, *values: str) -> Iterator[None]:
+def installation(
+    node: Node, models: Path, *values: str, chart: tuple[str, ...] = (str(CHART),)
+) -> Iterator[None]:
     """ROSE, what stands beside it, and one model on the node.
 
     Args:
         models: folder of models, which the node sees.
         values: further ``--set`` of the chart.
+        chart: what ``helm install`` is given of it.
     """
     remove(node)
     wait_until(
@@ -46,7 +49,7 @@ def installation(node: Node, models: Path, *values: str) -> Iterator[None]:
     if built.name:
         node.load(*(built / f"{target}.tar" for target in TARGETS))
         values += ("--set=image.perComponent=true", "--set=image.tag=built")
-    where = ("rose", str(CHART), f"--namespace={SYSTEM}", "--create-namespace")
+    where = ("rose", *chart, f"--namespace={SYSTEM}", "--create-namespace")
     grant_store(node, models)
     given = (f"--values={HERE / 'values.yaml'}", f"--set=engineHost.modelsPath={models}", *values)
     try:

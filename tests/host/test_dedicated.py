@@ -6,22 +6,25 @@ import asyncio
 import contextlib
 import re
 import shlex
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 import yaml
+from yarl import URL
 
 from rose_agent.errors import BadInput
 from rose_agent.host import dedicated, main
-from rose_agent.host.arguments import parser
+from rose_agent.host.arguments import encrypts, parser
 from rose_agent.host.dedicated_file import DedicatedFile
 from rose_agent.os.freezers import Freezer
 from rose_core.wire.host import HostStatusRequest
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
 from rose_core.wire.tokenizer_files import digest, pack
 from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
+from rose_wire import certificates
 from rose_wire.rpc import Server
 from rose_wire.services import ATTACH
 from tests.host.helpers import body, until
@@ -67,7 +70,11 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def started(
-    rundir: Path, models: Path, router: str, given: str = "install"
+    rundir: Path,
+    models: Path,
+    router: str,
+    given: str = "install",
+    more: tuple[str, ...] = (),
 ) -> AsyncIterator[tuple[main.RunningHost, dedicated.Attachment]]:
     file, secret = rundir / "dedicated.yaml", rundir / "token"
     file.write_text(FILE)
@@ -76,7 +83,7 @@ async def started(
         [
             *("--rundir", str(rundir), "--models", str(models), "--data-port", "0"),
             *("--http-port", "0", "--dedicated", str(file), "--router", router),
-            *("--lease", "team/lease", "--token-file", str(secret)),
+            *("--lease", "team/lease", "--token-file", str(secret), *more),
         ]
     )
     host = await main.start(arguments, Freezer("signals", "for the test"))
@@ -195,3 +202,35 @@ def test_the_file_and_the_command_that_the_page_shows_are_understood() -> None:
     )
     given = parser().parse_args(shlex.split(command.replace("\\\n", " ")))
     assert (str(given.dedicated), given.lease) == ("engine.yaml", "research/grpo")
+    assert encrypts(given)
+
+
+@pytest.mark.parametrize(
+    ("words", "encrypted"),
+    [
+        (("--router", "tls://router:7444"), True),
+        (("--router", "router:7444"), False),
+        (("--router", "tls://router:7444", "--no-data-tls"), False),
+        (("--router", "router:7444", "--data-tls"), True),
+        ((), False),
+    ],
+)
+def test_turns_are_encrypted_where_the_router_hears_of_the_certificate(
+    words: tuple[str, ...], encrypted: bool
+) -> None:
+    assert encrypts(parser().parse_args(words)) == encrypted
+
+
+async def test_a_router_is_told_of_the_certificate_that_the_data_route_shows(
+    rundir: Path, models: Path
+) -> None:
+    router = Router("install")
+    address = await router.start()
+    async with started(rundir, models, address, more=("--data-tls",)):
+        update = await router.until("gate_open", True)
+        url = URL(update.url)
+        assert url.scheme == "https"
+        place = str(url.host), int(url.port or 0)
+        shown = await asyncio.to_thread(ssl.get_server_certificate, place)
+        assert update.certificates == (certificates.fingerprint(shown.encode()),)
+    await router.stop()

@@ -31,7 +31,7 @@ from rose_operator.kube.api import Api
 from rose_operator.settings import parse
 from rose_operator.sync.enrolment import Authority, Enrolment, RouterEnrolment, RouterTrust
 from rose_wire import certificates, tls
-from rose_wire.bearer import lease_token
+from rose_wire.bearer import BATCHES, INGEST, lease_token, service_token
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import call, connect
 from rose_wire.service_accounts import ServiceAccounts
@@ -295,7 +295,12 @@ async def test_a_router_is_given_what_is_good_for_its_lease_alone(folder: Path) 
     assert found.not_valid_after_utc - found.not_valid_before_utc < dt.timedelta(hours=25)
     assert said.token == lease_token("secret", GRPO)
     assert said.token not in {lease_token("secret", "default/other"), "secret"}
+    assert said.batches == service_token("secret", GRPO, BATCHES)
+    assert said.ingest == service_token("secret", GRPO, INGEST)
+    others = {service_token("secret", "default/other", one) for one in (BATCHES, INGEST)}
+    assert len({said.token, said.batches, said.ingest} | others) == 5
     assert said.token not in repr(said)
+    assert said.batches not in repr(said)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import ssl
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from rose_router.enrolment import enrolled
 from rose_router.main import RunningRouter, running
 from rose_router.replicas.peers import Peer
 from rose_wire import certificates, tls
-from rose_wire.bearer import lease_token
+from rose_wire.bearer import BATCHES, INGEST, lease_token, service_token
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.ports import free_ports
 from rose_wire.rpc import Server, connect, converse
@@ -237,6 +237,11 @@ async def test_a_router_waits_for_the_operator_and_then_serves(
     async with asyncio.timeout(60):
         found = await waiting
     assert found.attach_token == lease_token(INSTALLATION, MINE)
+    assert found.batches_token == service_token(INSTALLATION, MINE, BATCHES)
+    assert found.ingest_token == service_token(INSTALLATION, MINE, INGEST)
+    own = replace(made, batches_token="of a file")
+    async with asyncio.timeout(60):
+        assert (await entered(own)).batches_token == "of a file"
 
 
 async def entered(made: Settings) -> Settings:

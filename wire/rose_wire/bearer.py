@@ -1,4 +1,4 @@
-"""Bearer tokens: does a caller carry the word that both sides were given, and one per lease."""
+"""Bearer tokens: does a caller carry the word that both sides were given, and those of a lease."""
 
 from __future__ import annotations
 
@@ -23,3 +23,22 @@ def lease_token(installation: str, lease: str) -> str:
         lease: ``namespace/name``.
     """
     return hmac.new(installation.encode(), f"rose-router/{lease}".encode(), "sha256").hexdigest()
+
+
+BATCHES, INGEST = "batches", "ingest"
+"""Of ``service_token``: ``rose batches`` and ``rose ingest``, which serve one lease's router."""
+
+
+def service_token(installation: str, lease: str, service: str) -> str:
+    """What a lease's router shows to a service beside it, and to nobody else.
+
+    Made as ``lease_token`` is, and not from it: those who speak to the router hold that one. So no
+    router holds a word that is heard in the place of another lease's, and nobody has to bring it
+    one.
+
+    Args:
+        installation: the installation's token.
+        lease: ``namespace/name``.
+        service: its name.
+    """
+    return hmac.new(installation.encode(), f"rose-{service}/{lease}".encode(), "sha256").hexdigest()

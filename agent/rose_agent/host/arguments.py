@@ -14,8 +14,9 @@ from pathlib import Path
 from rose_agent.devices.mps.control import PROGRAM
 from rose_agent.errors import BadInput, NoLimits
 from rose_agent.host.accounts import COUNT
+from rose_agent.host.data_certificate import RENEWED_SECONDS
 from rose_agent.os.limits import LEAST_BUSY_PERCENT, PROCESSES, Limiter, Limits
-from rose_wire import flags
+from rose_wire import flags, tls
 
 _log = logging.getLogger(__name__)
 # The last number is no user: the kernel reads it as "unchanged".
@@ -91,8 +92,16 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--data-tls",
-        action="store_true",
-        help="data routes answer with a certificate that routers are told of",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="data routes answer with a certificate that routers are told of; by default where "
+        "--router is tls://, over which the router hears of it",
+    )
+    made.add_argument(
+        "--data-tls-seconds",
+        type=flags.above_zero,
+        default=RENEWED_SECONDS,
+        help="how long such a certificate is shown before its successor is told of",
     )
     made.add_argument("--mps-root", type=Path, help="folder of the MPS daemon")
     made.add_argument("--mps-program", default=PROGRAM, help="the MPS control program")
@@ -104,6 +113,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--token-file", type=Path, help="the install's bearer token")
     flags.add_log_level(made)
     return made
+
+
+def encrypts(arguments: argparse.Namespace) -> bool:
+    """Whether turns come by a certificate; a router that is dialled in the open hears of none."""
+    if arguments.data_tls is None:
+        return bool(arguments.router.startswith(tls.SCHEME))
+    return bool(arguments.data_tls)
 
 
 def check_users(arguments: argparse.Namespace) -> None:

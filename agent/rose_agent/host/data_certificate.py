@@ -6,7 +6,7 @@ the host, and who answers in its place is not heard.
 
 | age of the certificate | announced | shown |
 |---|---|---|
-| below ``RENEWED_SECONDS`` | it | it |
+| below ``renewed`` | it | it |
 | then, for ``OVERLAP_SECONDS`` | it and the next one | it |
 | then | the next one | the next one |
 
@@ -52,13 +52,16 @@ class DataCertificate:
 
     Args:
         clock: monotonic seconds.
+        renewed: seconds that one is shown before its successor is announced.
 
     Attributes:
         context: of the listener; what it shows changes under it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, renewed: float = RENEWED_SECONDS
+    ) -> None:
+        self._clock, self._renewed = clock, renewed
         self._now = _Pair.make()
         self._next: _Pair | None = None
         self._since = clock()
@@ -69,7 +72,7 @@ class DataCertificate:
     def announced(self) -> tuple[str, ...]:
         """SHA-256 of each certificate that a router may meet, in hex."""
         age = self._clock() - self._since
-        if self._next is None and age >= RENEWED_SECONDS:
+        if self._next is None and age >= self._renewed:
             self._next, self._since = _Pair.make(), self._clock()
         elif self._next is not None and age >= OVERLAP_SECONDS:
             self._now, self._next = self._next, None

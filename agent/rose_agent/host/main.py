@@ -22,7 +22,7 @@ from aiohttp import web
 
 from rose_agent.errors import DeviceError, HostError
 from rose_agent.host import capabilities, dedicated, inputs, vacancy
-from rose_agent.host.arguments import parser
+from rose_agent.host.arguments import encrypts, parser
 from rose_agent.host.assembly import HostPrivileges, NodeFacts, site_of
 from rose_agent.host.capabilities import Capabilities
 from rose_agent.host.cpu_throttle import CpuThrottle
@@ -152,7 +152,7 @@ async def _data_route(
     undo.push_async_callback(proxy.stop)
     site.cut = proxy.cut
     place = arguments.data_bind or arguments.data_host
-    route = DataCertificate() if arguments.data_tls else None
+    route = DataCertificate(renewed=arguments.data_tls_seconds) if encrypts(arguments) else None
     try:
         port = await proxy.start(
             place, arguments.data_port, route.context if route is not None else None

@@ -1,8 +1,9 @@
-"""``rose router token``: what an engine of a team's own shows to its lease's router.
+"""``rose router token``: what is shown to a lease's router, or by it.
 
 Agents get it with their grants. The host of a dedicated engine lives elsewhere, so the platform
 makes it, from the installation's token, and hands it to the team: it opens the router of that lease
-and nothing else, and tells nothing of the installation's.
+and nothing else, and tells nothing of the installation's. With ``--for batches`` or ``--for
+ingest`` it is what the router shows to that process of its lease, which then hears it alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 
 from rose_wire import flags
-from rose_wire.bearer import lease_token
+from rose_wire.bearer import BATCHES, INGEST, lease_token, service_token
 
 
 def _lease(text: str) -> str:
@@ -36,9 +37,20 @@ def main(argv: list[str]) -> int:
         required=True,
         help="the installation's token (key `token` of the Secret rose-token)",
     )
+    parser.add_argument(
+        "--for",
+        dest="service",
+        choices=[BATCHES, INGEST],
+        help="what the lease's router shows to that service, for its --token-file",
+    )
     given = parser.parse_args(argv)
     try:
-        sys.stdout.write(lease_token(flags.token(given.token_file), given.lease) + "\n")
+        token = flags.token(given.token_file)
+        if given.service:
+            word = service_token(token, given.lease, given.service)
+        else:
+            word = lease_token(token, given.lease)
+        sys.stdout.write(word + "\n")
     except OSError as error:
         sys.stderr.write(f"rose router token: {flags.complaint(error, argv)}\n")
         return 1

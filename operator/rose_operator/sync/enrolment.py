@@ -55,7 +55,7 @@ from rose_operator.errors import ApiRefused, ApiUnavailable
 from rose_operator.kube.api import Api
 from rose_operator.metrics import ENROLMENTS
 from rose_wire import certificates, tls
-from rose_wire.bearer import lease_token
+from rose_wire.bearer import BATCHES, INGEST, lease_token, service_token
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import Server
 from rose_wire.services import ENROL, ENROL_ROUTER
@@ -248,8 +248,13 @@ class RouterEnrolment:
             raise Refused(f"there is no lease {request.lease}")
         token, keys = lease_token(trust.token, request.lease), self._keys()
         callers = callers_of(lease)
+        batches, ingest = (
+            service_token(trust.token, request.lease, one) for one in (BATCHES, INGEST)
+        )
         if trust.authority is None or not request.request:
-            return RouterIdentity(token, account_keys=keys, callers=callers)
+            return RouterIdentity(
+                token, account_keys=keys, callers=callers, batches=batches, ingest=ingest
+            )
         # An engine of the team's own, elsewhere, has no certificate of a node.
         agents = None if lease.spec.dedicated_engines else trust.agents
         return RouterIdentity(
@@ -260,6 +265,8 @@ class RouterEnrolment:
             trust.operator.read_bytes() if trust.operator else b"",
             keys,
             callers,
+            batches,
+            ingest,
         )
 
 

@@ -1,0 +1,33 @@
+"""``rose router token``: the words of a lease, none of which says anything of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rose_cli.ops import router_token
+from rose_wire.bearer import BATCHES, INGEST, lease_token, service_token
+
+
+def test_each_use_of_a_lease_has_a_word_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("installation\n")
+    said = []
+    for lease in ("team/one", "team/two"):
+        for more in ([], ["--for", "batches"], ["--for", "ingest"]):
+            assert not router_token.main(["--lease", lease, "--token-file", str(token), *more])
+            said.append(capsys.readouterr().out.strip())
+    wanted = [
+        word("installation", lease)
+        for lease in ("team/one", "team/two")
+        for word in (
+            lease_token,
+            lambda token, lease: service_token(token, lease, BATCHES),
+            lambda token, lease: service_token(token, lease, INGEST),
+        )
+    ]
+    assert said == wanted
+    assert len(set(said)) == 6
