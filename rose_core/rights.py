@@ -193,6 +193,7 @@ RULES: tuple[Rule, ...] = (
                 f"POST /slots/{{uid}}/{route}"
                 for route in ("generate", "v1/completions", "abort_request")
             ),
+            "POST /slots/{uid}/drafts",
             "GET /slots/{uid}/tokenizer",
         ),
         (_P.ROUTER,),

@@ -145,6 +145,7 @@ def start_engine(
         ranks=ranks,
         kv_policy=spec.kv_policy if spec else "Keep",
         adapter=spec.adapter if spec else None,
+        drafts=spec.drafts if spec else False,
     )
     spec = spec or EngineSpec(engine_class="test", model=served, kv_tokens=8192, max_running=4)
     # A test that is killed ends nothing: its engine goes with it.

@@ -44,6 +44,8 @@ from rose_engines.sglang.control import (
     Call,
     Commit,
     Committed,
+    Draft,
+    Drafted,
     Export,
     Exported,
     GetStatus,
@@ -103,6 +105,7 @@ class WeightSession:
         self.permit_open: Callable[[], bool | None] = lambda: None
         self.device: Callable[[], Device] = Device
         self.recomputed: Callable[[], tuple[int, int]] = lambda: (0, 0)  # requests, tokens
+        self.draft: Callable[[list[list[int]]], int] | None = None
         self._resting = False
 
     @property
@@ -138,6 +141,8 @@ class WeightSession:
         """Carry out one call; may take as long as decoding a bundle. Never raises."""
         if isinstance(call, GetStatus):
             return self.status()  # answered also while a stage is going on
+        if isinstance(call, Draft):
+            return self._draft(call)  # likewise: it touches no weights
         with self._calls:
             if self.broken:
                 return Refused("Broken", "an undo failed; this engine must be restarted")
@@ -150,6 +155,14 @@ class WeightSession:
                 log.exception("control call failed")
                 self._forget()
                 return Refused("Corrupt", f"{type(error).__name__}: {error}")
+
+    def _draft(self, call: Draft) -> Answer:
+        if self.draft is None:
+            return Refused("NoDrafts", "this engine drafts nothing")
+        try:
+            return Drafted(self.draft(call.texts))
+        except (ValueError, RuntimeError) as error:
+            return Refused("BadDrafts", str(error))
 
     def status(self) -> Status:
         """What is live and staged."""

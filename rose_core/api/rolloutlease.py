@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rose_core.api.arguments import ALLOWED
+from rose_core.api.arguments import ALLOWED, ROUTED_EXPERTS
 from rose_core.api.common import (
     ATOMIC_LIST,
     MODEL_NAME,
@@ -52,6 +52,13 @@ class PreemptionPolicy(StrEnum):
 
     PREEMPT_LOWER_PRIORITY = "PreemptLowerPriority"
     NEVER = "Never"
+
+
+class Drafts(StrEnum):
+    """Where the guesses come from that an engine verifies."""
+
+    OFF = "Off"
+    ROUTER = "Router"
 
 
 class Model(ApiModel):
@@ -249,6 +256,16 @@ class LeaseSpec(ApiModel):
             ".gpusPerSlot",
         ),
         Rule(
+            "self.drafts == 'Off' || (self.gpusPerSlot == 1 && self.weights.adapterRank == 0)",
+            "drafts needs engines of one GPU and versions that are whole models",
+            ".drafts",
+        ),
+        Rule(
+            f"self.drafts == 'Off' || !('{ROUTED_EXPERTS}' in self.engineArguments)",
+            f"drafts cannot be combined with the engine argument {ROUTED_EXPERTS}",
+            ".drafts",
+        ),
+        Rule(
             "self.preemptionPolicy != 'Never' || self.slots.min > 0",
             "preemptionPolicy Never says nothing while slots.min is 0: only a minimum preempts",
             ".preemptionPolicy",
@@ -319,6 +336,11 @@ class LeaseSpec(ApiModel):
     )
     kv_tokens: int = Field(
         default=16_384, ge=16, le=67_108_864, description="KV pool of one slot's engine, tokens."
+    )
+    drafts: Drafts = Field(
+        default=Drafts.OFF,
+        description="Router: engines verify guesses made of the lease's own answers. Sampling "
+        "stays exact; min_p, penalties and seeds are refused. Experimental.",
     )
     dedicated_engines: tuple[LabelName, ...] = Field(
         default=(),

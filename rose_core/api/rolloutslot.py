@@ -90,6 +90,7 @@ class SlotEngine(ApiModel):
     kv_tokens: int = Field(ge=16, le=67_108_864, description="KV pool in tokens.")
     max_running: int = Field(ge=1, le=1024, description="Turns in flight.")
     ranks: int = Field(default=1, ge=1, le=8, description="GPUs that the engine is spread over.")
+    drafts: bool = Field(default=False, description="It verifies drafts that the router makes.")
 
 
 class SlotWeights(ApiModel):

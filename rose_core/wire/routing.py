@@ -44,6 +44,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
             (``rose_core.wire.tokenizer_files``); empty = its node has none.
         device_class: of its GPU (``rose_core.devices.classes``); empty = unknown.
         reuses_kv: later turns may attend to keys that older weights computed (``kvPolicy: Reuse``).
+        drafts: it verifies drafts, and takes tokens to draft from at ``url`` + /drafts.
         relayed: passed on by another replica of the router, not said by the owner itself.
         leaving: the engine will not come back; continue its turns elsewhere now.
     """
@@ -65,6 +66,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     tokenizer: str = ""
     device_class: str = ""
     reuses_kv: bool = False
+    drafts: bool = False
     relayed: bool = False
     leaving: bool = False
     certificates: tuple[str, ...] = ()

@@ -261,6 +261,7 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         kv_policy: what becomes of cached KV at a commit: ``Keep``, ``Recompute`` or ``Reuse``.
         ranks: GPUs of the grant that it is spread over (tensor parallelism).
         adapter: None = the run's versions are whole models.
+        drafts: it drafts tokens from what the router sends, and verifies them.
     """
 
     engine_class: str
@@ -273,6 +274,7 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_policy: str = "Keep"
     ranks: int = 1
     adapter: AdapterSpec | None = None
+    drafts: bool = False
 
 
 class WeightSource(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from aiohttp import web
 from rose_router.config import Settings
 from rose_router.engines.attach import Attachments
 from rose_router.engines.connections import Connections
-from rose_router.engines.engine_client import EngineClient, HttpEngineClient
+from rose_router.engines.engine_client import EngineClient, HttpEngineClient, send_drafts
 from rose_router.enrolment import enrolled
 from rose_router.errors import BadRequest, LoopEnded
 from rose_router.flags import parser, settings
@@ -33,6 +33,7 @@ from rose_router.replicas import relay
 from rose_router.replicas.peers import Peers
 from rose_router.turns.barrier import Barrier, HttpIngest
 from rose_router.turns.demand import DemandFeed
+from rose_router.turns.drafting import Drafter
 from rose_router.turns.sandbox_hosts import SandboxHosts
 from rose_router.turns.service import Service
 from rose_router.turns.turn_clock import TurnClock
@@ -100,6 +101,11 @@ def _sandbox_hosts(
     return hosts
 
 
+def _drafter(service: Service, connections: Connections) -> Drafter:
+    send = partial(send_drafts, connections)
+    return Drafter(service.fleet, lambda: service.ledger, send, service.clock)
+
+
 def _tracing(config: Settings) -> Tracing | None:
     if not config.traces:
         return None
@@ -149,6 +155,7 @@ async def running(
         connections = Connections()
         tracing = _tracing(config)
         service = Service(config, client or HttpEngineClient(connections), tracing=tracing)
+        service.drafter = _drafter(service, connections)
         memory = config.memory_bytes or limit_of_process()
         words = ModelTokenizer(service.fleet, tokenizer, over_http(fresh), memory_bytes=memory)
         ours = (config.operator_ca, config.link.authority if config.link else None)

@@ -183,6 +183,18 @@ LAG = Gauge(
     ["engine"],
     registry=REGISTRY,
 )
+DRAFTS = Counter(
+    "rose_router_draft_tokens",
+    "Of engines that draft: steps that verified drafts, and tokens accepted beyond one a step.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+DRAFT_CORPORA = Counter(
+    "rose_router_draft_corpora",
+    "Tokens to draft from that engines were sent: sent, refused (not taken; sent again).",
+    ["outcome"],
+    registry=REGISTRY,
+)
 SANDBOX_STEPS = Counter(
     "rose_router_sandbox_steps",
     "Steps of turns for hosts of agents' sandboxes: told, untold (no sandbox, or no host took it), "

@@ -84,6 +84,17 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.weights.adapterRank": 8, "spec.weights.adapterTargets": ["q_proj"]},
         {"spec.weights.adapterTargets": ["q_proj"]},
     ),
+    ("RolloutLease", "drafts needs engines of one GPU"): (
+        {"spec.drafts": "Router"},
+        {"spec.drafts": "Router", "spec.gpusPerSlot": 2},
+    ),
+    ("RolloutLease", "drafts cannot be combined"): (
+        {"spec.drafts": "Router", "spec.engineArguments": {"disable-cuda-graph": ""}},
+        {
+            "spec.drafts": "Router",
+            "spec.engineArguments": {"enable-return-routed-experts": ""},
+        },
+    ),
     ("RolloutLease", "gpusPerSlot must be 1 with adapterRank"): (
         {"spec.weights.adapterRank": 8, "spec.gpusPerSlot": 1},
         {"spec.weights.adapterRank": 8, "spec.gpusPerSlot": 2},

@@ -8,12 +8,14 @@ import io
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from rose_agent.host.proxy import LONGEST_BODY, DataProxy, Target, request_ids
+from rose_engines.sglang.control import Answer, Call, ControlServer, Draft, Drafted, Refused
 from tests.host.helpers import BEARER, TOKEN, body, until
 
 
@@ -231,3 +233,35 @@ def test_ids_of_batches_are_kept() -> None:
     assert request_ids(sent) == (sent, ("a", "b"))
     made, ids = request_ids(b'{"text": "x"}')
     assert json.loads(made) == {"text": "x", "rid": ids[0]}
+
+
+async def test_drafts_reach_the_plugin_and_nothing_else_of_a_body_does(tmp_path: Path) -> None:
+    calls: list[Call] = []
+
+    def handle(call: Call) -> Answer:
+        calls.append(call)
+        assert isinstance(call, Draft)
+        if any(token > 99 for text in call.texts for token in text):
+            return Refused("BadDrafts", "token ids from 0 to 99")
+        return Drafted(sum(map(len, call.texts)))
+
+    server = ControlServer(tmp_path / "plugin.sock", handle)
+    server.start()
+    target = Target("http://127.0.0.1:9", TOKEN, lambda _: None, control=tmp_path / "plugin.sock")
+    gone = Target("http://127.0.0.1:9", TOKEN, lambda _: None, control=tmp_path / "none.sock")
+    proxy = DataProxy({"slot-1": target, "gone": gone}.get)
+    base = f"http://127.0.0.1:{await proxy.start('127.0.0.1', 0)}/slots"
+    url, sent = f"{base}/slot-1/drafts", {"texts": [[1, 2], [3]], "file_path": "/etc/passwd"}
+    async with aiohttp.ClientSession() as client:
+        async with client.post(url, json=sent, headers=BEARER) as reply:
+            assert (reply.status, await reply.json()) == (200, {"tokens": 3})
+        for status, wrong in ((409, {"texts": [[100]]}), (400, {"texts": ["text"]}), (400, {})):
+            async with client.post(url, json=wrong, headers=BEARER) as reply:
+                assert reply.status == status
+        async with client.post(url, json=sent) as reply:
+            assert reply.status == 401
+        async with client.post(f"{base}/gone/drafts", json=sent, headers=BEARER) as reply:
+            assert reply.status == 502
+    assert calls == [Draft([[1, 2], [3]]), Draft([[100]])]
+    await proxy.stop()
+    server.close()

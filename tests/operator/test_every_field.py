@@ -608,6 +608,9 @@ LEASES: list[tuple[str, Row | Refused]] = [
         "weights.kvPolicy",
         Row({"weights.kvPolicy": "Reuse"}, grant("engine.kv_policy"), "Keep", "Reuse"),
     ),
+    ("drafts", Row({"drafts": "Router"}, grant("engine.drafts"), False, True)),
+    ("drafts", Refused("drafts needs engines of one GPU")),
+    ("drafts", Refused("drafts cannot be combined")),
     (
         "maxTrajectoriesPerSlot",
         Row({"maxTrajectoriesPerSlot": 3}, grant("max_concurrent_turns"), 8, 3),

@@ -91,6 +91,7 @@ SLOTS: list[tuple[str, Granted | Refused]] = [
         Granted({"engine.contextTokens": 64}, of("engine.context_tokens"), 4096, 64),
     ),
     ("engine.kvTokens", Granted({"engine.kvTokens": 64}, of("engine.kv_tokens"), 16384, 64)),
+    ("engine.drafts", Granted({"engine.drafts": True}, of("engine.drafts"), False, True)),
     ("engine.ranks", Granted({"engine.ranks": 2}, of("engine.ranks"), 1, 2)),
     ("engine.maxRunning", Granted({"engine.maxRunning": 3}, of("max_concurrent_turns"), 8, 3)),
     ("sharing.compute", Granted(MPS, of("engine.sharing.compute"), "TimeSlice", "MPS")),

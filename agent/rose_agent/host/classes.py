@@ -60,6 +60,7 @@ def sglang(order: EngineOrder) -> EngineProgram:
         ranks=order.spec.ranks,
         kv_policy=order.spec.kv_policy,
         adapter=order.spec.adapter,
+        drafts=order.spec.drafts,
         activity=order.slot.activity,
         device="cuda",
         memory_fraction=fraction,
@@ -95,6 +96,7 @@ def sglang_cpu(order: EngineOrder) -> EngineProgram:
         ranks=order.spec.ranks,
         kv_policy=order.spec.kv_policy,
         adapter=order.spec.adapter,
+        drafts=order.spec.drafts,
     )
     return EngineProgram(
         argv=tuple(command(order.spec, launch)),

@@ -41,6 +41,7 @@ class DedicatedFile(pydantic.BaseModel):
     Attributes:
         name: unique name of the engine at the router.
         cap: most turns in flight; ``maxRunning`` when 0.
+        drafts: the router's drafts are verified, as with ``drafts: Router`` of a lease.
         weight_endpoint: ``host:port`` of the weight store or relay; left out together with ``run``
             for an engine that keeps its checkpoint, at the router of a lease of frozen weights.
     """
@@ -61,6 +62,7 @@ class DedicatedFile(pydantic.BaseModel):
     max_staleness: int = pydantic.Field(default=1, ge=0)
     cap: int = pydantic.Field(default=0, ge=0)
     gpu_uuids: tuple[GpuUuid, ...] = ()
+    drafts: bool = False
 
     @pydantic.model_validator(mode="after")
     def _one_source(self) -> DedicatedFile:
@@ -93,6 +95,7 @@ class DedicatedFile(pydantic.BaseModel):
                 context_tokens=self.context_tokens,
                 kv_tokens=self.kv_tokens,
                 max_running=self.max_running,
+                drafts=self.drafts,
             ),
             weights=WeightSource(self.weight_endpoint, self.run, self.max_staleness),
             gpu_uuids=self.gpu_uuids,

@@ -200,6 +200,7 @@ class EngineHost:
             count,
             life.key,
             partial(_tokenizer, self._site.models, life.order.engine.model),
+            life.folder.plugin_socket,
         )
 
     def endpoint_of(self, uid: SlotUid) -> str:

@@ -1,7 +1,8 @@
 """The data route of a slot: the only way into its engine from outside the node.
 
 ``POST /slots/<uid>/generate``, ``/v1/completions`` and ``/abort_request`` pass with the slot's
-bearer token, and ``GET /slots/<uid>/tokenizer`` answers with files of its model
+bearer token. ``POST /slots/<uid>/drafts`` takes what the engine shall draft from, and
+``GET /slots/<uid>/tokenizer`` answers with files of its model
 (``rose_core.wire.tokenizer_files``); everything else is 404, so the engine's admin routes are out
 of reach; on the node they are closed by the engine itself (``rose_engines.exposed_routes``), to
 which the proxy alone has the key.
@@ -23,6 +24,7 @@ import secrets
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -33,6 +35,8 @@ from rose_agent.host.tokens import TokenCount
 from rose_core.identity import SlotUid
 from rose_core.unreadable import UNREADABLE
 from rose_core.wire.routing import UNSENT
+from rose_engines.errors import CommitRefused, EngineUnavailable
+from rose_engines.sglang.control import ControlClient
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +46,13 @@ LONGEST_BODY = 16 * 1024 * 1024
 _PATIENT = aiohttp.ClientTimeout(total=None, connect=None, sock_read=None, sock_connect=30)
 _PASSED_ON = ("Content-Type", "Retry-After", "X-Request-Id")
 _CHUNK_BYTES = 64 * 1024
+_DRAFT_SECONDS = 15.0
+
+
+class _Drafts(msgspec.Struct, frozen=True):
+    """What the router sends to draft from: token ids."""
+
+    texts: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,7 @@ class Target:
         count: takes the output tokens of each request as they are seen.
         key: what the engine itself asks for before it aborts a request.
         tokenizer: reads the model's tokenizer files, as a frame; empty = there are none.
+        control: socket of ROSE's plugin in the engine.
     """
 
     url: str
@@ -61,6 +73,7 @@ class Target:
     count: Callable[[int], None]
     key: str = ""
     tokenizer: Callable[[], bytes] = bytes
+    control: Path | None = None
 
     @property
     def credentials(self) -> dict[str, str]:
@@ -147,6 +160,7 @@ class DataProxy:
         app = web.Application(client_max_size=LONGEST_BODY)
         for route in ROUTES:
             app.router.add_post(f"/slots/{{uid}}/{route}", self._answer)
+        app.router.add_post("/slots/{uid}/drafts", self._drafts)
         app.router.add_get("/slots/{uid}/tokenizer", self._tokenizer)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
@@ -210,6 +224,28 @@ class DataProxy:
             return _problem(404, "the model's folder on this node has no tokenizer.json")
         metrics.PROXY_REQUESTS.labels(outcome="200").inc()
         return web.Response(body=frame, content_type="application/msgpack")
+
+    async def _drafts(self, request: web.Request) -> web.StreamResponse:
+        """What the engine shall draft from, in place of what it had; the plugin checks every id."""
+        target = self._target(request)
+        if isinstance(target, web.Response):
+            return target
+        if self._draining or not target.url or target.control is None:
+            return _problem(503, "the slot does not serve now", **{"Retry-After": "1"})
+        try:
+            asked = msgspec.json.decode(await request.read(), type=_Drafts)
+        except UNREADABLE as error:
+            return _problem(400, f"expected texts, lists of token ids: {error}")
+        try:
+            async with asyncio.timeout(_DRAFT_SECONDS):
+                async with await ControlClient.connect(target.control) as engine:
+                    taken = await engine.draft(asked.texts)
+        except CommitRefused as refused:
+            return _problem(409, str(refused))
+        except (EngineUnavailable, TimeoutError) as error:
+            return _problem(502, f"the engine did not answer: {type(error).__name__}")
+        metrics.PROXY_REQUESTS.labels(outcome="200").inc()
+        return web.json_response({"tokens": taken.tokens})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         target = self._target(request)

@@ -19,6 +19,7 @@ import rose_engines
 from rose_core.adapters import POOL_SLOTS
 from rose_core.api.arguments import refusals
 from rose_core.identity import BASE_LABEL
+from rose_core.rollouts.drafts import MOST_TOKENS, verified_tokens
 from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_engines import activity
 from rose_engines.errors import ArgumentRefused
@@ -33,6 +34,8 @@ _TOKEN_MS = 0.0505
 _PAIR_MS = 2.03e-6
 # SGLang takes any size; smaller ones than this spend more on launches than on tokens.
 _CHUNK_STEP, _LARGEST_CHUNK = 16, 512
+# Nodes of the tree of what an engine has said itself: some 100 MB on the host.
+_OWN_NODES = 500_000
 
 PERMIT_VARIABLE = "ROSE_PERMIT"
 SOCKET_VARIABLE = "ROSE_PLUGIN_SOCKET"
@@ -43,6 +46,9 @@ KV_VARIABLE = "ROSE_KV_POLICY"
 FALLBACK_VARIABLE = "ROSE_LAYOUT_FALLBACK"
 # Rank and modules of the adapter that the engine computes with, as JSON; unset = it has none.
 ADAPTER_VARIABLE = "ROSE_ADAPTER"
+
+# Set = the engine drafts tokens and verifies them (``drafts``).
+DRAFTS_VARIABLE = "ROSE_DRAFTS"
 
 # Made by the image: a copy of ROSE's packages, and nothing that they need.
 OWN_PACKAGES = Path(sys.prefix) / "packages"
@@ -75,6 +81,7 @@ class Launch:
         kv_policy: ``Keep``, ``Recompute`` or ``Reuse`` (``rose_engines.sglang.kv``).
         adapter: the LoRA adapter whose versions it follows, None = those of whole models.
         activity: where it says what it does, before anybody freezes it; None = it does not.
+        drafts: it drafts tokens and verifies them.
     """
 
     python: Path
@@ -94,6 +101,7 @@ class Launch:
     kv_policy: str = "Keep"
     adapter: AdapterSpec | None = None
     activity: Path | None = None
+    drafts: bool = False
 
     @property
     def plugged(self) -> bool:
@@ -172,10 +180,26 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
         # Rung 4: without it SGLang's release answers well and frees nothing.
         own["enable-memory-saver"] = ""
     chosen = own | dict(spec.arguments)
+    chosen |= _for_drafts(spec, int(chosen["chunked-prefill-size"]))
     argv = [str(launch.python), "-m", "rose_engines.sglang.launch"]
     for name, value in chosen.items():
         argv += [f"--{name}"] if value in {"", "true"} else [f"--{name}", value]
     return argv + _for_adapter(launch)
+
+
+def _for_drafts(spec: EngineSpec, chunk: int) -> dict[str, str]:
+    """What makes SGLang draft; nothing where a step could not verify any draft in time."""
+    nodes = verified_tokens(spec.max_running, chunk) if spec.drafts else 0
+    if not nodes:
+        return {}
+    return {
+        "speculative-algorithm": "NGRAM",
+        "speculative-num-draft-tokens": str(nodes),
+        # Of the drafts, those from the router's tokens; the others are from the engine's own.
+        "speculative-ngram-external-sam-budget": str(nodes // 2),
+        "speculative-ngram-external-corpus-max-tokens": str(2 * MOST_TOKENS),
+        "speculative-ngram-capacity": str(_OWN_NODES),
+    }
 
 
 def _for_adapter(launch: Launch) -> list[str]:
@@ -212,6 +236,8 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
         chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(launch.ranks)))
     if launch.permit is not None:
         chosen[PERMIT_VARIABLE] = str(launch.permit)
+    if launch.drafts:
+        chosen[DRAFTS_VARIABLE] = "1"
     if launch.activity is not None:
         chosen[activity.VARIABLE] = str(launch.activity)
     if launch.plugin_socket is not None:

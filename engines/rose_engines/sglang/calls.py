@@ -11,6 +11,7 @@ Next step: ``control`` carries them, ``rose_engines.session`` carries them out.
     Export      Exported    write the live weights to a file, to compare them bit by bit
     Release     Released    let go of KV cache and weights now, also under a closed permit
     Activate    Activated   take them back at the next boundary under an open permit
+    Draft       Drafted     draft from these tokens from now on, in place of those before
     GetStatus   Status      what is live, what is staged
     any         Refused     nothing changed; the version before goes on serving
 """
@@ -81,8 +82,24 @@ class Activate(msgspec.Struct, frozen=True, tag=True):
     timeout_seconds: float = 5.0
 
 
+class Draft(msgspec.Struct, frozen=True, tag=True):
+    """Draft from these texts from now on, and from those of before no more.
+
+    Attributes:
+        texts: token ids; none = of what the engine has said itself only.
+    """
+
+    texts: list[list[int]]
+
+
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
     """Ask for the status."""
+
+
+class Drafted(msgspec.Struct, frozen=True, tag=True):
+    """It drafts from so many tokens."""
+
+    tokens: int
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
@@ -204,8 +221,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Call = Stage | Commit | Abort | Attest | Export | Release | Activate | GetStatus
-Answer = Staged | Committed | Attested | Exported | Released | Activated | Status | Refused
+Call = Stage | Commit | Abort | Attest | Export | Release | Activate | Draft | GetStatus
+Answer = (
+    Staged | Committed | Attested | Exported | Released | Activated | Drafted | Status | Refused
+)
 
 encoder = msgspec.msgpack.Encoder()
 calls: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)

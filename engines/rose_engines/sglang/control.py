@@ -35,6 +35,8 @@ from rose_engines.sglang.calls import (
     Call,
     Commit,
     Committed,
+    Draft,
+    Drafted,
     Export,
     Exported,
     GetStatus,
@@ -51,7 +53,7 @@ from rose_engines.sglang.calls import (
 
 log = logging.getLogger(__name__)
 
-A = TypeVar("A", Staged, Committed, Attested, Exported, Released, Activated, Status)
+A = TypeVar("A", Staged, Committed, Attested, Exported, Released, Activated, Drafted, Status)
 
 __all__ = [
     "Abort",
@@ -65,6 +67,8 @@ __all__ = [
     "Committed",
     "ControlClient",
     "ControlServer",
+    "Draft",
+    "Drafted",
     "Export",
     "Exported",
     "GetStatus",
@@ -224,6 +228,15 @@ class ControlClient:
             EngineUnavailable: the engine died meanwhile.
         """
         return await self._ask(Activate(timeout_seconds), Activated)
+
+    async def draft(self, texts: list[list[int]]) -> Drafted:
+        """Draft from these texts, and from those of before no more.
+
+        Raises:
+            CommitRefused: the engine drafts nothing, or a token is none of its model's.
+            EngineUnavailable: the engine died meanwhile.
+        """
+        return await self._ask(Draft(texts), Drafted)
 
     async def status(self) -> Status:
         """What is live and staged.

@@ -42,9 +42,10 @@ from rose_engines.errors import BrokenWeights, UnsupportedEngine
 from rose_engines.multi_rank import LeaderSession, MemberSession
 from rose_engines.permit import BadPermit
 from rose_engines.session import WeightSession
-from rose_engines.sglang import kv, loading, logprobs, memory, ranks, spans, unpinned
+from rose_engines.sglang import drafts, kv, loading, logprobs, memory, ranks, spans, unpinned
 from rose_engines.sglang.arguments import (
     ADAPTER_VARIABLE,
+    DRAFTS_VARIABLE,
     FALLBACK_VARIABLE,
     KV_VARIABLE,
     PERMIT_VARIABLE,
@@ -93,7 +94,9 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
-    missing = [target for target in _NEEDED if not _exists(target)]
+    drafting = bool(os.environ.get(DRAFTS_VARIABLE))
+    needed = (*_NEEDED, *drafts.NEEDED) if drafting else _NEEDED
+    missing = [target for target in needed if not _exists(target)]
     if missing:
         _tell(f"this SGLang has no {missing[0]}; the plugin supports 0.5.23")
         raise SystemExit(3)
@@ -111,6 +114,8 @@ def register() -> None:
         HookRegistry.register(WEIGHTS, checkpoints.around_weights, HookType.AROUND)
         for piece in filter(_exists, PIECES):
             HookRegistry.register(piece, checkpoints.pass_by, HookType.BEFORE)
+    if drafting:
+        drafts.place(HookRegistry, HookType, cpu=bool(os.environ.get("SGLANG_USE_CPU_ENGINE")))
     if os.environ.get("SGLANG_USE_CPU_ENGINE"):
         HookRegistry.register(ranks.CUDA_ONLY, ranks.NoCommunicator, HookType.REPLACE)
         if os.environ.get(ADAPTER_VARIABLE):
@@ -305,6 +310,8 @@ class SchedulerPlugin:
         session.device = lambda: seen
         counts = self._kv
         session.recomputed = lambda: (counts.retracted_requests, counts.recomputed_tokens)
+        if os.environ.get(DRAFTS_VARIABLE) and scheduler.spec_algorithm.is_ngram():
+            session.draft = drafts.HostCorpus(scheduler).replace
         gate = self._gate
         session.permit_open = gate.is_open if gate is not None else lambda: None
         return session

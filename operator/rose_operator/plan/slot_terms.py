@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rose_core.api import RolloutLease, ServingPool
+from rose_core.api.rolloutlease import Drafts
 from rose_core.api.rolloutslot import SlotEngine, SlotSharing
 from rose_core.api.servingpool import MPS_PERCENT, Compute
 
@@ -18,6 +19,7 @@ def engine_of(lease: RolloutLease) -> SlotEngine:
         kv_tokens=spec.kv_tokens,
         max_running=spec.max_trajectories_per_slot,
         ranks=spec.gpus_per_slot,
+        drafts=spec.drafts is Drafts.ROUTER,
     )
 
 

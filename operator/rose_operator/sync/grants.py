@@ -80,6 +80,7 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings, authority: bytes) -
             kv_tokens=spec.engine.kv_tokens,
             max_running=spec.engine.max_running,
             ranks=spec.engine.ranks,
+            drafts=spec.engine.drafts,
             sharing=_sharing(spec.sharing),
             kv_policy=spec.weights.kv_policy,
             adapter=_adapter(spec.weights),

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -164,6 +164,25 @@ async def _encoded(body: Mapping[str, Any]) -> bytes:
     rest = msgspec.json.encode({name: one for name, one in body.items() if name != "input_ids"})
     more = b"," if rest != b"{}" else b""
     return b'{"input_ids":[%b]%b%b' % (b",".join(slices), more, rest[1:])
+
+
+_DRAFT_SECONDS = 20.0
+
+
+async def send_drafts(
+    connections: Connections, target: Target, texts: Sequence[Sequence[int]]
+) -> bool:
+    """Send an engine's host what it shall draft from from now on; whether it has taken it."""
+    body = msgspec.json.encode({"texts": texts})
+    try:
+        async with asyncio.timeout(_DRAFT_SECONDS):
+            place, head = _head(target, "/drafts")
+            whole = b"%b%d\r\n\r\n%b" % (head, len(body), body)
+            connection = await connections.ask(place, whole)
+            connection.leave()
+            return connection.status == 200
+    except (OSError, TimeoutError, Unreachable):
+        return False
 
 
 @functools.lru_cache(maxsize=4096)

@@ -126,7 +126,7 @@ class Engine:
     @property
     def bounds(self) -> Bounds:
         """What it is known to bear."""
-        return Bounds(self.update.vocabulary, self.update.context_tokens)
+        return Bounds(self.update.vocabulary, self.update.context_tokens, drafts=self.update.drafts)
 
     def suspects(self, rid: str) -> frozenset[str]:
         """The legs that may have ended its process, which has just lost the leg ``rid``.

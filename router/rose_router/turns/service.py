@@ -28,6 +28,7 @@ from rose_router.engines.engine_client import EngineClient
 from rose_router.engines.fences import Fences
 from rose_router.engines.fleet import Clock, Fleet
 from rose_router.errors import BadRequest, Conflict, Overloaded, Unprocessable
+from rose_router.turns.drafting import Drafter
 from rose_router.turns.ledger import Ledger
 from rose_router.turns.request import TurnRequest
 from rose_router.turns.runner import TurnRunner
@@ -136,12 +137,15 @@ class Service:
             clock=clock,
             new_rid=new_rid,
         )
+        self.drafter: Drafter | None = None
         self.loops: list[asyncio.Task[None]] = []
         self._ends: deque[float] = deque(maxlen=64)
 
     async def start(self) -> None:
         """Begin to watch."""
-        loops = (self._supervisor.run(), self._warmer.run())
+        loops = [self._supervisor.run(), self._warmer.run()]
+        if self.drafter is not None:
+            loops.append(self.drafter.run())
         self.loops = [asyncio.create_task(loop) for loop in loops]
 
     async def close(self) -> None:
@@ -197,6 +201,8 @@ class Service:
                 job=request.job,
             )
             self._warmer.begin_turn(turn)
+            if self.drafter is not None:
+                self.drafter.begin_turn(turn)
             self.sandboxes.begin_turn(turn)
             if self.tracing is not None:
                 self.tracing.begin_turn(turn)
@@ -331,6 +337,8 @@ class Service:
     def _over(self, turn: Turn) -> None:
         self._ends.append(self.clock())
         self._warmer.end_turn(turn)
+        if self.drafter is not None:
+            self.drafter.end_turn(turn)
         self.sandboxes.end_turn(turn)
         if turn.abandoned:  # one that is answered has no listener any more when this is called
             metrics.UNDELIVERED.inc(turn.held)
