@@ -63,12 +63,15 @@ def process(folder: Path, *command: str) -> Iterator[None]:
 
 
 @contextmanager
-def lease(folder: Path, engine_class: str = "sglang-cpu") -> Iterator[RunningLease]:
+def lease(
+    folder: Path, engine_class: str = "sglang-cpu", *, drafts: bool = False
+) -> Iterator[RunningLease]:
     """Everything up, the engine with the base weights; all gone afterwards.
 
     Args:
         folder: where all of it keeps its files and logs.
         engine_class: of the engine; ``fake`` makes up its tokens, so nothing is learned from it.
+        drafts: it verifies drafts of the router's tokens.
 
     Raises:
         TimeoutError: the engine was not ready in time; the message names the logs.
@@ -79,7 +82,7 @@ def lease(folder: Path, engine_class: str = "sglang-cpu") -> Iterator[RunningLea
     token.write_text("bench")
     rundir.mkdir()
     (folder / "engine.yaml").write_text(
-        yaml.safe_dump(_engine(f"127.0.0.1:{store}", model, engine_class))
+        yaml.safe_dump(_engine(f"127.0.0.1:{store}", model, engine_class) | {"drafts": drafts})
     )
     with ExitStack() as stack:
         python = sys.executable if engine_class == "fake" else str(engine_python())
