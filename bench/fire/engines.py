@@ -20,6 +20,7 @@ from typing import Protocol
 
 from rose_core.identity import WeightVersion
 from rose_core.wire.routing import EngineKind
+from rose_dev.engine_template import ProcessHandle
 from rose_dev.engine_testing import PermitHolder, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES, make_named
 from rose_dev.owners import Owner
@@ -48,7 +49,7 @@ class Process(Protocol):
         ...
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> ProcessHandle:
         """The process; leader of a session of its own."""
         ...
 
@@ -63,7 +64,7 @@ class StubProcess:
     url: str
     control: Path
     holder: PermitHolder
-    process: subprocess.Popen[bytes]
+    process: ProcessHandle
 
 
 @contextmanager
@@ -102,7 +103,7 @@ def start_real(folder: Path, version: str) -> AbstractContextManager[Process]:
     return start_engine(folder, MODEL, version=version)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: ProcessHandle) -> None:
     """Kill the process and everything it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

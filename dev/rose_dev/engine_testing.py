@@ -7,6 +7,7 @@ it again, and nobody counts on a certain weight version (a full bundle can alway
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from rose_core.delta.manifest import Manifest
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_environment import engine_python, is_ready
+from rose_dev.engine_template import LAUNCHER, ForkedEngine, ProcessHandle, Template
 from rose_dev.models import Recipe, make_model, make_named, tensors
 from rose_engines.permit import Permit
 from rose_engines.sglang.arguments import Launch, command, environment
@@ -87,7 +89,7 @@ class RealEngine:
     url: str
     model: Path
     folder: Path
-    process: subprocess.Popen[bytes]
+    process: ProcessHandle
     holder: PermitHolder = field(repr=False)
 
     @property
@@ -112,6 +114,7 @@ def start_engine(
     device: str = "cpu",
     python: Path | None = None,
     more: Sequence[str] = (),
+    apart: bool = False,
 ) -> Iterator[RealEngine]:
     """Start SGLang under a permit that is held open; end its whole process group afterwards.
 
@@ -125,6 +128,7 @@ def start_engine(
         device: ``cpu`` or ``cuda``.
         python: of the environment that has SGLang; None = the one that ``make engine`` sets up.
         more: further arguments of SGLang.
+        apart: import SGLang anew, as in production, and share no memory with other engines.
     """
     if isinstance(model, Path):
         path, served = model, model.name
@@ -148,16 +152,22 @@ def start_engine(
         drafts=spec.drafts if spec else False,
     )
     spec = spec or EngineSpec(engine_class="test", model=served, kv_tokens=8192, max_running=4)
-    # A test that is killed ends nothing: its engine goes with it.
-    guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    line, variables = [*command(spec, launch), *more], environment(launch, os.environ)
+    template = None if apart or device != "cpu" or python else _template(launch.python, variables)
     with (folder / "engine.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*guard, *command(spec, launch), *more],
-            env=environment(launch, os.environ),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process: ProcessHandle
+        if template is not None:
+            process = _forked(template, line, variables, log.fileno())
+        else:
+            # A test that is killed ends nothing: its engine goes with it.
+            guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+            process = subprocess.Popen(
+                [*guard, *line],
+                env=variables,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
     engine = RealEngine(f"http://127.0.0.1:{launch.port}", path, folder, process, holder)
     try:
         _wait_ready(engine)
@@ -165,6 +175,29 @@ def start_engine(
     finally:
         _end_group(process)
         holder.end()
+
+
+_templates: list[Template] = []
+_making = threading.Lock()
+
+
+def _template(python: Path, variables: Mapping[str, str]) -> Template | None:
+    """The session's template, made by its first engine; None where another environment is asked."""
+    with _making:
+        if not _templates:
+            _templates.append(Template(python, variables))
+            atexit.register(_templates[0].close)
+    return _templates[0] if _templates[0].fits(variables) else None
+
+
+def _forked(
+    template: Template, line: Sequence[str], variables: Mapping[str, str], log: int
+) -> ForkedEngine:
+    python, option, module, *argv = line
+    if (option, module) != ("-m", LAUNCHER):
+        message = f"the template runs -m {LAUNCHER}, not: {python} {option} {module}"
+        raise ValueError(message)
+    return template.start(argv, variables, log)
 
 
 def _wait_ready(engine: RealEngine) -> None:
@@ -186,7 +219,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def _end_group(process: ProcessHandle) -> None:
     """Kill the engine's own session: launcher, scheduler, detokenizer."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -22,6 +22,7 @@ from rose_agent.devices.usage import ResidentMeter
 from rose_agent.sleeper.sleeper import DeadMan, SleeperRecord, WatchedServing
 from rose_core.devices.sleeper import SleeperLimits, Stage
 from rose_dev.engine_environment import is_ready
+from rose_dev.engine_template import ProcessHandle
 from rose_dev.engine_testing import start_engine
 from rose_engines.permit import Permit
 from rose_engines.rundir import read_json
@@ -74,7 +75,7 @@ def grant(rundir: Path) -> Iterator[Grant]:
 @dataclass
 class Engine:
     url: str
-    process: subprocess.Popen[bytes]
+    process: ProcessHandle
 
     @property
     def held(self) -> int:
@@ -281,7 +282,7 @@ async def test_a_real_sglang_that_ends_at_its_release_is_restarted_and_verified(
     record = rundir / "record"
     for name in ("first", "second"):
         (rundir / name).mkdir()
-    with start_engine(rundir / "first") as real:
+    with start_engine(rundir / "first", apart=True) as real:
         one = Engine(real.url, real.process)
         async with bench("SGLang", one, grant, record) as made:
             await made.until(Stage.FALLING)
@@ -290,7 +291,7 @@ async def test_a_real_sglang_that_ends_at_its_release_is_restarted_and_verified(
             reference, now = made.man.record.reference, made.world.now
             assert made.world.restarts == [now]
             assert real.process.poll() is not None
-    with start_engine(rundir / "second") as real:
+    with start_engine(rundir / "second", apart=True) as real:
         async with bench("SGLang", Engine(real.url, real.process), grant, record) as made:
             made.world.now = now + 1
             await made.until(Stage.AWAKE)
