@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 LAUNCHER = "rose_engines.sglang.launch"
-_IMPORTS = (
+IMPORTS = (
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
@@ -144,8 +144,11 @@ class Template:
         word, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         message = json.dumps({"argv": list(argv), "environment": dict(environment)}).encode()
         with theirs, self._lock:
-            socket.send_fds(self._ours, [message], [log, theirs.fileno()])
-            answer = self._ours.recv(64)
+            try:
+                socket.send_fds(self._ours, [message], [log, theirs.fileno()])
+                answer = self._ours.recv(64)
+            except OSError:  # its end, or ours, is closed
+                answer = b""
         if not answer:
             word.close()
             raise ConnectionError("the process that imports SGLang for engines has ended")
@@ -153,8 +156,9 @@ class Template:
 
     def close(self) -> None:
         """End the template, and with it what it has forked."""
-        self._ours.close()
+        self._process.kill()  # its engines are killed by the kernel
         self._process.wait(10)
+        self._ours.close()
 
 
 def _common(environment: Mapping[str, str]) -> dict[str, str]:
@@ -163,7 +167,7 @@ def _common(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _serve(channel: socket.socket) -> None:
     """Import once, then fork for each message, and tell of each end."""
-    for name in _IMPORTS:
+    for name in IMPORTS:
         __import__(name)
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         sys.exit("SGLang's imports have started threads: engines cannot be forked from here")
@@ -229,3 +233,4 @@ def _become(start: Mapping[str, Any], log: int) -> None:
 
 if __name__ == "__main__":
     _serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # the test is gone; whatever SGLang would do at an exit is nobody's wish

@@ -1,0 +1,128 @@
+"""Engines of tests are forked from one process: how a fork ends, and what ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rose_dev import engine_template
+from rose_dev.engine_template import Template
+from rose_dev.waiting import wait_until
+
+BARE = Path(sys.executable).resolve()
+"""Without this environment's packages, which have a launcher of that name."""
+LAUNCHER = """
+import os, sys, time
+print(os.environ["ROSE_NAME"], sys.argv[1:], os.getsid(0) == os.getpid(), flush=True)
+if "--stay" in sys.argv:
+    time.sleep(60)
+if "--fail" in sys.argv:
+    raise RuntimeError("as told")
+sys.exit(int(sys.argv[-1]))
+"""
+MARK = "import os, pathlib; pathlib.Path(os.environ['IMPORTS']).open('a').write('once ')\n"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A stand-in for SGLang that counts its imports, and for ROSE's launcher."""
+    for name in engine_template.IMPORTS:
+        path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(MARK)
+    launcher = tmp_path.joinpath(*engine_template.LAUNCHER.split(".")).with_suffix(".py")
+    launcher.parent.mkdir(parents=True)
+    launcher.write_text(LAUNCHER)
+    return {"PYTHONPATH": str(tmp_path), "IMPORTS": str(tmp_path / "imports"), "ROSE_NAME": "one"}
+
+
+@pytest.fixture
+def template(environment: dict[str, str]) -> Iterator[Template]:
+    made = Template(BARE, environment)
+    yield made
+    made.close()
+
+
+def start(
+    template: Template, environment: dict[str, str], log: Path, *argv: str
+) -> engine_template.ForkedEngine:
+    with log.open("wb") as file:
+        return template.start(argv, environment, file.fileno())
+
+
+def test_engines_have_their_own_environment_output_and_session(
+    template: Template, environment: dict[str, str], tmp_path: Path
+) -> None:
+    first = start(template, environment, tmp_path / "1", "--port", "0")
+    second = start(template, environment | {"ROSE_NAME": "two"}, tmp_path / "2", "7")
+
+    assert (first.wait(30), second.wait(30)) == (0, 7)
+
+    assert (tmp_path / "1").read_text() == "one ['--port', '0'] True\n"
+    assert (tmp_path / "2").read_text() == "two ['7'] True\n"
+    assert (tmp_path / "imports").read_text() == "once "
+
+
+def test_an_error_is_told_as_an_interpreter_does(
+    template: Template, environment: dict[str, str], tmp_path: Path
+) -> None:
+    assert start(template, environment, tmp_path / "log", "--fail").wait(30) == 1
+
+    assert "RuntimeError: as told" in (tmp_path / "log").read_text()
+
+
+def test_a_killed_engine_tells_the_signal_and_others_go_on(
+    template: Template, environment: dict[str, str], tmp_path: Path
+) -> None:
+    one, other = (start(template, environment, tmp_path / name, "--stay") for name in "ab")
+    assert one.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        one.wait(0.01)
+
+    os.killpg(one.pid, signal.SIGKILL)
+
+    assert one.wait(30) == one.poll() == -signal.SIGKILL
+    assert other.poll() is None
+    os.killpg(other.pid, signal.SIGTERM)
+    assert other.wait(30) == -signal.SIGTERM
+
+
+def test_engines_end_with_their_template(
+    template: Template, environment: dict[str, str], tmp_path: Path
+) -> None:
+    engine = start(template, environment, tmp_path / "log", "--stay")
+
+    template.close()
+
+    assert engine.wait(30) == -signal.SIGKILL
+    wait_until(lambda: not psutil.pid_exists(engine.pid), "the engine is gone", seconds=30)
+    with pytest.raises(ConnectionError, match="has ended"):
+        start(template, environment, tmp_path / "log", "0")
+
+
+def test_only_roses_own_variables_may_differ(
+    template: Template, environment: dict[str, str]
+) -> None:
+    assert template.fits(environment | {"ROSE_PERMIT": "/elsewhere"})
+    assert not template.fits(environment | {"OMP_NUM_THREADS": "2"})
+
+
+def test_imports_that_start_a_thread_are_refused(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    wait = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (tmp_path / "sglang" / "launch_server.py").write_text(wait)
+    made = Template(BARE, environment)
+    try:
+        with pytest.raises(ConnectionError, match="has ended"):
+            start(made, environment, tmp_path / "log", "0")
+    finally:
+        made.close()
