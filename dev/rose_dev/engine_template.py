@@ -40,6 +40,7 @@ IMPORTS = (
 )
 # What differs between engines. Our launcher and plugin read it; SGLang's imports do not.
 _OWN = "ROSE_"
+_CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"  # as the launcher sets it before it imports SGLang
 _MESSAGE_BYTES = 1 << 17
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _IMPORT_SECONDS = 240.0
@@ -120,7 +121,7 @@ class Template:
         with theirs:
             self._process = subprocess.Popen(
                 [python, __file__, str(theirs.fileno())],
-                env=self._common | {"SGLANG_USE_CPU_ENGINE": "1"},
+                env=self._common | {_CPU_ENGINE: "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -216,8 +217,11 @@ def _become(start: Mapping[str, Any], log: int) -> None:
         os.dup2(log, 2)
         # The channel and others' ends: an engine that held them would hide the template's death.
         os.closerange(3, max(int(fd.name) for fd in Path("/proc/self/fd").iterdir()) + 1)
-        os.environ.clear()
-        os.environ.update(start["environment"])
+        # Only what differs: SGLang names its processes in the place of an environment untouched.
+        wanted = dict(start["environment"])
+        for name in os.environ.keys() - wanted.keys() - {_CPU_ENGINE}:
+            del os.environ[name]
+        os.environ.update({k: v for k, v in wanted.items() if os.environ.get(k) != v})
         sys.argv = [LAUNCHER, *start["argv"]]
         runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)
         status = 0

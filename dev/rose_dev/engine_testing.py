@@ -128,7 +128,7 @@ def start_engine(
         device: ``cpu`` or ``cuda``.
         python: of the environment that has SGLang; None = the one that ``make engine`` sets up.
         more: further arguments of SGLang.
-        apart: import SGLang anew, as in production, and share no memory with other engines.
+        apart: import SGLang anew, as in production: in this network namespace and its own memory.
     """
     if isinstance(model, Path):
         path, served = model, model.name

@@ -97,7 +97,7 @@ def test_the_load_feed_of_a_real_sglang_tells_work_from_none(tmp_path: Path) -> 
     with (
         namespace() as inside,
         sockets.namespace(inside.path),
-        start_engine(tmp_path, more=feeding) as engine,
+        start_engine(tmp_path, more=feeding, apart=True) as engine,
     ):
         asyncio.run(told_by_the_feed(engine))
 
