@@ -158,7 +158,7 @@ class Template:
     def close(self) -> None:
         """End the template, and with it what it has forked."""
         self._process.kill()  # its engines are killed by the kernel
-        self._process.wait(10)
+        self._process.wait(60)
         self._ours.close()
 
 

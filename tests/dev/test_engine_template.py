@@ -64,7 +64,7 @@ def test_engines_have_their_own_environment_output_and_session(
     first = start(template, environment, tmp_path / "1", "--port", "0")
     second = start(template, environment | {"ROSE_NAME": "two"}, tmp_path / "2", "7")
 
-    assert (first.wait(30), second.wait(30)) == (0, 7)
+    assert (first.wait(120), second.wait(120)) == (0, 7)
 
     assert (tmp_path / "1").read_text() == "one ['--port', '0'] True\n"
     assert (tmp_path / "2").read_text() == "two ['7'] True\n"
@@ -74,7 +74,7 @@ def test_engines_have_their_own_environment_output_and_session(
 def test_an_error_is_told_as_an_interpreter_does(
     template: Template, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    assert start(template, environment, tmp_path / "log", "--fail").wait(30) == 1
+    assert start(template, environment, tmp_path / "log", "--fail").wait(120) == 1
 
     assert "RuntimeError: as told" in (tmp_path / "log").read_text()
 
@@ -89,10 +89,10 @@ def test_a_killed_engine_tells_the_signal_and_others_go_on(
 
     os.killpg(one.pid, signal.SIGKILL)
 
-    assert one.wait(30) == one.poll() == -signal.SIGKILL
+    assert one.wait(120) == one.poll() == -signal.SIGKILL
     assert other.poll() is None
     os.killpg(other.pid, signal.SIGTERM)
-    assert other.wait(30) == -signal.SIGTERM
+    assert other.wait(120) == -signal.SIGTERM
 
 
 def test_engines_end_with_their_template(
@@ -102,8 +102,8 @@ def test_engines_end_with_their_template(
 
     template.close()
 
-    assert engine.wait(30) == -signal.SIGKILL
-    wait_until(lambda: not psutil.pid_exists(engine.pid), "the engine is gone", seconds=30)
+    assert engine.wait(120) == -signal.SIGKILL
+    wait_until(lambda: not psutil.pid_exists(engine.pid), "the engine is gone", seconds=120)
     with pytest.raises(ConnectionError, match="has ended"):
         start(template, environment, tmp_path / "log", "0")
 
