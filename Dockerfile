@@ -1,4 +1,4 @@
-# One file, five targets: operator, router, agent, weights, engine.
+# One file, six targets: operator, router, agent, weights, sandbox, engine.
 #
 #   docker build --target operator -t rose-operator .
 #   docker build --target engine --build-arg ENGINE_BASE=lmsysorg/sglang:v0.5.23 -t rose-engine .
@@ -70,6 +70,16 @@ FROM ${BASE} AS weights
 COPY --from=weights-environment /opt/rose /opt/rose
 ENV PATH=/opt/rose/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=/tmp/numba
 ENTRYPOINT ["rose", "weights"]
+
+# Host of agents' sandboxes. runc, CRIU and what sandboxes begin as come from a folder of the node
+# (docs/sandboxes.md); here is what these run with.
+FROM ${BASE} AS sandbox
+RUN apt-get update \
+ && apt-get install --no-install-recommends -y gzip iproute2 libelf1 libseccomp2 mount tar util-linux \
+ && rm -rf /var/lib/apt/lists/*
+COPY --from=weights-environment /opt/rose /opt/rose
+ENV PATH=/opt/rose/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=/tmp/numba
+ENTRYPOINT ["rose", "sandbox-host"]
 
 # Engine host beside an engine. The host has an environment of its own, which sees nothing of the base's;
 # the engine runs with the base's Python, which finds a folder of ROSE's packages on its path and nothing

@@ -48,6 +48,11 @@ _LINKS = tuple(
     )
     for word in line.split()
 )
+# Of the machine, for hosts of sandboxes; the shell's commands above are busybox's.
+_PROGRAMS = ("tar", "nsenter", "mount", "umount", "ip", "unshare", "gzip")
+_PROGRAM_FOLDER = "usr/local/sbin"
+_FOREIGN_LIBRARIES = ("libseccomp.so.2", "libelf.so.1", "libz.so.1")
+"""What runc and the inspector's library need, which come from a folder of the node."""
 _LIBRARY = re.compile(r"(?:=> )?(/\S+) \(0x")
 
 Say = Callable[[str], None]
@@ -203,6 +208,9 @@ def _fill_base(root: Path, needed: Iterable[importlib.metadata.Distribution]) ->
         for file in distribution.files or []:
             if not _SKIPPED.intersection(file.parts) and ".." not in file.parts:
                 _copy(Path(str(distribution.locate_file(file))), root / _SITE / str(file))
+    for name in _PROGRAMS:
+        if (program := shutil.which(name)) is not None:
+            _copy(Path(program).resolve(), root / _PROGRAM_FOLDER / name)
     _system_libraries(root)
     _copy(_busybox(), root / "bin/busybox")
     for link in _LINKS:
@@ -250,9 +258,10 @@ def _system_libraries(root: Path) -> None:
     """What the dynamic linker would load for Python and every extension module in the image."""
     objects = [path for path in root.rglob("*.so*") if path.is_file()]
     objects.append(Path(sys.executable).resolve())
+    objects += (root / _PROGRAM_FOLDER).iterdir()
     answer = run(["ldd", *objects], seconds=120, check=False).stdout
     found = set(_LIBRARY.findall(answer))
-    for name in ("libnss_files.so.2", "libnss_dns.so.2", "libresolv.so.2"):
+    for name in (*_FOREIGN_LIBRARIES, "libnss_files.so.2", "libnss_dns.so.2", "libresolv.so.2"):
         found.update(str(path) for path in Path("/lib").glob(f"*/{name}"))
     for library in found:
         if not library.startswith(str(root)):

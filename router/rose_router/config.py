@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,7 +70,8 @@ class Settings:
         traces: where an OTLP receiver listens; empty = no span is made.
         quorum: who must have new weights before such a trainer is told so.
         sandbox_hosts: URLs of hosts of agents' sandboxes, by job; they are told of turns.
-        sandbox_token: bearer token that these ask for.
+        sandbox_token: bearer token that these ask for, or what reads it at each call: a Secret may
+            come after its router.
         dedicated: names of the dedicated engines that may attach; empty = any.
         replica: this replica's name, where there are several.
         replicas: finds all of them.
@@ -111,7 +112,7 @@ class Settings:
     traces: str = ""
     quorum: Quorum = field(default_factory=Quorum)
     sandbox_hosts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    sandbox_token: str = ""
+    sandbox_token: str | Callable[[], str] = ""
     dedicated: frozenset[str] = frozenset()
     replica: str = ""
     replicas: Resolve | None = None

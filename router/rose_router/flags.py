@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +176,9 @@ def _about_sandboxes(add: Add) -> None:
         help="host of agents' sandboxes (rose sandbox-host), of turns without a job or of that "
         "job's; a name with several addresses is a host at each; {namespace} and {lease} in it "
         "stand for the names in --lease; repeat")  # fmt: skip
-    add("--sandbox-token-file", type=Path, help="bearer token that these hosts ask for")
+    add("--sandbox-token-file", type=Path,
+        help="bearer token that these hosts ask for, read at each call; while there is no such "
+        "file they are called without")  # fmt: skip
 
 
 def _about_traces(add: Add) -> None:
@@ -242,7 +246,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         batches_token=token(flags.batches_token_file),
         ingest_url=_of_lease("--ingest-url", flags.ingest_url, flags.lease),
         sandbox_hosts=_sandbox_hosts(flags.sandbox_host, flags.lease),
-        sandbox_token=token(flags.sandbox_token_file),
+        sandbox_token=partial(_once_there, flags.sandbox_token_file),
         ingest_token=token(flags.ingest_token_file),
         traces=flags.traces,
         quorum=Quorum(_count(flags.quorum), flags.quorum_seconds, flags.hold_seconds),
@@ -301,6 +305,13 @@ def _of_lease(flag: str, url: str, lease: str) -> str:
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         message = f"{flag}: {url!r} may hold {{namespace}} and {{lease}} between braces only"
         raise ValueError(message) from error
+
+
+def _once_there(path: Path | None) -> str:
+    """A token that its Secret may bring after the router, or change."""
+    with contextlib.suppress(OSError):
+        return token(path)
+    return ""
 
 
 def _sandbox_hosts(values: list[str], lease: str) -> dict[str, tuple[str, ...]]:

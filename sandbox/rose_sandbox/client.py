@@ -42,6 +42,10 @@ _ANSWER_SECONDS = 60.0
 """Beyond a command's own limit: a restore of the largest sandbox that fits a host."""
 
 
+_CONNECT_SECONDS = 5.0
+"""To a host that is there; one whose machine is gone says nothing at all."""
+
+
 class Sandboxes(Protocol):
     """What ``Sandbox`` needs of a host, near or far."""
 
@@ -118,7 +122,8 @@ class RemoteHost:
     def __init__(self, url: str, token: str = "") -> None:
         self._url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = aiohttp.ClientSession(headers=headers)
+        limit = aiohttp.ClientTimeout(total=5 * _ANSWER_SECONDS, sock_connect=_CONNECT_SECONDS)
+        self._http = aiohttp.ClientSession(headers=headers, timeout=limit)
 
     async def create(
         self,
@@ -204,7 +209,7 @@ class RemoteHost:
     async def _call(
         self, method: str, path: str, body: object, within: float = 0.0
     ) -> dict[str, Any]:
-        limit = aiohttp.ClientTimeout(total=within + _ANSWER_SECONDS)
+        limit = aiohttp.ClientTimeout(total=within + _ANSWER_SECONDS, sock_connect=_CONNECT_SECONDS)
         try:
             async with self._http.request(
                 method, f"{self._url}/sessions{path}", json=body, timeout=limit

@@ -32,6 +32,7 @@ from rose_sandbox.inspector.blind import BlindInspector
 from rose_sandbox.inspector.bpf import BpfInspector
 from rose_sandbox.inspector.inspector import Inspector
 from rose_sandbox.runtimes.parts import Parts, find_parts
+from rose_sandbox.runtimes.processes import delegate
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_weights.errors import WeightsError
 from rose_weights.receive.record_client import RemoteRecords
@@ -114,6 +115,7 @@ def _inspector(parts: Parts) -> Inspector:
 async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
     """Serve until the block ends; gives the port."""
     traffic = ServingTraffic()
+    delegate()
     host = open_host(
         given.folder,
         given.store,

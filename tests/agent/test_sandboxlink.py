@@ -104,3 +104,24 @@ async def test_the_guard_has_it_as_a_part_where_a_host_is_named(
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
+
+
+def test_each_host_of_a_node_has_a_token_of_its_own_or_all_have_one(tmp_path: Path) -> None:
+    """A lease's hosts have their own; a guard tells those of all leases."""
+    hosts = ["--sandbox-host=http://a:1", "--sandbox-host=http://b:1"]
+    files = []
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(name)
+        files.append(f"--sandbox-token-file={tmp_path / name}")
+
+    def told(*given: str) -> list[dict[str, str]]:
+        options = main.arguments().parse_args(["--node=n", *given])
+        parts = main._sandboxes(options, lambda: False)
+        return [part.__self__._headers for part in parts]  # type: ignore[attr-defined]
+
+    one, two = ({"Authorization": f"Bearer {word}"} for word in ("one", "two"))
+    assert told(*hosts, *files) == [one, two]
+    assert told(*hosts, files[0]) == [one, one]
+    assert told(*hosts) == [{}, {}]
+    with pytest.raises(ValueError, match="2 --sandbox-token-file for 1 --sandbox-host"):
+        told(hosts[0], *files)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from tests.chart.rendering import CHART, EVERYTHING, LENDING, Object, render
+from tests.chart.rendering import CHART, EVERYTHING, LENDING, SANDBOXES, Object, render
 
 PAGE = CHART.parents[1] / "docs" / "granted.md"
 PROFILES: dict[str, Object] = {
     "By default": {},
     "With lending": LENDING,
     "With lending, where `gpus.access` is `HostPath`": {**LENDING, "gpus": {"access": "HostPath"}},
+    "With hosts of sandboxes": {"sandboxes": SANDBOXES},
     "With everything that values switch on": {
         **EVERYTHING,
         "agent": {"wholeReplica": {"enabled": True}},

@@ -67,6 +67,12 @@ RELAY: Object = {"enabled": True, "upstream": "tls://weights.example:7446"}
 MONITORING: Object = {
     name: {"enabled": True} for name in ("podMonitor", "prometheusRule", "dashboards")
 }
+SANDBOXES: Object = {
+    "enabled": True,
+    "store": "tls://weights.example:7446",
+    "partsPath": "/var/lib/rose/cache/sandbox",
+    "leases": [{"namespace": "research", "name": "grpo", "egress": ["*.example.org"]}],
+}
 EVERYTHING: Object = {
     **LENDING,
     "relay": RELAY,

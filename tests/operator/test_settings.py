@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from rose_core.api import RolloutLease
 from rose_operator.apply import routers
@@ -102,21 +101,32 @@ def test_with_turn_secrets_no_router_starts_without_its_callers_tokens() -> None
     assert "turns" not in {one["name"] for one in open_to_all["volumes"]}
 
 
-def test_the_values_on_the_page_of_sandboxes_make_a_router_know_its_hosts() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "sandboxes.md").read_text()
-    values = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
-    template = values["router"]["template"]
-    pod = deployment_pod(
-        RolloutLease.model_validate(LEASE), replace(SETTINGS, router_template=template)
-    )
+def test_a_template_names_each_leases_own_sandbox_hosts_and_secret() -> None:
+    """What the chart writes for all routers (``helm/rose/templates/config.yaml``)."""
+    name = "rose-sandboxes-{namespace}-{lease}"
+    at = "/var/run/rose-sandboxes"
+    secret = {"secretName": name, "optional": True}
+    template = {
+        "container": {
+            "args": [
+                f"--sandbox-host=http://{name}.rose-system.svc:7600",
+                f"--sandbox-token-file={at}/token",
+            ],
+            "volumeMounts": [{"name": "sandboxes", "mountPath": at, "readOnly": True}],
+        },
+        "podSpec": {"volumes": [{"name": "sandboxes", "secret": secret}]},
+    }
+    lease = RolloutLease.model_validate(LEASE)
+    pod = deployment_pod(lease, replace(SETTINGS, router_template=template))
     (container,) = pod["containers"]
-    flags = router_parser().parse_args(container["args"])
-    assert flags.sandbox_token_file == Path("/var/run/sandboxes/token")
-    flags.sandbox_token_file = None  # the Secret's
-    found = router_settings(flags)
-    assert found.sandbox_hosts == {"": ("http://sandboxes.default.svc:7600",)}
-    mounted = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
-    assert mounted["/var/run/sandboxes"] in {one["name"] for one in pod["volumes"]}
+    found = router_settings(router_parser().parse_args(container["args"]))
+    own = f"rose-sandboxes-default-{lease.metadata.name}"
+    assert found.sandbox_hosts == {"": (f"http://{own}.rose-system.svc:7600",)}
+    assert callable(found.sandbox_token)
+    assert found.sandbox_token() == "", "its Secret may come later"
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "sandboxes"]
+    assert volume["secret"] == {**secret, "secretName": own}
+    assert secret["secretName"] == name, "the template itself is all leases'"
 
 
 def test_a_routers_pod_holds_nothing_but_a_proof_of_its_lease() -> None:

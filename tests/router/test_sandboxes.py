@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
@@ -24,6 +26,7 @@ from rose_core.rollouts.terms import LeaseTerms
 from rose_dev.waiting import until
 from rose_router.flags import parser, settings
 from rose_router.http.branches import Branches, _Turns
+from rose_router.turns.sandbox_hosts import SandboxHosts
 from rose_router.turns.service import Service
 from rose_router.turns.turn import Turn
 from rose_router.turns.turn_clock import TurnClock
@@ -136,6 +139,28 @@ async def test_a_dead_host_and_a_wrong_token_cost_no_turn(
             assert reply.status == 200
         await until(lambda: idle(s.router.service))
         assert (await one.world.host.state("s")).turn == 0
+
+
+async def test_the_successor_of_a_dead_host_is_found_at_once(
+    host_at: Callable[[str], Any],
+) -> None:
+    """Its address was believed for 10 s: a restore in that time found no host at all."""
+    one = await host_at("one")
+    await one.world.host.create("s")
+    await one.world.host.checkpoint("s", [1, 2])
+    asked: list[str] = []
+
+    async def resolve(name: str, _port: int) -> tuple[str, ...]:
+        asked.append(name)
+        return ("127.0.0.2",) if len(asked) == 1 else ("127.0.0.1",)
+
+    url = f"http://sandboxes:{one.url.rpartition(':')[2]}"
+    async with aiohttp.ClientSession() as http:
+        hosts = SandboxHosts({"": (url,)}, lambda: "word", http, time.monotonic, resolve)
+        at, said = await hosts.go_on("", "s", "restore", {})
+    assert at == one.url
+    assert said["ids"] == [1, 2]
+    assert asked == ["sandboxes", "sandboxes"]
 
 
 def test_hosts_are_given_by_job_and_a_bad_one_is_named() -> None:

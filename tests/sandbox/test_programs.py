@@ -29,3 +29,9 @@ async def test_a_cancelled_program_has_ended_when_the_call_has(tmp_path: Path, s
 async def test_a_program_that_fails_says_what_it_said() -> None:
     with pytest.raises(RuntimeFailed, match=r"exit code 3 .*: because"):
         await run(PATH, "sh", "-c", "echo because >&2; exit 3")
+
+
+async def test_a_program_that_is_not_there_is_named() -> None:
+    """A host in a container of few programs answered 500 without a word."""
+    with pytest.raises(RuntimeFailed, match="no-such-program is not there"):
+        await run(PATH, "no-such-program")

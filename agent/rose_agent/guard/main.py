@@ -106,9 +106,12 @@ def arguments() -> argparse.ArgumentParser:
         default=0.0,
         help="withhold lending in every second window of this length and compare; 0 = never",
     )
-    add("--sandbox-host", type=flags.web,
-        help="of this node (rose sandbox-host): told while serving burns its budget")  # fmt: skip
-    add("--sandbox-token-file", type=Path, help="bearer token that it asks for")
+    add("--sandbox-host", type=flags.web, action="append", default=[],
+        help="of this node (rose sandbox-host): told while serving burns its budget; "
+        "repeat")  # fmt: skip
+    add("--sandbox-token-file", type=Path, action="append", default=[],
+        help="bearer token that it asks for: one for all hosts, or one for each, in their "
+        "order")  # fmt: skip
     flags.add_log_level(parser)
     return parser
 
@@ -185,10 +188,14 @@ def _operator(options: argparse.Namespace, guard: Guard) -> list[Part]:
 
 
 def _sandboxes(options: argparse.Namespace, burns: Callable[[], bool]) -> list[Part]:
-    if options.sandbox_host is None:
-        return []
-    token = flags.token(options.sandbox_token_file)
-    return [SandboxLink(options.sandbox_host, token, burns).run]
+    hosts, tokens = options.sandbox_host, [flags.token(path) for path in options.sandbox_token_file]
+    if len(tokens) not in {0, 1, len(hosts)}:
+        raise ValueError(
+            f"{len(tokens)} --sandbox-token-file for {len(hosts)} --sandbox-host: give one for all "
+            "or one for each"
+        )
+    words = tokens if len(tokens) == len(hosts) else (tokens or [""]) * len(hosts)
+    return [SandboxLink(host, word, burns).run for host, word in zip(hosts, words, strict=True)]
 
 
 async def _until_told(tasks: list[asyncio.Task[None]]) -> None:

@@ -276,6 +276,15 @@ securityContext:
 {{- define "rose.hostRights" -}}["CHOWN","DAC_OVERRIDE","FOWNER","KILL","SETGID","SETPCAP","SETUID"]{{- end }}
 {{- define "rose.mpsRights" -}}["SYS_PTRACE","DAC_OVERRIDE","KILL","SETUID","SETGID","FOWNER"]{{- end }}
 
+{{/* Name of what belongs to a lease's sandbox hosts; argument: an entry of sandboxes.leases. */}}
+{{- define "rose.sandboxes" -}}
+{{- $namespace := required "sandboxes.leases: each names the namespace of its lease" .namespace }}
+{{- $lease := required "sandboxes.leases: each names its lease (name)" .name }}
+{{- $name := printf "rose-sandboxes-%s-%s" $namespace $lease }}
+{{- if gt (len $name) 58 }}{{ fail (printf "sandboxes.leases: %s/%s is too long: a Service is called rose-sandboxes-NAMESPACE-NAME, 58 characters at most" $namespace $lease) }}{{ end }}
+{{- $name }}
+{{- end }}
+
 {{/* Probes of a process that serves /healthz: {root, port (its name)}. */}}
 {{- define "rose.probes" -}}
 startupProbe:

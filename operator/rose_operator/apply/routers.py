@@ -132,7 +132,7 @@ def deployment(
     template = settings.router_template
     container = merge(_container(lease, settings, large), template.get("container", {}))
     own = _pod(name, lease.metadata.key, settings, container)
-    pod = merge(own, template.get("podSpec", {}))
+    pod = _of_lease(merge(own, template.get("podSpec", {})), lease)
     return _finished(
         {
             "apiVersion": "apps/v1",
@@ -155,6 +155,21 @@ def deployment(
             },
         }
     )
+
+
+def _of_lease(pod: dict[str, Any], lease: RolloutLease) -> dict[str, Any]:
+    """The pod with the lease's names in its Secrets' names: a template serves all leases."""
+    words = {"{namespace}": lease.metadata.namespace, "{lease}": lease.metadata.name}
+    volumes = []
+    for volume in pod.get("volumes", ()):
+        secret = volume.get("secret")
+        if secret and "{" in secret.get("secretName", ""):
+            name = secret["secretName"]
+            for word, meant in words.items():
+                name = name.replace(word, meant)
+            volume = {**volume, "secret": {**secret, "secretName": name}}  # noqa: PLW2901
+        volumes.append(volume)
+    return {**pod, "volumes": volumes}
 
 
 def _strategy(lease: RolloutLease) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class SandboxHosts:
 
     Args:
         urls: of hosts, by job.
-        token: that they ask for.
+        token: that they ask for, or what reads it at each call.
         http: for calls.
         clock: monotonic seconds.
         resolve: the addresses of a name.
@@ -72,13 +72,13 @@ class SandboxHosts:
     def __init__(
         self,
         urls: Mapping[str, tuple[str, ...]],
-        token: str,
+        token: str | Callable[[], str],
         http: aiohttp.ClientSession,
         clock: Callable[[], float],
         resolve: Resolve = addresses_of,
     ) -> None:
         self._urls, self._http, self._clock, self._resolve = urls, http, clock, resolve
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._token = token
         self._where: OrderedDict[Name, str] = OrderedDict()
         self._absent: OrderedDict[Name, float] = OrderedDict()
         self._resting: dict[str, float] = {}
@@ -107,6 +107,10 @@ class SandboxHosts:
         elif status >= 400 and status != 409:
             LOG.warning("session %s: %s answered %d to %s: %s", session, url, status, step, said)
         return status < 400
+
+    def _headers(self) -> dict[str, str]:
+        token = self._token() if callable(self._token) else self._token
+        return {"Authorization": f"Bearer {token}"} if token else {}
 
     async def find(self, job: str, session: str) -> str | None:
         """The URL of the host that has a session; None: none of those that answer."""
@@ -142,12 +146,19 @@ class SandboxHosts:
         found = await self.find(job, session)
         # Also those that lately did not answer: whoever asks for this waits for it.
         urls = [url for url in await self.urls(job) if url != found]
+        waiting = [*([found] if found is not None else []), *urls]
+        tried: set[str] = set()
         last: RouterError | None = None
-        for url in [*([found] if found is not None else []), *urls]:
+        while waiting:
+            url = waiting.pop(0)
+            tried.add(url)
             try:
                 status, said = await self._call(url, (session, step), body, LONG_SECONDS)
             except Overloaded as error:
                 last = error
+                if not waiting:  # the successor of one that died has another address
+                    self._addresses.clear()
+                    waiting = [one for one in await self.urls(job) if one not in tried]
                 continue
             if status < 400:
                 return url, said
@@ -207,8 +218,8 @@ class SandboxHosts:
                 "GET" if body is None else "POST",
                 "/".join((url, "sessions", *(quote(one, safe="") for one in path))),
                 data=data,
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=seconds),
+                headers=self._headers(),
+                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CALL_SECONDS),
             ) as answer:
                 raw = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

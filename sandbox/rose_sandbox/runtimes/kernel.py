@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rose_sandbox.runtimes.parts import SYSTEM_PATH
+
 FIRST_ID = 1_000_000_000
 """The host's user that is a sandbox's root: far above what systems and their users count with.
 
@@ -74,7 +76,8 @@ def mount_mapped(source: Path, target: Path) -> None:
     # A program and no fork of this process: libraries such as gRPC begin threads in a child of
     # theirs, and one with threads gets no namespace.
     child = subprocess.Popen(
-        ["/usr/bin/env", "unshare", "--user", "sh", "-c", "echo y; exec cat"],
+        ["unshare", "--user", "sh", "-c", "echo y; exec cat"],
+        env={"PATH": SYSTEM_PATH},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -13,7 +13,10 @@ from pathlib import Path
 
 from rose_sandbox.errors import Unavailable
 
-PROGRAMS = ("runc", "criu", "btrfs", "mkfs.btrfs", "tar", "ip", "mount", "umount", "nsenter")
+PROGRAMS = (
+    *("runc", "criu", "btrfs", "mkfs.btrfs", "tar", "ip", "mount", "umount", "nsenter", "unshare"),
+    "gzip",  # CRIU packs what lies in memory with it; without, a dump succeeds and no restore does
+)
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 

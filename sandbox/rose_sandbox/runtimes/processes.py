@@ -76,6 +76,27 @@ def hierarchies() -> list[Path]:
     return [folder for folder in top.iterdir() if folder.is_dir()]
 
 
+def delegate(top: Path = Path("/sys/fs/cgroup")) -> None:
+    """Make room for groups of sandboxes in a container's own group.
+
+    In a unified hierarchy a group with processes of its own hands no controller on. So they, this
+    one among them, move into a group beside those of sandboxes. A machine's own top needs none of
+    it, nor has the hierarchies of before.
+
+    Raises:
+        OSError: the group cannot be written: the container is not privileged.
+    """
+    if not (top / "cgroup.type").exists():
+        return
+    (top / "host").mkdir(exist_ok=True)
+    for pid in text_of(top / "cgroup.procs").split():
+        with suppress(ProcessLookupError):
+            (top / "host" / "cgroup.procs").write_text(pid)
+    has = set(text_of(top / "cgroup.controllers").split())
+    wanted = sorted({"cpu", "memory", "pids"} & has)
+    (top / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in wanted))
+
+
 def empty(groups: Sequence[Path]) -> None:
     """Kill what is in groups of the same processes, and remove them."""
     for group in groups:  # all of them first: one that stands still holds the others' processes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 
 from rose_sandbox.errors import RuntimeFailed
@@ -37,9 +38,12 @@ async def run(path: str, *arguments: str | Path, quiet: bool = False) -> bytes:
 
 
 async def _run(path: str, *arguments: str | Path, quiet: bool) -> bytes:
+    program = shutil.which(arguments[0], path=path)
+    if program is None:
+        raise RuntimeFailed(f"{arguments[0]} is not there (PATH is {path})")
     streams = asyncio.subprocess.DEVNULL if quiet else asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *("/usr/bin/env", f"PATH={path}", *map(str, arguments)),
+        *(program, *map(str, arguments[1:])),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=streams,
         stderr=streams,
