@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rose_core.guard.crossover import Schedule
 from rose_core.identity import published
 from rose_demo.records import ClassFigures, Sample
+from rose_demo.spans import SpanRecord
 
 _KINDS = ("borrowed", "dedicated")
 _PAGE_SECONDS = 5.0
@@ -131,7 +132,7 @@ class Collector:
     """Asks the pages.
 
     Args:
-        guard, router: base URLs.
+        guard, router: base URLs; ``traces`` that of the receiver of spans.
         token: the installation's, for the guard's pages that say more than metrics.
         turn_token: the trainer's, for the router's.
         window_s: crossover window; the guard counts windows on the same monotonic clock.
@@ -145,6 +146,7 @@ class Collector:
     origin: float
     token: str
     turn_token: str
+    traces: str
 
     async def look(self) -> Sample:
         """One sample now."""
@@ -174,8 +176,15 @@ class Collector:
         found: dict[str, Any] = {} if text is None else msgspec.json.decode(text)
         return found
 
+    async def spans(self) -> list[SpanRecord]:
+        """What the lease's router exported; empty when the receiver does not answer."""
+        text = await self._text(f"{self.traces}/spans")
+        return [] if text is None else msgspec.json.decode(text, type=list[SpanRecord])
+
     def _token_for(self, url: str) -> str:
-        """Neither is shown to the other's pages."""
+        """None is shown to others' pages."""
+        if url.startswith(f"{self.traces}/"):
+            return ""
         return self.turn_token if url.startswith(f"{self.router}/") else self.token
 
     async def _text(self, url: str) -> str | None:

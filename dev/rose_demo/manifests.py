@@ -22,6 +22,7 @@ from rose_demo.pieces import (
     SERVING_PORT,
     STORE_PORT,
     SYSTEM,
+    TRACES,
     TRAINER,
     Engines,
     Object,
@@ -31,9 +32,14 @@ from rose_demo.pieces import (
     variables,
     volumes,
 )
+from rose_demo.receiver import GRPC_PORT, HTTP_PORT
 from rose_dev.image import IMAGE
 from rose_engines.sglang.arguments import Launch, command, environment
 
+_TRACES = {
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://{TRACES}.{SYSTEM}.svc:{GRPC_PORT}",
+    "OTEL_BSP_SCHEDULE_DELAY": "1000",
+}
 _SHIM = f"{PACKAGES}/rose_engines/sglang/paths/cpu"
 
 
@@ -57,6 +63,16 @@ def chart_values(options: Options, engines: Engines) -> Object:
         },
         # What is measured is serving; a second operator would only stand by.
         "operator": {"replicas": 1},
+        # What a user who has a collector sets.
+        "router": {"template": {"container": {"env": variables(_TRACES)}}},
+        "networkPolicy": {
+            "collectors": [
+                {
+                    "podSelector": {"matchLabels": {"app": TRACES}},
+                    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": SYSTEM}},
+                }
+            ]
+        },
         "storeCredentialSecret": CREDENTIALS,
         "stores": [{"name": "main", "address": f"rose-weights.{SYSTEM}.svc:{STORE_PORT}"}],
         "lending": {"enabled": True},
@@ -169,6 +185,34 @@ def store() -> list[Object]:
         "spec": {"selector": {"app": "rose-weights"}, "ports": [{"port": STORE_PORT}]},
     }
     return [deployment("rose-weights", SYSTEM, pod), service]
+
+
+def receiver() -> list[Object]:
+    """Takes the spans that the router exports, and its Service."""
+    container = {
+        "name": "receiver",
+        "image": IMAGE,
+        "imagePullPolicy": "Never",
+        "command": ["python", "-m", "rose_demo.receiver", "--host=0.0.0.0"],
+        "readinessProbe": {
+            "httpGet": {"path": "/spans", "port": HTTP_PORT},
+            "periodSeconds": 2,
+            "timeoutSeconds": 5,
+        },
+    }
+    pod = {
+        "terminationGracePeriodSeconds": 2,
+        "automountServiceAccountToken": False,
+        "containers": [container],
+    }
+    ports = [{"name": "otlp", "port": GRPC_PORT}, {"name": "spans", "port": HTTP_PORT}]
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": TRACES, "namespace": SYSTEM},
+        "spec": {"selector": {"app": TRACES}, "ports": ports},
+    }
+    return [deployment(TRACES, SYSTEM, pod), service]
 
 
 def trainer_account() -> Object:

@@ -29,6 +29,7 @@ from rose_demo.options import Options
 from rose_demo.pieces import DEDICATED
 from rose_demo.reaper import Reaper
 from rose_demo.records import Recording, Request, Sample
+from rose_demo.spans import SpanRecord, most_telling, since
 from rose_demo.stack import Addresses, Stack
 from rose_demo.table import Screen, frame
 from rose_demo.trace import Scale
@@ -40,6 +41,7 @@ _PLACE_SECONDS = 10.0
 _WARM_UP_SHARE = 0.25
 _TRAINER_END_SECONDS = 90.0
 _LENDING_SECONDS = 180.0
+_EXPORT_SECONDS = 4.0  # routers of the demo export every second
 # The load generator imports and plans before its first request is due.
 _LOAD_START_SECONDS = 3.0
 # Nice values. The load generator is what measures: a stamp that it takes late is latency that no
@@ -146,6 +148,7 @@ class Measurement:
     samples: list[Sample] = field(default_factory=list)
     training: list[dict[str, Any]] = field(default_factory=list)
     inclusion: dict[str, Any] = field(default_factory=dict)
+    trajectory: tuple[SpanRecord, ...] = ()
     story: str = ""
 
     def read(self, load: Lines, progress: Lines) -> None:
@@ -182,6 +185,7 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
             time.monotonic(),
             stack.installation_token(),
             turns.read_text().strip(),
+            at.traces,
         )
         # Totals count from before the trainer's first turn, so that they can be compared with its.
         seen.samples.append(msgspec.structs.replace(await collector.look(), at_s=0.0))
@@ -197,6 +201,9 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         seen.samples.append(await collector.look())
         record = await collector.flight_record()
         seen.inclusion = await collector.inclusion()
+        await asyncio.sleep(_EXPORT_SECONDS)  # a trajectory ends with the trainer's report of it
+        epoch = time.time() - time.monotonic() + collector.origin
+        seen.trajectory = since(most_telling(await collector.spans()), epoch)
     (out / "flight-record.json").write_bytes(msgspec.json.encode(record))
     return _recording(stack, seen, record, int(collector.origin * 1e9), told)
 
@@ -243,6 +250,7 @@ def _recording(
         stops_s=stop_seconds(record, origin_ns),
         training=tuple(seen.training),
         inclusion=seen.inclusion,
+        trajectory=seen.trajectory,
         story=seen.story or stack.story(),
         notes=notes() | {"load": load} | lateness(seen.requests),
     )

@@ -16,6 +16,7 @@ TRAINER = "trainer"
 ROUTERS = "rose-routers"
 ROUTER = f"router-{RESEARCH}-{LEASE}"
 STORE_PORT, SERVING_PORT = 7446, 30000
+TRACES = "rose-demo-traces"
 ENGINE_CLASS = "sglang-cpu"
 PACKAGES = "/opt/rose/packages"
 

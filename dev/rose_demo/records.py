@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from rose_demo.spans import SpanRecord
+
 
 class Role(StrEnum):
     """Why a serving replica is there."""
@@ -122,6 +124,8 @@ class Recording(msgspec.Struct, frozen=True):
         inclusion: the router's bias meter at the end, ``GET /trajectories``; empty when it did not
             answer.
         training: records of the trainer's progress file, in order.
+        trajectory: spans of the trajectory that shows most, as the router exported them; empty when
+            none came.
         story: what ``kubectl get servpool,rlease,rslot`` said during the run.
         notes: facts of the machine and the versions, name -> value.
     """
@@ -133,5 +137,6 @@ class Recording(msgspec.Struct, frozen=True):
     stops_s: tuple[float, ...] = ()
     training: tuple[dict[str, object], ...] = ()
     inclusion: dict[str, Any] = {}
+    trajectory: tuple[SpanRecord, ...] = ()
     story: str = ""
     notes: dict[str, str] = {}

@@ -18,6 +18,7 @@ from rose_demo.charts import all_charts
 from rose_demo.records import Recording
 from rose_demo.statistics import Attainment, Comparison
 from rose_demo.verdicts import CheckResult, Findings, PromiseVerdict, of_event, show
+from rose_demo.waterfall import CAPTION, waterfall
 
 _MARKS = {
     CheckResult.KEPT: "good",
@@ -67,6 +68,7 @@ def page(recording: Recording, findings: Findings) -> str:
         "<section class='verdicts'>" + "".join(map(_verdict, findings.verdicts)) + "</section>",
         _tiles(recording, findings),
         *_figures(recording),
+        _trajectory(recording),
         "<h2>Serving latency, lent against withheld</h2>",
         _comparisons(findings.comparisons),
         "<h2>Against the SLO</h2>",
@@ -150,6 +152,13 @@ def _figures(recording: Recording) -> list[str]:
         + f"</div><figcaption>{escape(row[0][1])}</figcaption></figure>"
         for row in rows
     ]
+
+
+def _trajectory(recording: Recording) -> str:
+    if not recording.trajectory:
+        return ""
+    svg = waterfall(recording.trajectory, recording.gate)
+    return f"<figure>{svg}<figcaption>{escape(CAPTION)}</figcaption></figure>"
 
 
 def _milliseconds(value: float | None) -> str:

@@ -40,10 +40,12 @@ from rose_demo.pieces import (
     SERVING_PORT,
     STORE_PORT,
     SYSTEM,
+    TRACES,
     TRAINER,
     Engines,
     Object,
 )
+from rose_demo.receiver import HTTP_PORT
 from rose_dev import engine_environment
 from rose_dev.image import checkout
 from rose_dev.models import make_named
@@ -67,6 +69,7 @@ class Addresses:
         router: the lease's URL as this machine reaches it.
         store: ``host:port`` of the weight store.
         guard: base URL of the guard's pages.
+        traces: of the receiver of the router's spans.
     """
 
     lent: str
@@ -74,6 +77,7 @@ class Addresses:
     router: str
     store: str
     guard: str
+    traces: str
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ class Stack:
         place = ["--namespace", SYSTEM, "--create-namespace"]
         self.node.helm("install", "rose", chart, *place, "--values", str(values))
         self.step("ROSE installed with helm")
-        self._apply(manifests.store())
+        self._apply([*manifests.store(), *manifests.receiver()])
         self._apply([manifests.policy()])
         self.promise(LEAST_OBJECTIVE)
         self._apply([manifests.lease(self.options, self.engines)])
@@ -226,6 +230,7 @@ class Stack:
             router=f"http://{self._service(ROUTER, ROUTERS)}:8000",
             store=f"{self._service('rose-weights')}:{STORE_PORT}",
             guard=f"http://{agent.address}:{_GUARD_PORT}",
+            traces=f"http://{self._service(TRACES)}:{HTTP_PORT}",
         )
 
     def serving_urls(self) -> list[str]:

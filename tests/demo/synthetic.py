@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from rose_demo.records import Recording, Request, Role, Sample, Settings
+from rose_demo.spans import SpanEvent, SpanRecord
 
 SETTINGS = Settings(
     seconds=240.0,
@@ -160,6 +161,56 @@ def evaluation(at: float, trained: float) -> dict[str, Any]:
     }
 
 
+def trajectory() -> tuple[SpanRecord, ...]:
+    """Two turns, as a router exports them: the first leaves a borrowed engine at a closed gate."""
+    name = {"rl.trajectory.id": "task-7/3"}
+    spans = [
+        SpanRecord(
+            *("t", "root", "rl.sample", 30.0, 41.0, ""),
+            {
+                **name,
+                "rl.trajectory.turns": 2,
+                "gen_ai.usage.output_tokens": 61,
+                "rl.trajectory.outcome": "trained",
+            },
+        ),
+        SpanRecord("t", "r", "rl.reward", 55.0, 55.0, "root", {**name, "rl.reward.value": 1.0}),
+    ]
+    for number, (began, ended, tokens) in enumerate(((30.0, 36.5, 40), (37.0, 41.0, 21)), 1):
+        told = {
+            **name,
+            "rl.turn.number": number,
+            "rose.queue_seconds": 0.6,
+            "gen_ai.usage.output_tokens": tokens,
+            "gen_ai.response.finish_reasons": ["stop"],
+        }
+        moved = (
+            SpanEvent("rose.move", 33.0, {"rose.move.reason": "paused", "rose.move.at_token": 18}),
+            SpanEvent("rl.sync", 34.8, {"rl.policy.version": "grpo@1.4"}),
+        )
+        events = moved if number == 1 else ()
+        turn = f"turn{number}"
+        spans.append(
+            SpanRecord("t", turn, "text_completion tiny", began, ended, "root", told, events)
+        )
+    legs = (
+        ("turn1", 1, "slot-1", "Borrowed", 30.6, 33.0, 18),
+        ("turn1", 2, "dedicated-0", "Dedicated", 33.2, 36.5, 22),
+        ("turn2", 1, "dedicated-0", "Dedicated", 37.6, 41.0, 21),
+    )
+    for turn, number, engine, kind, began, ended, tokens in legs:
+        told = {
+            "rose.engine.name": engine,
+            "rose.engine.kind": kind,
+            "rose.leg.number": number,
+            "rl.policy.version": "grpo@1.3",
+            "gen_ai.usage.output_tokens": tokens,
+        }
+        leg = f"{turn}.{number}"
+        spans.append(SpanRecord("t", leg, f"generate {engine}", began, ended, turn, told))
+    return tuple(spans)
+
+
 def recording(**changes: object) -> Recording:
     """A run in which every promise was kept, with fields replaced."""
     fields: dict[str, Any] = {
@@ -168,6 +219,7 @@ def recording(**changes: object) -> Recording:
         "samples": samples(),
         "training": training(),
         "inclusion": inclusion(),
+        "trajectory": trajectory(),
         "story": "NAMESPACE  NAME  MODE\nserving    chat  Lend",
         "notes": {"cores": "2"},
     }

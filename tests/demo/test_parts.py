@@ -275,6 +275,7 @@ def test_objects_are_json_and_pods_mount_what_they_name() -> None:
     objects = [
         *manifests.namespaces(),
         *manifests.store(),
+        *manifests.receiver(),
         *dedicated(options, ENGINES),
         manifests.serving(ENGINES),
         manifests.chart_values(options, ENGINES),
@@ -284,9 +285,25 @@ def test_objects_are_json_and_pods_mount_what_they_name() -> None:
         if made.get("kind") != "Deployment":
             continue
         pod = made["spec"]["template"]["spec"]
-        volumes = {volume["name"] for volume in pod["volumes"]}
+        volumes = {volume["name"] for volume in pod.get("volumes", ())}
         for container in pod["containers"]:
-            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes
+
+
+def test_the_router_exports_its_spans_to_the_receivers_service() -> None:
+    values = manifests.chart_values(parse([]), ENGINES)
+    given = {one["name"]: one["value"] for one in values["router"]["template"]["container"]["env"]}
+    deployed, service = manifests.receiver()
+    meta, ports = (
+        service["metadata"],
+        {one["name"]: one["port"] for one in service["spec"]["ports"]},
+    )
+    endpoint = f"http://{meta['name']}.{meta['namespace']}.svc:{ports['otlp']}"
+    assert given["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] == endpoint
+    labels = deployed["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels
+    (peer,) = values["networkPolicy"]["collectors"]
+    assert peer["podSelector"]["matchLabels"] == labels
 
 
 def test_pods_that_are_ending_do_not_count() -> None:

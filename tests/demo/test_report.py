@@ -16,6 +16,7 @@ from rose_demo.records import ClassFigures, Recording, Sample
 from rose_demo.report import page, summary
 from rose_demo.table import Screen, frame, gate_word
 from rose_demo.verdicts import judge
+from rose_demo.waterfall import MOST_ROWS, waterfall
 
 
 @pytest.fixture(params=["full", "empty"])
@@ -41,6 +42,27 @@ def test_the_page_stands_alone(recording: Recording) -> None:
     HTMLParser().feed(text)
     for promise in ("Serving first", "Exact and honest", "Useful"):
         assert promise in text
+
+
+def test_the_page_shows_a_trajectory_where_spans_came_and_nothing_in_its_place_without(
+    synthetic: ModuleType,
+) -> None:
+    full: Recording = synthetic.recording()
+    text = page(full, judge(full))
+    assert "One trajectory: task-7/3" in text
+    assert text.count('data-event="rose.move"') == text.count('data-event="rl.sync"') == 1
+    assert "slot-1 (borrowed), grpo@1.3, 18 tokens" in text
+    none = msgspec.structs.replace(full, trajectory=())
+    assert "One trajectory" not in page(none, judge(none))
+
+
+def test_a_trajectory_of_many_spans_says_how_many_it_leaves_out(synthetic: ModuleType) -> None:
+    spans = synthetic.trajectory()
+    more = [
+        msgspec.structs.replace(spans[2], span=f"more{n}", began_s=42.0 + n, ended_s=42.5 + n)
+        for n in range(50)
+    ]
+    assert f"{len(spans) + 50 - MOST_ROWS} more spans are left out" in waterfall([*spans, *more])
 
 
 def test_the_page_escapes_what_others_said(synthetic: ModuleType) -> None:

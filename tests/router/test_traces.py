@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
+from xml.etree import ElementTree as ET
 
+import aiohttp
 import grpc
+import msgspec
 import pytest
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
@@ -16,6 +20,9 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from rose_core.wire.routing import EngineKind
+from rose_demo.receiver import Receiver, receiving
+from rose_demo.spans import SpanRecord, most_telling, since
+from rose_demo.waterfall import waterfall
 from rose_dev.waiting import until
 from rose_engines.session import WeightSession
 from rose_router.turns.turn_clock import TurnClock
@@ -136,6 +143,50 @@ async def test_a_trajectory_is_one_trace_from_its_first_turn_to_its_reward(stage
         assert values(root.attributes)["rl.trajectory.outcome"] == "trained"
         assert values(root.attributes)["rl.trajectory.turns"] == 2
         assert values(reward.attributes)["rl.reward.value"] == 0.5
+
+
+async def test_the_demos_report_draws_what_a_router_exported(stage: Make) -> None:
+    receiver = Receiver()
+    async with receiving(receiver, "127.0.0.1:0", "127.0.0.1:0") as (grpc_port, http_port):
+        endpoint = f"http://127.0.0.1:{grpc_port}"
+        began = time.time()
+        async with stage(tokenizer=folder(), traces=endpoint, model="m") as s:
+            first = await s.engine("a", EngineKind.BORROWED, script=Follows(), token_seconds=0.02)
+            moved = asyncio.create_task(chat(s, "one", rose={"session": "moves"}))
+            ledger = s.router.service.ledger
+            await until(lambda: any(turn.first_token_at for turn in ledger))
+            await s.engine("b", EngineKind.DEDICATED, script=Follows())
+            await first.die()
+            await moved
+            for session in ("moves", "stays"):
+                await chat(s, "two", rose={"session": session})
+            report = {"trained": ["moves", "stays"], "rewards": {"moves": 0.5, "stays": 1.0}}
+            async with s.post("/trajectories", report) as reply:
+                assert reply.status == 200
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{http_port}/spans") as page,
+        ):
+            spans = msgspec.json.decode(await page.read(), type=list[SpanRecord])
+    assert len(spans) == 7 + 4
+    shown = since(most_telling(spans), began)
+    assert {one.attributes.get("rl.trajectory.id", "moves") for one in shown} == {"moves"}
+    assert len(shown) == 7
+    middle = (shown[0].began_s + shown[0].ended_s) / 2
+    picture = ET.fromstring(waterfall(shown, [(-1.0, middle)]))  # noqa: S314  # our own
+    said = [one.text or "" for one in picture.iter("text")]
+    rows = ["trajectory", "turn 1", "leg 1", "leg 2", "turn 2", "leg 1", "reward"]
+    assert [one for one in said if one in rows] == rows
+    assert len(picture.findall("circle")) == 1
+    (move,) = picture.findall("polygon")
+    assert move.attrib["data-event"] == "rose.move"
+    assert "rose.engine.name a" in (move.findtext("title") or "")
+    assert len([one for one in picture if one.get("data-gate") == "closed"]) == 1
+    colours = [one.get("fill") for one in picture.iter("rect")]
+    assert colours.count("var(--rollout)") == 1  # the leg on the borrowed engine
+    assert colours.count("var(--serving)") == 2
+    assert any(one.startswith("a (borrowed), run@1.0") for one in said)
+    assert "0.5" in said
 
 
 async def test_a_callers_traceparent_is_taken_and_passed_on_to_engines(stage: Make) -> None:
