@@ -131,10 +131,10 @@ async def measure(repeats: int) -> list[tuple[str, float, float, str]]:
         sys.executable, "-c", _CLIENT, stdin=pipe, stdout=pipe
     )
     client = Client(child)
-    with stub(0.0) as url:
+    with stub(0.0) as engine:
         async with running(settings) as router:
             said = EngineUpdate(
-                *("engine", EngineKind.DEDICATED, LEASE, url),
+                *("engine", EngineKind.DEDICATED, LEASE, engine.url),
                 gate_open=True,
                 cap=64,
                 version=VERSION,

@@ -64,12 +64,21 @@ def process(*command: str, speaks: bool = False) -> Iterator[subprocess.Popen[st
             child.stdout.close()
 
 
+@dataclass(frozen=True)
+class Stub:
+    """A stub engine: its URL, and the SHA-256 of its certificate where it speaks TLS."""
+
+    url: str
+    pin: str = ""
+
+
 @contextmanager
-def stub(token_seconds: float, *, cumulative: bool = False) -> Iterator[str]:
-    """A stub engine; its URL."""
+def stub(token_seconds: float, *, cumulative: bool = False, tls: bool = False) -> Iterator[Stub]:
+    """A stub engine."""
     command = [sys.executable, "-m", "bench.router.stub", f"--token-seconds={token_seconds}"]
-    with process(*command, *(["--cumulative"] if cumulative else []), speaks=True) as child:
-        yield _said(child)
+    command += ["--cumulative"] * cumulative + ["--tls"] * tls
+    with process(*command, speaks=True) as child:
+        yield Stub(*_said(child).split())
 
 
 @contextmanager
@@ -103,11 +112,15 @@ async def _ready(url: str, child: subprocess.Popen[str], seconds: float = 60) ->
 
 
 @asynccontextmanager
-async def rose(engine: str, cap: int, *flags: str) -> AsyncIterator[Route]:
+async def rose(engine: Stub, cap: int, *flags: str) -> AsyncIterator[Route]:
     """ROSE's router with the stub attached; ``flags`` are further ones of it."""
     http, attach = free_ports(2)
     update = EngineUpdate(
-        "stub", EngineKind.DEDICATED, LEASE, engine, gate_open=True, cap=cap, version=VERSION
+        *("stub", EngineKind.DEDICATED, LEASE, engine.url),
+        gate_open=True,
+        cap=cap,
+        version=VERSION,
+        certificates=(engine.pin,) if engine.pin else (),
     )
 
     async def updates() -> AsyncIterator[EngineUpdate]:

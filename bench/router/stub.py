@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime as dt
 import logging
+import ssl
 import sys
+import tempfile
 import time
 from typing import Any
 
 import msgspec
 import uvloop
 from aiohttp import web
+
+from rose_wire.certificates import fingerprint, make_own
 
 VERSION = "bench@1.0"
 
@@ -73,6 +78,19 @@ def application(token_seconds: float, *, cumulative: bool = False) -> web.Applic
     return app
 
 
+def _certificate() -> tuple[ssl.SSLContext, str]:
+    """A certificate of its own, as an engine host makes it, and its SHA-256."""
+    now = dt.datetime.now(dt.UTC)
+    key, certificate = make_own("bench", dt.timedelta(hours=1), now)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(key + certificate)
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context, fingerprint(certificate)
+
+
 async def serve(flags: argparse.Namespace) -> None:
     """Run until killed; prints its URL."""
     # sglang-router asks for HTTP/2 first; that is no error here.
@@ -80,8 +98,12 @@ async def serve(flags: argparse.Namespace) -> None:
     app = application(flags.token_seconds, cumulative=flags.cumulative)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    sys.stdout.write(f"http://127.0.0.1:{runner.addresses[0][1]}\n")
+    tls, pin = None, ""
+    if flags.tls:
+        tls, pin = _certificate()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+    scheme = "https" if flags.tls else "http"
+    sys.stdout.write(f"{scheme}://127.0.0.1:{runner.addresses[0][1]} {pin}\n")
     sys.stdout.flush()
     await asyncio.Event().wait()
 
@@ -90,6 +112,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--token-seconds", type=float, default=0.0)
     parser.add_argument("--cumulative", action="store_true")
+    parser.add_argument("--tls", action="store_true", help="as engine hosts speak by default")
     # The less the stub needs, the less of what is measured is its own.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(parser.parse_args()))

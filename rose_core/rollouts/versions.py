@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.errors import InvalidTurn, UnknownVersion, VersionGone
@@ -38,6 +39,7 @@ FIRST_INCARNATION = 1
 """The store counts publishers of a run from here."""
 
 
+@lru_cache(4096)
 def parse(label: str) -> WeightVersion | None:
     """A label as version; ``None`` for what is no label of ours (then nothing is known)."""
     try:

@@ -81,6 +81,7 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[bool] | None = None
         self._take: Take | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._until: float | None = None
 
     # --- the caller's side
 
@@ -190,12 +191,35 @@ class Connection(asyncio.Protocol):
         self._pool.give_back(self)
 
     def _set_timer(self, seconds: float, stage: Stage) -> None:
+        """Enter the stage, and end the connection after so long in it; 0 = stay.
+
+        A timer that runs already looks again when it fires: one for each turn would cost more than
+        reading the turn's answer.
+        """
         self.stage = stage
-        if self._timer is not None:
+        if not seconds:
+            self._until = None
+            if stage is Stage.LOST and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            return
+        loop = asyncio.get_running_loop()
+        self._until = loop.time() + seconds
+        if self._timer is not None and self._timer.when() > self._until:
             self._timer.cancel()
             self._timer = None
-        if seconds:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self.hang_up)
+        if self._timer is None:
+            self._timer = loop.call_at(self._until, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._until is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._until:
+            self._timer = loop.call_at(self._until, self._look)
+        else:
+            self.hang_up()
 
     # --- asyncio's side
 

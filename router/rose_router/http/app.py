@@ -105,8 +105,7 @@ def create(
     app = web.Application(
         client_max_size=settings.max_body_bytes,
         middlewares=[
-            _counted(doors),
-            _errors_as_json,
+            _outermost(doors),
             bearer.middleware(tokens, running),
             memory.middleware(room, settings.max_body_bytes),
             *([forwarding] if forwarding else []),
@@ -191,20 +190,17 @@ def classify(error: Exception) -> tuple[int, str, int]:
     return 500, "Internal", 0
 
 
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        return error_response(error, request.path)
-    except (RouterError, RolloutError, EngineRefused) as error:
-        return error_response(error, request.path)
+def _outermost(doors: ConnectionLimiter) -> Middleware:
+    """Notes that a request head has come, and answers errors in the words of the route."""
 
-
-def _counted(doors: ConnectionLimiter) -> Middleware:
     @web.middleware
-    async def spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         doors.note_head(request.transport)
-        return await handler(request)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return error_response(error, request.path)
+        except (RouterError, RolloutError, EngineRefused) as error:
+            return error_response(error, request.path)
 
-    return spoken
+    return answer

@@ -29,7 +29,8 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -239,6 +240,26 @@ class Tokens:
         self._changed = changed
 
 
+_NOBODY_ASKED: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class _Held:
+    """A request in the list for as long as it runs; entered for every one of them."""
+
+    __slots__ = ("_entry", "_number", "_shown")
+
+    def __init__(
+        self, shown: dict[int, tuple[web.Request, str]], request: web.Request, header: str
+    ) -> None:
+        self._shown, self._number, self._entry = shown, id(request), (request, header)
+
+    def __enter__(self) -> None:
+        self._shown[self._number] = self._entry
+
+    def __exit__(self, *_: object) -> None:
+        del self._shown[self._number]
+
+
 class RunningRequests:
     """Requests of callers, who are asked for again while these run.
 
@@ -255,17 +276,9 @@ class RunningRequests:
         # By number: requests are mappings, which have no hash.
         self._shown: dict[int, tuple[web.Request, str]] = {}
 
-    @contextlib.contextmanager
-    def hold(self, request: web.Request, shown: str | None) -> Iterator[None]:
+    def hold(self, request: web.Request, shown: str | None) -> AbstractContextManager[object]:
         """While a request runs whose caller has shown this header; ``None``: nobody was asked."""
-        if shown is None:
-            yield
-            return
-        self._shown[id(request)] = request, shown
-        try:
-            yield
-        finally:
-            del self._shown[id(request)]
+        return _NOBODY_ASKED if shown is None else _Held(self._shown, request, shown)
 
     def look(self) -> None:
         """Close the connections of those who may not call any more."""

@@ -22,7 +22,7 @@ import contextlib
 import math
 import resource
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from aiohttp import web
@@ -98,20 +98,14 @@ class MemoryLimiter:
         """Characters of a text that may be tokenized: each may become a token of 160 bytes."""
         return self.budget // 160
 
-    @contextlib.contextmanager
-    def room_for(self, body_bytes: int) -> Iterator[MemoryReservation]:
-        """Memory for a request of that length, given back in the end.
+    def room_for(self, body_bytes: int) -> MemoryReservation:
+        """Memory for a request of that length, given back at the end of the ``with``.
 
         Raises:
-            TooLarge: it would not fit if it were alone.
+            TooLarge: it would not fit if it were alone; said on entering, as the next.
             Overloaded: it does not fit now.
         """
-        room = MemoryReservation(self)
-        room.resize(body_bytes * PER_BYTE)
-        try:
-            yield room
-        finally:
-            room.resize(0)
+        return MemoryReservation(self, body_bytes * PER_BYTE)
 
     def take(self, more: int, whole: int) -> None:
         """Count bytes more as taken by a request that then holds ``whole``; see ``room_for``."""
@@ -145,11 +139,24 @@ class MemoryLimiter:
 
 
 class MemoryReservation:
-    """What one request takes; it changes once, when its turns are known."""
+    """What one request takes; it changes once, when its turns are known.
 
-    def __init__(self, memory: MemoryLimiter) -> None:
+    Args:
+        memory: of which.
+        first: bytes that it takes from the beginning of the ``with``.
+    """
+
+    def __init__(self, memory: MemoryLimiter, first: int = 0) -> None:
         self._memory = memory
+        self._first = first
         self.bytes = 0
+
+    def __enter__(self) -> MemoryReservation:
+        self.resize(self._first)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.resize(0)
 
     def resize(self, bytes_: int) -> None:
         """Take more or give back; see ``MemoryLimiter.room_for``."""

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
+
+from prometheus_client import Counter
 
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
@@ -116,7 +119,7 @@ class Ledger:
 
     def count_tokens(self, kind: EngineKind, count: int) -> None:
         """So many tokens of a turn are held that an engine of this kind made."""
-        metrics.TOKENS.labels(kind.value.lower()).inc(count)
+        _tokens(kind).inc(count)
         self.totals.tokens += count
         self.totals.borrowed_tokens += count if kind is EngineKind.BORROWED else 0
 
@@ -128,7 +131,7 @@ class Ledger:
     def _count(self, turn: Turn) -> None:
         totals, kind = self.totals, kind_of(turn)
         finish = str(turn.finish["type"]) if turn.finish else "error"
-        metrics.TURNS.labels(kind, finish).inc()
+        _turns(kind, finish).inc()
         metrics.TURN_SECONDS.observe(turn.ended - turn.began)
         totals.turns += 1
         totals.prompt_tokens += len(turn.request.prompt)
@@ -139,6 +142,17 @@ class Ledger:
         totals.redone_tokens += turn.redone_tokens
         if finish in {"stop", "length"}:
             totals.usual_tokens += 0.02 * (turn.held - totals.usual_tokens)
+
+
+@cache
+def _tokens(kind: EngineKind) -> Counter:
+    """Looked up once: finding a metric by its labels costs more than counting."""
+    return metrics.TOKENS.labels(kind.value.lower())
+
+
+@lru_cache(64)
+def _turns(kind: str, finish: str) -> Counter:
+    return metrics.TURNS.labels(kind, finish)
 
 
 def kind_of(turn: Turn) -> str:
