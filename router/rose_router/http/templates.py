@@ -31,6 +31,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from rose_router.errors import BadRequest
+from rose_router.http.locality import is_local
 
 _SECONDS = 5.0
 """Of the thread's processor time; 1,000 messages take 0.05."""
@@ -399,6 +400,9 @@ class Template:
     Args:
         text: its source.
 
+    Attributes:
+        is_local: no word far away changes what it writes behind an answer (``locality``).
+
     Raises:
         BadRequest: it is broken.
     """
@@ -424,7 +428,9 @@ class Template:
         environment.globals["strftime_now"] = _now
         counting = next(e for e in environment.extensions.values() if isinstance(e, _Counted))
         try:
-            tree = _Instrument(counting).visit(environment.parse(text))
+            parsed = environment.parse(text)
+            self.is_local = is_local(parsed)
+            tree = _Instrument(counting).visit(parsed)
             code = environment.compile(tree)
             self._template = environment.template_class.from_code(
                 environment, code, environment.make_globals(None)

@@ -155,20 +155,30 @@ class Tokenizer:
         A turn renders its own round and not what tools have told since the last question, or an
         agent's session would cost the square of its rounds. That this makes the same text is shown
         by the template's trial, by the first rounds after each question, and by all of it whenever
-        they have doubled.
+        they have doubled. Where the template's syntax shows that it sees nothing else
+        (``locality``), people's words are left out as well.
         """
-        near, place = _near(messages, answer)
-        if len(near) == len(messages) or not self._looks_near:
+        local = self._is_local
+        near, place = _nearest(messages, answer) if local else _near(messages, answer)
+        if len(near) == len(messages) or not (local or self._looks_near):
             return self._shown_after(messages, answer, tools, more)
         found = self._shown_after(near, place, tools, more)
-        began = _first_round(messages, answer)
+        began = 0 if local else _first_round(messages, answer)
         rounds = sum(one["role"] == "assistant" for one in messages[began : answer + 1])
         if found is not None and rounds > _EVERY_ROUND and rounds & (rounds - 1):
             return found
         whole = self._shown_after(messages, answer, tools, more)
         if found is not None and whole != found:
-            self._looks_near = False
+            if local:
+                self._is_local = False
+            else:
+                self._looks_near = False
         return whole
+
+    @cached_property
+    def _is_local(self) -> bool:
+        """Whether the template's syntax says that people's words far away change nothing."""
+        return self._template is not None and self._template.is_local
 
     @cached_property
     def _looks_near(self) -> bool:
@@ -216,7 +226,7 @@ class Tokenizer:
         """
         # What stands before this answer's round seldom matters here, and a long history would be
         # rendered twice more at each of its turns.
-        near, place = _near(messages, answer)
+        near, place = (_nearest if self._is_local else _near)(messages, answer)
         if len(near) < len(messages) and self._goes_on(near, place, tools, more, after):
             return True
         return self._goes_on(messages, answer, tools, more, after)
@@ -299,6 +309,21 @@ def _near(messages: Sequence[Any], answer: int) -> tuple[Sequence[Any], int]:
     if last <= first:
         return messages, answer
     return [*messages[:first], *messages[last:]], answer - (last - first)
+
+
+def _nearest(messages: Sequence[Any], answer: int) -> tuple[Sequence[Any], int]:
+    """As much of a conversation as a local template sees: its beginning and the last two rounds.
+
+    Returns:
+        The messages, and where the answer stands among them.
+    """
+    last = _round_before(messages, answer)
+    # Some templates want questions and answers to alternate behind a system's word.
+    if messages[0]["role"] == "system" and messages[last - 1]["role"] == "user":
+        last -= 1
+    if last <= 1:
+        return messages, answer
+    return [messages[0], *messages[last:]], answer - last + 1
 
 
 def _round_before(messages: Sequence[Any], answer: int) -> int:
