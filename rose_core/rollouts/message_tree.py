@@ -91,6 +91,11 @@ class Routing:
         left = self.rows[(token - self.begins) * self.width :]
         return Routing(left, token, self.width, self.recomputed)
 
+    def until(self, token: int) -> Routing:
+        """The same up to a token."""
+        kept = self.rows[: (token - self.begins) * self.width]
+        return Routing(kept, self.begins, self.width, self.recomputed)
+
     def then(self, after: Routing) -> Routing | None:
         """Both, one behind the other; ``None`` where there is a gap, or rows are of other kinds."""
         if after.width != self.width or not self.begins <= after.begins <= self.ends:

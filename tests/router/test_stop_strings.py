@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -18,6 +20,7 @@ from rose_dev.waiting import until as sooner
 from rose_engines.fake.model import continuation
 from rose_router.http.replies import text_of
 from rose_router.http.tokenization import Tokenizer
+from rose_router.turns import runner
 from rose_router.turns.turn import Turn
 from tests.router.conftest import VERSION, Fake, Stage
 from tests.router.pushing import json_of
@@ -134,6 +137,39 @@ async def test_a_lease_of_borrowed_engines_alone_takes_turns_with_stop_strings(
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     assert choice["token_ids"] == whole[:44]
     assert choice["text"] == " ".join(f"w{number:03d}" for number in whole[:4]) + " "
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_turn_that_a_stop_string_ends_behind_a_move_has_experts_if_its_engine_says_them(
+    stage: Make, words: Path, dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = continuation(PROMPT, 200, VERSION)
+    stop = " ".join(f"w{number:03d}" for number in whole[4:44])
+    async with stage(tokenizer=words) as s:
+        fakes = {name: await s.engine(name, token_seconds=0.01) for name in "ab"}
+        if dies:  # hears of the end, and answers no more
+            monkeypatch.setattr(runner, "_LAST_WORD_SECONDS", 0.2)
+            for fake in fakes.values():
+                monkeypatch.setattr(fake.scheduler, "abort", lambda *_, **__: None)
+        body = {
+            "input_ids": list(PROMPT),
+            "sampling_params": {"max_new_tokens": 200, "stop": [stop]},
+            "return_routed_experts": True,
+        }
+        asked = asyncio.create_task(json_of(s.post("/generate", body)))
+        await sooner(lambda: any(written(fake) > 6 for fake in fakes.values()))
+        await next(fake for fake in fakes.values() if written(fake)).die()
+        answer = await asked
+        assert s.router.service.ledger.totals.failed_turns == 0
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] == {"type": "stop", "matched": stop}
+    assert answer["output_ids"] == whole[:44]
+    if dies:
+        assert meta["routed_experts"] is None
+        return
+    rows = array("i", base64.b64decode(meta["routed_experts"]))[::2]
+    assert list(rows) == [*PROMPT, *whole[:44]][:-1], "a row for each token but the last"
+    assert meta["routed_experts_recomputed"] == meta["rose"]["moves"][0]["at_token"]
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])

@@ -185,11 +185,15 @@ def routing_of(turn: Turn) -> Routing | None:
     given, legs = turn.last_meta.get(EXPERTS), turn.transcript.legs
     if not isinstance(given, str) or not legs or not legs[-1].complete:
         return None
-    if turn.last_meta.get("completion_tokens") != len(legs[-1].ids):
-        return None  # rows of tokens too that the turn does not have
+    written = turn.last_meta.get("completion_tokens")
+    if not isinstance(written, int) or written < len(legs[-1].ids):
+        return None
     try:
         rows = base64.b64decode(given, validate=True)
     except binascii.Error:
         return None
     tokens = len(turn.request.prompt) + turn.held
-    return Routing.of(rows, tokens, recomputed=legs[-1].offset)
+    # An engine may have written behind the turn's end: rows of those tokens are nobody's.
+    behind = written - len(legs[-1].ids)
+    found = Routing.of(rows, tokens + behind, recomputed=legs[-1].offset)
+    return None if found is None else found.until(tokens - 1)

@@ -6,6 +6,7 @@ sampled again, provenance of the keys and values, and what the log-probs mean.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -171,7 +172,8 @@ def _experts(turn: Turn) -> dict[str, Any]:
     found = routing_of(turn)
     if found is None:
         return {EXPERTS: None, "routed_experts_recomputed": None}
-    return {EXPERTS: turn.last_meta[EXPERTS], "routed_experts_recomputed": found.recomputed}
+    rows = base64.b64encode(found.rows).decode()
+    return {EXPERTS: rows, "routed_experts_recomputed": found.recomputed}
 
 
 def _engine_meta(turn: Turn) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ task in between, and ``streaming`` writes what follows from it to the caller in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rose_core.rollouts.stops import Crossing
 from rose_core.rollouts.transcript import Leg, StreamEvent
@@ -27,6 +27,11 @@ class LegReader:
         handle: the leg as the supervisor watches it.
         fleet: learns how fast the engine works.
         clock: monotonic seconds.
+
+    Attributes:
+        says_more: the engine's last word is wanted also where a stop string ends the turn before
+            it: experts of all tokens come with it.
+        halt: called then, to have the engine say it.
     """
 
     def __init__(
@@ -35,6 +40,10 @@ class LegReader:
         self._turn, self._engine, self._leg, self._handle = turn, engine, leg, handle
         self._fleet, self._clock = fleet, clock
         self._crossing = _crossing(turn)
+        self._over = False
+        wanted = turn.request.passed.get("return_routed_experts")
+        self.says_more = bool(wanted) and self._crossing is not None
+        self.halt: Callable[[], None] = _nothing
 
     def take(self, events: Iterable[StreamEvent]) -> bool:
         """Take events that came together; listeners are told once.
@@ -56,6 +65,10 @@ class LegReader:
 
     def _took(self, event: StreamEvent, now: float) -> bool:
         leg, handle = self._leg, self._handle
+        if self._over:
+            if event.finish is not None:
+                leg.meta, leg.ended = event.meta, True
+            return True
         new = leg.take(event)
         if self._turn.trace is not None and leg.spans:
             self._turn.trace.see_version(leg.spans[-1].version)
@@ -65,7 +78,13 @@ class LegReader:
         if leg.offset == 0:
             meta, kept = event.meta, self._turn.prompt_meta
             kept.update([(name, meta[name]) for name in _PROMPT_META if name in meta])
-        return self._crossing is None or not _stopped(leg, self._crossing)
+        if self._crossing is None or not _stopped(leg, self._crossing):
+            return True
+        if not self.says_more or leg.ended:
+            return False
+        self._over = True
+        self.halt()
+        return True
 
     def _clear(self) -> None:
         """Tokens came where an engine had died before: others may run beside the turn again."""
@@ -98,6 +117,10 @@ class LegReader:
             return
         waited = now - handle.began
         self._fleet.learn_speed(engine, lambda speed: speed.saw_first_token(waited, uncached))
+
+
+def _nothing() -> None:
+    return
 
 
 def _crossing(turn: Turn) -> Crossing | None:

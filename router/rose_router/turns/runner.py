@@ -37,6 +37,7 @@ LOG = logging.getLogger(__name__)
 
 # Moves that say nothing against the engine or the turn: they do not count as losses.
 _ORDERLY = frozenset({MoveReason.REVOKED, MoveReason.PAUSED, MoveReason.CAP_CUT})
+_LAST_WORD_SECONDS = 2.0  # for an engine to say what it knows of a turn that is over
 _MOST_MOVES = 64
 CANARY_SECONDS = 2.0
 """An engine that computes answers one token sooner, and whoever waits for it waits for this."""
@@ -268,8 +269,31 @@ class TurnRunner:
         target = Target.of(engine.update, trace)
         body = turn.request.leg_body(turn.transcript.context, turn.held, leg.rid, leg.version)
         reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
-        await self._client.stream(target, body, reader.take)
+        if not reader.says_more:
+            await self._client.stream(target, body, reader.take)
+        else:
+            await self._read_to_the_end(target, body, reader, engine, leg)
         _raise_refusal(leg)
+
+    async def _read_to_the_end(
+        self, target: Target, body: dict[str, Any], reader: LegReader, engine: Engine, leg: Leg
+    ) -> None:
+        """Also where the turn ends before the engine does: it is told to, and says its last.
+
+        Without a last word in time the turn is as whole, and lacks what came with it.
+        """
+        try:
+            async with asyncio.timeout(None) as limit:
+
+                def halt() -> None:
+                    limit.reschedule(asyncio.get_running_loop().time() + _LAST_WORD_SECONDS)
+                    self._fences.raise_for(engine, leg.rid)
+
+                reader.halt = halt
+                await self._client.stream(target, body, reader.take)
+        except (LegLost, TimeoutError):
+            if not leg.complete:
+                raise
 
     def _fold(self, turn: Turn, engine: Engine, leg: Leg) -> None:
         if not leg.ended:
