@@ -84,7 +84,9 @@ NOT = {
 
 def conversation(dice: random.Random, turns: int) -> list[dict[str, Any]]:
     """People's words, answers, and rounds of tools."""
-    talk = [{"role": "system", "content": "be kind"}] if dice.random() < 0.5 else []
+    talk: list[dict[str, Any]] = []
+    if dice.random() < 0.5:
+        talk.append({"role": "system", "content": "be kind"})
     for turn in range(turns):
         talk.append({"role": "user", "content": dice.choice(("a", "/no_think b", f"c{turn}"))})
         for _ in range(dice.randrange(3)):

@@ -158,8 +158,8 @@ async def test_the_demos_report_draws_what_a_router_exported(stage: Make) -> Non
             await s.engine("b", EngineKind.DEDICATED, script=Follows())
             await first.die()
             await moved
-            for session in ("moves", "stays"):
-                await chat(s, "two", rose={"session": session})
+            for name in ("moves", "stays"):
+                await chat(s, "two", rose={"session": name})
             report = {"trained": ["moves", "stays"], "rewards": {"moves": 0.5, "stays": 1.0}}
             async with s.post("/trajectories", report) as reply:
                 assert reply.status == 200
