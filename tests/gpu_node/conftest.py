@@ -44,5 +44,6 @@ def installed(
 def lending(installed: Lending) -> Lending:
     """The same, with replicas of one and of two GPUs, and an engine beside each."""
     installed.serve(**USUAL)
+    installed.ask_as_usual()
     installed.wait_for_all()
     return installed

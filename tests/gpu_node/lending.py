@@ -56,6 +56,7 @@ class Lending:
         self.said = ""
         self.pods: list[ServingPod] = []
         self._replicas: dict[str, int] = {}
+        self._asked: dict[str, object] = {}
 
     def install(self, *values: str) -> str:
         """Install or upgrade, and wait until all is ready; what helm says to whoever did it."""
@@ -165,6 +166,12 @@ class Lending:
         (lease,) = documents(HERE / "serving.yaml", "grpo")
         lease["spec"] |= changes
         apply(self.node, lease)
+        self._asked = changes
+
+    def ask_as_usual(self) -> None:
+        """The lease is again what it was at first, whatever an earlier file has asked for."""
+        if self._asked:
+            self.renew_lease()
 
     def restart(self, component: str) -> None:
         """Have a DaemonSet's pods of the first node end and come again."""
