@@ -24,14 +24,15 @@ from typing import TypeVar
 
 from rose_dev.errors import BuildFailed, CommandFailed
 from rose_dev.parts import (
+    CERT_MANAGER_KINDS,
     EVERYTHING,
-    GATEWAY_API,
+    GATEWAY_KINDS,
     KUBERNETES,
+    Kinds,
     Part,
     bin_directory,
     cache_root,
     find,
-    gateway_kinds,
     place_of,
 )
 from rose_dev.shell import run
@@ -92,29 +93,27 @@ def build(parts: Iterable[Part] = EVERYTHING, say: Say = print) -> dict[str, Pat
     return {name: path for name, path in found.items() if path is not None}
 
 
-def fetch_gateway_kinds(say: Say = print) -> Path:
-    """The definitions of Gateway API's kinds, from its Go module; they are data, nothing is built.
+def fetch_kinds(say: Say = print) -> None:
+    """Definitions of other projects' kinds, from their Go modules; data, nothing is built.
 
     Raises:
-        BuildFailed: no Go, or the module cannot be had.
+        BuildFailed: no Go, or a module cannot be had.
     """
-    folder = gateway_kinds()
-    if not folder.is_dir():
-        _timed("Gateway API's kinds", GATEWAY_API, partial(_fetch_kinds, folder), say)
-    return folder
+    for kinds in (GATEWAY_KINDS, CERT_MANAGER_KINDS):
+        if not kinds.place.is_dir():
+            _timed(f"kinds of {kinds.name}", kinds.version, partial(_fetch_kinds, kinds), say)
 
 
-def _fetch_kinds(folder: Path) -> None:
-    module = f"sigs.k8s.io/gateway-api@{GATEWAY_API}"
-    environment = {**_environment(), "GOFLAGS": ""}
+def _fetch_kinds(kinds: Kinds) -> None:
+    environment, folder = {**_environment(), "GOFLAGS": ""}, kinds.place
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = ["go", "mod", "download", "-json", module]
+    command = ["go", "mod", "download", "-json", f"{kinds.module}@{kinds.version}"]
     answer = run(command, seconds=_BUILD_SECONDS, env=environment, cwd=folder.parent)
-    there = Path(json.loads(answer.stdout)["Dir"]) / "config" / "crd" / "standard"
-    making = folder.with_name(f".making-{GATEWAY_API}")
+    there = Path(json.loads(answer.stdout)["Dir"]) / kinds.folder
+    making = folder.with_name(f".making-{kinds.version}")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir()
-    for path in there.glob("gateway.networking.k8s.io_*.yaml"):
+    for path in there.glob(kinds.pattern):
         shutil.copyfile(path, making / path.name)
     making.replace(folder)
 

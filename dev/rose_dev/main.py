@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rose_dev import dashboards, prometheus
-from rose_dev.build import build, fetch_gateway_kinds
+from rose_dev.build import build, fetch_kinds
 from rose_dev.dashboards.asking import last
 from rose_dev.dashboards.render import picture
 from rose_dev.errors import DevelopmentError
@@ -86,7 +86,7 @@ def _existing_cluster() -> str:
 
 def _build(options: argparse.Namespace) -> int:
     build(CONTROL_PLANE if options.control_plane else EVERYTHING, _say)
-    fetch_gateway_kinds(_say)
+    fetch_kinds(_say)
     if options.control_plane:
         return 0
     if can_run_node():

@@ -21,6 +21,7 @@ COREDNS = "v1.15.0"
 CONTAINERD = "v2.2.9"
 TOOLKIT = "v1.20.1"
 GATEWAY_API = "v1.4.1"
+CERT_MANAGER = "v1.18.2"
 CRANE = "v0.22.1"
 COSIGN = "v2.6.5"
 
@@ -141,9 +142,48 @@ def bin_directory() -> Path:
     return cache_root() / "kube" / KUBERNETES / "bin"
 
 
+@dataclass(frozen=True)
+class Kinds:
+    """Definitions of another project's kinds, which its Go module holds as files.
+
+    Attributes:
+        name: of the project, and of the folder in the cache.
+        folder: of the files in the module.
+        pattern: of their names.
+    """
+
+    name: str
+    module: str
+    version: str
+    folder: str
+    pattern: str
+
+    @property
+    def place(self) -> Path:
+        """Where they are kept."""
+        return cache_root() / self.name / self.version
+
+
+GATEWAY_KINDS = Kinds(
+    "gateway-api",
+    "sigs.k8s.io/gateway-api",
+    GATEWAY_API,
+    "config/crd/standard",
+    "gateway.networking.k8s.io_*.yaml",
+)
+CERT_MANAGER_KINDS = Kinds(
+    "cert-manager",
+    "github.com/cert-manager/cert-manager",
+    CERT_MANAGER,
+    "deploy/crds",
+    "crd-*.yaml",
+)
+"""Its commands are modules of their own that no Go proxy serves: its kinds are all that is had."""
+
+
 def gateway_kinds() -> Path:
     """Where the definitions of Gateway API's kinds are kept, for tests of routes."""
-    return cache_root() / "gateway-api" / GATEWAY_API
+    return GATEWAY_KINDS.place
 
 
 def place_of(part: Part) -> Path:

@@ -27,7 +27,10 @@ from rose_router.config import Settings
 from rose_router.main import running
 from tests.router.test_real_engines import VERSION, update_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.slow, pytest.mark.asyncio]
+pytestmark = [
+    pytest.mark.engine, pytest.mark.long, pytest.mark.slow, pytest.mark.asyncio,
+    pytest.mark.timeout(900),  # one engine has a twenty-fifth of a core
+]  # fmt: skip
 
 # Of one core, and seconds before a pass: so that reading 3,900 tokens is at least twice as fast on
 # the one, and writing twice as fast on the other, whatever the machine.

@@ -1,0 +1,174 @@
+"""The chart from a registry, on a real node; then every certificate turns while turns go on.
+
+That a successor waits for a day until it signs is in its date: the test makes one that is nearly a
+day old. The certificates of engines' data routes turn every two minutes here.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import json
+import socket
+import ssl
+import subprocess
+import threading
+import urllib.error
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rose_dev import parts
+from rose_dev.node import Node
+from rose_dev.release import Releaser
+from rose_dev.waiting import wait_until
+from rose_wire import certificates
+from rose_wire.ports import free_port
+from tests.chart.installation import SECONDS, SYSTEM, field, installation, make_models
+from tests.chart.test_end_to_end import callers_token, post, publish, service, wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+
+AUTHORITIES = ("rose-authority", "rose-node-authority", "rose-router-authority")
+SPREAD = dt.timedelta(days=1)
+# Kubelets take a minute, the operator looks once a minute.
+LEARNT = dt.timedelta(seconds=150)
+DATA_PORT = 30800
+HOST = "app.kubernetes.io/name=rose-engine-host"
+
+
+@contextmanager
+def registry(crane: Path) -> Iterator[str]:
+    """A registry on this machine."""
+    port = free_port()
+    serve = [str(crane), "registry", "serve", f"--address=127.0.0.1:{port}"]
+    with subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: _listens(port), "the registry", seconds=30)
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def chart() -> Iterator[tuple[str, ...]]:
+    """What ``helm install`` is given: the chart in a registry, pushed as ``make release`` does."""
+    tools = {part.name: parts.find(part) for part in (parts.HELM_PART, *parts.RELEASE)}
+    crane, helm = tools["crane"], tools["helm"]
+    if crane is None or helm is None:
+        pytest.skip(
+            "no registry (make release-parts): the chart was installed from its folder only"
+        )
+    with registry(crane) as place:
+        pushed = Releaser(f"{place}/rose", Path(), {"crane": crane, "helm": helm}, plain_http=True)
+        name, _, version = pushed.chart().name.rpartition(":")
+        yield f"oci://{name}", f"--version={version}", "--plain-http"
+
+
+def secret(node: Node, name: str) -> dict[str, bytes]:
+    data = json.loads(field(node, "secret", name, SYSTEM, "{.data}"))
+    return {key: base64.b64decode(text) for key, text in data.items()}
+
+
+def prepare(node: Node, name: str) -> bytes:
+    """Give an authority a successor that was made nearly a day ago; returns who signs now."""
+    held, now = secret(node, name), dt.datetime.now(dt.UTC)
+    key, successor = certificates.make_authority(
+        "successor", dt.timedelta(days=3650), now - SPREAD + LEARNT
+    )
+    added = {"next.key": key, "next.crt": successor, "ca.crt": held["ca.crt"] + successor}
+    data = {word: base64.b64encode(content).decode() for word, content in added.items()}
+    where = ("secret", name, f"--namespace={SYSTEM}", "--type=merge")
+    node.kubectl("patch", *where, f"--patch={json.dumps({'data': data})}")
+    return held["tls.crt"]
+
+
+class Turns:
+    """Turns without a pause, as a trainer sends them: a call that reached nobody is made again."""
+
+    def __init__(self, node: Node) -> None:
+        self._url = f"http://{service(node)}:8000/generate"
+        self._token = callers_token(node)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.answered = 0
+        self.failed: list[str] = []
+
+    def __enter__(self) -> Turns:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(120)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                if len(post(self._url, max_new_tokens=8, token=self._token)) != 8:
+                    self.failed.append("a turn of another length")
+                self.answered += 1
+            except urllib.error.HTTPError as error:
+                self.failed.append(f"{error.code}: {error.read()[:300]!r}")
+            except OSError:  # no router listens for the moment
+                self._over.wait(0.2)
+            self._over.wait(0.05)
+
+
+def test_from_a_registry_and_while_every_certificate_turns_no_turn_fails(
+    node: Node, tmp_path: Path, chart: tuple[str, ...]
+) -> None:
+    quick = "--set=engineHost.extraArgs={--data-tls-seconds=61}"
+    with installation(node, make_models(tmp_path), quick, chart=chart):
+        listed = json.loads(node.helm("list", f"--namespace={SYSTEM}", "--output=json"))
+        assert [one["status"] for one in listed] == ["deployed"]
+        wait_for(node, "Granted")
+        publish(node, tmp_path)
+        wait_for(node, "Ready")
+        hosts = ("pods", f"--namespace={SYSTEM}", f"--selector={HOST}")
+        address = node.kubectl("get", *hosts, "--output=jsonpath={.items[0].status.podIP}")
+        shown = {data_certificate(address)}
+        leaf = secret(node, "rose-tls")["tls.crt"]
+        with Turns(node) as turns:
+            before = {name: prepare(node, name) for name in AUTHORITIES}
+
+            def turned() -> bool:
+                return all(secret(node, name)["tls.crt"] != old for name, old in before.items())
+
+            wait_until(turned, "every authority has turned", seconds=SECONDS * 2, pause=2.0)
+            wait_until(
+                lambda: secret(node, "rose-tls")["tls.crt"] != leaf,
+                "the listeners' certificate is the new authority's",
+                seconds=SECONDS,
+                pause=2.0,
+            )
+            wait_for(node, "Ready")
+
+            def shows_another() -> bool:
+                shown.add(data_certificate(address))
+                return len(shown) > 1
+
+            wait_until(
+                shows_another, "the data route has another certificate", seconds=SECONDS, pause=2.0
+            )
+            count = turns.answered
+            wait_until(
+                lambda: turns.answered > count + 20, "turns after it", seconds=SECONDS, pause=0.5
+            )
+        assert turns.failed == []
+        for name, old in before.items():
+            assert secret(node, name)["ca.crt"].startswith(old)  # believed until it ends
+        signer = secret(node, "rose-authority")["tls.crt"]
+        assert certificates.is_signed_by(secret(node, "rose-tls")["tls.crt"], signer)
+
+
+def data_certificate(address: str) -> str:
+    """What the engine host's data route shows."""
+    return ssl.get_server_certificate((address, DATA_PORT), timeout=10)
