@@ -24,7 +24,7 @@ from bench.rounds.parts import RUN, RunningLease, lease
 from rose_wire import flags
 
 _COUNT = re.compile(
-    r'^rose_router_draft_(tokens|corpora)_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE
+    r'^rose_router_draft_(?:tokens|corpora)_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE
 )
 _EVERY_SECONDS = 5.0
 

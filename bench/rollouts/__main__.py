@@ -106,6 +106,33 @@ def _parts(name: str, apart: list[list[spent.Step]]) -> list[Figure]:
     ]
 
 
+def drafts(seeds: list[int], steps: int, nodes: int, per_step: float) -> list[Figure]:
+    """A step with drafts beside one without, as production places turns."""
+    told, material = scenario("step")
+    job = told.jobs[0].model_copy(update={"draft_nodes": nodes, "tokens_per_step": per_step})
+    drafting = told.model_copy(update={"jobs": (job,)})
+    means = [
+        [
+            statistics.fmean(
+                simulate(one, POLICIES["joint"], seed, material, steps).makespans[:steps]
+            )
+            for seed in seeds
+        ]
+        for one in (told, drafting)
+    ]
+    head = f"drafts, {nodes} nodes, {per_step:g} tokens a step"
+    ratio = paired_ratio(means[1], means[0])
+    rows = [
+        figure("makespan, no drafts", statistics.fmean(means[0]), "s"),
+        figure(f"makespan, {head}", statistics.fmean(means[1]), "s"),
+        figure(f"with / without, {head}", ratio.mean, "ratio", at_most=0.75),
+    ]
+    if ratio.low is not None and ratio.high is not None:
+        rows.append(figure(f"with / without, {head}, low", ratio.low, "ratio"))
+        rows.append(figure(f"with / without, {head}, high", ratio.high, "ratio"))
+    return rows
+
+
 def inclusion(seeds: list[int], few: list[int]) -> list[Figure]:
     """Difference to dedicated-only of the share trained, by stratum and order of the trainer.
 
@@ -213,7 +240,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3, help="of each seed, for the makespan")
     parser.add_argument("--inclusion-seeds", type=int, nargs="+", default=list(range(1, 31)))
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
-    parser.add_argument("--only", choices=["makespan", "inclusion", "vanish"])
+    parser.add_argument("--only", choices=["makespan", "inclusion", "vanish", "drafts"])
+    parser.add_argument("--draft-nodes", type=int, default=8)
+    parser.add_argument(
+        "--tokens-per-step", type=float, nargs="+", default=[], help="what `bench.drafts` measured"
+    )
     options = parser.parse_args(argv)
     names = list(dict.fromkeys(["joint", *options.policies]))
     rows: list[Figure] = []
@@ -223,6 +254,8 @@ def main(argv: list[str] | None = None) -> int:
         rows += inclusion(options.inclusion_seeds, options.seeds)
     if options.only in {None, "vanish"}:
         rows += vanish(options.seeds)
+    for per_step in options.tokens_per_step if options.only in {None, "drafts"} else ():
+        rows += drafts(options.seeds, options.steps, options.draft_nodes, per_step)
     record("rollouts", rows, notes=NOTES)
     return 0
 

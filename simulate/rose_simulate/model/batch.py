@@ -103,7 +103,9 @@ class BatchEngine:
             quantum = self._quantum // self._divisor
             chunk = self._costs.prefill(quantum, 0.0) * self._stretch
             return min(chunk - self._work % chunk, max(0.0, self._total - self._work))
-        return max(0.0, self._first - self._work) if self.running else 0.0
+        # Of a step that gives several tokens none can be told from the others: all may be left.
+        whole = self._first * self._costs.tokens_per_step
+        return max(0.0, whole - self._work) if self.running else 0.0
 
     # --- orders
 

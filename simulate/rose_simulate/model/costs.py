@@ -82,13 +82,26 @@ class Costs:
     fit: Fit
     derate: float
     gpus: int = 1
+    draft_nodes: int = 0
+    tokens_per_step: float = 1.0
 
     @property
     def _scale(self) -> float:
         return 1e-3 if self.gpus == 1 else 1e-3 / (self.gpus * _PARALLEL_EFFICIENCY)
 
     def step(self, batch: int, context: int) -> tuple[float, float]:
-        """Time of the next step, and by how much each further one is longer."""
+        """Time of the next token of each, and by how much each further one is longer.
+
+        With drafts a step takes what it takes without, and the prefill of what it verifies; it
+        gives several tokens.
+        """
+        first, growth = self._step(batch, context)
+        if not self.draft_nodes:
+            return first, growth
+        verified = self.draft_nodes * batch / self.fit.prefill_tokens_per_s * self._scale * 1e3
+        return (first + verified) / self.tokens_per_step, growth / self.tokens_per_step
+
+    def _step(self, batch: int, context: int) -> tuple[float, float]:
         fit = self.fit
         saturation = min(1.0, (batch - 1) / (SATURATED - 1))
         scale = self._scale / (1.0 - (1.0 - self.derate) * saturation)
@@ -102,15 +115,32 @@ class Costs:
 
 
 def costs(
-    device: str, model: str, derate: float, gpus: int = 1, *, attention: bool = False
+    device: str,
+    model: str,
+    derate: float,
+    gpus: int = 1,
+    *,
+    attention: bool = False,
+    draft_nodes: int = 0,
+    tokens_per_step: float = 1.0,
 ) -> Costs:
-    """The cost model of a model on a device; ``attention``: prefill pays for it too."""
+    """The cost model of a model on a device.
+
+    Args:
+        device: of the replica's GPUs.
+        model: of ``MODELS``.
+        derate: see the module.
+        gpus: of the replica.
+        attention: prefill pays for it too.
+        draft_nodes: tokens that a step verifies for each sequence; 0 = it has no drafts.
+        tokens_per_step: that such a step gives each.
+    """
     weights, kv_bytes, prefill = _WEIGHTS[model]
     layers, width = _ATTENTION[model]
     # Weights of two bytes: as many operations per token as there are bytes.
     per_pair = 4 * layers * width / (weights * 1e9) if attention else 0.0
     fit = Fit(*_STEPS[device, model], weights, kv_bytes, prefill, per_pair)
-    return Costs(fit, derate, gpus)
+    return Costs(fit, derate, gpus, draft_nodes, tokens_per_step)
 
 
 def pairs(new: int, before: int = 0) -> float:

@@ -152,7 +152,15 @@ class LentReplica:
         assert job is not None  # noqa: S101  # a slot was granted to a job
         gpus = service.gpus_per_replica
         derate, pays = self._scenario.derate, self._scenario.prefill_attention
-        own = costs(service.device, job.model, derate, gpus, attention=pays)
+        own = costs(
+            service.device,
+            job.model,
+            derate,
+            gpus,
+            attention=pays,
+            draft_nodes=job.draft_nodes,
+            tokens_per_step=job.tokens_per_step,
+        )
         pool = kv_tokens(service.device, job.model, service.rollout_memory_share, gpus)
         engine = BatchEngine(self._clock, own, pool, self.device.update, quantum=QUANTUM)
         engine.set_speed(0.0)

@@ -146,6 +146,9 @@ class RolloutJob(Strict):
             (``dedicated_s`` of the link later); otherwise in the second of the publish, on weights
             of the version before, which favours production (study ``eager``).
         idle_seconds: how long its lease holds slots without a turn (``slots.idleSeconds``).
+        draft_nodes: tokens that a step verifies for each trajectory (``drafts: Router`` of a
+            lease); each costs what a token of a prompt does. 0 = a step gives one token.
+        tokens_per_step: of a step that verifies drafts; it has to be measured on the task.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
@@ -170,6 +173,8 @@ class RolloutJob(Strict):
     oldest_first: bool = False
     awaits_weights: bool = False
     idle_seconds: Annotated[float, Field(ge=10, le=604_800)] = 90.0
+    draft_nodes: Annotated[int, Field(ge=0, le=64)] = 0
+    tokens_per_step: Annotated[float, Field(ge=1, le=64)] = 1.0
 
 
 class Link(Strict):

@@ -198,7 +198,15 @@ class Simulation:
         )
         self.routers[job.name] = router
         derate, pays = self.scenario.derate, self.scenario.prefill_attention
-        own = costs(job.device, job.model, derate, job.gpus_per_engine, attention=pays)
+        own = costs(
+            job.device,
+            job.model,
+            derate,
+            job.gpus_per_engine,
+            attention=pays,
+            draft_nodes=job.draft_nodes,
+            tokens_per_step=job.tokens_per_step,
+        )
         pool = kv_tokens(job.device, job.model, _DEDICATED_MEMORY, job.gpus_per_engine)
         cap = max(1, min(job.dedicated_cap, pool // _USUAL_CONTEXT))
         for number in range(job.dedicated):

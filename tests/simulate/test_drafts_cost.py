@@ -1,0 +1,36 @@
+"""Drafts in the simulator: what a step with them costs, gives, and how long it cannot stop."""
+
+from __future__ import annotations
+
+import pytest
+
+from rose_simulate.model.batch import BatchEngine, Sequence
+from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.costs import costs
+
+PLAIN = costs("H100", "Qwen3-8B", 1.0)
+DRAFTS = costs("H100", "Qwen3-8B", 1.0, draft_nodes=8, tokens_per_step=2.0)
+
+
+def test_a_step_pays_for_what_it_verifies_and_gives_several_tokens() -> None:
+    without, _ = PLAIN.step(4, 8000)
+    verified = PLAIN.prefill(4 * 8, 0.0) - PLAIN.prefill(0, 0.0)
+    first, _ = DRAFTS.step(4, 8000)
+    assert first == pytest.approx((without + verified) / 2)
+
+
+def test_drafts_that_are_never_right_only_cost() -> None:
+    lost = costs("H100", "Qwen3-8B", 1.0, draft_nodes=8)
+    assert lost.step(16, 1000)[0] > PLAIN.step(16, 1000)[0]
+
+
+def test_a_stop_may_have_to_wait_for_a_whole_step() -> None:
+    clock = Clock()
+    engine = BatchEngine(clock, DRAFTS, 100_000, lambda: None)
+    done: list[int] = []
+    engine.submit(Sequence("s", 100, 200, lambda: None, lambda: done.append(clock.now_ns)))
+    clock.run(round(0.2 * SECOND))
+    step = DRAFTS.step(1, 100)[0] * 2
+    assert 0.5 * step < engine.residual() <= 1.01 * step
+    clock.run(60 * SECOND)
+    assert done
