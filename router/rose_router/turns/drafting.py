@@ -58,6 +58,8 @@ class Drafter:
 
     def begin_turn(self, turn: Turn) -> None:
         """Note what a trajectory is about: its first prompt, which its siblings share."""
+        if not self._fleet.bounds().drafts:
+            return
         name = turn.request.trajectory
         if name in self._asked:
             self._asked.move_to_end(name)
@@ -70,7 +72,7 @@ class Drafter:
     def end_turn(self, turn: Turn) -> None:
         """Keep its answer, and what drafts were worth."""
         question = self._asked.get(turn.request.trajectory)
-        if question is None or not self._drafting():
+        if question is None:
             return
         for leg in turn.transcript.legs:
             steps = leg.meta.get("spec_verify_ct") if leg.meta else None
