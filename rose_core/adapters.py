@@ -21,14 +21,11 @@ STACKS: dict[str, tuple[str, ...]] = {
 }
 """The engine's modules, and the model's that each of them is made of, in order."""
 
-POOL_SLOTS = 2
-"""Adapters that an engine has room for: its own, and none, for what is computed without one."""
+MOST_ADAPTERS = 16
+"""Adapters that one engine may hold at a time."""
 
 TARGETS: tuple[str, ...] = tuple(name for parts in STACKS.values() for name in parts)
 """Modules that an adapter may change."""
-
-ENGINE_NAME = "rose"
-"""What an engine calls the adapter that it computes with."""
 
 _PREFIX = "base_model.model."
 
@@ -41,3 +38,23 @@ def tensor_name(module: str, side: str) -> str:
         side: ``A`` or ``B``.
     """
     return f"{_PREFIX}{module}.lora_{side}.weight"
+
+
+def pool_slots(adapters: int) -> int:
+    """Slots of SGLang's pool: one an adapter, and one for what is computed without any."""
+    return adapters + 1
+
+
+def engine_name(number: int) -> str:
+    """What an engine calls the adapter in one of its slots."""
+    return f"rose-{number}"
+
+
+def run_of(cache_key: str) -> str:
+    """The run whose adapter a request is for: routers begin the key with the version.
+
+    Returns:
+        Empty when the key names no version.
+    """
+    label = cache_key.partition("\n")[0].partition("/")[0]
+    return label.partition("@")[0] if "@" in label else ""

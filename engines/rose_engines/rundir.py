@@ -164,6 +164,10 @@ class SlotDir:
         """``WeightsFile``."""
         return self.folder / "weights.json"
 
+    def weights_of(self, run: str) -> Path:
+        """``WeightsFile`` of another run, where the engine holds adapters of several."""
+        return self.folder / f"weights.{run}.json" if run else self.weights
+
     @property
     def bundles(self) -> Path:
         """Folder of staged weight bundles."""

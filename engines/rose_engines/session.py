@@ -41,6 +41,7 @@ from rose_engines.sglang.control import (
     Answer,
     Attest,
     Attested,
+    Bind,
     Call,
     Commit,
     Committed,
@@ -55,6 +56,7 @@ from rose_engines.sglang.control import (
     Stage,
     Staged,
     Status,
+    Unbind,
 )
 from rose_engines.staging import StagedUpdate, stage
 from rose_engines.tensors import Live
@@ -218,6 +220,8 @@ class WeightSession:
                 return self._attest()
             case Export(path):
                 return self._export(Path(path))
+            case Bind() | Unbind():
+                raise CommitRefused("Unsupported", "this engine has no slots for adapters")
             case _:
                 return self.status()
 

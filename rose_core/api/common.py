@@ -32,6 +32,7 @@ LabelName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)
 # A store and a run, or nothing where weights are frozen. A run is whatever a publisher may call its
 # own (``rose_core.identity.run_name``).
 NoLabelName = Annotated[str, Field(max_length=63, pattern=f"^$|{DNS_LABEL}")]
+RunName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_NAME)]
 NoRunName = Annotated[str, Field(max_length=63, pattern=f"^$|{DNS_NAME}")]
 
 AdapterTarget = Annotated[str, Field(pattern=f"^({'|'.join(TARGETS)})$", max_length=16)]

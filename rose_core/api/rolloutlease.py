@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from rose_core.adapters import MOST_ADAPTERS
 from rose_core.api.arguments import ALLOWED, ROUTED_EXPERTS
 from rose_core.api.common import (
     ATOMIC_LIST,
@@ -25,6 +26,7 @@ from rose_core.api.common import (
     ObjectMeta,
     PoolReference,
     Rule,
+    RunName,
     StatusBase,
 )
 
@@ -97,6 +99,7 @@ class Weights(ApiModel):
         _immutable("frozen"),
         _immutable("adapterRank"),
         _immutable("adapterTargets"),
+        _immutable("adapterSlots"),
         Rule(
             "self.frozen || (self.storeName != '' && self.run != '')",
             "weights needs storeName and run, or frozen: true for a model that is never trained",
@@ -116,6 +119,28 @@ class Weights(ApiModel):
             "self.adapterRank > 0 || size(self.adapterTargets) == 0",
             "adapterTargets needs adapterRank: without it versions are whole models",
             ".adapterTargets",
+        ),
+        Rule(
+            "self.adapterRank > 0 || self.adapterSlots == 1",
+            "adapterSlots needs adapterRank: engines hold several runs only as LoRA adapters",
+            ".adapterSlots",
+        ),
+        Rule(
+            "size(self.adapterRuns) < self.adapterSlots",
+            "run and adapterRuns are more adapters than adapterSlots: name fewer, or apply another "
+            "lease, whose engines hold more",
+            ".adapterRuns",
+        ),
+        Rule(
+            "!(self.run in self.adapterRuns)",
+            "adapterRuns are runs beside weights.run, which they repeat",
+            ".adapterRuns",
+        ),
+        Rule(
+            "self.adapterSlots == 1 || self.kvPolicy != 'Recompute'",
+            "kvPolicy Recompute takes the KV of every turn at each commit, also of the other runs: "
+            "with several adapterSlots it must be Keep or Reuse",
+            ".kvPolicy",
         ),
     )
 
@@ -139,6 +164,20 @@ class Weights(ApiModel):
         default=(),
         max_length=16,
         description="Modules that the adapter changes; empty = all that can be.",
+        json_schema_extra=SET_LIST,
+    )
+    adapter_slots: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_ADAPTERS,
+        description="Adapters that each engine holds at a time, every one of another run; its "
+        "memory is set aside when the engine starts.",
+    )
+    adapter_runs: tuple[RunName, ...] = Field(
+        default=(),
+        max_length=MOST_ADAPTERS - 1,
+        description="Runs beside run whose adapters the same engines hold: same base, rank and "
+        "modules. They may come and go while engines run. Turns name theirs (docs/adapters.md).",
         json_schema_extra=SET_LIST,
     )
     max_staleness_versions: int = Field(

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from rose_core.adapters import MOST_ADAPTERS
 from rose_core.api.common import (
     ATOMIC_LIST,
     MODEL_NAME,
@@ -27,6 +28,7 @@ from rose_core.api.common import (
     ObjectName,
     PoolReference,
     Rule,
+    RunName,
     StatusBase,
 )
 from rose_core.api.rolloutlease import ArgumentValue, KVPolicy
@@ -109,6 +111,9 @@ class SlotWeights(ApiModel):
         max_length=16,
         description="Modules that the adapter changes; empty = all that can be.",
         json_schema_extra=SET_LIST,
+    )
+    adapter_slots: int = Field(
+        default=1, ge=1, le=MOST_ADAPTERS, description="Adapters that the engine holds at a time."
     )
     max_staleness_versions: int = Field(ge=0, le=1000, description="Versions it may lag behind.")
     kv_policy: KVPolicy = Field(
@@ -199,6 +204,15 @@ class SlotSpec(ApiModel):
         return self.members[0]
 
 
+class AdapterStatus(ApiModel):
+    """The adapter of one run."""
+
+    run: RunName = Field(description="Whose it is.")
+    weight_version: str = Field(
+        default="", max_length=128, description="Version attested in the engine; empty = none yet."
+    )
+
+
 class SlotStatus(StatusBase):
     """What the node's agent last reported, written on transitions only."""
 
@@ -213,6 +227,15 @@ class SlotStatus(StatusBase):
     )
     weight_digest: str = Field(
         default="", max_length=128, description="Digest attested on the live weights."
+    )
+    adapters: tuple[AdapterStatus, ...] = Field(
+        default=(),
+        max_length=MOST_ADAPTERS,
+        description="Adapters of the runs that the engine serves, where there are several.",
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["run"],
+        },
     )
     reclaims: int = Field(
         default=0,

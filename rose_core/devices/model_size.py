@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rose_core.adapters import POOL_SLOTS, STACKS
+from rose_core.adapters import STACKS, pool_slots
 
 Config = Mapping[str, Any]
 
@@ -213,14 +213,16 @@ def cache_shape(config: Config, ranks: int = 1) -> CacheShape:
     return CacheShape(layers * _pair(fields), image=image, layers=layers)
 
 
-def adapter_bytes(tensors: Iterable[Stored], rank: int, targets: Collection[str]) -> int:
+def adapter_bytes(
+    tensors: Iterable[Stored], rank: int, targets: Collection[str], adapters: int = 1
+) -> int:
     """Memory of SGLang's pool for LoRA adapters: two matrices a module, in every slot of the pool.
 
     A stack of modules has room for each of them as soon as an adapter changes one.
     """
     wide = {part for parts in STACKS.values() if set(parts) & set(targets) for part in parts}
     return sum(
-        POOL_SLOTS * 2 * rank * (tensor.shape[0] + tensor.shape[1])
+        pool_slots(adapters) * 2 * rank * (tensor.shape[0] + tensor.shape[1])
         for tensor in tensors
         if len(tensor.shape) == 2
         and tensor.name.endswith(".weight")

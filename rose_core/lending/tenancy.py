@@ -135,11 +135,12 @@ def _alone(
 ) -> Answer | None:
     """What one lease asks for that no policy allows."""
     spec, names = lease.spec, ", ".join(policy.metadata.name for policy in policies)
-    store, run = spec.weights.store_name, spec.weights.run
-    if not spec.weights.frozen and not any(
-        one.store_name == store and _any(one.names, run) for each in specs for one in each.runs
-    ):
-        return Reason.RUN_NOT_ALLOWED, _text("run", f"{run!r} of store {store!r}", names)
+    store, runs = spec.weights.store_name, (spec.weights.run, *spec.weights.adapter_runs)
+    for run in () if spec.weights.frozen else runs:
+        if not any(
+            one.store_name == store and _any(one.names, run) for each in specs for one in each.runs
+        ):
+            return Reason.RUN_NOT_ALLOWED, _text("run", f"{run!r} of store {store!r}", names)
     for pool in spec.pools:
         if not any(_any(each.pools, pool.key) for each in specs):
             return _over("pool", repr(pool.key), names)

@@ -50,10 +50,10 @@ def _never(turn: TurnView, engine: EngineView) -> Obstacle | None:
 def _with_these_weights(
     turn: TurnView, engine: EngineView, head: WeightVersion | None, policy: Policy
 ) -> Obstacle | None:
-    version = engine.version
+    version, head = engine.version, engine.head or head
     if version is None or head is None:
         return Obstacle.UNATTESTED
-    if not satisfies(version, turn.pin):
+    if not satisfies(version, turn.pin) or (engine.named and not turn.pin.run):
         return Obstacle.PINNED
     return Obstacle.STALE if _stale(version, head, turn.pin, policy) else None
 

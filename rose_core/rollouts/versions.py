@@ -25,12 +25,14 @@ class Pin:
     """Versions a turn may be sampled by, beside the lease's staleness bound.
 
     Attributes:
+        run: whose versions, where a lease follows several; empty = those of its first.
         minimum: no version older than this.
         exact: only this version; the turn ends with a typed abort when it is gone.
     """
 
     minimum: WeightVersion | None = None
     exact: WeightVersion | None = None
+    run: str = ""
 
 
 NO_PIN = Pin()
@@ -48,13 +50,18 @@ def parse(label: str) -> WeightVersion | None:
         return None
 
 
-def read_pin(minimum: object, exact: object) -> Pin:
-    """The pins of a request.
+def read_pin(minimum: object, exact: object, run: str = "") -> Pin:
+    """The pins of a request; a version that it names is of the run that it means.
 
     Raises:
-        InvalidTurn: a pin is no ``run@incarnation.sequence``.
+        InvalidTurn: a pin is no ``run@incarnation.sequence``, or they mean several runs.
     """
-    return Pin(_pinned("min_version", minimum), _pinned("version", exact))
+    pin = Pin(_pinned("min_version", minimum), _pinned("version", exact))
+    named = {one.run for one in (pin.minimum, pin.exact) if one is not None} | ({run} - {""})
+    if len(named) > 1:
+        message = f"rose: a turn is of one run, these fields name {', '.join(sorted(named))}"
+        raise InvalidTurn(message)
+    return Pin(pin.minimum, pin.exact, *named) if named else NO_PIN
 
 
 def _pinned(field: str, value: object) -> WeightVersion | None:
@@ -142,6 +149,8 @@ def older(version: WeightVersion, other: WeightVersion) -> bool:
 
 def satisfies(version: WeightVersion, pin: Pin) -> bool:
     """Whether a turn with this pin may be sampled by the version."""
+    if pin.run and version.run != pin.run:
+        return False
     if pin.exact is not None:
         return version == pin.exact
     if pin.minimum is None:
@@ -172,6 +181,11 @@ def check_pin(pin: Pin, head: WeightVersion | None, live: Iterable[WeightVersion
         UnknownVersion: nobody has announced such a version yet.
         VersionGone: nobody will: it runs nowhere any more, or is another run's.
     """
+    live = tuple(live)
+    runs = {version.run for version in live}
+    if pin.run and runs and pin.run not in runs:
+        message = f"no engine has run {pin.run} yet; there are {', '.join(sorted(runs))}"
+        raise UnknownVersion(message)
     wanted = pin.exact or pin.minimum
     refusal = UnknownVersion if wanted is None or _may_come(wanted, head) else VersionGone
     known = f"the newest version known here is {head}" if head else "no version is known here yet"

@@ -49,6 +49,8 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
         fencing: aborts of old legs that it has not taken yet; no turn before that.
         kept: it is kept for, or runs, a turn that must be alone (``suspects``).
         backing_off_until: after a refusal or a loss, in seconds of the router's clock.
+        head: newest version of its run, where that is not the lease's first.
+        named: it takes only turns that name its run.
     """
 
     name: str
@@ -63,6 +65,8 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     backing_off_until: float = 0.0
     speed: Speed = msgspec.field(default_factory=Speed)
     hazard: Hazard = msgspec.field(default_factory=Hazard)
+    head: WeightVersion | None = None
+    named: bool = False
 
 
 class TurnView(msgspec.Struct, frozen=True, gc=False):

@@ -14,6 +14,7 @@ import msgspec
 
 from rose_core.identity import GpuUuid, PodUid, SlotKey
 from rose_core.wire.reasons import HostReason
+from rose_core.wire.routing import AdapterVersion
 from rose_core.wire.sync import EngineSpec, NodeModel, WeightSource
 
 
@@ -137,6 +138,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
         measuring: the host wants to know what its processes hold (``LimitMemory``), to remember it.
         kv_permille: the budget that its elastic KV memory is held to; None = it is not elastic.
         kv_held_bytes: memory of that kind that it holds; None = unknown, or not elastic.
+        adapters: where it holds those of several runs; ``version`` and ``head`` are of the first.
     """
 
     slot: SlotKey
@@ -163,6 +165,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_permille: int | None = None
     kv_held_bytes: int | None = None
     weight_bytes: int = 0
+    adapters: tuple[AdapterVersion, ...] = ()
 
 
 class HostStatusRequest(msgspec.Struct, frozen=True):

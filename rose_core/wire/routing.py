@@ -23,6 +23,20 @@ class EngineKind(StrEnum):
     DEDICATED = "Dedicated"
 
 
+class AdapterVersion(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The adapter of one run on an engine that holds several.
+
+    Attributes:
+        version, digest: attested in its slot; empty = no turns of this run.
+        head: newest version of the run; empty = unknown.
+    """
+
+    run: str
+    version: str = ""
+    digest: str = ""
+    head: str = ""
+
+
 class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of one engine; each message replaces the one before.
 
@@ -47,6 +61,10 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
         drafts: it verifies drafts, and takes tokens to draft from at ``url`` + /drafts.
         relayed: passed on by another replica of the router, not said by the owner itself.
         leaving: the engine will not come back; continue its turns elsewhere now.
+        adapters: of each run that it has one of, the lease's first run first; empty = it follows
+            one run, and what is said above is of that.
+        run: it is one adapter of an engine, as ``each_adapter`` tells them apart.
+        named: it takes only turns that name its run.
     """
 
     engine: str
@@ -70,6 +88,32 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     relayed: bool = False
     leaving: bool = False
     certificates: tuple[str, ...] = ()
+    adapters: tuple[AdapterVersion, ...] = ()
+    run: str = ""
+    named: bool = False
+
+
+def each_adapter(update: EngineUpdate) -> tuple[EngineUpdate, ...]:
+    """An engine as one for each run that it has an adapter of: they share process, KV and cap.
+
+    Only turns that say nothing of runs are the first one's, so no turn can meet another run's
+    version by accident.
+    """
+    found = update.adapters
+    return tuple(
+        msgspec.structs.replace(
+            update,
+            engine=f"{update.engine}/{one.run}",
+            version=one.version,
+            digest=one.digest,
+            head=one.head,
+            kv_tokens=update.kv_tokens // len(found),
+            adapters=(),
+            run=one.run,
+            named=number > 0,
+        )
+        for number, one in enumerate(found)
+    )
 
 
 class RouterNote(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from rose_core.devices.memory import MemorySum
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey
+from rose_core.wire.routing import AdapterVersion
 
 
 class SignalSource(StrEnum):
@@ -140,6 +141,7 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
         slo_violations: those of them that missed the pool's SLO and had met an open gate.
         reclaims: number of reclaims by ladder rung name.
         needs_bytes: what must be lent of each GPU for the slot's engine to start; None = unknown.
+        adapters: of each run, where the engine holds several; ``version`` is of the first.
     """
 
     slot: SlotKey
@@ -158,6 +160,7 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     serving_requests: int = 0
     slo_violations: int = 0
     needs_bytes: int | None = None
+    adapters: tuple[AdapterVersion, ...] = ()
 
 
 class SleepTerms(msgspec.Struct, frozen=True):
@@ -237,15 +240,22 @@ class Sharing(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AdapterSpec(msgspec.Struct, frozen=True):
-    """The LoRA adapter that an engine computes with; its tensors are the run's.
+    """The LoRA adapters that an engine computes with; the tensors of each are its run's.
 
     Attributes:
-        rank: of its matrices.
-        targets: modules of the model that it changes (``rose_core.adapters.TARGETS``).
+        rank: of their matrices.
+        targets: modules of the model that they change (``rose_core.adapters.TARGETS``).
+        slots: adapters that it holds at a time, each of another run.
     """
 
     rank: int
     targets: tuple[str, ...]
+    slots: int = 1
+
+    @property
+    def shared(self) -> bool:
+        """Requests say which run's adapter they are for."""
+        return self.slots > 1
 
 
 class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -285,11 +295,14 @@ class WeightSource(msgspec.Struct, frozen=True):
             frozen weights, which come from nowhere but the node's disk.
         run: training run to follow; ``identity.FROZEN_RUN`` for frozen weights.
         max_staleness: versions the engine may lag behind the head.
+        others: runs whose adapters the engine holds beside ``run``'s; they come and go while it
+            runs.
     """
 
     endpoint: str
     run: str
     max_staleness: int = 1
+    others: tuple[str, ...] = ()
 
     @property
     def frozen(self) -> bool:

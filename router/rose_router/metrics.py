@@ -37,6 +37,12 @@ CLASS_TURNS = Counter(
     ["device"],
     registry=REGISTRY,
 )
+RUN_TOKENS = Counter(
+    "rose_router_run_tokens",
+    "Output tokens that were kept, by run, where the lease's engines hold adapters of several.",
+    ["run"],
+    registry=REGISTRY,
+)
 CLASS_STEP_SECONDS = Gauge(
     "rose_router_class_step_seconds",
     "Time between two tokens of a turn on engines of a device class, as measured lately.",

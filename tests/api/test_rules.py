@@ -80,6 +80,42 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.weights.adapterRank": 8},
         {"spec.weights": {"frozen": True, "adapterRank": 8}},
     ),
+    ("RolloutLease", "adapterSlots needs adapterRank"): (
+        {"spec.weights.adapterRank": 8, "spec.weights.adapterSlots": 2},
+        {"spec.weights.adapterSlots": 2},
+    ),
+    ("RolloutLease", "are more adapters than adapterSlots"): (
+        {
+            "spec.weights.adapterRank": 8,
+            "spec.weights.adapterSlots": 2,
+            "spec.weights.adapterRuns": ["ppo"],
+        },
+        {
+            "spec.weights.adapterRank": 8,
+            "spec.weights.adapterSlots": 2,
+            "spec.weights.adapterRuns": ["ppo", "dpo"],
+        },
+    ),
+    ("RolloutLease", "adapterRuns are runs beside weights.run"): (
+        {
+            "spec.weights.adapterRank": 8,
+            "spec.weights.adapterSlots": 2,
+            "spec.weights.adapterRuns": ["ppo"],
+        },
+        {
+            "spec.weights.adapterRank": 8,
+            "spec.weights.adapterSlots": 2,
+            "spec.weights.adapterRuns": ["grpo"],
+        },
+    ),
+    ("RolloutLease", "with several adapterSlots it must be Keep or Reuse"): (
+        {"spec.weights.adapterRank": 8, "spec.weights.adapterSlots": 2},
+        {
+            "spec.weights.adapterRank": 8,
+            "spec.weights.adapterSlots": 2,
+            "spec.weights.kvPolicy": "Recompute",
+        },
+    ),
     ("RolloutLease", "adapterTargets needs adapterRank"): (
         {"spec.weights.adapterRank": 8, "spec.weights.adapterTargets": ["q_proj"]},
         {"spec.weights.adapterTargets": ["q_proj"]},
@@ -198,6 +234,10 @@ TRANSITION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("RolloutLease", "adapterRank cannot change"): (
         {"spec": {"weights": {"adapterRank": 0}}},
         {"spec": {"weights": {"adapterRank": 8}}},
+    ),
+    ("RolloutLease", "adapterSlots cannot change"): (
+        {"spec": {"weights": {"adapterSlots": 1}}},
+        {"spec": {"weights": {"adapterSlots": 2, "adapterRank": 8}}},
     ),
     ("RolloutLease", "adapterTargets cannot change"): (
         {"spec": {"weights": {"adapterTargets": []}}},

@@ -150,6 +150,8 @@ def test_an_adapter_bounds_sglangs_lora_and_is_told_to_the_plugin() -> None:
     }
     told = environment(launch, {})["ROSE_ADAPTER"]
     assert msgspec.json.decode(told, type=AdapterSpec) == adapter
+    eight = replace_launch(launch, adapter=AdapterSpec(8, ("q_proj",), 8))
+    assert pairs(command(spec(), eight))["--max-loras-per-batch"] == "9"
     on_gpu = command(spec(), replace_launch(launch, device="cuda"))
     assert "--lora-backend" not in on_gpu
     assert "--enable-lora" not in command(spec(), LAUNCH)

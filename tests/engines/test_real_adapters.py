@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -18,8 +14,7 @@ import transformers
 from rose_core.adapters import BASE, SCALE, TARGETS
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import AdapterSpec, EngineSpec
-from rose_dev.engine_testing import RealEngine, State, start_engine, write_bundle
-from rose_dev.models import make_named
+from rose_dev.engine_testing import RealEngine, start_engine, write_bundle
 from rose_engines.errors import CommitRefused
 from rose_engines.sglang.client import SGLangClient
 from rose_engines.sglang.control import ControlClient
@@ -29,6 +24,7 @@ from rose_weights.receive.client import WeightsClient
 from rose_weights.serve.service import WeightService
 from rose_weights.store.store import Store
 from rose_wire.rpc import Server
+from tests.engines.adapter_models import RANK, logprobs, make_base, state, told, trained
 
 pytestmark = [
     pytest.mark.engine,
@@ -36,64 +32,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 
-RANK = 4
 PROMPT = list(b"an adapter is a run")
-WORDS = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
-
-
-def trained(folder: Path, seed: int, **settings: Any) -> Any:  # noqa: ANN401  # of PEFT
-    """A model of PEFT whose adapter is not nothing."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config = peft.LoraConfig(r=RANK, lora_alpha=6, target_modules=list(TARGETS), **settings)
-    model = peft.get_peft_model(base, config)
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.normal_(std=0.1, generator=draw)
-    return model.eval()
-
-
-def state(adapter: Adapter, model: Any) -> State:  # noqa: ANN401  # of PEFT
-    return {
-        name: (
-            WORDS[tensor.dtype],
-            tuple(tensor.shape),
-            tensor.numpy().view(f"u{tensor.element_size()}").ravel(),
-        )
-        for name, tensor in adapter.tensors(model).items()
-    }
-
-
-def logprobs(model: Any, tokens: list[int]) -> np.ndarray:  # noqa: ANN401  # of transformers
-    """Of every token after the first, by PEFT's own model with its adapter merged into it."""
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0]
-    chosen = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
-    return np.asarray(chosen.numpy())
-
-
-async def told(engine: RealEngine, tokens: list[int]) -> np.ndarray:
-    """The same, as the engine says."""
-    body = {
-        "input_ids": tokens,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    async with httpx.AsyncClient(timeout=120) as client:
-        answer = (await client.post(f"{engine.url}/generate", json=body)).json()
-    return np.array([one[0] for one in answer["meta_info"]["input_token_logprobs"][1:]])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with 32 bits a weight, so that merging rounds nothing that is seen."""
-    bits16, found = make_named("tiny"), tmp_path_factory.mktemp("model") / "tiny32"
-    model = transformers.AutoModelForCausalLM.from_pretrained(bits16, dtype=torch.float32)
-    shutil.copytree(bits16, found)
-    model.save_pretrained(found)
-    return found
+    return make_base(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from rose_core.wire import sync
 from rose_core.wire.sync import AdapterSpec, Grant, SyncRequest
 from rose_operator.kube.api import Kind
 from rose_operator.sync.enrolment import callers_of
-from rose_operator.sync.grants import grants_of, policy_of
+from rose_operator.sync.grants import adapter_runs, grants_of, policy_of
 from tests.api.objects import LEASE, POOL, changed
 from tests.api.test_rules import CREATION, TRANSITION
 from tests.operator.bench import SETTINGS, Bench
@@ -219,6 +219,15 @@ def grant(path: str) -> Callable[[Stage], object]:
         return part(_granted(stage.of("grpo")[0]), path)
 
     return look
+
+
+def others(stage: Stage) -> object:
+    """Runs whose adapters a node gets beside the lease's first."""
+    lease = RolloutLease.model_validate(stage.object(Kind.LEASE, "grpo"))
+    slot = stage.of("grpo")[0]
+    node, runs = slot.spec.member.node, adapter_runs([lease])
+    (found,) = grants_of(node, [slot], 1, SETTINGS, others=runs)
+    return found.weights.others
 
 
 def guard(path: str) -> Callable[[Stage], object]:
@@ -599,6 +608,28 @@ LEASES: list[tuple[str, Row | Refused]] = [
         ),
     ),
     ("weights.adapterTargets", Refused("adapterTargets needs adapterRank")),
+    (
+        "weights.adapterSlots",
+        Row(
+            {"weights.adapterSlots": 4},
+            grant("engine.adapter"),
+            AdapterSpec(8, ALL),
+            AdapterSpec(8, ALL, 4),
+            lease={"weights.adapterRank": 8},
+        ),
+    ),
+    ("weights.adapterSlots", Refused("adapterSlots needs adapterRank")),
+    (
+        "weights.adapterRuns",
+        Row(
+            {"weights.adapterRuns": ["ppo", "dpo"]},
+            others,
+            (),
+            ("ppo", "dpo"),
+            lease={"weights.adapterRank": 8, "weights.adapterSlots": 3},
+        ),
+    ),
+    ("weights.adapterRuns", Refused("are more adapters than adapterSlots")),
     ("weights.run", Row({"weights.run": "ppo"}, grant("weights.run"), "grpo", "ppo")),
     (
         "weights.maxStalenessVersions",

@@ -136,6 +136,16 @@ SLOTS: list[tuple[str, Granted | Refused]] = [
             beside={"weights.adapterRank": 8},
         ),
     ),
+    (
+        "weights.adapterSlots",
+        Granted(
+            {"weights.adapterSlots": 2},
+            of("engine.adapter"),
+            AdapterSpec(8, ALL),
+            AdapterSpec(8, ALL, 2),
+            beside={"weights.adapterRank": 8},
+        ),
+    ),
     ("weights.run", Granted({"weights.run": "x"}, of("weights.run"), "grpo", "x")),
     (  # a node only knows it: which engines are too old for a turn is decided by the router
         "weights.maxStalenessVersions",

@@ -13,9 +13,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rose_core.adapters import run_of
 from rose_core.rollouts.spans import covers
 from rose_core.rollouts.transcript import StreamEvent
-from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_core.wire.routing import AdapterVersion, EngineKind, EngineUpdate
 from rose_engines.fake.model import Prefix, continuation
 from rose_router.config import Settings
 from rose_router.engines.engine_client import Take, Target
@@ -67,6 +68,8 @@ class SimEngine:
         fails_at: a token in the prompt that it answers with an error of its own; -1 = none.
         linger: seconds for which the connection stays open after the last event.
         seen: every request it was sent.
+        adapters: run -> version that it holds of it; requests say which they mean, as on engines
+            with adapters of several runs.
     """
 
     name: str
@@ -90,6 +93,11 @@ class SimEngine:
     runs: dict[str, Run] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     tokens_made: int = 0
+    adapters: dict[str, str] = field(default_factory=dict)
+
+    def version_for(self, body: Mapping[str, Any]) -> str:
+        """What computes this request now."""
+        return self.adapters[run_of(body["extra_key"])] if self.adapters else self.version
 
     def update(self, head: str = "") -> EngineUpdate:
         return EngineUpdate(
@@ -105,6 +113,7 @@ class SimEngine:
             reuses_kv=self.reuses_kv,
             vocabulary=self.vocabulary,
             leaving=self.leaving,
+            adapters=tuple(AdapterVersion(run, own, "d") for run, own in self.adapters.items()),
         )
 
     def event(self, run: Run) -> StreamEvent:
@@ -162,7 +171,7 @@ class SimClient:
             if engine.frozen:
                 continue
             if run.finish is None:
-                run.step(engine.version)
+                run.step(engine.version_for(body))
                 engine.tokens_made += 1
                 if len(run.ids) == engine.stop_at:
                     run.finish = {"type": "stop", "matched": run.ids[-1]}

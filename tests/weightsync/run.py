@@ -26,8 +26,9 @@ ENCODE_SECONDS = 0.125
 class PublishedRun:
     """Publishes changes of a model to ``address``."""
 
-    def __init__(self, address: str, model: Path) -> None:
+    def __init__(self, address: str, model: Path, run: str = RUN) -> None:
         self.address = address
+        self.run = run
         self._writer = WeightsWriter(address)
         self._model = model
         self.state: dict[str, Bits] = {}
@@ -41,7 +42,7 @@ class PublishedRun:
             stored = read_checkpoint(self._model)
             self._kinds = {name: parts[:2] for name, parts in stored.items()}
             self.state = {name: np.array(parts[2]) for name, parts in stored.items()}
-            await self._writer.open(RUN, "test")
+            await self._writer.open(self.run, "test")
         before = {name: bits.copy() for name, bits in self.state.items()}
         if change and self.manifest is not None:
             for bits in self.state.values():
@@ -56,7 +57,7 @@ class PublishedRun:
         for tensor in tensors:
             old = None if base is None else before[tensor.name]
             builder.add(old, self.state[tensor.name])
-        manifest = builder.finish(WeightVersion(RUN, 1, self._sequence))
+        manifest = builder.finish(WeightVersion(self.run, 1, self._sequence))
         await self._writer.publish(
             manifest,
             blocks,

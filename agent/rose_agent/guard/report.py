@@ -221,6 +221,7 @@ def slot_report(slot: GuardedSlot) -> SlotReport | None:
         endpoint=status.endpoint if status else "",
         version=status.version if status else "",
         digest=status.digest if status else "",
+        adapters=status.adapters if status else (),
         lent_milliseconds=totals.lent_ns // 1_000_000,
         open_milliseconds=totals.open_ns // 1_000_000,
         harvested_tokens=totals.tokens,

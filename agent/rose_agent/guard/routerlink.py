@@ -170,4 +170,5 @@ def update_of(
         head=status.head if status else "",
         leaving=leaving,
         certificates=certificates,
+        adapters=status.adapters if status else (),
     )

@@ -8,6 +8,7 @@ from rose_agent.host.launchers import EngineOrder, EngineProgram, Launcher
 from rose_core.devices.elastic import FIRST_PERMILLE
 from rose_core.devices.memory import WHOLE
 from rose_core.devices.model_size import WINDOW_PERMILLE
+from rose_core.wire.sync import EngineSpec
 from rose_engines.sglang.arguments import Launch, command, environment
 
 # Cheap, and no part of the engine's own work.
@@ -28,6 +29,7 @@ def fake(order: EngineOrder) -> EngineProgram:
             *("--plugin-socket", str(order.slot.plugin_socket)),
             *("--max-running", str(order.spec.max_running)),
             *("--ranks", str(order.spec.ranks)),
+            *_adapters(order.spec),
             *(f"--{name}={value}" for name, value in order.spec.arguments.items()),
         ),
         environment={"CUDA_VISIBLE_DEVICES": ",".join(order.gpu_uuids)},
@@ -37,6 +39,12 @@ def fake(order: EngineOrder) -> EngineProgram:
         kv_bytes=kv_bytes,
         kv_bundle=kv_bytes // 64,
     )
+
+
+def _adapters(spec: EngineSpec) -> tuple[str, ...]:
+    """Where requests say which run they are for, the fake looks there."""
+    shared = spec.adapter is not None and spec.adapter.shared
+    return ("--adapter-slots", str(spec.adapter.slots)) if spec.adapter and shared else ()
 
 
 def sglang(order: EngineOrder) -> EngineProgram:

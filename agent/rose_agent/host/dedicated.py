@@ -81,6 +81,7 @@ class Attachment:
             head=ours.head if ours is not None else "",
             leaving=self._leaving.is_set(),
             certificates=status.certificates,
+            adapters=ours.adapters if ours is not None else (),
         )
 
     async def _updates(self) -> AsyncIterator[EngineUpdate]:

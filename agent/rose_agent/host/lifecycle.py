@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -37,6 +37,7 @@ from rose_agent.host.sharing import Sharing, room_of
 from rose_agent.host.site import Site
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
 from rose_core.wire.reasons import HostReason
+from rose_core.wire.routing import AdapterVersion
 from rose_engines.errors import EngineError
 from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
 
@@ -131,7 +132,7 @@ class EngineLife:
             weight_bytes=weights.fetched_bytes,
             restarts=self.restarts,
             reason=self._reason or self.watched.reason,
-            message=self._message or self.rest.refusal or weights.error,
+            message=self._message or self.rest.refusal or weights.error or self._complaint(),
             can_dormant=self.rest.is_possible,
             residue_bytes=self.rest.residue_bytes,
             released_bytes=self.rest.released_bytes,
@@ -142,7 +143,30 @@ class EngineLife:
             measuring=self._sharing.measuring,
             kv_permille=elastic.permille if elastic is not None else None,
             kv_held_bytes=elastic.held_bytes if elastic is not None else None,
+            adapters=self._adapters(serving=serving),
         )
+
+    def _adapters(self, *, serving: bool) -> tuple[AdapterVersion, ...]:
+        """What each run's adapter is, where the engine holds several."""
+        adapter = self.order.engine.adapter
+        if adapter is None or not adapter.shared:
+            return ()
+        found = []
+        for run, weights in self._each_run():
+            fresh = weights.attested and weights.engine_started_ns == self._body.started_ns
+            known = (weights.version, weights.digest) if fresh and serving else ("", "")
+            found.append(AdapterVersion(run, *known, weights.head))
+        return tuple(found)
+
+    def _each_run(self) -> Iterator[tuple[str, WeightsFile]]:
+        source = self.order.weights
+        for run in (source.run, *source.others):
+            path = self.folder.weights_of("" if run == source.run else run)
+            yield run, read_json(path, WeightsFile) or WeightsFile()
+
+    def _complaint(self) -> str:
+        """Why a run of several is not served at its head."""
+        return next((f"run {run}: {one.error}" for run, one in self._each_run() if one.error), "")
 
     async def end(self, *, seconds: float, reason: HostReason) -> bool:
         """Kill the tree and close the permit.

@@ -102,7 +102,9 @@ def engine_size(
         shape = cache_shape(config, spec.ranks)
         weights = weight_bytes(config, list_tensors(model), spec.ranks)
         if (adapter := spec.adapter) is not None:
-            weights += adapter_bytes(list_tensors(model), adapter.rank, adapter.targets)
+            weights += adapter_bytes(
+                list_tensors(model), adapter.rank, adapter.targets, adapter.slots
+            )
     except (OSError, msgspec.MsgspecError, UnsupportedEngine, Unsizable) as error:
         raise BadEngine(f"model {model.name}: its size cannot be told: {error}") from error
     kind = kind_of(spec, text, version, gpu)

@@ -168,6 +168,22 @@ class Options:
         return self.token if self.relay and endpoint == self.relay else self.store_token
 
 
+@dataclass(frozen=True)
+class FollowedRun:
+    """Which of an engine's adapters a follower is about, where it holds those of several runs.
+
+    Attributes:
+        adapter: the run's name; empty where the engine follows one alone.
+        first: what it says of the slot is what it says of this run.
+        runs: all that the engine is to hold, told to the follower of the first: it takes away
+            those of others.
+    """
+
+    adapter: str = ""
+    first: bool = True
+    runs: tuple[str, ...] = ()
+
+
 class Follower:
     """One engine process and its run.
 
@@ -175,24 +191,39 @@ class Follower:
         slot: the slot's part of the run directory.
         source: endpoint and run.
         engine_started_ns: which process of the slot this is.
+        follows: which of its adapters.
     """
 
     def __init__(
-        self, slot: SlotDir, source: WeightSource, engine_started_ns: int, options: Options
+        self,
+        slot: SlotDir,
+        source: WeightSource,
+        engine_started_ns: int,
+        options: Options,
+        follows: FollowedRun | None = None,
     ) -> None:
         self._slot = slot
         self._source = source
         self._started_ns = engine_started_ns
         self._options = options
-        self._plugin = Plugin(slot)
+        self._follows = follows or FollowedRun()
+        self._others_gone = not self._follows.runs
+        self._path = slot.weights_of("" if self._follows.first else self._follows.adapter)
+        self._plugin = Plugin(slot, self._follows.adapter)
         self._heads = Heads(source, options.silence_seconds, self._note_head)
         self._news = asyncio.Event()
         self._progress = Progress()
         self._reported: tuple[float, str] = (0.0, "")
         self._commits = 0
-        self._truth = TruthMeter(slot, self._plugin.gate, self._news.set, options.probe_limit)
+        self._truth = TruthMeter(
+            slot,
+            self._plugin.gate,
+            self._news.set,
+            options.probe_limit,
+            run=self._follows.adapter,
+        )
         self._failures: tuple[str, ...] = ()
-        self._written = _previous(slot, engine_started_ns)
+        self._written = _previous(self._path, engine_started_ns)
         self._history = self._written.history
         self._fetched = self._written.fetched_bytes
 
@@ -275,6 +306,8 @@ class Follower:
     async def _look(self) -> Engine | None:
         """What is live; None while the engine does not answer."""
         try:
+            if not self._others_gone:
+                self._others_gone = await self._plugin.unbind_others(self._follows.runs)
             engine = await self._plugin.look()
         except EngineUnavailable:
             return None
@@ -318,7 +351,7 @@ class Follower:
         return ProbedCommit(version, self._written.digest, self._commits) if version else None
 
     async def _pull(self, store: WeightsClient, step: Step, codecs: tuple[int, ...]) -> None:
-        folder = self._slot.bundles / "next"
+        folder = self._slot.bundles / f"next{self._follows.adapter and '.'}{self._follows.adapter}"
         began = self._options.clock()
         manifest = await store.pull(
             self._source.run,
@@ -443,9 +476,9 @@ class Follower:
             return
         try:
             # The engine host reads it as another user; the folder is closed to everybody else.
-            write_json(self._slot.weights, content, mode=0o644)
+            write_json(self._path, content, mode=0o644)
         except OSError as problem:
-            _log.warning("%s: cannot write weights.json: %s", self._slot.uid, problem)
+            _log.warning("%s: cannot write %s: %s", self._slot.uid, self._path.name, problem)
             return
         self._written = content
 
@@ -470,9 +503,9 @@ class Follower:
         return self._written
 
 
-def _previous(slot: SlotDir, engine_started_ns: int) -> WeightsFile:
+def _previous(path: Path, engine_started_ns: int) -> WeightsFile:
     """What an earlier weight-sync has written about this process; empty for another process."""
-    before = read_json(slot.weights, WeightsFile)
+    before = read_json(path, WeightsFile)
     same = before is not None and before.engine_started_ns == engine_started_ns
     return before if before is not None and same else WeightsFile()
 

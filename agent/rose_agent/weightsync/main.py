@@ -1,7 +1,9 @@
 """``rose weight-sync``: bring weights to every engine of this node.
 
 Looks at the run directory twice a second and keeps one follower per engine process: a slot that
-appears, an engine that is restarted and a changed weight source each start a new one.
+appears, an engine that is restarted and a changed weight source each start a new one. Where an
+engine holds adapters of several runs, each run has a follower of its own; what the engine holds of
+a run that nobody follows any more is taken away.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from rose_agent.metrics import REGISTRY
 from rose_agent.weightsync import metrics
-from rose_agent.weightsync.follower import Follower, Options
+from rose_agent.weightsync.follower import FollowedRun, Follower, Options
 from rose_core.delta.probe import LIMIT
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import WeightSource
@@ -34,6 +38,7 @@ class FollowedSlot:
     slot: SlotDir
     source: WeightSource
     engine_started_ns: int
+    follows: FollowedRun = field(default_factory=FollowedRun)
 
 
 def subjects(rundir: RunDir) -> frozenset[FollowedSlot]:
@@ -43,7 +48,16 @@ def subjects(rundir: RunDir) -> frozenset[FollowedSlot]:
         order = read_json(slot.slot, EnsureEngine)
         record = read_json(slot.engine, EngineFile)
         if order is not None and record is not None:
-            found.add(FollowedSlot(slot, order.weights, record.started_ns))
+            adapter, source = order.engine.adapter, order.weights
+            runs = (source.run, *source.others)
+            if adapter is None or not adapter.shared:
+                found.add(FollowedSlot(slot, source, record.started_ns))
+                continue
+            for run in runs:
+                first = run == source.run
+                follows = FollowedRun(run, first=first, runs=runs if first else ())
+                own = msgspec.structs.replace(source, run=run, others=())
+                found.add(FollowedSlot(slot, own, record.started_ns, follows))
     return frozenset(found)
 
 
@@ -71,7 +85,11 @@ class Followers:
         await self._end((set(self.tasks) - wanted) | crashed)
         for subject in wanted - set(self.tasks):
             follower = Follower(
-                subject.slot, subject.source, subject.engine_started_ns, self.options
+                subject.slot,
+                subject.source,
+                subject.engine_started_ns,
+                self.options,
+                subject.follows,
             )
             self.tasks[subject] = asyncio.create_task(follower.run())
         metrics.FOLLOWED.set(len(self.tasks))

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from pathlib import Path
 from typing import TypeVar
 
 from rose_agent.weightsync.decide import Engine
-from rose_engines.errors import EngineUnavailable
+from rose_engines.errors import CommitRefused, EngineUnavailable
 from rose_engines.pace import rest_of
 from rose_engines.permit import BadPermit, Permit
 from rose_engines.rundir import SlotDir
-from rose_engines.sglang.control import Attested, Committed, ControlClient, Staged
+from rose_engines.sglang.control import Attested, Committed, ControlClient, Staged, Status
 
 T = TypeVar("T")
 
@@ -96,22 +96,54 @@ class Plugin:
 
     Args:
         slot: where its socket and its permit are.
+        run: whose adapter it is about, where the engine holds those of several.
     """
 
-    def __init__(self, slot: SlotDir) -> None:
+    def __init__(self, slot: SlotDir, run: str = "") -> None:
         self.gate = Gate(slot.permit)
+        self._run = run
         self._socket = slot.plugin_socket
         self._client: ControlClient | None = None
 
     async def look(self) -> Engine:
-        """What is live.
+        """What is live; a run without a slot gets one.
+
+        Raises:
+            EngineUnavailable: the engine is starting, hangs or is gone, or has no slot left.
+        """
+        client = await self._connected()
+        try:
+            status = await self._ask(client.status(), ANSWER_SECONDS)
+        except CommitRefused as refused:
+            status = await self._bind(client, refused)
+        return Engine(status.version, status.digest, status.phase == "Broken", status.codecs)
+
+    async def _bind(self, client: ControlClient, refused: CommitRefused) -> Status:
+        if refused.reason != "UnknownRun":
+            raise EngineUnavailable(str(refused)) from refused
+        try:
+            return await self._ask(client.bind(self._run), ANSWER_SECONDS)
+        except CommitRefused as full:  # of one that goes, whose last request is still to end
+            raise EngineUnavailable(full.message) from full
+
+    async def unbind_others(self, runs: Collection[str]) -> bool:
+        """Take the adapters of all other runs away.
+
+        Returns:
+            False when a request of theirs is still to end: ask again.
 
         Raises:
             EngineUnavailable: the engine is starting, hangs or is gone.
         """
         client = await self._connected()
-        status = await self._ask(client.status(), ANSWER_SECONDS)
-        return Engine(status.version, status.digest, status.phase == "Broken", status.codecs)
+        try:
+            held = (await self._ask(client.status(), ANSWER_SECONDS)).runs
+            for run in set(held) - set(runs):
+                await self.gate.wait_open()
+                await self._ask(client.unbind(run, COMMIT_SECONDS), 4 * COMMIT_SECONDS)
+        except CommitRefused:
+            return False
+        return True
 
     async def stage(self, bundle: Path) -> Staged:
         """Stage beside the serving engine.
@@ -149,7 +181,7 @@ class Plugin:
 
     async def _connected(self) -> ControlClient:
         if self._client is None:
-            self._client = await ControlClient.connect(self._socket)
+            self._client = await ControlClient.connect(self._socket, self._run)
         return self._client
 
     async def _ask(self, answer: Awaitable[T], seconds: float) -> T:

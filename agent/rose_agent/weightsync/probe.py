@@ -54,11 +54,20 @@ class TruthMeter:
         gate: whether it may compute.
         news: called when there is something to complain about.
         limit: largest mean difference that is none; 0 = no probes.
+        run: whose adapter is asked, where the engine holds those of several.
     """
 
     def __init__(
-        self, slot: SlotDir, gate: Gate, news: Callable[[], None], limit: float = LIMIT
+        self,
+        slot: SlotDir,
+        gate: Gate,
+        news: Callable[[], None],
+        limit: float = LIMIT,
+        *,
+        run: str = "",
     ) -> None:
+        self._run = run
+        self._label = f"{slot.uid}/{run}" if run else slot.uid
         self._slot = slot
         self._gate = gate
         self._news = news
@@ -88,7 +97,7 @@ class TruthMeter:
         if task is not None:
             await asyncio.wait({task})
         with contextlib.suppress(KeyError):  # an engine that is gone differs from nobody
-            metrics.PROBE_DIFFERENCE.remove(self._slot.uid)
+            metrics.PROBE_DIFFERENCE.remove(self._label)
 
     def _end(self) -> None:
         if self._task is not None:
@@ -115,7 +124,8 @@ class TruthMeter:
             raise EngineUnavailable("the engine's address is not known")
         async with SGLangClient(record.url) as engine:
             await self._gate.wait_open()
-            by, answer = await self._gate.patiently(engine.prompt_logprobs(PROMPT), _ANSWER_SECONDS)
+            asked = engine.prompt_logprobs(PROMPT, version if self._run else "")
+            by, answer = await self._gate.patiently(asked, _ANSWER_SECONDS)
         if by != version:
             raise EngineRefused(f"it answered with {by}, {version} was asked for")
         return answer
@@ -124,7 +134,7 @@ class TruthMeter:
         """Whether it is settled."""
         metrics.PROBES.labels(outcome=verdict.outcome).inc()
         if verdict.difference is not None:
-            metrics.PROBE_DIFFERENCE.labels(slot=self._slot.uid).set(verdict.difference)
+            metrics.PROBE_DIFFERENCE.labels(slot=self._label).set(verdict.difference)
         if verdict.outcome is ProbeOutcome.DISPUTED:
             _log.warning(
                 "%s: engines disagree about %s: %s", self._slot.uid, subject.version, verdict

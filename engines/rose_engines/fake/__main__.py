@@ -14,9 +14,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from aiohttp import web
 
 from rose_core.identity import BASE_LABEL
+from rose_engines.adapters import AdapterSession, AdapterSlots
 from rose_engines.exposed_routes import KEY_VARIABLE
 from rose_engines.fake import kvcached
 from rose_engines.fake.device import connect
@@ -74,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--multiprocessors", type=int, default=0, help="of its GPU; 0 = none")
     flags.add_argument("--device-bytes", type=int, default=80 << 30, help="memory of its GPU")
     flags.add_argument("--ranks", type=int, default=1, help="processes that share the weights")
+    flags.add_argument(
+        "--adapter-slots", type=int, default=0, help="adapters of several runs; 0 = whole models"
+    )
     flags.add_argument("--vote-seconds", type=float, default=10.0, help="how late a rank may be")
     flags.add_argument("--member-fault", default="", help="where the last rank fails (torture)")
     return flags
@@ -94,9 +99,14 @@ def load_weights(model: Path | None) -> Live:
 
 
 def open_session(
-    flags: argparse.Namespace, wake: Callable[[], None], memory: FakeMemory | None
-) -> tuple[WeightSession, Callable[[], None]]:
+    flags: argparse.Namespace,
+    wake: Callable[[], None],
+    memory: FakeMemory | None,
+    end_slot: Callable[[int], int],
+) -> tuple[WeightSession | AdapterSlots, Callable[[], None]]:
     """The weights, and what takes the other ranks past a boundary."""
+    if flags.adapter_slots:
+        return adapter_slots(flags, wake, end_slot), lambda: None
     if flags.ranks == 1:
         live = load_weights(flags.model)
         return WeightSession(live, flags.weight_version, wake=wake, memory=memory), lambda: None
@@ -105,6 +115,21 @@ def open_session(
     )
     ranks = replace(joined, vote_seconds=flags.vote_seconds, undo_seconds=15 * flags.vote_seconds)
     return LeaderSession(slices, flags.weight_version, ranks, wake=wake), members.broadcast
+
+
+def adapter_slots(
+    flags: argparse.Namespace, wake: Callable[[], None], end_slot: Callable[[int], int]
+) -> AdapterSlots:
+    """Adapters that have the shape of the whole model, and are nothing at first."""
+    sessions = []
+    for number in range(flags.adapter_slots):
+        live = load_weights(flags.model)
+        for tensor in live.values():
+            bits = tensor.all_bits()
+            tensor.put(slice(0, bits.size), np.zeros_like(bits))
+        end = partial(end_slot, number)
+        sessions.append(AdapterSession(live, flags.weight_version, wake=wake, end_requests=end))
+    return AdapterSlots(sessions)
 
 
 async def serve(flags: argparse.Namespace) -> None:
@@ -120,9 +145,12 @@ async def serve(flags: argparse.Namespace) -> None:
         flags,
         wake=lambda: _discard(loop.call_soon_threadsafe(scheduler.wake)),
         memory=None if flags.release == "refuse" else memory,
+        end_slot=lambda slot: scheduler.end_slot(slot),  # noqa: PLW0108  # it is made later
     )
+    weights = [session] if isinstance(session, WeightSession) else list(session)
     device = connect(flags.multiprocessors, flags.device_bytes, os.environ)
-    session.device = lambda: device
+    for one in weights:
+        one.device = lambda: device
     permit = Permit.attach(flags.permit, writable=False) if flags.permit else None
 
     def permit_open() -> bool | None:
@@ -142,7 +170,8 @@ async def serve(flags: argparse.Namespace) -> None:
         broadcast=broadcast,
     )
     memory.abort_all = lambda: scheduler.abort("", everything=True)
-    session.permit_open = permit_open
+    for one in weights:
+        one.permit_open = permit_open
     control = ControlServer(flags.plugin_socket, session.handle) if flags.plugin_socket else None
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

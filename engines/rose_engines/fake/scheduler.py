@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rose_engines.adapters import AdapterSlots
 from rose_engines.fake.model import Prefix
 from rose_engines.session import WeightSession
 
@@ -43,6 +44,7 @@ class FakeRequest:
         wants_prompt_logprobs: log-probs of the prompt's tokens are asked for too.
         wants_experts: experts of all tokens are asked for.
         script: what it is answered with; ``None`` = the fake model's own tokens.
+        slot: whose adapter it is computed with, where the engine holds several.
     """
 
     rid: str
@@ -56,6 +58,7 @@ class FakeRequest:
     wants_prompt_logprobs: bool = False
     wants_experts: bool = False
     script: Script | None = None
+    slot: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -125,7 +128,7 @@ class FakeScheduler:
 
     def __init__(
         self,
-        session: WeightSession,
+        session: WeightSession | AdapterSlots,
         permit_open: Callable[[], bool] = lambda: True,
         token_seconds: float = 0.005,
         prefill_token_seconds: float = 0.0,
@@ -150,6 +153,18 @@ class FakeScheduler:
     def new_name(self) -> str:
         """A request id for callers that sent none."""
         return f"fake-{next(self._names):08d}-{time.monotonic_ns():x}"
+
+    def version_of(self, slot: int = 0) -> str:
+        """Label of the weights, or of one adapter of several."""
+        session = self.session
+        return (session[slot] if isinstance(session, AdapterSlots) else session).version
+
+    def end_slot(self, slot: int) -> int:
+        """End what is computed with one adapter; how many requests still are."""
+        mine = [one for one in (*self.waiting, *self.running) if one.slot == slot]
+        for request in mine:
+            request.end({"type": "abort", "message": "Aborted"})
+        return 0
 
     def submit(self, request: FakeRequest) -> None:
         """Queue a request."""
@@ -205,5 +220,5 @@ class FakeScheduler:
         self.counters.iterations += 1
         for request in self.running:
             if request.finish is None:
-                request.step(self.session.version)
+                request.step(self.version_of(request.slot))
                 self.counters.generated_tokens += 1

@@ -25,6 +25,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from rose_core.rollouts.logprobs import SCALE, LogitScale
 from rose_engines import exposed_routes
+from rose_engines.adapters import AdapterSlots
 from rose_engines.fake.model import prompt_logprobs
 from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
 
@@ -120,6 +121,13 @@ class FakeServer:
             request = self._parse(body)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return web.json_response({"error": {"message": f"bad request: {error}"}}, status=400)
+        session = self._scheduler.session
+        if isinstance(session, AdapterSlots):
+            slot = session.slot_for(body.get("extra_key") or "")
+            if slot is None:
+                message = "this engine holds no adapter of that run now"
+                return web.json_response({"error": {"message": message}}, status=503)
+            request.slot = slot
         wants_logprobs = bool(body.get("return_logprob"))
         request.wants_experts = bool(body.get("return_routed_experts"))
         self._scheduler.submit(request)
@@ -181,7 +189,9 @@ class FakeServer:
         return response
 
     def _reply(self, request: FakeRequest, wants_logprobs: bool) -> dict[str, Any]:
-        version = request.spans[-1][0] if request.spans else self._scheduler.session.version
+        version = (
+            request.spans[-1][0] if request.spans else self._scheduler.version_of(request.slot)
+        )
         meta: dict[str, Any] = {
             "id": request.rid,
             "finish_reason": request.finish,
@@ -231,7 +241,7 @@ class FakeServer:
                 "model_path": self._model,
                 "served_model_name": self._model,
                 "is_generation": True,
-                "weight_version": self._scheduler.session.version,
+                "weight_version": self._scheduler.version_of(),
             }
         )
 

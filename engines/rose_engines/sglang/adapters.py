@@ -1,10 +1,10 @@
-"""Where SGLang keeps the adapter that it computes with, found by letting it load one.
+"""Where SGLang keeps the adapters that it computes with, found by letting it load some.
 
-An engine that is started for adapters has no adapter yet. So SGLang's own LoRA path is given one of
-random bits, under a lease's rank and modules, and takes it into a slot of its pool; where each
-tensor of it lies there is *proved* by those bits. Then it is zeroed: the engine computes as the
-base alone until the first commit. The slot is pinned, so no other adapter and no base-only batch
-can take it, and every request of the engine is given this adapter (``plugin``).
+An engine that is started for adapters has none yet. So SGLang's own LoRA path is given as many as
+it shall hold, of random bits, under a lease's rank and modules, and takes them into slots of its
+pool; where each tensor of them lies there is *proved* by those bits. Then they are zeroed: the
+engine computes as the base alone until the first commits. The slots are pinned, so no other adapter
+and no base-only batch can take them, and every request is given one of these (``plugin``).
 
 The base is proved too, as the weights of any engine are: SGLang's loader is called once more on the
 wrapped model, and live bytes must equal the checkpoint's. Next step: ``rose_engines.adapters``.
@@ -12,15 +12,15 @@ wrapped model, and live bytes must equal the checkpoint's. Next step: ``rose_eng
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from rose_core.adapters import BASE, SCALE, STACKS, tensor_name
-from rose_core.adapters import ENGINE_NAME as ADAPTER
+from rose_core.adapters import BASE, SCALE, STACKS, engine_name, tensor_name
 from rose_core.wire.sync import AdapterSpec
 from rose_engines.adapters import BaseDigest, scale_tensor
 from rose_engines.errors import UnsupportedEngine
@@ -33,13 +33,25 @@ _WRAPPED = ".base_layer."
 _WORDS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
-def read_adapter(scheduler: Any, folder: Path, spec: AdapterSpec) -> dict[str, LiveTensor]:  # noqa: ANN401
-    """The adapter's tensors, its factor and its base's digest.
+class AdapterPool(NamedTuple):
+    """What SGLang's pool holds.
+
+    Attributes:
+        adapters: tensors of each, with its factor and its base's digest.
+        slot_bytes: memory that one of them takes, read from the pool.
+    """
+
+    adapters: tuple[dict[str, LiveTensor], ...]
+    slot_bytes: int
+
+
+def read_pool(scheduler: Any, folder: Path, spec: AdapterSpec) -> AdapterPool:  # noqa: ANN401
+    """The engine's adapters, all zero.
 
     Args:
         scheduler: SGLang's, at its first iteration.
         folder: where the base's layout is kept for the next start.
-        spec: rank and modules.
+        spec: rank, modules and number.
 
     Raises:
         UnsupportedEngine: the engine cannot run adapters exactly; says why.
@@ -52,19 +64,42 @@ def read_adapter(scheduler: Any, folder: Path, spec: AdapterSpec) -> dict[str, L
     parts = list(_parts(manager, spec))
     if not parts:
         raise UnsupportedEngine(f"the model has none of the modules {', '.join(spec.targets)}")
-    given = _load(manager, parts, spec)
-    live: dict[str, LiveTensor] = {
-        name: tensor for part in parts for name, tensor in _placed(manager, part, given)
-    }
-    _check_rest(manager, live)
-    for name, tensor in live.items():
-        tensor.put(slice(0, given[name].numel()), np.zeros_like(_bits(given[name])))
-    adapter = manager.loras[ADAPTER]
-    for layer in adapter.layers:
-        layer.weights.clear()  # the slot is pinned: nothing is loaded from here again
-    live[SCALE] = scale_tensor(lambda factor: setattr(adapter, "scaling", factor))
-    live[BASE] = BaseDigest(lambda: digest_live(base))
-    return live
+    names = [engine_name(number) for number in range(spec.slots)]
+    given = [_load(manager, parts, spec, name, seed) for seed, name in enumerate(names, 1)]
+    try:
+        manager.fetch_new_loras(set(names))
+    except (AssertionError, KeyError, ValueError, RuntimeError) as error:
+        raise UnsupportedEngine(f"SGLang takes no such adapters into its pool: {error}") from error
+    live = [
+        {
+            name: tensor
+            for part in parts
+            for name, tensor in _placed(manager, part, bits, manager.memory_pool.get_buffer_id(own))
+        }
+        for own, bits in zip(names, given, strict=True)
+    ]
+    measured = BaseDigest(lambda: digest_live(base))
+    for own, bits, tensors in zip(names, given, live, strict=True):
+        _check_rest(manager, tensors, manager.memory_pool.get_buffer_id(own))
+        for name, tensor in tensors.items():
+            tensor.put(slice(0, bits[name].numel()), np.zeros_like(_bits(bits[name])))
+        adapter = manager.loras[own]
+        for layer in adapter.layers:
+            layer.weights.clear()  # the slot is pinned: nothing is loaded from here again
+        tensors[SCALE] = scale_tensor(partial(setattr, adapter, "scaling"))
+        tensors[BASE] = measured
+    return AdapterPool(tuple(live), _slot_bytes(manager))
+
+
+def _slot_bytes(manager: Any) -> int:  # noqa: ANN401  # SGLang's
+    """Memory of one slot, in all buffers of the pool."""
+    pool = manager.memory_pool
+    return sum(
+        layer[0].numel() * layer.element_size()
+        for buffers in (pool.A_buffer, pool.B_buffer)
+        for layers in buffers.values()
+        for layer in layers
+    )
 
 
 class _Wrapped:
@@ -140,11 +175,17 @@ def _rows(module: Any, stack: str) -> list[int]:  # noqa: ANN401
     return [whole // len(STACKS[stack])] * len(STACKS[stack])
 
 
-def _load(manager: Any, parts: list[_Part], spec: AdapterSpec) -> dict[str, torch.Tensor]:  # noqa: ANN401
-    """Have SGLang load an adapter of random bits into its pool; the bits by name."""
+def _load(
+    manager: Any,  # noqa: ANN401  # SGLang's
+    parts: Sequence[_Part],
+    spec: AdapterSpec,
+    own: str,
+    seed: int,
+) -> dict[str, torch.Tensor]:
+    """Have SGLang load an adapter of random bits under this name; the bits by tensor."""
     from sglang.srt.lora.lora_registry import LoRARef  # noqa: PLC0415  # only inside engines
 
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(seed)
     pool, given = manager.memory_pool, dict[str, torch.Tensor]()
     for part in parts:
         inner = int(pool.A_buffer[part.stack][part.layer].shape[-1])
@@ -158,14 +199,10 @@ def _load(manager: Any, parts: list[_Part], spec: AdapterSpec) -> dict[str, torc
         "lora_alpha": spec.rank,
         "target_modules": list(spec.targets),
     }
-    reference = LoRARef(lora_id=ADAPTER, lora_name=ADAPTER, lora_path=ADAPTER, pinned=True)
+    reference = LoRARef(lora_id=own, lora_name=own, lora_path=own, pinned=True)
     answer = manager.load_lora_adapter_from_tensors(reference, dict(given), settings)
     if not answer.success:
         raise UnsupportedEngine(f"SGLang loads no such adapter: {answer.error_message}")
-    try:
-        manager.fetch_new_loras({ADAPTER})
-    except (AssertionError, KeyError, ValueError, RuntimeError) as error:
-        raise UnsupportedEngine(f"SGLang takes no such adapter into its pool: {error}") from error
     return given
 
 
@@ -173,9 +210,9 @@ def _placed(
     manager: Any,  # noqa: ANN401  # SGLang's
     part: _Part,
     given: Mapping[str, torch.Tensor],
+    slot: int,
 ) -> Iterator[tuple[str, LiveTensor]]:
-    """The two matrices of a module in the pool, proved by the bits that were loaded."""
-    slot = manager.memory_pool.get_buffer_id(ADAPTER)
+    """The two matrices of a module in a slot, proved by the bits that were loaded."""
     for side, buffers in (("A", manager.memory_pool.A_buffer), ("B", manager.memory_pool.B_buffer)):
         name = tensor_name(part.name, side)
         whole, tensor = buffers[part.stack][part.layer], given[name]
@@ -191,9 +228,9 @@ def _placed(
         yield name, live
 
 
-def _check_rest(manager: Any, live: Mapping[str, LiveTensor]) -> None:  # noqa: ANN401
+def _check_rest(manager: Any, live: Mapping[str, LiveTensor], slot: int) -> None:  # noqa: ANN401
     """What the slot holds besides the adapter's tensors must be zero."""
-    slot, found = manager.memory_pool.get_buffer_id(ADAPTER), 0
+    found = 0
     for buffers in (manager.memory_pool.A_buffer, manager.memory_pool.B_buffer):
         for layers in buffers.values():
             found += sum(int(torch.count_nonzero(layer[slot])) for layer in layers)

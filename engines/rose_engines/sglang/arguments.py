@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 import rose_engines
-from rose_core.adapters import POOL_SLOTS
+from rose_core.adapters import pool_slots
 from rose_core.api.arguments import refusals
 from rose_core.identity import BASE_LABEL
 from rose_core.rollouts.drafts import MOST_TOKENS, verified_tokens
@@ -44,7 +44,7 @@ KV_VARIABLE = "ROSE_KV_POLICY"
 # What becomes of an engine whose parameter layout is refused, from the host's environment: unset =
 # it ends; ``disk`` = it loads patched checkpoints; ``disk-always`` = so whatever its layout.
 FALLBACK_VARIABLE = "ROSE_LAYOUT_FALLBACK"
-# Rank and modules of the adapter that the engine computes with, as JSON; unset = it has none.
+# Rank, modules and number of the adapters that the engine computes with, as JSON; unset = none.
 ADAPTER_VARIABLE = "ROSE_ADAPTER"
 
 # Set = the engine drafts tokens and verifies them (``drafts``).
@@ -79,7 +79,7 @@ class Launch:
         quiet_log: only warnings in the engine's log.
         ranks: devices that one engine is spread over (tensor parallelism).
         kv_policy: ``Keep``, ``Recompute`` or ``Reuse`` (``rose_engines.sglang.kv``).
-        adapter: the LoRA adapter whose versions it follows, None = those of whole models.
+        adapter: the LoRA adapters whose versions it follows, None = those of whole models.
         activity: where it says what it does, before anybody freezes it; None = it does not.
         drafts: it drafts tokens and verifies them.
     """
@@ -203,11 +203,11 @@ def _for_drafts(spec: EngineSpec, chunk: int) -> dict[str, str]:
 
 
 def _for_adapter(launch: Launch) -> list[str]:
-    """What makes SGLang ready for the adapter; the plugin has it loaded."""
+    """What makes SGLang ready for the adapters; the plugin has them loaded."""
     if launch.adapter is None:
         return []
     argv = ["--enable-lora", "--max-lora-rank", str(launch.adapter.rank)]
-    argv += ["--max-loras-per-batch", str(POOL_SLOTS)]
+    argv += ["--max-loras-per-batch", str(pool_slots(launch.adapter.slots))]
     if launch.device == "cpu":
         argv += ["--lora-backend", "torch_native"]
     return [*argv, "--lora-target-modules", *launch.adapter.targets]

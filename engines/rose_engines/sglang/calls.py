@@ -13,7 +13,11 @@ Next step: ``control`` carries them, ``rose_engines.session`` carries them out.
     Activate    Activated   take them back at the next boundary under an open permit
     Draft       Drafted     draft from these tokens from now on, in place of those before
     GetStatus   Status      what is live, what is staged
+    Bind        Status      give the run a slot for its adapter, which is nothing at first
+    Unbind      Status      end the run's requests, zero its slot, and let others have it
     any         Refused     nothing changed; the version before goes on serving
+
+Where an engine holds adapters of several runs, a call says which run it is for.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
     """
 
     bundle: str
+    run: str = ""
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
@@ -46,20 +51,45 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
 
     version: str
     timeout_seconds: float = 30.0
+    run: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Forget what is staged; harmless when nothing is."""
 
+    run: str = ""
+
 
 class Attest(msgspec.Struct, frozen=True, tag=True):
     """Recompute every tile digest on the live weights."""
+
+    run: str = ""
 
 
 class Export(msgspec.Struct, frozen=True, tag=True):
     """Write the live weights to this file as safetensors, to compare them bit by bit."""
 
     path: str
+    run: str = ""
+
+
+class Bind(msgspec.Struct, frozen=True, tag=True):
+    """Give this run one of the engine's slots for adapters; harmless when it has one."""
+
+    run: str
+
+
+class Unbind(msgspec.Struct, frozen=True, tag=True):
+    """Take the run's adapter away; harmless when there is none.
+
+    Its requests are ended first: ``Busy`` until the last is gone.
+
+    Attributes:
+        timeout_seconds: give up when no iteration boundary under an open permit came until then.
+    """
+
+    run: str
+    timeout_seconds: float = 5.0
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
@@ -94,6 +124,8 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
     """Ask for the status."""
+
+    run: str = ""
 
 
 class Drafted(msgspec.Struct, frozen=True, tag=True):
@@ -196,6 +228,9 @@ class Status(msgspec.Struct, frozen=True, tag=True):
         device_bytes: memory it takes its GPU to have; None on CPU.
         attests: what digests are of: the ``Live`` weights, or the ``Copy`` of the checkpoint that
             the engine loaded (``rose_engines.reload``).
+        run: whose adapter this is about; empty where the engine has one alone.
+        runs: whose adapters it holds, in no order.
+        adapter_bytes: memory that each slot for an adapter takes; 0 = it has none.
     """
 
     version: str
@@ -212,6 +247,9 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     multiprocessors: int | None = None
     device_bytes: int | None = None
     attests: str = "Live"
+    run: str = ""
+    runs: tuple[str, ...] = ()
+    adapter_bytes: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -221,7 +259,19 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Call = Stage | Commit | Abort | Attest | Export | Release | Activate | Draft | GetStatus
+Call = (
+    Stage
+    | Commit
+    | Abort
+    | Attest
+    | Export
+    | Release
+    | Activate
+    | Draft
+    | GetStatus
+    | Bind
+    | Unbind
+)
 Answer = (
     Staged | Committed | Attested | Exported | Released | Activated | Drafted | Status | Refused
 )

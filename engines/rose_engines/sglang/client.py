@@ -199,15 +199,22 @@ class SGLangClient:
         except msgspec.MsgspecError as error:
             raise EngineRefused(f"{self._url}: an event is no JSON object: {error}") from error
 
-    async def prompt_logprobs(self, input_ids: Sequence[int]) -> tuple[str, tuple[float, ...]]:
+    async def prompt_logprobs(
+        self, input_ids: Sequence[int], cache_key: str = ""
+    ) -> tuple[str, tuple[float, ...]]:
         """The version that computed it, and the log-prob of every token but the first.
+
+        Args:
+            input_ids: the prompt.
+            cache_key: the version that is meant, where the engine holds adapters of several runs.
 
         Raises:
             EngineRefused: the engine answered with an error, or without them.
             EngineUnavailable: it does not answer, or hung up before the end.
         """
         sampling = {"temperature": 0, "max_new_tokens": 1}
-        reply = await self.generate(input_ids, sampling, logprob_start_len=0)
+        more = {"extra_key": cache_key} if cache_key else {}
+        reply = await self.generate(input_ids, sampling, logprob_start_len=0, **more)
         pairs = reply.meta.get("input_token_logprobs") or ()
         found = tuple(float(entry[0]) for entry in pairs if entry[0] is not None)
         if len(found) != len(input_ids) - 1 or not reply.spans:

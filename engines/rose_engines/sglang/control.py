@@ -32,6 +32,7 @@ from rose_engines.sglang.calls import (
     Answer,
     Attest,
     Attested,
+    Bind,
     Call,
     Commit,
     Committed,
@@ -46,6 +47,7 @@ from rose_engines.sglang.calls import (
     Stage,
     Staged,
     Status,
+    Unbind,
     answers,
     frame,
     read_call,
@@ -62,6 +64,7 @@ __all__ = [
     "Answer",
     "Attest",
     "Attested",
+    "Bind",
     "Call",
     "Commit",
     "Committed",
@@ -78,6 +81,7 @@ __all__ = [
     "Stage",
     "Staged",
     "Status",
+    "Unbind",
 ]
 
 
@@ -137,22 +141,30 @@ class ControlServer:
 
 
 class ControlClient:
-    """Calls the plugin of one engine; use ``async with await ControlClient.connect(path)``."""
+    """Calls the plugin of one engine; use ``async with await ControlClient.connect(path)``.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    Args:
+        reader, writer: connected to it.
+        run: whose adapter all calls are about; empty where the engine has one alone.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, run: str = ""
+    ) -> None:
         self._reader = reader
         self._writer = writer
+        self._run = run
         self._lock = asyncio.Lock()
 
     @classmethod
-    async def connect(cls, path: Path) -> Self:
+    async def connect(cls, path: Path, run: str = "") -> Self:
         """Connect to an engine's control socket.
 
         Raises:
             EngineUnavailable: nobody listens there (the engine is starting or gone).
         """
         try:
-            return cls(*await asyncio.open_unix_connection(str(path)))
+            return cls(*await asyncio.open_unix_connection(str(path)), run)
         except OSError as error:
             raise EngineUnavailable(f"no engine behind {path}: {error}") from error
 
@@ -175,7 +187,7 @@ class ControlClient:
             CommitRefused: the bundle does not fit; nothing is staged.
             EngineUnavailable: the engine died meanwhile.
         """
-        return await self._ask(Stage(str(bundle)), Staged)
+        return await self._ask(Stage(str(bundle), self._run), Staged)
 
     async def commit(self, version: str, timeout_seconds: float = 30.0) -> Committed:
         """Commit what is staged.
@@ -184,7 +196,7 @@ class ControlClient:
             CommitRefused: the version before goes on serving.
             EngineUnavailable: the engine died meanwhile; its weights died with it.
         """
-        return await self._ask(Commit(version, timeout_seconds), Committed)
+        return await self._ask(Commit(version, timeout_seconds, self._run), Committed)
 
     async def abort(self) -> Status:
         """Forget what is staged.
@@ -192,7 +204,7 @@ class ControlClient:
         Raises:
             EngineUnavailable: the engine died meanwhile.
         """
-        return await self._ask(Abort(), Status)
+        return await self._ask(Abort(self._run), Status)
 
     async def attest(self) -> Attested:
         """Recompute the digest of the live weights.
@@ -200,7 +212,7 @@ class ControlClient:
         Raises:
             EngineUnavailable: the engine died meanwhile.
         """
-        return await self._ask(Attest(), Attested)
+        return await self._ask(Attest(self._run), Attested)
 
     async def export(self, path: Path) -> Exported:
         """Write the live weights to a safetensors file.
@@ -209,7 +221,7 @@ class ControlClient:
             CommitRefused: the file cannot be written.
             EngineUnavailable: the engine died meanwhile.
         """
-        return await self._ask(Export(str(path)), Exported)
+        return await self._ask(Export(str(path), self._run), Exported)
 
     async def release(self, timeout_seconds: float = 5.0) -> Released:
         """Let go of KV cache and weights.
@@ -244,7 +256,25 @@ class ControlClient:
         Raises:
             EngineUnavailable: the engine died meanwhile.
         """
-        return await self._ask(GetStatus(), Status)
+        return await self._ask(GetStatus(self._run), Status)
+
+    async def bind(self, run: str) -> Status:
+        """Give a run one of the engine's slots for adapters.
+
+        Raises:
+            CommitRefused: ``Full``: others have them all; ``Unsupported``: it has none.
+            EngineUnavailable: the engine died meanwhile.
+        """
+        return await self._ask(Bind(run), Status)
+
+    async def unbind(self, run: str, timeout_seconds: float = 5.0) -> Status:
+        """End a run's requests and take its adapter away.
+
+        Raises:
+            CommitRefused: ``Busy``: its last request, or an iteration boundary, is still to come.
+            EngineUnavailable: the engine died meanwhile.
+        """
+        return await self._ask(Unbind(run, timeout_seconds), Status)
 
     async def _ask(self, call: Call, kind: type[A]) -> A:
         async with self._lock:

@@ -13,7 +13,8 @@ methods of the scheduler, by the framework's own registry:
   prefix-cache key, so that no request reuses KV that older weights computed.
 
 A third hook tells the version spans of unfinished requests too (``spans``), a fourth what the
-log-probs are (``logprobs``).
+log-probs are (``logprobs``). With adapters of several runs a request is computed with its run's
+(``slot_for``), and has the label and the cache key of that run's version alone.
 
 Whatever is not as expected ends the process with a clear reason: an engine whose stop or weights
 cannot be trusted must not run. Next step: ``gate``, ``parameters``, ``rose_engines.session``.
@@ -29,14 +30,15 @@ import pkgutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rose_core.adapters import ENGINE_NAME as ADAPTER
+from rose_core.adapters import engine_name, run_of
 from rose_core.wire.sync import AdapterSpec
-from rose_engines.adapters import AdapterSession
+from rose_engines.adapters import AdapterSession, AdapterSlots
 from rose_engines.device import of_torch
 from rose_engines.errors import BrokenWeights, UnsupportedEngine
 from rose_engines.multi_rank import LeaderSession, MemberSession
@@ -105,9 +107,17 @@ def register() -> None:
         Path(permit) if permit else None, Path(control) if control else None, checkpoints
     )
     HookRegistry.register(BOUNDARY, hooks.before_iteration, HookType.BEFORE)
-    HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
+    if hooks.adapters:
+        HookRegistry.register(ADMISSION, hooks.around_request, HookType.AROUND)
+    else:
+        HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
     HookRegistry.register(kv.ABORT, hooks.before_abort, HookType.BEFORE)
-    HookRegistry.register(spans.TARGET, spans.around_accept, HookType.AROUND)
+    if hooks.adapters > 1:
+        labels = spans.OwnLabels(hooks.label_of)
+        HookRegistry.register(spans.TARGET, labels.around_accept, HookType.AROUND)
+        HookRegistry.register(spans.ABORTED, labels.around_abort, HookType.AROUND)
+    else:
+        HookRegistry.register(spans.TARGET, spans.around_accept, HookType.AROUND)
     HookRegistry.register(logprobs.TARGET, logprobs.LogprobHook().before_versions, HookType.BEFORE)
     if checkpoints.wanted:
         HookRegistry.register(BEGINNING, checkpoints.begin, HookType.BEFORE)
@@ -150,7 +160,7 @@ class SchedulerPlugin:
         self._control_path = control
         self._checkpoints = checkpoints
         self._gate: PermitGate | None = None
-        self._session: WeightSession | None = None
+        self._session: WeightSession | AdapterSlots | None = None
         self._started = False
         self._leader = True
         self._kv = kv.CachePolicy()
@@ -158,6 +168,13 @@ class SchedulerPlugin:
         self._wake = -1
         adapter = os.environ.get(ADAPTER_VARIABLE)
         self._adapter = msgspec.json.decode(adapter, type=AdapterSpec) if adapter else None
+        self._labels: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    @property
+    def adapters(self) -> int:
+        """Adapters that the engine holds at a time."""
+        return self._adapter.slots if self._adapter is not None else 0
 
     def before_iteration(self, scheduler: Any, *_: object, **__: object) -> None:  # noqa: ANN401
         """Hook: start of an iteration; nothing of the one before is under way any more."""
@@ -181,7 +198,7 @@ class SchedulerPlugin:
             raise BrokenWeights("an undo failed; this engine ends so that it starts afresh")
         self._size_chunks(scheduler)
 
-    def _pass_without_orders(self, session: WeightSession | None) -> None:
+    def _pass_without_orders(self, session: WeightSession | AdapterSlots | None) -> None:
         """The boundary of an engine without control socket, and of any rank but the first."""
         if session is not None:
             session.at_boundary()
@@ -204,7 +221,7 @@ class SchedulerPlugin:
         """Tell whoever might freeze it; where it looks after orders it may work in the driver."""
         (self._checkpoints.rest if resting else self._checkpoints.iterate)()
 
-    def _pass(self, session: WeightSession) -> None:
+    def _pass(self, session: WeightSession | AdapterSlots) -> None:
         """Rest while the permit is closed; behind it, a boundary."""
         session.at_rest()
         if self._gate is not None:
@@ -214,21 +231,40 @@ class SchedulerPlugin:
 
     def before_request(self, _: object, request: Any, *__: object, **___: object) -> None:  # noqa: ANN401
         """Hook: a request enters the scheduler; its prefix-cache key names the weights."""
-        if self._adapter is not None:
-            request.lora_id = ADAPTER
-        if self._session is not None:
-            request.extra_key = self._cache_key(request.extra_key)
+        if isinstance(self._session, WeightSession):
+            request.extra_key = self._cache_key(request.extra_key, self._session)
+
+    def around_request(
+        self,
+        original: Callable[..., None],
+        scheduler: Any,  # noqa: ANN401
+        request: Any,  # noqa: ANN401
+        *more: object,
+        **named: object,
+    ) -> None:
+        """Hook: a request enters a scheduler with adapters, and gets its run's."""
+        slots = self._session
+        if isinstance(slots, AdapterSlots):
+            number = slots.slot_for(request.extra_key or "")
+            if number is None:
+                _refuse(scheduler, request)
+                return
+            request.lora_id = engine_name(number)
+            request.extra_key = self._cache_key(request.extra_key, slots[number])
+        original(scheduler, request, *more, **named)
+
+    def label_of(self, request: Any) -> str:  # noqa: ANN401
+        """Version label of the adapter that a request is computed with."""
+        return self._labels[self._numbers[request.lora_id]]
 
     def before_abort(self, scheduler: Any, *_: object, **__: object) -> None:  # noqa: ANN401
         """Hook: requests are looked for; those held back must be found."""
         self._kv.put_back(scheduler)
 
-    def _cache_key(self, own: str | None) -> str | None:
+    def _cache_key(self, own: str | None, session: WeightSession) -> str:
         """Key of KV computed by the present weights; ``own`` is what the caller asked for."""
-        session = self._session
-        if session is None:
-            return own
-        return self._kv.key(own, session.version, session.commits)
+        run = f"{session.run}:" if isinstance(session, AdapterSession) and session.run else ""
+        return self._kv.key(own, run + session.version, session.commits)
 
     def _start(self, scheduler: Any) -> None:  # noqa: ANN401
         try:
@@ -259,13 +295,17 @@ class SchedulerPlugin:
         if scheduler.enable_overlap:
             raise UnsupportedEngine("the engine must run with --disable-overlap-schedule")
 
-    def _open_session(self, scheduler: Any, control: Path) -> WeightSession:  # noqa: ANN401
+    def _open_session(
+        self,
+        scheduler: Any,  # noqa: ANN401
+        control: Path,
+    ) -> WeightSession | AdapterSlots:
         version = scheduler.server_args.weight_version
         fallback = os.environ.get(FALLBACK_VARIABLE, "")
         began = time.monotonic()
         log.info("rose: learning where the weights are")
         if self._adapter is not None:
-            return self._open_adapter(scheduler, control, self._adapter)
+            return self._open_adapters(scheduler, control, self._adapter)
         try:
             live = loading.by_layout(scheduler, control.parent, fallback)
             log.info("rose: layout known after %.2f s", time.monotonic() - began)
@@ -284,17 +324,32 @@ class SchedulerPlugin:
             session = kind(live, version, ranks.join(scheduler, live, control), *hooks)
         return self._equip(scheduler, session)
 
-    def _open_adapter(
+    def _open_adapters(
         self,
         scheduler: Any,  # noqa: ANN401
         control: Path,
         spec: AdapterSpec,
-    ) -> WeightSession:
+    ) -> AdapterSlots:
         from rose_engines.sglang import adapters  # noqa: PLC0415  # torch takes its time
 
-        live = adapters.read_adapter(scheduler, control.parent, spec)
+        if spec.shared and self._kv.policy == kv.RECOMPUTE:
+            raise UnsupportedEngine(
+                "KV policy Recompute would take the KV of every run at each run's commit; with "
+                "adapters of several runs it must be Keep or Reuse"
+            )
+        pool = adapters.read_pool(scheduler, control.parent, spec)
         version = scheduler.server_args.weight_version
-        return self._equip(scheduler, AdapterSession(live, version, *self._hooks(scheduler)))
+        self._labels = [version] * spec.slots
+        self._numbers = {engine_name(number): number for number in range(spec.slots)}
+        move, wake = self._hooks(scheduler)
+        sessions = []
+        for number, live in enumerate(pool.adapters):
+            own = partial(self._set_own_label, scheduler, number) if spec.shared else move
+            end = partial(self._end_requests, scheduler, number)
+            session = AdapterSession(live, version, own, wake, end_requests=end)
+            self._equip(scheduler, session)
+            sessions.append(session)
+        return AdapterSlots(sessions, pool.slot_bytes)
 
     def _hooks(self, scheduler: Any) -> tuple[Callable[[str], int], Callable[[], None]]:  # noqa: ANN401
         """How a session moves the label, and wakes an idle engine."""
@@ -329,13 +384,69 @@ class SchedulerPlugin:
     def _set_label(self, scheduler: Any, version: str) -> int:  # noqa: ANN401
         """Move the label, close the spans of live requests, give waiting ones their cache key."""
         self._kv.put_back(scheduler)  # their spans close too
-        chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
-        live = {*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue, *chunked}
-        fenced = sum(1 for request in live if request.output_ids)
+        fenced = sum(1 for request in _live(scheduler) if request.output_ids)
         scheduler.record_weight_version_change(version)
         self._kv.retract(scheduler)
         if self._kv.holding and self._leader:
             os.eventfd_write(self._wake, 1)
-        for request in (*scheduler.waiting_queue, *self._kv.held()):
-            request.extra_key = self._cache_key(request.extra_key)
+        session = self._session
+        if session is None:
+            return fenced
+        weights = session[0] if isinstance(session, AdapterSlots) else session
+        for request in (*_waiting(scheduler), *self._kv.held()):
+            request.extra_key = self._cache_key(request.extra_key, weights)
         return fenced
+
+    def _set_own_label(self, scheduler: Any, number: int, version: str) -> int:  # noqa: ANN401
+        """The same for one adapter of several: requests of the others notice nothing."""
+        from sglang.srt.utils.weight_versions import (  # noqa: PLC0415  # only inside engines
+            record_weight_version_events,
+        )
+
+        slots, name, before = self._session, engine_name(number), self._labels[number]
+        if not isinstance(slots, AdapterSlots):
+            return 0
+        mine = [request for request in _live(scheduler) if request.lora_id == name]
+        if version != before:
+            record_weight_version_events(mine, old_version=before)
+            self._labels[number] = version
+        for request in _waiting(scheduler):
+            if request.lora_id == name:
+                request.extra_key = self._cache_key(request.extra_key, slots[number])
+        return sum(1 for request in mine if request.output_ids)
+
+    def _end_requests(self, scheduler: Any, number: int) -> int:  # noqa: ANN401
+        """End what is computed with one adapter; how many requests still are."""
+        from sglang.srt.managers.io_struct import AbortReq  # noqa: PLC0415  # only inside engines
+
+        name = engine_name(number)
+        for request in _live(scheduler):
+            if request.lora_id == name and not request.finished():
+                scheduler.abort_request(AbortReq(rid=request.rid))
+        return sum(one.lora_id == name and not one.finished() for one in _live(scheduler))
+
+
+def _waiting(scheduler: Any) -> list[Any]:  # noqa: ANN401
+    """Requests that have computed nothing: those whose grammar is compiled wait elsewhere."""
+    grammars = getattr(scheduler, "grammar_manager", None)
+    return [*scheduler.waiting_queue, *getattr(grammars, "grammar_queue", ())]
+
+
+def _live(scheduler: Any) -> set[Any]:  # noqa: ANN401
+    """Every request in the scheduler."""
+    chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
+    return {*scheduler.collect_inflight_reqs(), *_waiting(scheduler), *chunked}
+
+
+def _refuse(scheduler: Any, request: Any) -> None:  # noqa: ANN401
+    """Answer a request whose run has no adapter here: another's would compute something else."""
+    from sglang.srt.managers.io_struct import AbortReq  # noqa: PLC0415  # only inside engines
+
+    run = run_of(request.extra_key or "")
+    reason = {
+        "type": "abort",
+        "status_code": 503,
+        "message": f"this engine holds no adapter of run {run!r} now",
+        "err_type": "UnknownRun",
+    }
+    scheduler.send_abort_output(AbortReq(rid=request.rid, finished_reason=reason), request)

@@ -80,6 +80,7 @@ def _weights(lease: RolloutLease) -> SlotWeights:
         frozen=weights.frozen,
         adapter_rank=weights.adapter_rank,
         adapter_targets=weights.adapter_targets,
+        adapter_slots=weights.adapter_slots,
         max_staleness_versions=weights.max_staleness_versions,
         kv_policy=weights.kv_policy,
     )

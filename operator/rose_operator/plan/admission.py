@@ -199,9 +199,11 @@ def _not_offered(lease: RolloutLease, offer: Offer) -> Refusal | None:
 
 
 def _not_theirs(lease: RolloutLease, offer: Offer) -> Refusal | None:
-    store, run = lease.spec.weights.store_name, lease.spec.weights.run
-    namespace = lease.metadata.namespace
-    if may_follow(offer.runs.get(store), namespace, run):
+    weights, namespace = lease.spec.weights, lease.metadata.namespace
+    store, allowed = weights.store_name, offer.runs.get(weights.store_name)
+    runs = (weights.run, *weights.adapter_runs)
+    run = next((run for run in runs if not may_follow(allowed, namespace, run)), None)
+    if run is None:
         return None
     text = (
         f"namespace {namespace} may not follow run {run!r} of store {store!r}; "

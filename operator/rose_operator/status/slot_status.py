@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rose_core.api import ConditionType, Desired, Reason, RolloutSlot, SlotStatus
 from rose_core.api.conditions import Statement
+from rose_core.api.rolloutslot import AdapterStatus
 from rose_core.guard.reasons import slot_word
 from rose_core.identity import is_base
 from rose_core.lending import Policy
@@ -110,6 +111,10 @@ def slot_status(slot: RolloutSlot, world: ClusterState, policy: Policy) -> SlotS
         endpoint=report.endpoint if report else "",
         weight_version=report.version if report else "",
         weight_digest=report.digest if report else "",
+        adapters=tuple(
+            AdapterStatus(run=one.run, weight_version=one.version)
+            for one in (report.adapters if report else ())
+        ),
         reclaims=slot.status.reclaims,
     )
     if report is None or status == slot.status:

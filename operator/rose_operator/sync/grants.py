@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from rose_core.adapters import TARGETS
-from rose_core.api import Desired, RolloutSlot, ServingPool
-from rose_core.api.rolloutslot import SlotSharing, SlotWeights, Tier
+from rose_core.api import Desired, RolloutLease, RolloutSlot, ServingPool
+from rose_core.api.rolloutslot import SlotSharing, SlotSpec, SlotWeights, Tier
 from rose_core.api.servingpool import Compute, PoolSpec
 from rose_core.api.wholereplica import WholeReplica
 from rose_core.identity import FROZEN_RUN, GrantKey, SlotKey, SlotUid
@@ -32,11 +33,22 @@ def grants_of(
     term: int,
     settings: Settings,
     authority: bytes = b"",
+    *,
+    others: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> tuple[Grant, ...]:
-    """Every grant the node holds, by slot name; ``authority`` is that of routers, PEM.
+    """Every grant the node holds, by slot name.
 
     A slot whose store or run the platform's list no longer allows gets no grant: nodes dial nothing
     else, and serve no other team's weights.
+
+    Args:
+        node: its name.
+        slots: of the cluster, or of the node.
+        term: of the leader.
+        settings: the platform's.
+        authority: that of routers, PEM.
+        others: runs of a lease beside its first, by the lease's uid. They are no part of a slot's
+            specification, because an engine goes on when they change.
     """
     mine = (
         slot
@@ -46,9 +58,18 @@ def grants_of(
         and _allowed(slot, settings)
     )
     return tuple(
-        _grant(slot, term, settings, authority)
+        _grant(slot, term, settings, authority, others.get(slot.spec.lease_ref.uid, ()))
         for slot in sorted(mine, key=lambda slot: slot.metadata.name)
     )
+
+
+def adapter_runs(leases: Iterable[RolloutLease]) -> dict[str, tuple[str, ...]]:
+    """Runs that leases follow beside their first, by the lease's uid."""
+    return {
+        lease.metadata.uid: lease.spec.weights.adapter_runs
+        for lease in leases
+        if lease.spec.weights.adapter_runs
+    }
 
 
 def _allowed(slot: RolloutSlot, settings: Settings) -> bool:
@@ -59,7 +80,9 @@ def _allowed(slot: RolloutSlot, settings: Settings) -> bool:
     return weights.store_name in settings.stores and may_follow(runs, namespace, weights.run)
 
 
-def _grant(slot: RolloutSlot, term: int, settings: Settings, authority: bytes) -> Grant:
+def _grant(
+    slot: RolloutSlot, term: int, settings: Settings, authority: bytes, others: tuple[str, ...]
+) -> Grant:
     spec = slot.spec
     router = router_name(spec.lease_ref.namespace, spec.lease_ref.name)
     token = lease_token(settings.token, spec.lease_ref.key)
@@ -85,7 +108,7 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings, authority: bytes) -
             kv_policy=spec.weights.kv_policy,
             adapter=_adapter(spec.weights),
         ),
-        weights=_source(spec.weights, settings),
+        weights=_source(spec, settings, others),
         router=attach_address(router, settings),
         max_concurrent_turns=spec.engine.max_running,
         whole=spec.tier is Tier.WHOLE,
@@ -96,16 +119,23 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings, authority: bytes) -
 def _adapter(weights: SlotWeights) -> AdapterSpec | None:
     if not weights.adapter_rank:
         return None
-    return AdapterSpec(weights.adapter_rank, tuple(sorted(weights.adapter_targets or TARGETS)))
+    targets = tuple(sorted(weights.adapter_targets or TARGETS))
+    return AdapterSpec(weights.adapter_rank, targets, weights.adapter_slots)
 
 
-def _source(weights: SlotWeights, settings: Settings) -> WeightSource:
+def _source(spec: SlotSpec, settings: Settings, others: tuple[str, ...]) -> WeightSource:
+    weights = spec.weights
     if weights.frozen:
         return WeightSource(endpoint="", run=FROZEN_RUN)
     return WeightSource(
         endpoint=settings.stores[weights.store_name],
         run=weights.run,
         max_staleness=weights.max_staleness_versions,
+        others=tuple(
+            run
+            for run in others[: weights.adapter_slots - 1]
+            if may_follow(settings.runs.get(weights.store_name), spec.lease_ref.namespace, run)
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 
-from rose_core.api import RolloutSlot, ServingPool
+from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from rose_core.wire.sync import Notice, NoticeRequest, PoolPolicy, SyncReply, SyncRequest
 from rose_operator.kube.api import Kind
 from rose_operator.kube.leader import LeaderLock
@@ -26,7 +26,7 @@ from rose_operator.plan.telemetry import Telemetry
 from rose_operator.plan.typed_objects import TypedReader
 from rose_operator.settings import Settings
 from rose_operator.sync import authorization
-from rose_operator.sync.grants import grants_of, policy_of
+from rose_operator.sync.grants import adapter_runs, grants_of, policy_of
 from rose_wire import tls
 from rose_wire.rpc import peer
 
@@ -66,7 +66,9 @@ class SyncService:
         self._clock = clock
         self._wake = wake
         self._authority, self._authority_due = b"", float("-inf")
-        self._revisions = (-1, -1)
+        self._lease_reader = TypedReader(RolloutLease, stores[Kind.LEASE])
+        self._others: Mapping[str, tuple[str, ...]] = {}
+        self._revisions: tuple[int, ...] = ()
         self._slots: Mapping[str, Sequence[RolloutSlot]] = {}
         self._policies: tuple[PoolPolicy, ...] = ()
 
@@ -131,6 +133,7 @@ class SyncService:
                 self._lock.term,
                 self._settings,
                 self._routers_authority(),
+                others=self._others,
             ),
             pools=policies,
             sync_period_seconds=self._period(),
@@ -147,8 +150,8 @@ class SyncService:
 
     def _derived(self) -> tuple[Mapping[str, Sequence[RolloutSlot]], tuple[PoolPolicy, ...]]:
         """Slots by node and pool policies, read anew only after a change."""
-        slots, pools = self._stores[Kind.SLOT], self._stores[Kind.POOL]
-        revisions = (slots.revision, pools.revision)
+        stores = (self._stores[Kind.SLOT], self._stores[Kind.POOL], self._stores[Kind.LEASE])
+        revisions = tuple(store.revision for store in stores)
         if revisions != self._revisions:
             by_node: dict[str, list[RolloutSlot]] = defaultdict(list)
             for slot in self._slot_reader.read().good.values():
@@ -156,5 +159,6 @@ class SyncService:
             readable = self._pool_reader.read().good.values()
             self._slots = by_node
             self._policies = tuple(map(policy_of, readable))
+            self._others = adapter_runs(self._lease_reader.read().good.values())
             self._revisions = revisions
         return self._slots, self._policies

@@ -5,7 +5,8 @@
     open/closed --leaving--> leaving --stream ends--> (unknown)
 
 Each update replaces the one before. A second stream for the same name takes over; the end of the
-first no longer closes anything. Next step: ``turn_queue`` chooses among ``views()``.
+first no longer closes anything. An engine with adapters of several runs is one engine for each of
+them here, which have their cap in common. Next step: ``turn_queue`` chooses among ``views()``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rose_core.rollouts.placement import EngineView
 from rose_core.rollouts.residency import Residents
 from rose_core.rollouts.suspects import suspects
 from rose_core.rollouts.watch import MoveReason
-from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_core.wire.routing import EngineKind, EngineUpdate, each_adapter
 from rose_router import metrics
 
 LOG = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ class Engine:
         kept: it takes no other turn until one that must be alone has come.
         solo: that one runs there.
         died_with: legs of its last death, and those of them that may have caused it.
+        together: all adapters of its process, itself among them; empty = it is the only one.
+        head: newest version of its run, where that is not the lease's first.
     """
 
     update: EngineUpdate
@@ -122,6 +125,19 @@ class Engine:
     kept: bool = False
     solo: bool = False
     died_with: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    together: tuple[Engine, ...] = ()
+    head: WeightVersion | None = None
+
+    @property
+    def occupied(self) -> int:
+        """Turns that its process has."""
+        return sum(one.reserved for one in self.together) if self.together else self.reserved
+
+    @property
+    def places(self) -> int:
+        """Turns that its process could take more; told once, by the first of its adapters."""
+        first = not self.together or self.together[0] is self
+        return max(0, self.cap - self.occupied) if first else 0
 
     @property
     def bounds(self) -> Bounds:
@@ -136,8 +152,9 @@ class Engine:
         """
         with_it, blamed = self.died_with
         if rid not in with_it:
-            blamed = suspects({leg.rid: leg.tokens for leg in self.legs.values()})
-            self.died_with = (frozenset(self.legs), blamed)
+            legs = [leg for one in self.together or (self,) for leg in one.legs.values()]
+            blamed = suspects({leg.rid: leg.tokens for leg in legs})
+            self.died_with = (frozenset(leg.rid for leg in legs), blamed)
         return blamed
 
     @property
@@ -168,13 +185,15 @@ class Engine:
             version=self.version,
             gate_open=self.gate_open,
             cap=self.cap,
-            live=self.reserved,
+            live=self.occupied,
             leaving=self.update.leaving,
             fencing=bool(self.fences),
-            kept=self.kept or self.solo,
+            kept=self.kept or any(one.solo for one in self.together or (self,)),
             backing_off_until=self.backing_off_until,
             speed=self.speed or usual,
             hazard=self.hazard,
+            head=self.head,
+            named=self.update.named,
         )
 
     def back_off(self, now: float) -> None:
@@ -203,6 +222,7 @@ class Fleet:
         self._engines: dict[str, Engine] = {}
         self._bounds: Bounds | None = None  # asked for at every turn, and seldom another
         self.head: WeightVersion | None = None
+        self._heads: dict[str, WeightVersion] = {}  # of runs beside the first
         self.residents = Residents()
         self._part: Callable[[int], int] = lambda cap: cap
         self.usual = Speed()
@@ -253,14 +273,30 @@ class Fleet:
     def has_room(self) -> bool:
         """Whether any engine is open and below its cap."""
         engines = self._engines.values()
-        return any(e.gate_open and e.reserved < e.cap and not e.fences for e in engines)
+        return any(e.gate_open and e.occupied < e.cap and not e.fences for e in engines)
 
     def live_versions(self) -> list[WeightVersion]:
         """Attested versions of the engines attached."""
         return [engine.version for engine in self._engines.values() if engine.version]
 
+    def head_of(self, run: str) -> WeightVersion | None:
+        """The newest version of a run; of the lease's first without a name."""
+        return self._heads.get(run) or self.head
+
     def apply(self, update: EngineUpdate, stream: int) -> None:
         """Take an owner's word about an engine."""
+        if not update.adapters:
+            self._apply(update, stream)
+            return
+        parts = each_adapter(update)
+        held = {part.engine for part in parts}
+        for engine in list(self._engines.values()):
+            if engine.name.startswith(f"{update.engine}/") and engine.name not in held:
+                self._drop(engine)  # its run has no adapter there any more
+        for part in parts:
+            self._apply(part, stream)
+
+    def _apply(self, update: EngineUpdate, stream: int) -> None:
         now, self._bounds = self._clock(), None
         engine = self._engines.get(update.engine)
         if engine is None:
@@ -278,15 +314,27 @@ class Fleet:
         self.residents.set_pool(update.engine, update.kv_tokens)
         before = engine.version
         engine.version = versions.parse(update.version) if update.version else None
-        self._raise_head(engine.version, versions.parse(update.head))
-        if engine.version != before:
-            self._compare_checkpoints(engine)
+        if update.run:
+            self._join(engine)
+        if update.named:
+            self._raise_own_head(engine)
+        else:
+            self._raise_head(engine.version, versions.parse(update.head))
+            if engine.version != before:
+                self._compare_checkpoints(engine)
         self._gate_moved(engine, was_open, now)
         self.changed.fire()
 
     def announce(self, head: WeightVersion) -> None:
         """A version has been published; engines further behind than the bound get no new turns."""
-        self._raise_head(head)
+        if head.run in self._heads:
+            newest = versions.newest((head, self._heads[head.run])) or head
+            self._heads[head.run] = newest
+            for engine in self._engines.values():
+                if engine.update.named and engine.update.run == head.run:
+                    engine.head = newest
+        else:
+            self._raise_head(head)
         self.changed.fire()
 
     def detach(self, stream: int) -> None:
@@ -315,12 +363,36 @@ class Fleet:
     def _drop(self, engine: Engine) -> None:
         self._bounds = None
         del self._engines[engine.name]
+        if engine.together:
+            self._join(engine)
         self.residents.drop_engine(engine.name)
         for leg in list(engine.legs.values()):
             leg.end(MoveReason.GONE)
 
+    def _join(self, engine: Engine) -> None:
+        """Adapters of one process know each other, by where they are reached."""
+        url = engine.update.url
+        same = [one for one in self._engines.values() if one.update.run and one.update.url == url]
+        for one in same:
+            one.together = tuple(same)
+
+    def _raise_own_head(self, engine: Engine) -> None:
+        """The newest version of a run beside the lease's first."""
+        run, told = engine.update.run, versions.parse(engine.update.head)
+        peers = [e for e in self._engines.values() if e.update.named and e.update.run == run]
+        held = [one.version for one in peers if one.version and not one.update.leaving]
+        found = versions.next_head(self._heads.get(run), (engine.version, told), held)
+        if found is not None:
+            self._heads[run] = found
+        for one in peers:
+            one.head = found
+
     def _raise_head(self, *named: WeightVersion | None) -> None:
-        staying = (engine for engine in self._engines.values() if not engine.update.leaving)
+        staying = (
+            engine
+            for engine in self._engines.values()
+            if not engine.update.leaving and not engine.update.named
+        )
         held = [engine.version for engine in staying if engine.version]
         self.head = versions.next_head(self.head, named, held)
         if self.head is not None and not self.head.is_base:

@@ -112,7 +112,7 @@ class LegReader:
         if not new or engine.gate_since > handle.last_event:
             return  # the gap holds a pause of the gate
         if handle.tokens:
-            step, live = (now - handle.last_event) / new, engine.reserved
+            step, live = (now - handle.last_event) / new, engine.occupied
             self._fleet.learn_speed(engine, lambda speed: speed.saw_step(step, live=live))
             return
         waited = now - handle.began

@@ -157,7 +157,7 @@ class TurnRunner:
 
     def _note_placed(self, turn: Turn, view: TurnView, engine: Engine) -> None:
         home = self._fleet.get(view.home) if view.home != engine.name else None
-        had_room = home is not None and home.gate_open and home.reserved < home.cap
+        had_room = home is not None and home.gate_open and home.occupied < home.cap
         self._prospects.note_placement(turn.request.trajectory, engine.kind, left_home=had_room)
 
     async def _leg(self, turn: Turn, engine: Engine) -> MoveReason | None:
@@ -305,6 +305,8 @@ class TurnRunner:
         turn.redone_tokens += folded.dropped
         engine.tokens += folded.kept
         self._ledger.count_tokens(engine.kind, folded.kept)
+        if engine.update.run:
+            metrics.RUN_TOKENS.labels(engine.update.run).inc(folded.kept)
         metrics.REDONE.inc(folded.dropped)
         context = len(turn.transcript.prompt) + turn.held
         self._sessions.settle(turn.request.trajectory, Home(engine.name, context, leg.version))

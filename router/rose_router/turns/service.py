@@ -312,7 +312,9 @@ class Service:
 
     def _check(self, request: TurnRequest) -> None:
         try:
-            versions.check_pin(request.pin, self.fleet.head, self.fleet.live_versions())
+            versions.check_pin(
+                request.pin, self.fleet.head_of(request.pin.run), self.fleet.live_versions()
+            )
         except VersionGone as error:
             raise BadRequest("VersionGone", str(error)) from error
         except UnknownVersion as error:

@@ -68,9 +68,7 @@ class Supervisor:
         self._prospects.note_head(self._fleet.head, now)
         self._prospects.infer_ends(now)
         self._prospects.forget_silent(now)
-        spare = sum(
-            max(0, engine.cap - engine.reserved) for engine in self._fleet if engine.gate_open
-        )
+        spare = sum(engine.places for engine in self._fleet if engine.gate_open)
         for engine in self._fleet:
             if engine.legs and not self._at_ease(engine, now):
                 spare -= self._judge(engine, spare)

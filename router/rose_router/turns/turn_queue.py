@@ -119,7 +119,7 @@ class TurnQueue:
             Busy: it is.
             Unprocessable: they are more than could ever run and wait here.
         """
-        places = sum(max(0, e.cap - e.reserved) for e in self._fleet if e.gate_open)
+        places = sum(e.places for e in self._fleet if e.gate_open)
         beside = max(0, more - 1 - places)
         if has_room(len(self._waiting) + beside, self._queue):
             return
@@ -337,7 +337,8 @@ class TurnQueue:
         if waiter.view.pin.exact is None or waiter.future.done():
             return
         try:
-            versions.check_pin(waiter.view.pin, self._fleet.head, self._fleet.live_versions())
+            pin = waiter.view.pin
+            versions.check_pin(pin, self._fleet.head_of(pin.run), self._fleet.live_versions())
         except UnknownVersion as error:
             waiter.future.set_exception(VersionGone(str(error)))
 

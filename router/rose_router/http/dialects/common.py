@@ -61,6 +61,7 @@ class Rose(msgspec.Struct):
     group: Name | None = None
     job: Name | None = None
     turn: Whole | None = None
+    run: Name | None = None
     min_version: object = None
     version: object = None
     deadline: object = None
@@ -373,6 +374,7 @@ class Hints:
         self.pin: Pin = read_pin(
             rose.min_version or headers.get("X-Rose-Min-Version"),
             rose.version or headers.get("X-Rose-Exact-Version"),
+            rose.run or _header(headers, "X-Rose-Run"),
         )
         self.expected = _count(rose.expected_tokens, headers, "X-Rose-Expected-Tokens")
         self.trajectory = Hint(

@@ -1,0 +1,180 @@
+"""Slots of one engine for adapters of several runs: who has which, and what each may do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rose_core.identity import WeightVersion
+from rose_dev.engine_testing import State, write_bundle
+from rose_engines.adapters import AdapterSession, AdapterSlots
+from rose_engines.live import digest_live
+from rose_engines.sglang.calls import (
+    Attest,
+    Attested,
+    Bind,
+    Commit,
+    Committed,
+    GetStatus,
+    Refused,
+    Release,
+    Stage,
+    Staged,
+    Status,
+    Unbind,
+)
+from rose_engines.tensors import Live, host_tensors
+
+NAME = "base_model.model.layers.0.q_proj.lora_A.weight"
+
+
+def state(value: int) -> State:
+    return {NAME: ("F32", (4, 8), np.full(32, value, "<u4"))}
+
+
+@dataclass
+class Engine:
+    """Slots, and a thread that passes boundaries as an engine's does."""
+
+    slots: AdapterSlots
+    lives: list[Live]
+    live_requests: list[int]
+    ended: list[int] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def bring(self, folder: Path, run: str, sequence: int, value: int) -> Committed:
+        version = WeightVersion(run, 1, sequence)
+        write_bundle(folder / str(version), version, state(value))
+        assert isinstance(self.slots.handle(Stage(str(folder / str(version)), run)), Staged)
+        answer = self.slots.handle(Commit(str(version), run=run))
+        assert isinstance(answer, Committed), answer
+        return answer
+
+
+def bound(slots: AdapterSlots, *runs: str) -> None:
+    for run in runs:
+        assert isinstance(slots.handle(Bind(run)), Status)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    lives = [host_tensors(state(0)) for _ in range(3)]
+    left = [0, 0, 0]
+    ended: list[int] = []
+
+    def end(number: int) -> int:
+        ended.append(number)
+        return left[number]
+
+    sessions = [
+        AdapterSession(live, "base", end_requests=lambda number=number: end(number))
+        for number, live in enumerate(lives)
+    ]
+    made = Engine(AdapterSlots(sessions, 128), lives, left, ended)
+
+    def iterate() -> None:
+        while not made.stop.wait(0.001):
+            made.slots.at_boundary()
+
+    thread = threading.Thread(target=iterate, daemon=True)
+    thread.start()
+    yield made
+    made.stop.set()
+    thread.join()
+
+
+def test_each_run_has_a_slot_and_the_next_one_is_refused_by_name(engine: Engine) -> None:
+    bound(engine.slots, "a", "b", "c", "a")
+    answer = engine.slots.handle(Bind("d"))
+    assert isinstance(answer, Refused)
+    assert answer.reason == "Full"
+    assert "a, b, c" in answer.message
+    status = engine.slots.handle(GetStatus("b"))
+    assert isinstance(status, Status)
+    assert (status.run, status.runs, status.adapter_bytes) == ("b", ("a", "b", "c"), 128)
+    assert isinstance(engine.slots.handle(GetStatus("d")), Refused)
+
+
+def test_a_request_gets_the_adapter_of_the_run_that_its_key_names(engine: Engine) -> None:
+    bound(engine.slots, "a", "b")
+    assert engine.slots.slot_for("b@1.7") == 1
+    assert engine.slots.slot_for("b@1.7/mine@1.2\nb:b@1.7#3") == 1
+    assert engine.slots.slot_for("a@0.0") == 0
+    assert engine.slots.slot_for("c@1.0") is None
+    assert engine.slots.slot_for("") == 0
+
+
+def test_a_commit_of_one_run_changes_nothing_of_another(engine: Engine, tmp_path: Path) -> None:
+    bound(engine.slots, "a", "b")
+    first = engine.bring(tmp_path, "a", 0, 11)
+    before = engine.slots[1].digest, engine.slots[1].commits, engine.slots[1].version
+    second = engine.bring(tmp_path, "a", 1, 12)
+    assert first.digest != second.digest
+    assert (engine.slots[1].digest, engine.slots[1].commits, engine.slots[1].version) == before
+    assert not engine.lives[1][NAME].all_bits().any()
+    engine.bring(tmp_path, "b", 4, 13)
+    for run, version, value in (("a", "a@1.1", 12), ("b", "b@1.4", 13)):
+        attested = engine.slots.handle(Attest(run))
+        assert isinstance(attested, Attested)
+        number = engine.slots.slot_for(version)
+        assert number is not None
+        assert (engine.lives[number][NAME].all_bits() == value).all()
+        assert attested.digest == str(digest_live(engine.lives[number]))
+        assert attested.version == version
+
+
+def test_a_version_of_another_run_is_refused(engine: Engine, tmp_path: Path) -> None:
+    bound(engine.slots, "a", "b")
+    write_bundle(tmp_path / "x", WeightVersion("b", 1, 0), state(5))
+    answer = engine.slots.handle(Stage(str(tmp_path / "x"), "a"))
+    assert isinstance(answer, Refused)
+    assert "is no version of run a" in answer.message
+    status = engine.slots.handle(GetStatus("a"))
+    assert isinstance(status, Status)
+    assert (status.phase, status.staged) == ("Idle", "")
+
+
+def test_a_run_that_goes_takes_no_new_request_and_leaves_nothing(
+    engine: Engine, tmp_path: Path
+) -> None:
+    bound(engine.slots, "a", "b")
+    engine.bring(tmp_path, "b", 0, 21)
+    engine.live_requests[1] = 2
+    answer = engine.slots.handle(Unbind("b"))
+    assert isinstance(answer, Refused)
+    assert (answer.reason, engine.ended) == ("Busy", [1])
+    assert engine.slots.slot_for("b@1.0") is None
+    assert (engine.lives[1][NAME].all_bits() == 21).all()  # its last requests are still its own
+    engine.live_requests[1] = 0
+    assert isinstance(engine.slots.handle(Unbind("b")), Status)
+    assert not engine.lives[1][NAME].all_bits().any()
+    keys = engine.slots[1].commits
+    bound(engine.slots, "c")
+    assert engine.slots.slot_for("c@0.0") == 1
+    assert (engine.slots[1].version, engine.slots[1].commits) == ("base", keys)
+    assert keys == 2  # one commit, and what was taken away: no key is made twice
+    assert isinstance(engine.slots.handle(Unbind("nobody")), Status)
+
+
+def test_a_run_that_comes_back_while_it_goes_stays(engine: Engine, tmp_path: Path) -> None:
+    bound(engine.slots, "a", "b")
+    engine.bring(tmp_path, "b", 0, 31)
+    engine.live_requests[1] = 1
+    assert isinstance(engine.slots.handle(Unbind("b")), Refused)
+    bound(engine.slots, "b")
+    assert engine.slots.slot_for("b@1.0") == 1
+    assert engine.slots[1].version == "b@1.0"
+
+
+def test_an_engine_with_one_adapter_asks_for_no_run(tmp_path: Path) -> None:
+    slots = AdapterSlots([AdapterSession(host_tensors(state(0)), "base")])
+    assert slots.slot_for("anything@1.0") == slots.slot_for("") == 0
+    assert isinstance(slots.handle(Bind("a")), Refused)
+    assert isinstance(slots.handle(Release()), Refused)
+    write_bundle(tmp_path / "x", WeightVersion("any", 1, 0), state(5))
+    assert isinstance(slots.handle(Stage(str(tmp_path / "x"))), Staged)

@@ -1,0 +1,142 @@
+"""Turns of several runs on engines that hold an adapter of each."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from rose_core.identity import WeightVersion
+from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.versions import Pin, read_pin
+from rose_core.wire.routing import each_adapter
+from rose_router import metrics
+from rose_router.errors import Conflict
+from tests.router.world import SimEngine, judge_whole, over, started, until, world
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
+
+
+def shared(name: str = "e", cap: int = 4, **adapters: str) -> SimEngine:
+    """An engine with adapters of these runs; the first is the lease's first."""
+    return SimEngine(name, cap=cap, adapters={run: f"{run}@{at}" for run, at in adapters.items()})
+
+
+def pin(run: str) -> Pin:
+    return read_pin(None, None, run)
+
+
+async def test_a_turn_runs_on_the_adapter_of_the_run_that_it_names() -> None:
+    engine = shared(a="1.4", b="1.7")
+    async with world(engine) as w:
+        turns = {run: w.ask(20, pin=pin(run)) for run in ("a", "b")}
+        unnamed = await over(w.ask(20))
+        for run, turn in turns.items():
+            judge_whole(await over(turn))
+            assert [span.version for span in turn.transcript.spans] == [engine.adapters[run]]
+            assert turn.transcript.legs[0].engine == f"e/{run}"
+        assert [span.version for span in unnamed.transcript.spans] == ["a@1.4"]
+
+
+async def test_an_unknown_run_is_refused_with_those_that_there_are() -> None:
+    async with world(shared(a="1.0", b="1.0")) as w:
+        with pytest.raises(Conflict, match="no engine has run c yet; there are a, b"):
+            w.ask(20, pin=pin("c"))
+
+
+async def test_adapters_of_one_process_share_its_cap() -> None:
+    engine = shared(cap=2, a="1.0", b="1.0", c="1.0")
+    async with world(engine) as w:
+        turns = [w.ask(40, pin=pin(run)) for run in ("a", "b", "c")]
+        await started(turns[0])
+        await started(turns[1])
+        assert [turn.leg is not None for turn in turns] == [True, True, False]
+        assert sum(one.places for one in w.service.fleet) == 0
+        for turn in turns:
+            judge_whole(await over(turn))
+
+
+async def test_staleness_is_each_runs_own() -> None:
+    old = shared("old", a="1.9", b="1.0")
+    new = shared("new", a="1.9", b="1.5")
+    async with world(old, new) as w:
+        for _ in range(4):
+            turn = await over(w.ask(10, pin=pin("b")))
+            assert turn.transcript.legs[0].engine == "new/b"  # b is five publishes behind on "old"
+        assert w.service.fleet.head == WeightVersion("a", 1, 9)
+        assert w.service.fleet.head_of("b") == WeightVersion("b", 1, 5)
+        w.service.fleet.announce(WeightVersion("b", 1, 9))
+        waits = w.ask(10, pin=pin("b"))
+        await asyncio.sleep(1)
+        assert waits.leg is None
+        other = await over(w.ask(10, pin=pin("a")))  # nothing of that concerns another run
+        judge_whole(other)
+        new.adapters["b"] = "b@1.9"
+        w.tell(new)
+        judge_whole(await over(waits))
+
+
+async def test_a_commit_of_one_run_leaves_spans_of_the_others_whole() -> None:
+    engine = shared(a="1.0", b="1.0")
+    async with world(engine) as w:
+        first, second = w.ask(40, pin=pin("a")), w.ask(40, pin=pin("b"))
+        await started(first)
+        await started(second)
+        engine.adapters["a"] = "a@1.1"
+        w.tell(engine)
+        await over(first)
+        await over(second)
+        assert [span.version for span in first.transcript.spans] == ["a@1.0", "a@1.1"]
+        assert [span.version for span in second.transcript.spans] == ["b@1.0"]
+
+
+async def test_a_run_that_an_engine_no_longer_holds_goes_on_where_it_is_held() -> None:
+    first, second = shared("first", a="1.0", b="1.0"), shared("second", a="1.0", b="1.0")
+    second.gate_open = False
+    async with world(first, second) as w:
+        turn = w.ask(40, pin=pin("b"))
+        await started(turn)
+        assert turn.leg is not None
+        assert turn.leg.engine == "first/b"
+        del first.adapters["b"]
+        second.gate_open = True
+        w.tell(first)
+        w.tell(second)
+        judge_whole(await over(turn))
+        assert turn.transcript.legs[-1].engine == "second/b"
+        assert sorted(one.name for one in w.service.fleet) == ["first/a", "second/a", "second/b"]
+
+
+async def test_tokens_are_counted_by_run() -> None:
+    def kept(run: str) -> float:
+        return metrics.RUN_TOKENS.labels(run)._value.get()  # of prometheus_client
+
+    before = kept("counted-a"), kept("counted-b")
+    async with world(
+        SimEngine("e", adapters={r: f"{r}@1.0" for r in ("counted-a", "counted-b")})
+    ) as w:
+        await over(w.ask(20, pin=pin("counted-a")))
+        await over(w.ask(7, pin=pin("counted-b")))
+    assert (kept("counted-a") - before[0], kept("counted-b") - before[1]) == (20, 7)
+
+
+async def test_a_relayed_adapter_still_takes_no_turn_that_names_no_run() -> None:
+    """Another replica passes on each adapter as an engine of its own."""
+    engine = shared(a="1.0", b="1.0")
+    parts = each_adapter(engine.update())
+    async with world() as w:
+        w.engines["e"] = engine
+        w.service.fleet.apply(replace(parts[1], relayed=True), 1)
+        turn = w.ask(10)
+        await asyncio.sleep(1)
+        assert turn.leg is None
+        w.service.fleet.apply(replace(parts[0], relayed=True), 1)
+        await until(lambda: turn.is_over)
+        assert [span.version for span in turn.transcript.spans] == ["a@1.0"]
+
+
+async def test_a_pin_names_its_run_and_two_runs_are_no_turn() -> None:
+    assert read_pin("b@1.7", None) == Pin(WeightVersion("b", 1, 7), run="b")
+    with pytest.raises(InvalidTurn, match="name a, b"):
+        read_pin("b@1.7", None, "a")
