@@ -1,7 +1,8 @@
 """Who must run new weights before a trainer that pushes them is told that they are live.
 
 The quorum counts engines that have *attested* the version or a newer one, and it is never met by
-nobody: where no dedicated engine is attached, one engine of any kind must have it. Borrowed engines
+nobody: where no dedicated engine is attached, one engine of any kind must have it. Adapters of
+a lease's other runs are never counted: what is pushed is its first's. Borrowed engines
 are never waited for while there are dedicated ones: a publish must not hang on a closed gate.
 """
 
@@ -42,7 +43,7 @@ def missing(engines: Iterable[EngineView], version: WeightVersion, quorum: Quoru
     """
     if quorum.dedicated == 0:
         return ""
-    here = [engine for engine in engines if not engine.leaving]
+    here = [engine for engine in engines if not engine.leaving and not engine.named]
     ours = [engine for engine in here if engine.kind is EngineKind.DEDICATED]
     if not ours and quorum.dedicated is None:
         some = any(_has(engine, version) for engine in here)

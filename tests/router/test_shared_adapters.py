@@ -9,8 +9,11 @@ from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.quorum import Quorum, missing
 from rose_core.rollouts.versions import Pin, read_pin
-from rose_core.wire.routing import each_adapter
+from rose_core.rollouts.views import EngineView
+from rose_core.rollouts.watch import MoveReason
+from rose_core.wire.routing import EngineKind, each_adapter
 from rose_router import metrics
 from rose_router.errors import Conflict
 from tests.router.world import SimEngine, judge_whole, over, started, until, world
@@ -55,6 +58,33 @@ async def test_adapters_of_one_process_share_its_cap() -> None:
         assert sum(one.places for one in w.service.fleet) == 0
         for turn in turns:
             judge_whole(await over(turn))
+
+
+async def test_a_cap_that_is_cut_moves_the_youngest_of_all_runs() -> None:
+    first, second = shared("first", a="1.0", b="1.0"), shared("second", a="1.0", b="1.0")
+    second.gate_open = False
+    async with world(first, second) as w:
+        turns = []
+        for run in ("a", "b", "b"):
+            turns.append(w.ask(60, pin=pin(run)))
+            await started(turns[-1])
+        second.gate_open, first.cap = True, 1
+        w.tell(second)
+        w.tell(first)
+        for turn in turns:
+            judge_whole(await over(turn))
+        assert [[move.reason for move in turn.moves] for turn in turns] == [
+            [],
+            [MoveReason.CAP_CUT],
+            [MoveReason.CAP_CUT],
+        ]
+
+
+async def test_a_pushed_version_waits_for_no_adapter_of_another_run() -> None:
+    engine = EngineView("e/a", EngineKind.DEDICATED, WeightVersion("a", 1, 2), True, 4)
+    other = replace(engine, name="e/b", version=WeightVersion("b", 1, 0), named=True)
+    assert not missing([engine, other], WeightVersion("a", 1, 2), Quorum())
+    assert missing([engine, other], WeightVersion("a", 1, 3), Quorum()) == "e/a"
 
 
 async def test_staleness_is_each_runs_own() -> None:

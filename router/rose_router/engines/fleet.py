@@ -133,6 +133,14 @@ class Engine:
         """Turns that its process has."""
         return sum(one.reserved for one in self.together) if self.together else self.reserved
 
+    def beyond_cap(self) -> frozenset[str]:
+        """The youngest legs of its process that are more than the cap, which was cut."""
+        legs = [leg for one in self.together or (self,) for leg in one.legs.values()]
+        if len(legs) <= self.cap:
+            return frozenset()
+        legs.sort(key=lambda leg: -leg.began)
+        return frozenset(leg.rid for leg in legs[: len(legs) - self.cap])
+
     @property
     def places(self) -> int:
         """Turns that its process could take more; told once, by the first of its adapters."""

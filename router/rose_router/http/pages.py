@@ -85,7 +85,7 @@ def engines_json(service: Service) -> dict[str, Any]:
 
 
 def _engine(service: Service, engine: Engine) -> dict[str, Any]:
-    head, now = service.fleet.head, service.clock()
+    head, now = engine.head or service.fleet.head, service.clock()
     lag = versions.lag(engine.version, head) if engine.version and head else None
     return {
         "engine": engine.name,

@@ -78,18 +78,17 @@ class Supervisor:
 
     def _at_ease(self, engine: Engine, now: float) -> bool:
         """Whether no leg can be judged to end: all may go on, and all have spoken lately."""
-        if not engine.gate_open or len(engine.legs) > engine.cap:
+        if not engine.gate_open or engine.beyond_cap():
             return False
         spoke = min(leg.last_event for leg in engine.legs.values())
         return now - spoke < self._patience.stall_seconds
 
     def _judge(self, engine: Engine, spare: int) -> int:
         now = self._clock()
-        excess = max(0, len(engine.legs) - engine.cap) if engine.gate_open else 0
+        beyond = engine.beyond_cap() if engine.gate_open else frozenset()
         used = 0
-        youngest_first = sorted(engine.legs.values(), key=lambda leg: -leg.began)
-        for position, leg in enumerate(youngest_first):
-            over = position < excess
+        for leg in sorted(engine.legs.values(), key=lambda leg: -leg.began):
+            over = leg.rid in beyond
             elsewhere = (over or not engine.gate_open) and used < spare and leg.can_move()
             verdict = judge(_view(engine, leg, over), self._patience, elsewhere, now)
             if verdict is not None:
@@ -108,8 +107,9 @@ class Supervisor:
         for engine in self._fleet:
             counts[engine.kind, "open" if engine.gate_open else "closed"] += 1
             live[engine.kind] += len(engine.legs)
-            if engine.version and self._fleet.head:
-                lag = versions.lag(engine.version, self._fleet.head)
+            head = engine.head or self._fleet.head
+            if engine.version and head:
+                lag = versions.lag(engine.version, head)
                 metrics.LAG.labels(engine.name).set(-1 if lag is None else lag)
         for (kind, gate), count in counts.items():
             metrics.ENGINES.labels(kind.value.lower(), gate).set(count)
