@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ class Engine:
     """Slots, and a thread that passes boundaries as an engine's does."""
 
     slots: AdapterSlots
-    lives: list[Live]
+    lives: Sequence[Live]
     live_requests: list[int]
     ended: list[int] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -72,7 +73,7 @@ def engine() -> Iterator[Engine]:
         return left[number]
 
     sessions = [
-        AdapterSession(live, "base", end_requests=lambda number=number: end(number))
+        AdapterSession(live, "base", end_requests=partial(end, number))
         for number, live in enumerate(lives)
     ]
     made = Engine(AdapterSlots(sessions, 128), lives, left, ended)

@@ -18,6 +18,7 @@ from rose_dev.engine_testing import write_bundle
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.permit import Permit
 from rose_engines.safetensors import read_checkpoint
+from rose_engines.session import WeightSession
 from rose_engines.sglang import kv, loading, logprobs, plugin, spans
 from rose_engines.sglang.arguments import FALLBACK_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.sglang.checkpoints import Checkpoints
@@ -73,6 +74,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting_queue: list[Request] = []
         self.labels: list[str] = []
+        self.grammar_manager = types.SimpleNamespace(grammar_queue=list[Request]())
 
     def collect_inflight_reqs(self) -> set[Request]:
         return set(self.running)
@@ -226,12 +228,13 @@ async def test_commit_moves_labels_and_cache_keys(tmp_path: Path, scheduler: Sch
     """Running requests keep their key, waiting and new ones get the new weights' key."""
     hooks = SchedulerPlugin(None, tmp_path / "plugin.sock", SILENT)
     hooks.before_iteration(scheduler)
-    running, waiting = Request("lora"), Request()
-    for request in (running, waiting):
+    running, waiting, compiling = Request("lora"), Request(), Request()
+    for request in (running, waiting, compiling):
         hooks.before_request(scheduler, request)
     assert running.extra_key == "lora\nbase#0"
     running.output_ids = [1, 2, 3]
     scheduler.running, scheduler.waiting_queue = [running], [waiting]
+    scheduler.grammar_manager.grammar_queue = [compiling]
 
     old = read_checkpoint(tmp_path / "model")
     new = {name: (dtype, shape, bits ^ 1) for name, (dtype, shape, bits) in old.items()}
@@ -249,7 +252,7 @@ async def test_commit_moves_labels_and_cache_keys(tmp_path: Path, scheduler: Sch
         hooks.before_iteration(scheduler)
     assert scheduler.labels == ["run@1.1"]
     assert running.extra_key == "lora\nbase#0"
-    assert waiting.extra_key == "\nrun@1.1#1"
+    assert waiting.extra_key == compiling.extra_key == "\nrun@1.1#1"
     late = Request("lora")
     hooks.before_request(scheduler, late)
     assert late.extra_key == "lora\nrun@1.1#1"
@@ -283,5 +286,5 @@ def test_a_refused_layout_says_how_to_fall_back_and_does_when_told(
     scheduler.weight_updater = updater  # type: ignore[attr-defined]
     hooks = SchedulerPlugin(None, tmp_path / "s", SILENT)
     hooks.before_iteration(scheduler)
-    assert hooks._session is not None
+    assert isinstance(hooks._session, WeightSession)
     assert hooks._session.status().attests == "Copy"

@@ -138,9 +138,22 @@ async def test_a_run_that_an_engine_no_longer_holds_goes_on_where_it_is_held() -
         assert sorted(one.name for one in w.service.fleet) == ["first/a", "second/a", "second/b"]
 
 
+async def test_an_engine_that_lost_a_run_before_it_says_so_is_left_alone_for_a_while() -> None:
+    engine = shared(a="1.0", b="1.0")
+    async with world(engine) as w:
+        del engine.adapters["b"]
+        turn = w.ask(10, pin=pin("b"))
+        await asyncio.sleep(2.2)
+        assert 1 < len(engine.seen) <= 5  # one in half a second
+        engine.adapters["b"] = "b@1.1"
+        w.tell(engine)
+        judge_whole(await over(turn))
+        assert {move.reason for move in turn.moves} == {MoveReason.REFUSED}
+
+
 async def test_tokens_are_counted_by_run() -> None:
     def kept(run: str) -> float:
-        return metrics.RUN_TOKENS.labels(run)._value.get()  # of prometheus_client
+        return float(metrics.RUN_TOKENS.labels(run)._value.get())  # of prometheus_client
 
     before = kept("counted-a"), kept("counted-b")
     async with world(

@@ -162,6 +162,10 @@ class SimClient:
         run = Run(Prefix(body["input_ids"]), body["sampling_params"]["max_new_tokens"])
         assert body["rid"] not in engine.runs
         engine.runs[body["rid"]] = run
+        if engine.adapters and run_of(body["extra_key"]) not in engine.adapters:
+            run.finish = {"type": "abort", "message": "no such adapter", "status_code": 503}
+            yield engine.event(run)
+            return
         while run.finish is None:
             await asyncio.sleep(engine.token_seconds)
             if engine.dies_of in body["input_ids"]:

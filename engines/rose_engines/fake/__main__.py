@@ -147,7 +147,9 @@ async def serve(flags: argparse.Namespace) -> None:
         memory=None if flags.release == "refuse" else memory,
         end_slot=lambda slot: scheduler.end_slot(slot),  # noqa: PLW0108  # it is made later
     )
-    weights = [session] if isinstance(session, WeightSession) else list(session)
+    slots = session if isinstance(session, AdapterSlots) else None
+    first = session if isinstance(session, WeightSession) else session[0]
+    weights = [first] if slots is None else list(slots)
     device = connect(flags.multiprocessors, flags.device_bytes, os.environ)
     for one in weights:
         one.device = lambda: device
@@ -160,7 +162,7 @@ async def serve(flags: argparse.Namespace) -> None:
     sleep = FakeSleep(memory)
     make = FakeScheduler if pool is None else partial(ElasticScheduler, pool)
     scheduler = make(
-        session,
+        first,
         permit_open=lambda: (
             sleep.awake and (bool(flags.ignore_permit) or permit_open() is not False)
         ),
@@ -168,6 +170,7 @@ async def serve(flags: argparse.Namespace) -> None:
         prefill_token_seconds=flags.prefill_token_seconds,
         max_running=flags.max_running,
         broadcast=broadcast,
+        slots=slots,
     )
     memory.abort_all = lambda: scheduler.abort("", everything=True)
     for one in weights:

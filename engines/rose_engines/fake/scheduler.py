@@ -124,11 +124,12 @@ class FakeScheduler:
         max_running: requests in one batch; others queue.
         broadcast: takes the other ranks past the boundary too.
         script: what every request is answered with; ``None`` = the fake model's own tokens.
+        slots: adapters of several runs, of which ``session`` is the first.
     """
 
     def __init__(
         self,
-        session: WeightSession | AdapterSlots,
+        session: WeightSession,
         permit_open: Callable[[], bool] = lambda: True,
         token_seconds: float = 0.005,
         prefill_token_seconds: float = 0.0,
@@ -136,8 +137,11 @@ class FakeScheduler:
         *,
         broadcast: Callable[[], None] = lambda: None,
         script: Script | None = None,
+        slots: AdapterSlots | None = None,
     ) -> None:
         self.session = session
+        self.slots = slots
+        self._weights = slots or session
         self._broadcast = broadcast
         self.script = script
         self.counters = Counters()
@@ -156,8 +160,7 @@ class FakeScheduler:
 
     def version_of(self, slot: int = 0) -> str:
         """Label of the weights, or of one adapter of several."""
-        session = self.session
-        return (session[slot] if isinstance(session, AdapterSlots) else session).version
+        return (self.slots[slot] if self.slots is not None else self.session).version
 
     def end_slot(self, slot: int) -> int:
         """End what is computed with one adapter; how many requests still are."""
@@ -187,13 +190,13 @@ class FakeScheduler:
     async def run(self) -> None:
         """Iterate for ever."""
         while True:
-            self.session.at_rest()
-            while not self._permit_open() or self.session.broken:
+            self._weights.at_rest()
+            while not self._permit_open() or self._weights.broken:
                 await asyncio.sleep(PERMIT_POLL_SECONDS)
-                self.session.at_rest()
-            self.session.at_boundary()
+                self._weights.at_rest()
+            self._weights.at_boundary()
             self._broadcast()
-            if self.session.dormant:
+            if self._weights.dormant:
                 await asyncio.sleep(PERMIT_POLL_SECONDS)
                 continue
             if not self._admit():

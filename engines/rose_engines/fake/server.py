@@ -25,7 +25,6 @@ from aiohttp.typedefs import Handler, Middleware
 
 from rose_core.rollouts.logprobs import SCALE, LogitScale
 from rose_engines import exposed_routes
-from rose_engines.adapters import AdapterSlots
 from rose_engines.fake.model import prompt_logprobs
 from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
 
@@ -121,9 +120,9 @@ class FakeServer:
             request = self._parse(body)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return web.json_response({"error": {"message": f"bad request: {error}"}}, status=400)
-        session = self._scheduler.session
-        if isinstance(session, AdapterSlots):
-            slot = session.slot_for(body.get("extra_key") or "")
+        slots = self._scheduler.slots
+        if slots is not None:
+            slot = slots.slot_for(body.get("extra_key") or "")
             if slot is None:
                 message = "this engine holds no adapter of that run now"
                 return web.json_response({"error": {"message": message}}, status=503)

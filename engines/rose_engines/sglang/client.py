@@ -213,7 +213,7 @@ class SGLangClient:
             EngineUnavailable: it does not answer, or hung up before the end.
         """
         sampling = {"temperature": 0, "max_new_tokens": 1}
-        more = {"extra_key": cache_key} if cache_key else {}
+        more: dict[str, Any] = {"extra_key": cache_key} if cache_key else {}
         reply = await self.generate(input_ids, sampling, logprob_start_len=0, **more)
         pairs = reply.meta.get("input_token_logprobs") or ()
         found = tuple(float(entry[0]) for entry in pairs if entry[0] is not None)

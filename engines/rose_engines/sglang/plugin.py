@@ -73,6 +73,13 @@ _NEEDED = (
     *memory.NEEDED,
 )
 
+# The same where requests of several runs have labels of their own.
+_NEEDED_BY_SEVERAL = (
+    spans.ABORTED,
+    "sglang.srt.managers.scheduler.Scheduler.send_abort_output",
+    "sglang.srt.utils.weight_versions.record_weight_version_events",
+)
+
 # zmq.POLLIN; an eventfd is always writable, so the default mask would never sleep.
 _READABLE = 1
 
@@ -97,15 +104,19 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
     drafting = bool(os.environ.get(DRAFTS_VARIABLE))
-    needed = (*_NEEDED, *drafts.NEEDED) if drafting else _NEEDED
-    missing = [target for target in needed if not _exists(target)]
-    if missing:
-        _tell(f"this SGLang has no {missing[0]}; the plugin supports 0.5.23")
-        raise SystemExit(3)
     checkpoints = Checkpoints.asked()
     hooks = SchedulerPlugin(
         Path(permit) if permit else None, Path(control) if control else None, checkpoints
     )
+    needed = (
+        *_NEEDED,
+        *(drafts.NEEDED if drafting else ()),
+        *(_NEEDED_BY_SEVERAL if hooks.adapters > 1 else ()),
+    )
+    missing = [target for target in needed if not _exists(target)]
+    if missing:
+        _tell(f"this SGLang has no {missing[0]}; the plugin supports 0.5.23")
+        raise SystemExit(3)
     HookRegistry.register(BOUNDARY, hooks.before_iteration, HookType.BEFORE)
     if hooks.adapters:
         HookRegistry.register(ADMISSION, hooks.around_request, HookType.AROUND)

@@ -384,3 +384,5 @@ def _raise_refusal(leg: Leg) -> None:
         raise EngineRefused(text)
     if status == 500:
         raise LegLost(text, refused=True, doubtful=True)
+    if status == 503:  # it says something of the engine now: it waits, or has lost the run
+        raise LegLost(text, refused=True)
