@@ -260,5 +260,5 @@ async def test_an_engine_that_was_killed_has_no_adapters_until_they_come_again(
         assert await refused(engine, str(made.versions["run-1"]))
         del made.versions["run-1"]
         made.engine = engine
-        await made.publish("run-1", 1, tmp_path)
+        await made.publish("run-1", 1, tmp_path / "after")
         made.check("run-1", await turn(engine, str(made.versions["run-1"])))
