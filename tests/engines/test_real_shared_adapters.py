@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -240,25 +239,18 @@ async def test_who_names_no_run_gets_the_first_slots(shared: Trained) -> None:
 async def test_an_engine_that_was_killed_has_no_adapters_until_they_come_again(
     shared: Trained, tmp_path: Path
 ) -> None:
+    """The last of this file: the engine that the others share ends here."""
+    key = str(shared.versions["run-1"])
+    cut = asyncio.create_task(turn(shared.engine, key, 4000))
+    await asyncio.sleep(1.0)
+    os.killpg(shared.engine.process.pid, signal.SIGKILL)
+    with pytest.raises(EngineError):
+        await cut
     more = ["--dtype", "float32"]
-    (tmp_path / "e").mkdir()
-    with start_engine(tmp_path / "e", shared.folder, SPEC, more=more) as engine:
+    with start_engine(tmp_path, shared.folder, SPEC, more=more) as engine:
+        async with await ControlClient.connect(engine.control) as control:
+            assert not (await control.status()).runs
+        assert await refused(engine, key)
         made = Trained(shared.folder, engine)
         await made.publish("run-1", 1, tmp_path)
-        cut = asyncio.create_task(turn(engine, str(made.versions["run-1"]), 4000))
-        await asyncio.sleep(1.0)
-        os.killpg(engine.process.pid, signal.SIGKILL)
-        with pytest.raises(EngineError):
-            await cut
-    (tmp_path / "again").mkdir()
-    async with AsyncExitStack() as stack:
-        engine = stack.enter_context(
-            start_engine(tmp_path / "again", shared.folder, SPEC, more=more)
-        )
-        control = await stack.enter_async_context(await ControlClient.connect(engine.control))
-        assert not (await control.status()).runs
-        assert await refused(engine, str(made.versions["run-1"]))
-        del made.versions["run-1"]
-        made.engine = engine
-        await made.publish("run-1", 1, tmp_path / "after")
         made.check("run-1", await turn(engine, str(made.versions["run-1"])))
