@@ -13,7 +13,13 @@ import msgspec
 from rose_agent.guard.routerlink import Attachment, update_of
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus
-from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
+from rose_core.wire.routing import (
+    AdapterVersion,
+    EngineKind,
+    EngineUpdate,
+    RouterNote,
+    each_adapter,
+)
 from rose_core.wire.sync import EngineSpec, Grant, RouterProof, WeightSource
 from rose_dev.waiting import until
 from rose_wire import certificates, tls
@@ -128,4 +134,12 @@ def test_a_router_hears_of_a_publish_before_the_engine_has_it() -> None:
     update = update_of(grant, status, "", gate_open=True, leaving=False, cap=1)
     assert (update.version, update.head) == (own, "run@1.0")
     assert update.tokenizer == "3f9a"
+    assert not update.adapters
+    held = (AdapterVersion("run", own, "d"), AdapterVersion("other", "other@1.2", "e", "other@1.3"))
+    several = msgspec.structs.replace(status, adapters=held)
+    update = update_of(grant, several, "", gate_open=True, leaving=False, cap=4)
+    assert [(one.engine, one.version, one.head, one.named) for one in each_adapter(update)] == [
+        ("slot/run", own, "", False),
+        ("slot/other", "other@1.2", "other@1.3", True),
+    ]
     assert update_of(grant, None, "", gate_open=True, leaving=False, cap=1).head == ""

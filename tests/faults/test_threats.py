@@ -61,6 +61,28 @@ async def test_the_run_of_another_team_is_refused_by_name_and_gets_no_slot() -> 
     assert slots(bench) == []
 
 
+async def test_a_run_of_another_team_is_refused_also_beside_ones_own() -> None:
+    settings = replace(SETTINGS, runs={"main": {NAMESPACE: (RUN,), "another-team": ("theirs",)}})
+    bench = Bench(settings=settings)
+    bench.pool()
+    more = {"spec__weights__adapterRank": 8, "spec__weights__adapterSlots": 3}
+    bench.lease(**more, spec__weights__adapterRuns=["theirs"])
+    bench.report()
+    await bench.turn(2)
+    assert "may not follow run 'theirs'" in accepted(bench)["message"]
+    held = slots(await borrowing(SETTINGS))
+    uid = held[0].spec.lease_ref.uid
+    wide = held[0].spec.weights.model_copy(update={"adapter_rank": 8, "adapter_slots": 3})
+    (found,) = grants_of(
+        held[0].spec.member.node,
+        [held[0].model_copy(update={"spec": held[0].spec.model_copy(update={"weights": wide})})],
+        1,
+        settings,
+        others={uid: ("theirs", RUN)},
+    )
+    assert found.weights.others == (RUN,)  # what a lease asked for before the list changed
+
+
 async def test_a_teams_own_run_is_followed() -> None:
     settings = keeping_apart(NAMESPACE)
     bench = await borrowing(settings)

@@ -99,6 +99,8 @@ def test_an_adapters_pool_is_part_of_the_size(model: Path) -> None:
     for target, more in (("gate_proj", pool), ("q_proj", 0)):
         spec = msgspec.structs.replace(SPEC, adapter=AdapterSpec(16, (target,)))
         assert engine_size(model, spec, Footprints()).size.weights == 4 * GIB + more
+    eight = msgspec.structs.replace(SPEC, adapter=AdapterSpec(16, ("gate_proj",), 8))
+    assert engine_size(model, eight, Footprints()).size.weights == 4 * GIB + pool // 2 * 9
 
 
 def test_the_engine_is_told_its_share_of_the_free_memory_and_its_gpu(model: Path) -> None:

@@ -57,10 +57,17 @@ def test_policies_select_by_name_by_pattern_and_by_labels() -> None:
     assert refused([lease()], made, **{"team-a": {"team": "a"}}) == {"one": Reason.NO_TENANT_POLICY}
 
 
+ADAPTERS = {"adapterRank": 8, "adapterSlots": 2, "adapterRuns": ["other"]}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"spec__weights": {"storeName": "main", "run": "other"}}, Reason.RUN_NOT_ALLOWED),
+        (
+            {"spec__weights": {"storeName": "main", "run": "run-1", **ADAPTERS}},
+            Reason.RUN_NOT_ALLOWED,
+        ),
         ({"spec__weights": {"storeName": "else", "run": "run-1"}}, Reason.RUN_NOT_ALLOWED),
         ({"spec__poolRef": {"namespace": "x", "name": "y"}}, Reason.TENANT_POLICY_FORBIDS),
         ({"spec__poolRefs": [{"namespace": "x", "name": "y"}]}, Reason.TENANT_POLICY_FORBIDS),

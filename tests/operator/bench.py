@@ -7,6 +7,7 @@ from typing import Any
 
 from rose_core.identity import SlotKey
 from rose_core.lending import Demand, Policy
+from rose_core.wire.routing import AdapterVersion
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.kube.api import Kind
 from rose_operator.kube.object_cache import ObjectCache
@@ -87,6 +88,7 @@ class Bench:
         *,
         needs_bytes: int | None = None,
         lendable_bytes: int | None = None,
+        adapters: tuple[AdapterVersion, ...] = (),
     ) -> None:
         """The agent of node n1 realises every slot that is lent, with these versions in turn."""
         lent = [raw for raw in self.api.all(Kind.SLOT) if raw["spec"]["desired"] == "Lent"]
@@ -101,6 +103,7 @@ class Bench:
                 lent_milliseconds=10 * tokens,
                 harvested_tokens=tokens,
                 needs_bytes=needs_bytes,
+                adapters=adapters,
             )
             for raw, version in zip(lent, itertools.cycle(versions), strict=False)
         ]

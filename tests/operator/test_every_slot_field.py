@@ -15,6 +15,7 @@ import pytest
 from rose_core.adapters import TARGETS
 from rose_core.api import Reason, RolloutSlot
 from rose_core.identity import SlotKey
+from rose_core.wire.routing import AdapterVersion
 from rose_core.wire.sync import AdapterSpec, Grant, SlotReport, SlotState, SyncRequest
 from rose_operator.kube.api import Kind
 from rose_operator.sync.grants import grants_of
@@ -195,3 +196,18 @@ async def test_a_slot_of_a_lease_that_was_made_anew_is_taken_back_and_says_why()
         (slot,) = (raw for raw in bench.slots() if raw["spec"]["members"] == [MEMBER])
         said = {one["type"]: one["reason"] for one in slot["status"]["conditions"]}
         assert said["Reclaiming"] == reason
+
+
+async def test_a_slots_status_says_what_is_attested_of_each_run() -> None:
+    bench = Bench()
+    bench.pool()
+    bench.lease()
+    held = (AdapterVersion("grpo", "grpo@1.0", "d"), AdapterVersion("ppo"))
+    for bench.now in (0.0, 60.0, 120.0):
+        bench.report(adapters=held)
+        await bench.turn(2)
+    slot = bench.slots()[0]
+    assert slot["status"]["adapters"] == [
+        {"run": "grpo", "weightVersion": "grpo@1.0"},
+        {"run": "ppo", "weightVersion": ""},
+    ]
