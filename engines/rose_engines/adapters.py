@@ -35,6 +35,7 @@ from rose_engines.sglang.calls import (
     Answer,
     Bind,
     Call,
+    Draft,
     Refused,
     Release,
     Staged,
@@ -245,6 +246,8 @@ class AdapterSlots:
                 return self._bind(call.run)
         if isinstance(call, Release | Activate):
             return Refused("Unsupported", "an engine with adapters cannot let go of its memory")
+        if isinstance(call, Draft):
+            return self._sessions[0].handle(call)  # of no run: it touches no weights
         session = self._of(call.run)
         if session is None:
             if isinstance(call, Unbind):

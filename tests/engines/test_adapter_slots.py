@@ -21,6 +21,7 @@ from rose_engines.sglang.calls import (
     Bind,
     Commit,
     Committed,
+    Draft,
     GetStatus,
     Refused,
     Release,
@@ -176,6 +177,7 @@ def test_an_engine_with_one_adapter_asks_for_no_run(tmp_path: Path) -> None:
     slots = AdapterSlots([AdapterSession(host_tensors(state(0)), "base")])
     assert slots.slot_for("anything@1.0") == slots.slot_for("") == 0
     assert isinstance(slots.handle(Bind("a")), Refused)
-    assert isinstance(slots.handle(Release()), Refused)
+    for call in (Release(), Draft([[1, 2]])):
+        assert isinstance(slots.handle(call), Refused)
     write_bundle(tmp_path / "x", WeightVersion("any", 1, 0), state(5))
     assert isinstance(slots.handle(Stage(str(tmp_path / "x"))), Staged)
