@@ -65,7 +65,7 @@ async def test_a_run_of_another_team_is_refused_also_beside_ones_own() -> None:
     settings = replace(SETTINGS, runs={"main": {NAMESPACE: (RUN,), "another-team": ("theirs",)}})
     bench = Bench(settings=settings)
     bench.pool()
-    more = {"spec__weights__adapterRank": 8, "spec__weights__adapterSlots": 3}
+    more: dict[str, Any] = {"spec__weights__adapterRank": 8, "spec__weights__adapterSlots": 3}
     bench.lease(**more, spec__weights__adapterRuns=["theirs"])
     bench.report()
     await bench.turn(2)
