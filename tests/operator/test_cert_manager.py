@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
+import yaml
 
 from rose_dev.errors import CommandFailed
 from rose_dev.parts import CERT_MANAGER_KINDS
@@ -26,8 +27,11 @@ def place(cluster: Cluster) -> Iterator[str]:
     folder = CERT_MANAGER_KINDS.place
     if not folder.is_dir():
         pytest.skip("cert-manager's kinds are not there: rose dev build")
-    files = [f"--filename={folder / f'crd-{kind}.yaml'}" for kind in KINDS]
-    cluster.plane.kubectl("apply", "--server-side", *files)
+    kinds = [yaml.safe_load((folder / f"crd-{kind}.yaml").read_text()) for kind in KINDS]
+    for kind in kinds:
+        kind["metadata"].pop("labels")  # its chart's templates fill them
+    text = "".join(f"---\n{json.dumps(kind)}\n" for kind in kinds)
+    cluster.plane.kubectl("apply", "--server-side", "--filename=-", stdin=text)
     names = [f"crd/{kind}.cert-manager.io" for kind in KINDS]
     cluster.plane.kubectl("wait", "--for=condition=Established", "--timeout=60s", *names)
     yield cluster.namespace("certificates")
