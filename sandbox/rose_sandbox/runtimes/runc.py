@@ -50,6 +50,7 @@ from rose_sandbox.errors import (
 )
 from rose_sandbox.runtimes import inside, kernel, oci
 from rose_sandbox.runtimes.files import is_gone, look, put, read, runner_of, write
+from rose_sandbox.runtimes.held import Held, held_by
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.processes import (
     POLL_SECONDS,
@@ -155,6 +156,7 @@ class RuncRuntime:
         self._opening = asyncio.Lock()
         self._is_open = False
         self._next = 0
+        self._held: dict[str, tuple[Held, ...]] = {}
 
     # --- the host ---------------------------------------------------------------------------
 
@@ -589,7 +591,7 @@ class RuncRuntime:
             frozen = await self._cut(handle.key, kind, cut)
             files = processes = None
             if kind.has_files:
-                await self._volume.pack(cut, into / FILES)
+                await self._volume.pack(cut, into / FILES, self._held.pop(handle.key, ()))
                 files = _part(into / FILES)
             if kind.has_processes:
                 await self._pack_images(handle.key, into / PROCESSES)
@@ -612,6 +614,8 @@ class RuncRuntime:
         started = time.monotonic()
         try:
             if kind.has_files:
+                upper = self._volume.upper(key)
+                self._held[key] = await self._in_thread(held_by, self._pids(key), upper)
                 await self._volume.cut(key, cut)
             if kind.has_processes:
                 await self._runc(

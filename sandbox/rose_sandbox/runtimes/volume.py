@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from rose_sandbox.runtimes.held import HELD, Held, give_numbers, write_held
 from rose_sandbox.runtimes.kernel import FIRST_ID, mount_mapped
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.programs import run
@@ -120,12 +122,19 @@ class Volume:
         if self.subvolume(name).exists():
             await self._run("btrfs", "subvolume", "delete", self.subvolume(name))
 
-    async def pack(self, name: str, into: Path) -> None:
-        """A cut's files as one file, the same bytes for the same files."""
+    async def pack(self, name: str, into: Path, held: Iterable[Held] = ()) -> None:
+        """A cut's files as one file, the same bytes for the same files.
+
+        Args:
+            name: of the cut.
+            into: the file.
+            held: files that processes have open, whose numbers ``unpack`` gives back.
+        """
+        await asyncio.to_thread(write_held, self.subvolume(name), held)
         await self._run(
             *("tar", "--create", "--sort=name", "--format=pax", *_XATTRS),
             "--pax-option=exthdr.name=%d/PaxHeaders/%f,delete=atime,delete=ctime",
-            *("--file", into, "--directory", self.subvolume(name), "upper"),
+            *("--file", into, "--directory", self.subvolume(name), HELD, "upper"),
         )
 
     async def unpack(self, file: Path, name: str) -> None:
@@ -134,8 +143,16 @@ class Volume:
         Raises:
             RuntimeFailed: the file is torn, or they are too many.
         """
+        await asyncio.to_thread(give_numbers, self.subvolume(name), file)
         await self._run(
-            *("tar", "--extract", "--preserve-permissions", "--same-owner", *_XATTRS),
+            *(
+                "tar",
+                "--extract",
+                "--overwrite",
+                "--preserve-permissions",
+                "--same-owner",
+                *_XATTRS,
+            ),
             *("--file", file, "--directory", self.subvolume(name)),
         )
 
