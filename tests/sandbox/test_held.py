@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_sandbox.runtimes.held import HELD, Held, held_by, read_held, write_held
+from rose_sandbox.runtimes.held import HELD, OpenFile, held_by, read_held, write_held
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runtime import Kind, SandboxSpec
 
@@ -21,13 +21,13 @@ def test_files_that_a_process_has_open_are_found_by_number(tmp_path: Path) -> No
     with (tmp_path / "open").open(), (tmp_path / "twice").open():
         found = held_by([os.getpid(), 1 << 30], Path("/"))
     own = [one for one in found if one.path.startswith(str(tmp_path))]
-    assert own == [Held((tmp_path / "open").stat().st_ino, str(tmp_path / "open"))]
+    assert own == [OpenFile((tmp_path / "open").stat().st_ino, str(tmp_path / "open"))]
 
 
 def test_the_list_is_the_archives_first_member_and_older_archives_have_none(
     tmp_path: Path,
 ) -> None:
-    held = (Held(7, "/home/a"), Held(9, "/home/b"))
+    held = (OpenFile(7, "/home/a"), OpenFile(9, "/home/b"))
     write_held(tmp_path, held)
     (tmp_path / "upper").mkdir()
     for names, expected in (((HELD, "upper"), held), (("upper",), ())):

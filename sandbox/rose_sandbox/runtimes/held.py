@@ -26,7 +26,7 @@ MOST_BURNT = 50_000
 _MOST_BYTES = 1 << 20
 
 
-class Held(NamedTuple):
+class OpenFile(NamedTuple):
     """A file that a process has open.
 
     Attributes:
@@ -38,7 +38,7 @@ class Held(NamedTuple):
     path: str
 
 
-def held_by(pids: Iterable[int], upper: Path) -> tuple[Held, ...]:
+def held_by(pids: Iterable[int], upper: Path) -> tuple[OpenFile, ...]:
     """Files of a sandbox that these processes have open, by number; those of its image are not."""
     found = set()
     for pid in pids:
@@ -49,17 +49,17 @@ def held_by(pids: Iterable[int], upper: Path) -> tuple[Held, ...]:
                     status = (upper / path.lstrip("/")).lstat()
                     # One of several names is made by the archive, as a link to another.
                     if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-                        found.add(Held(status.st_ino, path))
+                        found.add(OpenFile(status.st_ino, path))
     return tuple(sorted(found))
 
 
-def write_held(folder: Path, held: Iterable[Held]) -> None:
+def write_held(folder: Path, held: Iterable[OpenFile]) -> None:
     """Keep the list where the archive begins."""
     (folder / HELD).write_bytes(msgspec.json.encode(tuple(held)))
     os.utime(folder / HELD, (0, 0))  # the same files are the same bytes
 
 
-def read_held(archive: Path) -> tuple[Held, ...]:
+def read_held(archive: Path) -> tuple[OpenFile, ...]:
     """The list of an archive; archives of before have none."""
     try:
         with tarfile.open(archive) as opened:
@@ -67,7 +67,7 @@ def read_held(archive: Path) -> tuple[Held, ...]:
             if first is None or first.name != HELD or first.size > _MOST_BYTES:
                 return ()
             data = opened.extractfile(first)
-            return msgspec.json.decode(data.read() if data else b"[]", type=tuple[Held, ...])
+            return msgspec.json.decode(data.read() if data else b"[]", type=tuple[OpenFile, ...])
     except (tarfile.TarError, msgspec.MsgspecError):
         return ()  # torn: ``tar`` says so
 

@@ -50,7 +50,7 @@ from rose_sandbox.errors import (
 )
 from rose_sandbox.runtimes import inside, kernel, oci
 from rose_sandbox.runtimes.files import is_gone, look, put, read, runner_of, write
-from rose_sandbox.runtimes.held import Held, held_by
+from rose_sandbox.runtimes.held import OpenFile, held_by
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.processes import (
     POLL_SECONDS,
@@ -156,7 +156,7 @@ class RuncRuntime:
         self._opening = asyncio.Lock()
         self._is_open = False
         self._next = 0
-        self._held: dict[str, tuple[Held, ...]] = {}
+        self._held: dict[str, tuple[OpenFile, ...]] = {}
 
     # --- the host ---------------------------------------------------------------------------
 

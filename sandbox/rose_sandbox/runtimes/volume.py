@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from rose_sandbox.runtimes.held import HELD, Held, give_numbers, write_held
+from rose_sandbox.runtimes.held import HELD, OpenFile, give_numbers, write_held
 from rose_sandbox.runtimes.kernel import FIRST_ID, mount_mapped
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.programs import run
@@ -122,7 +122,7 @@ class Volume:
         if self.subvolume(name).exists():
             await self._run("btrfs", "subvolume", "delete", self.subvolume(name))
 
-    async def pack(self, name: str, into: Path, held: Iterable[Held] = ()) -> None:
+    async def pack(self, name: str, into: Path, held: Iterable[OpenFile] = ()) -> None:
         """A cut's files as one file, the same bytes for the same files.
 
         Args:
