@@ -50,6 +50,7 @@ sandbox: venv  ## runc, CRIU, an image and the inspector's program for real sand
 # Set-up side by side: one compiles while the other downloads.
 demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
 	@$(MAKE) --no-print-directory -j 2 engine cluster
+	@$(MAKE) --no-print-directory sandbox
 	@$(BIN)/rose demo $(ARGS)
 
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest

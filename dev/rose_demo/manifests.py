@@ -6,6 +6,8 @@ store, the pool and the lease. Next step: ``dedicated`` is the engine that is ne
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rose_core.wire.sync import EngineSpec
 from rose_demo.calibrate import Objective
 from rose_demo.options import Options
@@ -51,10 +53,26 @@ def namespaces() -> list[Object]:
     ]
 
 
-def chart_values(options: Options, engines: Engines) -> Object:
+def sandboxes(parts: Path | None) -> Object:
+    """Values of agents' sandboxes, with programs and images of this machine; None: it has none."""
+    if parts is None:
+        return {}
+    return {
+        "enabled": True,
+        "store": f"rose://rose-weights.{SYSTEM}.svc:{STORE_PORT}",
+        "leases": [{"namespace": RESEARCH, "name": LEASE, "run": RUN}],
+        "partsPath": str(parts),
+        "gibibytes": 4,
+        # Least of all: what is measured is serving.
+        "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}},
+    }
+
+
+def chart_values(options: Options, engines: Engines, parts: Path | None = None) -> Object:
     """Values of ``helm install``: lending on, crossover windows on, engines from this machine."""
     repository, _, tag = IMAGE.rpartition(":")
     return {
+        "sandboxes": sandboxes(parts),
         "image": {
             "repository": repository,
             "tag": tag,

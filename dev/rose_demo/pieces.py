@@ -15,6 +15,7 @@ DEDICATED = "dedicated-0"
 TRAINER = "trainer"
 ROUTERS = "rose-routers"
 ROUTER = f"router-{RESEARCH}-{LEASE}"
+SANDBOXES = f"rose-sandboxes-{RESEARCH}-{LEASE}"
 STORE_PORT, SERVING_PORT = 7446, 30000
 TRACES = "rose-demo-traces"
 ENGINE_CLASS = "sglang-cpu"

@@ -101,6 +101,35 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     classes: dict[str, ClassFigures] = {}
 
 
+class Agents(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Agents with a shell task, whose sandbox host was killed in mid-run.
+
+    Attributes:
+        skipped: why there were none on this machine; empty: there were.
+        turns: that all of them had.
+        restored: the turn from which each went on after the kill.
+        failed: who did not end as an undisturbed agent does, and in what.
+        seconds: that it took.
+        saved: boundaries by what was saved.
+        written_bytes: that records needed.
+        state_bytes: that they stand for, as if each had been saved in full.
+        saving_s: time that boundaries took.
+        held_s: of it, time that replies were held for.
+    """
+
+    skipped: str = ""
+    agents: int = 0
+    turns: int = 0
+    restored: tuple[int, ...] = ()
+    failed: tuple[str, ...] = ()
+    seconds: float = 0.0
+    saved: dict[str, int] = {}
+    written_bytes: int = 0
+    state_bytes: int = 0
+    saving_s: float = 0.0
+    held_s: float = 0.0
+
+
 class Settings(msgspec.Struct, frozen=True):
     """What the run was asked to do, as far as the report needs it."""
 
@@ -127,6 +156,7 @@ class Recording(msgspec.Struct, frozen=True):
         trajectory: spans of the trajectory that shows most, as the router exported them; empty when
             none came.
         story: what ``kubectl get servpool,rlease,rslot`` said during the run.
+        agents: with a shell task; None: a run of before there were any.
         notes: facts of the machine and the versions, name -> value.
     """
 
@@ -139,4 +169,5 @@ class Recording(msgspec.Struct, frozen=True):
     inclusion: dict[str, Any] = {}
     trajectory: tuple[SpanRecord, ...] = ()
     story: str = ""
+    agents: Agents | None = None
     notes: dict[str, str] = {}

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rose_demo.charts import all_charts
-from rose_demo.records import Recording
+from rose_demo.records import Agents, Recording
 from rose_demo.statistics import Attainment, Comparison
 from rose_demo.verdicts import CheckResult, Findings, PromiseVerdict, of_event, show
 from rose_demo.waterfall import CAPTION, waterfall
@@ -46,6 +46,7 @@ def summary(recording: Recording, findings: Findings) -> dict[str, Any]:
         "evaluation": dict(evaluations[-1]) if evaluations else None,
         "versions_published": len(publishes),
         "mean_changed_share": mean_changed_share(publishes),
+        "agents": msgspec.to_builtins(recording.agents),
         "settings": msgspec.to_builtins(recording.settings),
         "notes": recording.notes,
     }
@@ -74,6 +75,7 @@ def page(recording: Recording, findings: Findings) -> str:
         "<h2>Against the SLO</h2>",
         _attainments(findings.attainments),
         _classes(recording),
+        _agents(recording.agents),
         _story(recording),
         _notes(recording),
         "</main></body></html>",
@@ -241,6 +243,40 @@ def _classes(recording: Recording) -> str:
         "output tokens, and what one of each takes. Engines whose kind is unknown are in none.</p>"
     )
     return f"<h2>By device class</h2>{_table(head, rows)}{note}"
+
+
+def _agents(agents: Agents | None) -> str:
+    """What agents with a shell task lost when their host was killed, and what saving them took."""
+    if agents is None:
+        return ""
+    title = "<h2>Agents whose sandbox host was killed</h2>"
+    if agents.skipped:
+        return f"{title}<p class='note'>Skipped: {escape(agents.skipped)}</p>"
+    whole = agents.agents - len(agents.failed)
+    hidden = max(agents.saving_s - agents.held_s, 0.0)
+    rows = [
+        ("agents that ended as if nothing had happened", f"{max(whole, 0)} of {agents.agents}"),
+        ("turns; went on from turn", f"{agents.turns}; {', '.join(map(str, agents.restored))}"),
+        *(
+            (f"turns that saved: {name}", str(count))
+            for name, count in sorted(agents.saved.items())
+        ),
+        ("bytes written", _number(agents.written_bytes)),
+        ("of what full checkpoints would be", _share(agents.written_bytes, agents.state_bytes)),
+        ("time of saving that the model's answers hid", _share(hidden, agents.saving_s)),
+        ("seconds in all", f"{agents.seconds:.0f}"),
+        *(("not as undisturbed", one) for one in agents.failed),
+    ]
+    note = (
+        "<p class='note'>Each agent writes files, keeps a variable, a job in the background and a "
+        "small service, and asks the lease's model after each command. After the measurement, so "
+        "that it disturbs none of it.</p>"
+    )
+    return f"{title}{_table(('figure', 'value'), rows)}{note}"
+
+
+def _share(part: float, whole: float) -> str:
+    return UNKNOWN if not whole else f"{part / whole:.0%}"
 
 
 def _story(recording: Recording) -> str:

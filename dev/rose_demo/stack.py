@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from rose_demo.pieces import (
     ROUTER,
     ROUTERS,
     RUN,
+    SANDBOXES,
     SERVING,
     SERVING_PORT,
     STORE_PORT,
@@ -51,6 +53,8 @@ from rose_dev.image import checkout
 from rose_dev.models import make_named
 from rose_dev.node import Node
 from rose_dev.sandbox import marked
+from rose_sandbox.errors import Unavailable
+from rose_sandbox.runtimes.parts import find_parts
 from rose_weights.serve import tenants
 from rose_wire.bearer import lease_token
 
@@ -128,6 +132,14 @@ def resting(lease: dict[str, Any]) -> str:
     return ""
 
 
+def _sandbox_parts() -> tuple[Path | None, str]:
+    """Where this machine has what sandboxes need, or why it has not."""
+    try:
+        return find_parts().folder, ""
+    except Unavailable as error:
+        return None, str(error)
+
+
 class Stack:
     """The demo's world.
 
@@ -145,6 +157,8 @@ class Stack:
         self._say = say
         self._began = time.monotonic()
         self.engines = self._engines()
+        self.sandbox_parts, self.no_sandboxes = _sandbox_parts()
+        self.sandbox_token, self._record = secrets.token_hex(16), ""
         self.promised = options.promise(LEAST_OBJECTIVE)
 
     def refuse_to_share(self) -> None:
@@ -168,14 +182,16 @@ class Stack:
         """
         self.node.up(gpus=2, say=self._say)
         self._apply([*manifests.namespaces(), manifests.trainer_account()])
-        self._apply([self._grant_tenants()])
+        self._apply([self._grant_tenants(), *self._sandbox_secrets()])
         self._apply([manifests.serving(self.engines)])
         values = self._scratch / "values.json"
-        values.write_bytes(msgspec.json.encode(manifests.chart_values(self.options, self.engines)))
+        given = manifests.chart_values(self.options, self.engines, self.sandbox_parts)
+        values.write_bytes(msgspec.json.encode(given))
         chart = str(checkout() / "helm" / "rose")
         place = ["--namespace", SYSTEM, "--create-namespace"]
         self.node.helm("install", "rose", chart, *place, "--values", str(values))
         self.step("ROSE installed with helm")
+        self.show_token_to_router()
         self._apply([*manifests.store(), *manifests.receiver()])
         self._apply([manifests.policy()])
         self.promise(LEAST_OBJECTIVE)
@@ -259,9 +275,38 @@ class Stack:
         file, run = self._scratch / "tenants.json", RUN
         team = tenants.grant(file, "research", publish=(run,), read=(run,))
         cluster = tenants.grant(file, "serving-cluster", read=(run,))
+        self._record = tenants.grant(file, "sandboxes", record=(run,))
         self.credential.touch(mode=0o600)
         self.credential.write_text(team + "\n")
         return manifests.credentials(file.read_bytes(), cluster)
+
+    def _sandbox_secrets(self) -> list[Object]:
+        """What hosts of sandboxes and those who call them show, each in its namespace."""
+        if self.sandbox_parts is None:
+            return []
+        shown = {"token": self.sandbox_token, "record": self._record}
+        return [manifests.secret(SANDBOXES, SYSTEM, shown)]
+
+    def show_token_to_router(self) -> None:
+        """Give the lease's router the sandbox hosts' token; its namespace comes with the chart."""
+        if self.sandbox_parts is not None:
+            self._apply([manifests.secret(SANDBOXES, ROUTERS, {"token": self.sandbox_token})])
+
+    def sandbox_host(self) -> str:
+        """URL of the host of sandboxes; empty while none is ready."""
+        ready = [
+            pod
+            for pod in self._pods(SYSTEM, "-l", f"rose-gpu.dev/sandboxes={SANDBOXES}")
+            if pod.ready
+        ]
+        return f"http://{ready[0].address}:7600" if ready else ""
+
+    def kill_sandbox_host(self) -> None:
+        """End it without a word; its DaemonSet begins another one."""
+        selector = f"--selector=rose-gpu.dev/sandboxes={SANDBOXES}"
+        self._kubectl(
+            "delete", "pods", "-n", SYSTEM, selector, "--grace-period=0", "--force", "--wait=false"
+        )
 
     def turn_token(self) -> Path:
         """A token of the RL team's service account for its lease, in a file of ours, made anew."""

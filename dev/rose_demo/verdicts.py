@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rose_demo.records import Recording, Role, Window
+from rose_demo.records import Agents, Recording, Role, Window
 from rose_demo.statistics import (
     SAMPLE_FLOOR,
     Attainment,
@@ -240,7 +240,26 @@ def honesty_checks(recording: Recording) -> list[Check]:
         _token_check(recording),
         _inclusion_check(recording.inclusion),
         *_end_checks(recording.training),
+        *_agents_checks(recording.agents),
     ]
+
+
+def _agents_checks(agents: Agents | None) -> list[Check]:
+    """Whether agents' worlds outlived their host; a machine without sandboxes decides nothing."""
+    if agents is None:
+        return []
+    if agents.skipped:
+        return [Check(CheckResult.MEASURED, f"agents with sandboxes: skipped: {agents.skipped}")]
+    if agents.failed:
+        return [Check(CheckResult.BROKEN, f"agents: {'; '.join(agents.failed)}")]
+    if len(agents.restored) < agents.agents:
+        text = f"{len(agents.restored)} of {agents.agents} agents lost their sandbox host at all"
+        return [Check(CheckResult.UNPROVEN, text)]
+    text = (
+        f"{agents.agents} of {agents.agents} agents ended as if their sandbox host had not been "
+        "killed: files, a shell's variable, a job in the background, a service, the model's words"
+    )
+    return [Check(CheckResult.KEPT, text)]
 
 
 def _mismatch_check(training: Sequence[Mapping[str, Any]]) -> Check:
