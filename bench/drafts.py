@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -73,7 +74,9 @@ def train(running: RunningLease, given: argparse.Namespace, folder: Path) -> lis
     Raises:
         CalledProcessError: training failed.
     """
-    command = [sys.executable, "-m", "examples.grpo.train", f"--url={running.url}"]
+    # What a benchmark started that is killed goes with it.
+    command = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+    command += [sys.executable, "-m", "examples.grpo.train", f"--url={running.url}"]
     command += [f"--store={running.store}", f"--run={RUN}", f"--model={running.model}"]
     command += [f"--out={folder / 'run'}", f"--seed={given.seed}", f"--seconds={given.seconds}"]
     found = [_read(running)]
