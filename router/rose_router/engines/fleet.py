@@ -135,6 +135,8 @@ class Engine:
 
     def beyond_cap(self) -> frozenset[str]:
         """The youngest legs of its process that are more than the cap, which was cut."""
+        if not self.together and len(self.legs) <= self.cap:
+            return frozenset()  # nearly always, and asked of every engine at every look
         legs = [leg for one in self.together or (self,) for leg in one.legs.values()]
         if len(legs) <= self.cap:
             return frozenset()
