@@ -102,7 +102,7 @@ def _read(running: RunningLease) -> Counts:
 
 
 def figures(found: list[Counts]) -> list[Figure]:
-    """Of the whole run, and of its thirds."""
+    """Of the whole run, and of its thirds; a part without steps says nothing."""
     cuts = [found[len(found) * part // 3] for part in range(3)] + [found[-1]]
     parts = [("all", found[-1].since(found[0]))]
     pairs = itertools.pairwise(cuts)
@@ -111,8 +111,9 @@ def figures(found: list[Counts]) -> list[Figure]:
         for name, (before, after) in zip(("first", "second", "last"), pairs, strict=True)
     ]
     made = [
-        Figure(f"tokens a step, {name}{' third' if name != 'all' else ''}", one.per_step or 0.0, "")
+        Figure(f"tokens a step, {name}{' third' if name != 'all' else ''}", one.per_step, "")
         for name, one in parts
+        if one.per_step is not None
     ]
     whole = parts[0][1]
     made += [

@@ -305,6 +305,11 @@ class LeaseSpec(ApiModel):
             ".drafts",
         ),
         Rule(
+            "self.drafts == 'Off' || self.weights.kvPolicy == 'Keep'",
+            "drafts needs kvPolicy Keep: the others have not been tried with them",
+            ".drafts",
+        ),
+        Rule(
             "self.preemptionPolicy != 'Never' || self.slots.min > 0",
             "preemptionPolicy Never says nothing while slots.min is 0: only a minimum preempts",
             ".preemptionPolicy",
@@ -379,7 +384,7 @@ class LeaseSpec(ApiModel):
     drafts: Drafts = Field(
         default=Drafts.OFF,
         description="Router: engines verify guesses made of the lease's own answers. Sampling "
-        "stays exact; min_p, penalties and seeds are refused. Experimental.",
+        "stays exact; min_p, penalties, seeds and top_k with top_p are refused. Experimental.",
     )
     dedicated_engines: tuple[LabelName, ...] = Field(
         default=(),

@@ -16,19 +16,26 @@ whole; a question that nobody answers there any more is not in the next one.
 | no | its drafts were tried for ``TRIED_STEPS`` and gave less than ``LEAST_GAIN`` a step |
 | no | the engine's corpus is full: questions with more tokens a step go first |
 
+Of a text that is longer than what is left its newest tokens are sent.
+
 Pure; ``rose_router.turns.drafting`` gathers and sends.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import TypeAlias
 
 MOST_TOKENS = 65_536
 """Of one engine's corpus: some 20 MB on its host, built anew in a tenth of a second."""
 MOST_KEPT = 2_000_000
-"""Of all questions, in the router's memory: 8 MB."""
+"""Of all questions, in the router's memory: 8 MB, and some 150 bytes for each answer."""
+MOST_QUESTIONS = 20_000
+"""That the router keeps; each takes some 500 bytes, also without an answer."""
 MOST_OF_QUESTION = 16_384
 CONTEXT = 18
 """Tokens of the prompt in front of an answer: as many as SGLang looks back for a match."""
@@ -37,6 +44,11 @@ LEAST_GAIN = 1.05
 """Tokens a step. A step that verifies drafts is never shorter than one that has none."""
 NEW_TOKENS = 128
 """Fewer tokens more are no reason to build a corpus anew."""
+
+Text: TypeAlias = "array[int]"
+"""Token ids, four bytes each: a tuple takes nine times as much."""
+Running = Callable[[str], Iterable[Text]]
+"""What unfinished answers to a question have said so far, the newest first; made as it is read."""
 
 _MOST_NODES = 8
 _SHORTEST_CHUNK = 4  # a quarter: the smallest part of a chunk that a permit asks for
@@ -84,10 +96,10 @@ class Question:
     """What was answered to one prompt.
 
     Attributes:
-        texts: token ids of finished answers, oldest first.
+        texts: finished answers, oldest first.
     """
 
-    texts: tuple[tuple[int, ...], ...] = ()
+    texts: tuple[Text, ...] = ()
     gain: Gain = Gain()
 
     @property
@@ -95,9 +107,9 @@ class Question:
         """Tokens."""
         return sum(map(len, self.texts))
 
-    def with_text(self, text: tuple[int, ...]) -> Question:
-        """With one answer more; the oldest go where they are too many."""
-        texts = (*self.texts, text[:MOST_OF_QUESTION])
+    def with_text(self, text: Text) -> Question:
+        """With one answer more, its end if it is long; the oldest go where they are too many."""
+        texts = (*self.texts, text[-MOST_OF_QUESTION:])
         while len(texts) > 1 and sum(map(len, texts)) > MOST_OF_QUESTION:
             texts = texts[1:]
         return Question(texts, self.gain)
@@ -108,11 +120,11 @@ class Corpus:
     """What one engine drafts from.
 
     Attributes:
-        texts: token ids, the newest last.
+        texts: the newest last.
         questions: whose they are.
     """
 
-    texts: tuple[tuple[int, ...], ...] = ()
+    texts: tuple[Text, ...] = ()
     questions: frozenset[str] = frozenset()
 
     @property
@@ -124,7 +136,7 @@ class Corpus:
 def decide(
     asked: Iterable[str],
     known: Mapping[str, Question],
-    running: Mapping[str, Sequence[tuple[int, ...]]],
+    running: Running,
     most: int = MOST_TOKENS,
 ) -> Corpus:
     """What an engine shall draft from.
@@ -132,7 +144,7 @@ def decide(
     Args:
         asked: questions that it answers now.
         known: questions with finished answers.
-        running: what unfinished answers of a question have said so far, on all engines.
+        running: on all engines; asked for only while there is room.
         most: tokens.
     """
     nothing = Question()
@@ -141,26 +153,25 @@ def decide(
         for name in set(asked)
         if not known.get(name, nothing).gain.loses
     ]
-    chosen: list[tuple[tuple[int, ...], ...]] = []
+    chosen: list[Text] = []
     questions = set()
     left = most
     for _, name in sorted(worth):
-        texts = (*known.get(name, nothing).texts, *running.get(name, ()))
-        kept: list[tuple[int, ...]] = []
-        for text in reversed(texts):
-            if len(text) > left:
-                break
-            kept.append(text)
-            left -= len(text)
-        if kept:
-            chosen.append(tuple(reversed(kept)))
+        if not left:
+            break
+        for text in chain(running(name), reversed(known.get(name, nothing).texts)):
+            kept = text[-left:]
+            chosen.append(kept)
             questions.add(name)
+            left -= len(kept)
+            if not left:
+                break
     # The newest of all matches is drafted first, so the best question goes last.
-    return Corpus(tuple(text for texts in reversed(chosen) for text in texts), frozenset(questions))
+    return Corpus(tuple(reversed(chosen)), frozenset(questions))
 
 
 def is_due(wanted: Corpus, has: Corpus) -> bool:
-    """Whether an engine's corpus shall be replaced."""
+    """Whether an engine's corpus shall be replaced; one that is full waits for other questions."""
     if wanted.questions != has.questions:
         return True
     return wanted.size >= has.size + NEW_TOKENS or wanted.size < has.size
@@ -179,7 +190,7 @@ class Questions:
         if not answer:
             return
         before = self.known.pop(name, Question())
-        after = before.with_text((*prompt[-CONTEXT:], *answer))
+        after = before.with_text(array("i", (*prompt[-CONTEXT:], *answer[-MOST_OF_QUESTION:])))
         self._put(name, before, after)
 
     def note_steps(self, name: str, tokens: int, steps: int) -> None:
@@ -190,6 +201,6 @@ class Questions:
     def _put(self, name: str, before: Question, after: Question) -> None:
         self.known[name] = after
         self.size += after.size - before.size
-        while self.size > self.most or len(self.known) > self.most // CONTEXT:
+        while self.size > self.most or len(self.known) > MOST_QUESTIONS:
             _, oldest = self.known.popitem(last=False)
             self.size -= oldest.size

@@ -172,14 +172,19 @@ _SAMPLING: Mapping[str, tuple[Check, str]] = {
 # ``custom_params`` with every ``top_p`` below 1.
 _UNREAD = frozenset({"custom_params"})
 
-# At a drafted step a penalty is of the tokens before the step, and the others are not there.
-_NOT_DRAFTED = frozenset(
-    {
-        *("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-        *("min_new_tokens", "sampling_seed", "watermark"),
-        *("return_sampling_mask", "return_hidden_states", "return_routed_experts"),
-    }
-)
+# At a drafted step a penalty is of the tokens before the step, and the others are not there. With
+# the values that ask for nothing.
+_NOT_DRAFTED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("min_p", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
+    "repetition_penalty": (1,),
+    "sampling_seed": (),
+    "watermark": ({},),
+    **dict.fromkeys(
+        ("return_sampling_mask", "return_hidden_states", "return_routed_experts"), (False,)
+    ),
+}
+_GREEDY = 1e-6  # SGLang takes the likeliest token below this temperature
 
 REQUEST_FIELDS: Mapping[str, tuple[Check, str]] = {
     "return_logprob": _SWITCH,
@@ -275,13 +280,31 @@ def check_within(
 
 def _check_drafted(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> None:
     """SGLang's sampling of drafts passes over these without a word."""
-    asked = sorted(_NOT_DRAFTED & {*sampling, *(name for name, one in request.items() if one)})
-    if asked:
+    given = {**request, **sampling}
+    for name, neutral in sorted(_NOT_DRAFTED.items()):
+        if given.get(name) is not None and given[name] not in neutral:
+            message = (
+                f"{name}: engines of this lease verify drafts (spec.drafts), where it would not be "
+                "kept to; leave it out, or set drafts: Off"
+            )
+            raise UnsafeTurn(message)
+    if _joint(sampling):
         message = (
-            f"{asked[0]}: engines of this lease verify drafts (spec.drafts), where it would not be "
-            "kept to; leave it out, or set drafts: Off"
+            "top_p: with top_k another distribution than without drafts, and engines of this lease "
+            "verify drafts (spec.drafts); leave one of the two out, or set drafts: Off"
         )
         raise UnsafeTurn(message)
+
+
+def _joint(sampling: Mapping[str, Any]) -> bool:
+    """Whether both top_k and top_p cut the distribution.
+
+    Sampling cuts by both at once. Verifying cuts by top_k, makes what is left sum to 1, and then
+    cuts by top_p: fewer tokens are left.
+    """
+    asked = {name: 1.0 if one is None else one for name, one in sampling.items()}
+    sampled = asked.get("temperature", 1.0) >= _GREEDY
+    return sampled and asked.get("top_k", -1) > 1 and asked.get("top_p", 1.0) < 1
 
 
 def _check_ids(

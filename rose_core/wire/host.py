@@ -132,6 +132,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
         vocabulary: tokens that its model knows; 0 = unknown.
         tokenizer: digest of its model's tokenizer files (``rose_core.wire.tokenizer_files``);
             empty = its folder has none.
+        drafts: it was started so that it verifies drafts; not each that is to do so can.
         device_bytes: what it takes of its GPU at most; 0 = not known.
         needs_bytes: what must be lent of each of its GPUs for it to start; of two engines in the
             slot, for one of them. None = unknown, or it takes nothing of a GPU.
@@ -166,6 +167,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_held_bytes: int | None = None
     weight_bytes: int = 0
     adapters: tuple[AdapterVersion, ...] = ()
+    drafts: bool = False
 
 
 class HostStatusRequest(msgspec.Struct, frozen=True):

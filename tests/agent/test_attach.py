@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from rose_agent.guard.routerlink import Attachment, update_of
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
@@ -130,10 +131,13 @@ def test_a_router_hears_of_a_publish_before_the_engine_has_it() -> None:
         router="router:1",
     )
     own = "run@base.0123456789ab"
-    status = EngineStatus(slot, EngineState.SERVING, version=own, head="run@1.0", tokenizer="3f9a")
+    status = EngineStatus(
+        slot, EngineState.SERVING, version=own, head="run@1.0", tokenizer="3f9a", drafts=True
+    )
     update = update_of(grant, status, "", gate_open=True, leaving=False, cap=1)
     assert (update.version, update.head) == (own, "run@1.0")
     assert update.tokenizer == "3f9a"
+    assert update.drafts
     assert not update.adapters
     held = (AdapterVersion("run", own, "d"), AdapterVersion("other", "other@1.2", "e", "other@1.3"))
     several = msgspec.structs.replace(status, adapters=held)
@@ -142,4 +146,8 @@ def test_a_router_hears_of_a_publish_before_the_engine_has_it() -> None:
         ("slot/run", own, "", False),
         ("slot/other", "other@1.2", "other@1.3", True),
     ]
+    # What the engine does, not what it was asked for.
+    wish = replace(grant, engine=replace(grant.engine, drafts=True))
+    quiet = replace(status, drafts=False)
+    assert not update_of(wish, quiet, "", gate_open=True, leaving=False, cap=1).drafts
     assert update_of(grant, None, "", gate_open=True, leaving=False, cap=1).head == ""

@@ -131,6 +131,10 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
             "spec.engineArguments": {"enable-return-routed-experts": ""},
         },
     ),
+    ("RolloutLease", "drafts needs kvPolicy Keep"): (
+        {"spec.drafts": "Router", "spec.weights.kvPolicy": "Keep"},
+        {"spec.drafts": "Router", "spec.weights.kvPolicy": "Reuse"},
+    ),
     ("RolloutLease", "gpusPerSlot must be 1 with adapterRank"): (
         {"spec.weights.adapterRank": 8, "spec.gpusPerSlot": 1},
         {"spec.weights.adapterRank": 8, "spec.gpusPerSlot": 2},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 import shlex
 import ssl
@@ -18,6 +19,7 @@ from yarl import URL
 from rose_agent.errors import BadInput
 from rose_agent.host import dedicated, main
 from rose_agent.host.arguments import encrypts, parser
+from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.dedicated_file import DedicatedFile
 from rose_agent.os.freezers import Freezer
 from rose_core.wire.host import HostStatusRequest
@@ -37,6 +39,9 @@ run: grpo
 weightEndpoint: 127.0.0.1:1
 maxRunning: 3
 """
+
+
+ROUTED = 'arguments: {enable-return-routed-experts: "true"}'
 
 
 class Router:
@@ -74,10 +79,12 @@ async def started(
     models: Path,
     router: str,
     given: str = "install",
+    *,
     more: tuple[str, ...] = (),
+    content: str = FILE,
 ) -> AsyncIterator[tuple[main.RunningHost, dedicated.Attachment]]:
     file, secret = rundir / "dedicated.yaml", rundir / "token"
-    file.write_text(FILE)
+    file.write_text(content)
     secret.write_text(given + "\n")
     arguments = parser().parse_args(
         [
@@ -132,6 +139,19 @@ async def test_it_is_attached_gated_and_leaves(rundir: Path, models: Path) -> No
     await router.stop()
 
 
+@pytest.mark.parametrize("does", [False, True])
+async def test_a_router_is_told_whether_the_engine_drafts_and_not_whether_it_shall(
+    rundir: Path, models: Path, monkeypatch: pytest.MonkeyPatch, does: bool
+) -> None:
+    fake = LAUNCHERS["fake"]
+    monkeypatch.setitem(LAUNCHERS, "fake", lambda o: dataclasses.replace(fake(o), drafts=does))
+    router = Router("install")
+    content = f"{FILE}drafts: true\n"
+    async with started(rundir, models, await router.start(), content=content):
+        assert (await router.until("gate_open", True)).drafts is does
+    await router.stop()
+
+
 async def test_its_pod_is_ready_once_its_engine_runs(rundir: Path, models: Path) -> None:
     async with started(rundir, models, "127.0.0.1:1") as (host, _), aiohttp.ClientSession() as http:
         seen: list[tuple[int, str]] = []
@@ -177,6 +197,7 @@ async def test_a_wrong_token_attaches_nothing(rundir: Path, models: Path) -> Non
         (("127.0.0.1:1", "here"), "weightEndpoint: .*expected HOST:PORT"),
         (("run: grpo", "run: a/b"), "run"),
         (("name:", ": ["), "dedicated.yaml"),
+        (("maxRunning: 3", f"{ROUTED}\ndrafts: true"), "enable-return-routed-experts"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rose_agent.host.classes import LAUNCHERS
+from rose_agent.host.launchers import EngineOrder
 from rose_core.api import RolloutLease
 from rose_core.api.arguments import ALLOWED, refusals
 from rose_core.api.rolloutlease import LeaseSpec
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
-from rose_engines.sglang.arguments import Launch, command
+from rose_engines.rundir import RunDir
+from rose_engines.sglang.arguments import DRAFTS_VARIABLE, Launch, command
 
 SAMPLE = Path(__file__).parents[2] / "crds" / "samples" / "rolloutlease.yaml"
 LAUNCH = Launch(Path("/venv/bin/python"), Path("/models/m"), 4000)
@@ -40,7 +43,7 @@ def test_what_the_operator_accepts_the_engine_host_starts_and_nothing_else(name:
 
 
 def test_the_api_server_knows_the_same_names() -> None:
-    (rule,) = [one for one in LeaseSpec.rules if "engineArguments" in one.expression]
+    (rule,) = [one for one in LeaseSpec.rules if "engineArguments.all" in one.expression]
     assert all(f"'{name}'" in rule.expression for name in ALLOWED)
     assert rule.expression.count("'") == 2 * len(ALLOWED)
 
@@ -49,3 +52,23 @@ def test_the_host_starts_what_the_sample_lease_asks_for() -> None:
     lease = RolloutLease.model_validate(yaml.safe_load(SAMPLE.read_text()))
     assert lease.spec.engine_arguments
     assert passes_host(dict(lease.spec.engine_arguments))
+
+
+@pytest.mark.parametrize(
+    ("engine_class", "running", "arguments", "drafts"),
+    [
+        ("sglang-cpu", 8, {}, True),
+        ("sglang-cpu", 64, {}, False),
+        ("sglang-cpu", 8, {"chunked-prefill-size": "32"}, False),
+        ("fake", 8, {}, False),
+    ],
+)
+def test_a_host_says_whether_the_engine_drafts_and_not_whether_it_was_asked_to(
+    tmp_path: Path, engine_class: str, running: int, arguments: dict[str, str], drafts: bool
+) -> None:
+    spec = EngineSpec(engine_class, "m", arguments, max_running=running, drafts=True)
+    order = EngineOrder(spec, RunDir(tmp_path).slot("s"), tmp_path, Path("python"), 1)
+    program = LAUNCHERS[engine_class](order)
+    assert program.drafts is drafts
+    assert ("--speculative-algorithm" in program.argv) is drafts
+    assert (DRAFTS_VARIABLE in program.environment) is drafts

@@ -22,6 +22,7 @@ from rose_core.wire.sync import AdapterSpec, EngineSpec, Sharing
 from rose_dev.gpu.library import STATE
 from rose_dev.gpu.state import State
 from rose_engines.rundir import RunDir
+from rose_engines.sglang.arguments import DRAFTS_VARIABLE
 
 GIB = 1 << 30
 ESTIMATE = estimate({}, 8, latent=False)
@@ -101,6 +102,18 @@ def test_an_adapters_pool_is_part_of_the_size(model: Path) -> None:
         assert engine_size(model, spec, Footprints()).size.weights == 4 * GIB + more
     eight = msgspec.structs.replace(SPEC, adapter=AdapterSpec(16, ("gate_proj",), 8))
     assert engine_size(model, eight, Footprints()).size.weights == 4 * GIB + pool // 2 * 9
+
+
+def test_an_engine_on_gpus_drafts_where_its_lease_says_so(model: Path) -> None:
+    plain = order(model, 40 * GIB)
+    drafting = replace(plain, spec=msgspec.structs.replace(SPEC, drafts=True))
+    for program, drafts in (
+        (LAUNCHERS["sglang"](plain), False),
+        (LAUNCHERS["sglang"](drafting), True),
+    ):
+        assert program.drafts is drafts
+        assert ("--speculative-algorithm" in program.argv) is drafts
+        assert (DRAFTS_VARIABLE in program.environment) is drafts
 
 
 def test_the_engine_is_told_its_share_of_the_free_memory_and_its_gpu(model: Path) -> None:

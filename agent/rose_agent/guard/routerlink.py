@@ -163,7 +163,7 @@ def update_of(
         context_tokens=grant.engine.context_tokens,
         tokenizer=status.tokenizer if status else "",
         reuses_kv=grant.engine.kv_policy == "Reuse",
-        drafts=grant.engine.drafts,
+        drafts=status.drafts if status else False,
         version=status.version if status and serving else "",
         digest=status.digest if status and serving else "",
         # Also before the engine has it: from then on nobody begins a turn with what is older.

@@ -9,7 +9,7 @@ from rose_core.devices.elastic import FIRST_PERMILLE
 from rose_core.devices.memory import WHOLE
 from rose_core.devices.model_size import WINDOW_PERMILLE
 from rose_core.wire.sync import EngineSpec
-from rose_engines.sglang.arguments import Launch, command, environment
+from rose_engines.sglang.arguments import Launch, command, environment, verifies_drafts
 
 # Cheap, and no part of the engine's own work.
 _READY = "/ready"
@@ -59,6 +59,7 @@ def sglang(order: EngineOrder) -> EngineProgram:
     size, running = sized.size, order.spec.max_running
     limited = order.spec.sharing.memory_limit == "Driver"
     fraction = order.sizer.claim(order.slot.uid, size, order.gpu_uuids, limited=limited)
+    drafts = verifies_drafts(order.spec)
     launch = Launch(
         python=order.python,
         model=order.model,
@@ -68,7 +69,7 @@ def sglang(order: EngineOrder) -> EngineProgram:
         ranks=order.spec.ranks,
         kv_policy=order.spec.kv_policy,
         adapter=order.spec.adapter,
-        drafts=order.spec.drafts,
+        drafts=drafts,
         activity=order.slot.activity,
         device="cuda",
         memory_fraction=fraction,
@@ -86,6 +87,7 @@ def sglang(order: EngineOrder) -> EngineProgram:
         kind=sized.kind,
         kv_bytes=size.kv,
         kv_bundle=size.kv_bundle,
+        drafts=drafts,
     )
 
 
@@ -95,6 +97,7 @@ def sglang_cpu(order: EngineOrder) -> EngineProgram:
     Raises:
         ArgumentRefused: an argument is outside the allow-list.
     """
+    drafts = verifies_drafts(order.spec)
     launch = Launch(
         python=order.python,
         model=order.model,
@@ -104,12 +107,13 @@ def sglang_cpu(order: EngineOrder) -> EngineProgram:
         ranks=order.spec.ranks,
         kv_policy=order.spec.kv_policy,
         adapter=order.spec.adapter,
-        drafts=order.spec.drafts,
+        drafts=drafts,
     )
     return EngineProgram(
         argv=tuple(command(order.spec, launch)),
         environment=environment(launch, os.environ),
         ready_path=_READY,
+        drafts=drafts,
     )
 
 

@@ -75,7 +75,7 @@ class Attachment:
             vocabulary=ours.vocabulary if ours is not None else 0,
             context_tokens=self._order.engine.context_tokens,
             tokenizer=ours.tokenizer if ours is not None else "",
-            drafts=self._order.engine.drafts,
+            drafts=ours.drafts if ours is not None else False,
             version=ours.version if ours is not None else "",
             digest=ours.digest if ours is not None else "",
             head=ours.head if ours is not None else "",

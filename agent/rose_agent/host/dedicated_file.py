@@ -15,6 +15,7 @@ import pydantic.alias_generators
 import yaml
 
 from rose_agent.errors import BadInput
+from rose_core.api.arguments import ROUTED_EXPERTS
 from rose_core.identity import FROZEN_RUN, GpuUuid, SlotKey, SlotUid, run_name
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import EngineSpec, WeightSource
@@ -68,6 +69,16 @@ class DedicatedFile(pydantic.BaseModel):
     def _one_source(self) -> DedicatedFile:
         if {"run", "weight_endpoint"} & self.model_fields_set in ({"run"}, {"weight_endpoint"}):
             message = "run and weightEndpoint go together; leave both out for frozen weights"
+            raise ValueError(message)
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _sampled_as_told(self) -> DedicatedFile:
+        if self.drafts and ROUTED_EXPERTS in self.arguments:
+            message = (
+                f"drafts cannot be combined with the engine argument {ROUTED_EXPERTS}; leave one "
+                "of the two out"
+            )
             raise ValueError(message)
         return self
 

@@ -64,6 +64,7 @@ class EngineProcess:
         self.started_ns = 0
         self.vocabulary = 0
         self.tokenizer = ""
+        self.drafts = False
         self._order = order
         self._folder = folder
         self._site = site
@@ -116,7 +117,9 @@ class EngineProcess:
             gpu_uuids=self._order.gpu_uuids,
             sizer=self._site.sizer,
         )
-        return launcher(order)
+        program = launcher(order)
+        self.drafts = program.drafts
+        return program
 
     async def spawn(self, program: EngineProgram) -> process.Spawned:
         """Start it under the enforcer.

@@ -57,6 +57,7 @@ class EngineProgram:
         kind: name under which its footprint is remembered.
         kv_bytes, kv_bundle: its KV cache, and the piece in which an elastic one comes and goes.
         cgroups: folders that it joins besides those of its limits.
+        drafts: it verifies drafts, and takes tokens to draft from.
     """
 
     argv: tuple[str, ...]
@@ -69,6 +70,7 @@ class EngineProgram:
     kv_bytes: int = 0
     kv_bundle: int = 0
     cgroups: tuple[Path, ...] = ()
+    drafts: bool = False
 
 
 Launcher = Callable[[EngineOrder], EngineProgram]

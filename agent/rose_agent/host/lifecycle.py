@@ -138,6 +138,7 @@ class EngineLife:
             released_bytes=self.rest.released_bytes,
             vocabulary=self._body.vocabulary if serving else 0,
             tokenizer=self._body.tokenizer if serving else "",
+            drafts=self._body.drafts,
             device_bytes=self.device_bytes,
             needs_bytes=self._needs,
             measuring=self._sharing.measuring,

@@ -179,17 +179,33 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
     elif launch.plugged:
         # Rung 4: without it SGLang's release answers well and frees nothing.
         own["enable-memory-saver"] = ""
-    chosen = own | dict(spec.arguments)
-    chosen |= _for_drafts(spec, int(chosen["chunked-prefill-size"]))
+    chosen = own | dict(spec.arguments) | _for_drafts(spec, launch.ranks)
     argv = [str(launch.python), "-m", "rose_engines.sglang.launch"]
     for name, value in chosen.items():
         argv += [f"--{name}"] if value in {"", "true"} else [f"--{name}", value]
     return argv + _for_adapter(launch)
 
 
-def _for_drafts(spec: EngineSpec, chunk: int) -> dict[str, str]:
+def verifies_drafts(spec: EngineSpec) -> bool:
+    """Whether an engine of this specification drafts: asked to, and a step has room for drafts.
+
+    Raises:
+        ArgumentRefused: an argument is outside the allow-list.
+    """
+    check_arguments(spec.arguments)
+    return bool(_nodes(spec, spec.ranks))
+
+
+def _nodes(spec: EngineSpec, ranks: int) -> int:
+    if not spec.drafts:
+        return 0
+    chunk = spec.arguments.get("chunked-prefill-size") or prefill_chunk(spec.context_tokens, ranks)
+    return verified_tokens(spec.max_running, int(chunk))
+
+
+def _for_drafts(spec: EngineSpec, ranks: int) -> dict[str, str]:
     """What makes SGLang draft; nothing where a step could not verify any draft in time."""
-    nodes = verified_tokens(spec.max_running, chunk) if spec.drafts else 0
+    nodes = _nodes(spec, ranks)
     if not nodes:
         return {}
     return {

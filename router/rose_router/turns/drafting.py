@@ -3,6 +3,9 @@
 What an engine drafts from is ``rose_core.rollouts.drafts``'; this keeps answers, looks every
 ``LOOK_SECONDS`` at which questions each engine answers, and sends a corpus where another is due.
 An engine that was sent one ``FRESH_SECONDS`` ago gets it again: its process may be another one.
+
+An engine has one corpus, so one router sends it: the replica that the engine is attached to, and of
+the turns that run there. Other replicas keep answers, and send that engine nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +15,18 @@ import hashlib
 import logging
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rose_core.rollouts.drafts import CONTEXT, Corpus, Questions, decide, is_due
+from rose_core.rollouts.drafts import (
+    CONTEXT,
+    MOST_OF_QUESTION,
+    Corpus,
+    Questions,
+    Text,
+    decide,
+    is_due,
+)
 from rose_router import metrics
 from rose_router.engines.engine_client import Target
 from rose_router.engines.fleet import Clock, Engine, Fleet
@@ -38,6 +49,28 @@ class _Sent:
     at: float
 
 
+class _Said:
+    """What unfinished answers have said so far: made when asked for, and once."""
+
+    def __init__(self) -> None:
+        self.turns: dict[str, list[Turn]] = defaultdict(list)
+        self._made: dict[str, list[Text]] = {}
+
+    def texts(self, question: str) -> Iterator[Text]:
+        """Answers to a question, the turn that began last first; no more than is kept of one."""
+        made = self._made.setdefault(question, [])
+        yield from made
+        left = MOST_OF_QUESTION - sum(map(len, made))
+        turns = self.turns.get(question, [])
+        while turns and left > 0:
+            turn = turns.pop()
+            new = turn.newest(left)
+            if len(new) >= _LEAST_RUNNING:
+                made.append(array("i", (*turn.request.prompt[-CONTEXT:], *new)[-left:]))
+                left -= len(made[-1])
+                yield made[-1]
+
+
 class Drafter:
     """Drafts of one router.
 
@@ -55,6 +88,7 @@ class Drafter:
         self._questions = Questions()
         self._asked: OrderedDict[str, str] = OrderedDict()
         self._sent: dict[str, _Sent] = {}
+        self.under_way: dict[str, asyncio.Task[None]] = {}
 
     def begin_turn(self, turn: Turn) -> None:
         """Note what a trajectory is about: its first prompt, which its siblings share."""
@@ -84,43 +118,54 @@ class Drafter:
         self._questions.note_answer(question, turn.request.prompt, turn.transcript.tokens)
 
     async def run(self) -> None:
-        """Look again and again until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            await self.look()
+        """Look again and again until cancelled; what is under way then is cancelled too."""
+        try:
+            while True:
+                await asyncio.sleep(LOOK_SECONDS)
+                self.look()
+        finally:
+            tasks = self.under_way.values()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def look(self) -> None:
-        """Send what is due now."""
+    def look(self) -> None:
+        """Begin to send what is due now; an engine that still takes the last is left alone."""
+        for name, task in list(self.under_way.items()):
+            if task.done():
+                del self.under_way[name]
+                task.result()  # what nobody foresaw ends the loop, and the router with it
         drafting = self._drafting()
         self._sent = {name: one for name, one in self._sent.items() if name in drafting}
-        if drafting:
-            asked, running = self._seen()
-            due = [
-                (engine, wanted)
-                for name, engine in drafting.items()
-                if self._is_due(name, wanted := self._wanted(asked[name], running))
-            ]
-            await asyncio.gather(*(self._renew(*one) for one in due))
+        free = {name: one for name, one in drafting.items() if name not in self.under_way}
+        if not free:
+            return
+        asked, said = self._seen(free)
+        for name, engine in free.items():
+            wanted = decide(asked[name], self._questions.known, said.texts)
+            if self._is_due(name, wanted):
+                self.under_way[name] = asyncio.create_task(self._renew(engine, wanted))
 
     def _drafting(self) -> dict[str, Engine]:
-        return {one.name: one for one in self._fleet if one.update.drafts and one.gate_open}
+        """Engines that this router sends their corpus."""
+        return {
+            one.name: one
+            for one in self._fleet
+            if one.update.drafts and one.gate_open and not one.update.relayed
+        }
 
-    def _seen(self) -> tuple[dict[str, set[str]], dict[str, list[tuple[int, ...]]]]:
-        """Questions by engine, and what unfinished answers have said so far."""
-        asked: dict[str, set[str]] = defaultdict(set)
-        running: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    def _seen(self, engines: Iterable[str]) -> tuple[dict[str, set[str]], _Said]:
+        """Questions by engine, and who answers them on any."""
+        asked: dict[str, set[str]] = {name: set() for name in engines}
+        said = _Said()
         for turn in self._turns():
             question = self._asked.get(turn.request.trajectory)
             if question is None or turn.leg is None:
                 continue
-            asked[turn.leg.engine].add(question)
-            said = turn.shown().tokens
-            if len(said) >= _LEAST_RUNNING:
-                running[question].append((*turn.request.prompt[-CONTEXT:], *said))
-        return asked, running
-
-    def _wanted(self, asked: set[str], running: dict[str, list[tuple[int, ...]]]) -> Corpus:
-        return decide(asked, self._questions.known, running)
+            said.turns[question].append(turn)
+            if turn.leg.engine in asked:
+                asked[turn.leg.engine].add(question)
+        return asked, said
 
     def _is_due(self, name: str, wanted: Corpus) -> bool:
         sent = self._sent.get(name)
@@ -130,7 +175,7 @@ class Drafter:
         return old or is_due(wanted, sent.corpus)
 
     async def _renew(self, engine: Engine, wanted: Corpus) -> None:
-        if await self._send(Target.of(engine.update), wanted.texts):
+        if await self._send(Target.of(engine.update), [text.tolist() for text in wanted.texts]):
             self._sent[engine.name] = _Sent(wanted, self._clock())
             metrics.DRAFT_CORPORA.labels("sent").inc()
         else:

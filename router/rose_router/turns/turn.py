@@ -167,8 +167,7 @@ class Turn:
         held, leg = self.transcript, self.leg
         if leg is None or not leg.placed:
             return VisibleOutput(held.tokens, held.per_token, held.spans, held.text)
-        exact = self.request.pin.exact
-        until = leg.allowed(str(exact)) if exact else leg.placed
+        until = self._visible(leg)
         per_token = {
             name: held.per_token.get(name, []) + values[:until]
             for name, values in leg.per_token.items()
@@ -178,6 +177,19 @@ class Turn:
             spans = joined((*held.spans, *shifted(cut(spans, until), leg.offset)))
         text = leg.placed_text if until == leg.placed else ""
         return VisibleOutput(held.tokens + leg.ids[:until], per_token, spans, held.text + text)
+
+    def newest(self, most: int) -> list[int]:
+        """The last of the tokens that may be shown now, without making a copy of all."""
+        held, leg = self.transcript.tokens, self.leg
+        until = self._visible(leg) if leg is not None else 0
+        new = leg.ids[max(0, until - most) : until] if leg is not None else []
+        rest = most - len(new)
+        return held[-rest:] + new if rest > 0 else new
+
+    def _visible(self, leg: Leg) -> int:
+        """Tokens of the leg that may be shown."""
+        exact = self.request.pin.exact
+        return leg.allowed(str(exact)) if exact else leg.placed
 
     def check_bounds(self, bounds: Bounds) -> None:
         """Refuse to run where the turn would end the engine.
