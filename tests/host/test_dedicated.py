@@ -196,6 +196,7 @@ async def test_a_wrong_token_attaches_nothing(rundir: Path, models: Path) -> Non
         (("maxRunning: 3", "speed: 9"), "speed"),
         (("127.0.0.1:1", "here"), "weightEndpoint: .*expected HOST:PORT"),
         (("run: grpo", "run: a/b"), "run"),
+        (("run: grpo", ""), "run and weightEndpoint go together"),
         (("name:", ": ["), "dedicated.yaml"),
         (("maxRunning: 3", f"{ROUTED}\ndrafts: true"), "enable-return-routed-experts"),
     ],

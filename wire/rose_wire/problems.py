@@ -30,6 +30,7 @@ def of_file(error: Exception) -> str:
 def _of_model(error: pydantic.ValidationError) -> str:
     first, others = error.errors()[0], error.error_count() - 1
     where = ".".join(map(str, first["loc"]))
-    if not where:
+    if not where and not isinstance(first["input"], dict):
         return f"expected a YAML mapping, found {type(first['input']).__name__}"
-    return f"{where}: {first['msg']}" + (f" (and {others} more)" if others else "")
+    place = f"{where}: " if where else ""  # a rule over several fields has no place of its own
+    return f"{place}{first['msg']}" + (f" (and {others} more)" if others else "")
