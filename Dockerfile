@@ -1,4 +1,4 @@
-# One file, six targets: operator, router, agent, weights, sandbox, engine.
+# One file, seven targets: operator, router, agent, weights, sandbox, rewards, engine.
 #
 #   docker build --target operator -t rose-operator .
 #   docker build --target engine --build-arg ENGINE_BASE=lmsysorg/sglang:v0.5.23 -t rose-engine .
@@ -47,6 +47,11 @@ RUN python3 -m venv --without-pip /opt/rose \
  && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[agent,weights]" \
  && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json
 
+FROM source AS rewards-environment
+RUN python3 -m venv --without-pip /opt/rose \
+ && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[rewards,batches]" \
+ && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json
+
 FROM ${BASE} AS operator
 COPY --from=operator-environment /opt/rose /opt/rose
 ENV PATH=/opt/rose/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1
@@ -80,6 +85,13 @@ RUN apt-get update \
 COPY --from=weights-environment /opt/rose /opt/rose
 ENV PATH=/opt/rose/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=/tmp/numba
 ENTRYPOINT ["rose", "sandbox-host"]
+
+# Gateway of reward functions, its workers, and batches.
+FROM ${BASE} AS rewards
+COPY --from=rewards-environment /opt/rose /opt/rose
+ENV PATH=/opt/rose/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1
+USER 65532:65532
+ENTRYPOINT ["rose", "rewards"]
 
 # Engine host beside an engine. The host has an environment of its own, which sees nothing of the base's;
 # the engine runs with the base's Python, which finds a folder of ROSE's packages on its path and nothing

@@ -15,7 +15,7 @@ ARGS ?=
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
-.PHONY: atlas help venv engine vllm cluster sandbox demo test test-computing test-engines test-cluster test-sandboxes test-gpu-node test-long unit check format generate docs crds clean \
+.PHONY: atlas help venv engine vllm cluster keda sandbox demo test test-computing test-engines test-cluster test-sandboxes test-gpu-node test-keda test-long unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal sandbox-adapters test-clients
 
@@ -43,6 +43,9 @@ vllm: venv  ## the environment of a real vLLM on CPU, as another serving engine 
 
 cluster: venv  ## the parts of the one-node Kubernetes (cached; about 12 minutes the first time)
 	@$(BIN)/rose dev build
+
+keda: cluster  ## KEDA itself, for make test-keda (cached; a quarter of an hour and 2 GB of Go modules the first time)
+	@$(BIN)/python -m rose_dev.keda
 
 sandbox: venv  ## runc, CRIU, an image and the inspector's program for real sandboxes (cached; root, Debian)
 	@$(BIN)/python -m rose_dev.sandbox_parts
@@ -82,6 +85,9 @@ test-sandboxes:
 # Half an hour more than a bare machine has, and what depends on how fast engines are under load.
 test-long: engine cluster  ## what make test leaves out: failures and modes of the GPU node, speeds of real engines
 	$(CONTAINED) $(BIN)/pytest -v -n 0 -m long $(ARGS)
+
+test-keda: keda  ## rewards of the chart, scaled from zero by KEDA itself
+	$(CONTAINED) --limit 1200 $(BIN)/pytest -v -s -n 0 tests/rewards/test_keda.py $(ARGS)
 
 test-gpu-node: cluster engine  ## the chart on a node with eight GPUs that are not there (make test runs what is not marked long)
 	$(CONTAINED) $(BIN)/pytest -v -n 0 tests/gpu_node $(ARGS)

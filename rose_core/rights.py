@@ -60,6 +60,7 @@ class Listener(StrEnum):
     INGEST = "ingest"
     FORWARD = "forward"
     REWARDS = "rewards"
+    SCALER = "rewards, for KEDA"
     BATCHES = "batches"
     SANDBOX = "sandbox host"
 
@@ -235,6 +236,21 @@ RULES: tuple[Rule, ...] = (
         ("POST /v1/rewards", "GET /v1/queue"),
         _TEAMS,
         "functions of its team and those of nobody; by its team's token, or on the loopback",
+    ),
+    Rule(
+        _L.REWARDS,
+        ("GET /v1/work",),
+        (_P.PLATFORM,),
+        "a pod's worker: serves functions of one team, by the token of that team's workers",
+    ),
+    Rule(
+        _L.SCALER,
+        tuple(
+            f"/externalscaler.ExternalScaler/{name}"
+            for name in ("IsActive", "StreamIsActive", "GetMetricSpec", "GetMetrics")
+        ),
+        (_P.ANYBODY,),
+        "how many workers are wished for; KEDA shows no token, a NetworkPolicy says who reaches it",
     ),
     Rule(_L.BATCHES, _PAGES, (_P.ANYBODY,)),
     Rule(

@@ -58,8 +58,8 @@ def followed(
     ends: Sequence[float], takes: Sequence[float], *, target_s: float, cold_s: float, most: int
 ) -> Pool:
     """A pool that follows the wish."""
-    # When each is free, and whether it has a reward until then or only starts.
-    workers: list[tuple[float, bool]] = []
+    workers: list[float] = []  # when each is free, or ready
+    running: list[tuple[float, float]] = []  # when each ends, and when its trajectory did
     waiting: deque[tuple[float, float]] = deque()
     coming = deque(zip(ends, takes, strict=True))
     held, waits, peak, now = 0.0, list[float](), 0, ends[0]
@@ -67,22 +67,24 @@ def followed(
     while coming or waiting or workers:
         while coming and coming[0][0] <= now:
             waiting.append(coming.popleft())
-        busy = sum(moment > now for moment, works in workers if works)
-        wanted = wish(len(waiting) + busy, p50, target_s, most)
-        idle = sorted(one for one in workers if one[0] <= now)
+        running = [one for one in running if one[0] > now]
+        taken = [end for end, _ in waiting] + [end for _, end in running]
+        wanted = wish([now - end for end in taken], p50, target_s, most)
+        idle = sorted(one for one in workers if one <= now)
         for one in idle[: max(0, len(workers) - wanted)]:
             workers.remove(one)
-        workers += [(now + cold_s, False)] * (wanted - len(workers))
+        workers += [now + cold_s] * (wanted - len(workers))
         peak = max(peak, len(workers))
         held += len(workers) * _LOOK_S
         now += _LOOK_S
         heapq.heapify(workers)
         # Whoever comes free within the second takes the next; later ends wait for the next look.
-        while waiting and workers and workers[0][0] < now:
-            free, _ = heapq.heappop(workers)
+        while waiting and workers and workers[0] < now:
+            free = heapq.heappop(workers)
             end, take = waiting.popleft()
             start = max(free, end, now - _LOOK_S)
-            heapq.heappush(workers, (start + take, True))
+            heapq.heappush(workers, start + take)
+            running.append((start + take, end))
             waits.append(start - end)
     return Pool(sum(takes) / held, _p99(waits), peak)
 

@@ -62,6 +62,7 @@ VERBS: dict[str, Verb] = {
         "rose_trainer.adapters.forward", "give a token to a trainer that sends none", "trainer"
     ),
     "rewards": Verb("rose_rewards.main", "compute rewards of trajectories that end", "rewards"),
+    "reward-worker": Verb("rose_rewards.remote", "verify what a gateway gives to it", "rewards"),
     "batches": Verb("rose_batches.main", "run batch files on a lease's engines", "batches"),
     "simulate": Verb("rose_simulate.main", "try policies on recorded load, on virtual time", "dev"),
     "cost": Verb("rose_simulate.cost", "say what an accepted trajectory cost", "dev"),

@@ -43,6 +43,7 @@ def write_certificates(layout: Layout, hosts: Sequence[str]) -> Authority:
     names = ["localhost", "127.0.0.1", *service, f"{service[-1]}.cluster.local", *hosts]
     authority.issue("apiserver", "kube-apiserver", hosts=names)
     authority.issue("apiclient", "kube-apiserver-kubelet-client", "system:masters")
+    authority.issue("front", "rose-dev-front")
     clients = {
         "admin": ("admin", "system:masters"),
         "controller-manager": ("system:kube-controller-manager", ""),

@@ -18,10 +18,10 @@ import hashlib
 import sqlite3
 import statistics
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import aiohttp
 import msgspec
@@ -29,15 +29,28 @@ import msgspec
 from rose_core.rewards.limits import TimeLimits
 from rose_core.rewards.order import WaitingReward, first
 from rose_core.rewards.results import Lost, Masked, Result, Scored, result_of
+from rose_core.rewards.scale import wish
 from rose_rewards import judge, metrics
 from rose_rewards.errors import BadReward, Busy, WorkerEnded
 from rose_rewards.functions import RewardFunction
 from rose_rewards.journal import KnownResult, ResultJournal
-from rose_rewards.pool import WorkerPool
 
 # Results that are remembered, and groups of which members are missing: some steps of a large run.
 REMEMBERED = 200_000
 _REMEMBERED_TIMES = 256
+
+
+class Pool(Protocol):
+    """What verifies: processes of this machine (``pool``), or pods that dial (``links``)."""
+
+    def room(self, name: str, verifying: Counter[str]) -> bool:
+        """Whether one more of this function may begin; ``verifying`` counts by owner's team."""
+
+    async def verify(self, name: str, body: bytes, seconds: float) -> tuple[object, float]:
+        """What the function said, and its seconds; raises WorkerEnded or TimeoutError."""
+
+    async def close(self) -> None:
+        """End what runs."""
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +92,7 @@ class _Waiting:
     key: tuple[str, str]
     reward: Reward
     deadline: float | None
+    since: float
 
     @property
     def task(self) -> str:
@@ -94,15 +108,13 @@ class Gateway:
         functions: the platform's list.
         pool: verifies.
         session: to ask judges with.
-        workers: verifications at a time.
         queue_limit: rewards that may wait, those that judges have included.
         journal: keeps results; None = they end with this process.
     """
 
     functions: Mapping[str, RewardFunction]
-    pool: WorkerPool
+    pool: Pool
     session: aiohttp.ClientSession
-    workers: int
     queue_limit: int = 4096
     clock: Callable[[], float] = time.monotonic
     journal: ResultJournal | None = None
@@ -111,7 +123,8 @@ class Gateway:
     _groups: OrderedDict[tuple[str, str], int] = field(default_factory=OrderedDict)
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
     _running: set[asyncio.Task[None]] = field(default_factory=set)
-    _verifying: int = 0
+    _verifying: Counter[str] = field(default_factory=Counter)
+    _under_way: dict[tuple[str, str], _Waiting] = field(default_factory=dict)
     _arrivals: int = 0
     _closed: bool = False
     _unwritten: list[tuple[KnownResult, asyncio.Future[None]]] = field(default_factory=list)
@@ -126,7 +139,22 @@ class Gateway:
     @property
     def verifications(self) -> int:
         """Of those, the ones that take a worker."""
-        return len(self._waiting) + self._verifying
+        return len(self._waiting) + self._verifying.total()
+
+    def wish(self, target: float, team: str | None = None) -> int:
+        """Workers that would give each its result within ``target`` seconds of when it was taken.
+
+        Args:
+            target: seconds.
+            team: whose functions count, not who calls them; None = all.
+        """
+        now = self.clock()
+        ages = [
+            now - one.since
+            for one in (*self._waiting.values(), *self._under_way.values())
+            if team is None or self.functions[one.reward.function].team == team
+        ]
+        return wish(ages, self.p50, target, self.queue_limit)
 
     @property
     def p50(self) -> float | None:
@@ -176,7 +204,7 @@ class Gateway:
         if self._closed:
             message = "this gateway is stopping"
             raise Busy(message)
-        if self.queue - self._verifying >= self.queue_limit:
+        if self.queue - self._verifying.total() >= self.queue_limit:
             message = f"{self.queue_limit} rewards wait already"
             raise Busy(message)
         known = self._known[key] = _Known(digest, asyncio.get_running_loop().create_future())
@@ -187,19 +215,24 @@ class Gateway:
             while len(self._groups) > REMEMBERED:
                 self._groups.popitem(last=False)
         seconds = reward.deadline_seconds
-        one = _Waiting(key, reward, None if seconds is None else self.clock() + seconds)
+        now = self.clock()
+        one = _Waiting(key, reward, None if seconds is None else now + seconds, now)
         if self.functions[reward.function].judge is not None:
             self._start(one)
         else:
             self._arrivals += 1
             self._waiting[self._arrivals] = one
-            self._fill()
+            self.fill()
         metrics.QUEUE.set(self.queue)
         return known
 
-    def _fill(self) -> None:
-        """Start what may start."""
-        while self._verifying < self.workers:
+    def fill(self) -> None:
+        """Start what may start; whoever makes room in the pool calls it."""
+        while True:
+            room = {
+                name: self.pool.room(name, self._verifying)
+                for name in {one.reward.function for one in self._waiting.values()}
+            }
             chosen = first(
                 WaitingReward(
                     number,
@@ -207,12 +240,15 @@ class Gateway:
                     one.deadline,
                 )
                 for number, one in self._waiting.items()
+                if room[one.reward.function]
             )
             if chosen is None:
                 break
-            self._verifying += 1
-            self._start(self._waiting.pop(chosen.number))
-        metrics.BUSY.set(self._verifying)
+            one = self._waiting.pop(chosen.number)
+            self._verifying[self.functions[one.reward.function].team] += 1
+            self._under_way[one.key] = one
+            self._start(one)
+        metrics.BUSY.set(self._verifying.total())
 
     def _start(self, one: _Waiting) -> None:
         task = asyncio.create_task(self._run(one))
@@ -227,10 +263,11 @@ class Gateway:
             result = Lost(f"Failed: {type(error).__name__}: {error}")
         finally:
             if function.judge is None:
-                self._verifying -= 1
+                self._verifying[function.team] -= 1
+                self._under_way.pop(one.key, None)
         if not isinstance(result, Lost):
             self._count_member(one)
-        self._fill()  # the disk is waited for without a worker
+        self.fill()  # the disk is waited for without a worker
         if self.journal is not None and not isinstance(result, Lost):
             result = await self._kept(KnownResult(one.key, self._known[one.key].digest, result))
         self._conclude(one, result)

@@ -2,6 +2,9 @@
 
     rose rewards --functions functions.yaml --address 127.0.0.1:8100
 
+With ``--workers 0`` pods verify, which dial it (``rose reward-worker``). KEDA hears at
+``--scaler-address`` how many are wished for.
+
 ``POST /v1/rewards`` waits for the result and answers 200 with it, whatever it is. 400 says that the
 request is wrong, 429 that the queue is full.
 """
@@ -15,33 +18,36 @@ import hmac
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
-from rose_core.rewards.scale import wish
 from rose_core.unreadable import UNREADABLE
-from rose_rewards import functions, metrics
+from rose_rewards import functions, keda, metrics
 from rose_rewards.errors import BadReward, Busy, RewardsError
 from rose_rewards.gateway import REMEMBERED, Gateway, Reward
 from rose_rewards.homes import homes
 from rose_rewards.journal import ResultJournal
+from rose_rewards.links import LinkedWorkers
 from rose_rewards.pool import WorkerPool, users
 from rose_wire import flags, observability
 from rose_wire.daemon import listen, stop_signal
 
 LOG = logging.getLogger(__name__)
 _RETRY_AFTER = {"Retry-After": "1"}
+_WORK = "--work-token-file"
+# In that file, of workers for the functions that have no team.
+SHARED = "shared"
 # An answer of some hundred thousand tokens as text.
 _BODY_BYTES = 4 << 20
 # Above those of people and packages on common images, below those that Kubernetes gives to pods.
 _FIRST_USER = 61_000
 
 
-def teams_of(path: Path | None) -> dict[str, str]:
+def teams_of(path: Path | None, flag: str = "--token-file") -> dict[str, str]:
     """Tokens and their teams, a line ``TEAM TOKEN`` each; nothing without a file.
 
     Raises:
@@ -52,38 +58,49 @@ def teams_of(path: Path | None) -> dict[str, str]:
         return {}
     pairs = [line.split() for line in path.read_text().splitlines() if line.strip()]
     if not pairs or any(len(pair) != 2 for pair in pairs):
-        message = f"--token-file {path}: expected a line TEAM TOKEN for each team"
+        message = f"{flag} {path}: expected a line TEAM TOKEN for each team"
         raise ValueError(message)
     found: dict[str, str] = {}
     for team, token in pairs:
         if found.setdefault(token, team) != team:
             message = (
-                f"--token-file {path}: {found[token]} and {team} have the same token, and would be "
+                f"{flag} {path}: {found[token]} and {team} have the same token, and would be "
                 "one team; give each its own"
             )
             raise ValueError(message)
     return found
 
 
-def application(gateway: Gateway, teams: Mapping[str, str], target: float) -> web.Application:
+def caller_of(request: web.Request, teams: Mapping[str, str]) -> str | None:
+    """The caller's team; None when the token is nobody's, and empty where there are no teams."""
+    if not teams:
+        return ""
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    shown = given.strip().encode(errors="replace") if scheme.lower() == "bearer" else b""
+    found = [team for token, team in teams.items() if hmac.compare_digest(shown, token.encode())]
+    return found[0] if found else None
+
+
+def application(
+    gateway: Gateway,
+    teams: Mapping[str, str],
+    target: float,
+    workers: LinkedWorkers | None = None,
+    work_teams: Mapping[str, str] | None = None,
+) -> web.Application:
     """The routes over one gateway.
 
     Args:
         gateway: computes.
         teams: by token; empty lets everybody in as no team.
         target: seconds in which what waits should be computed.
+        workers: takes pods' workers; None = the gateway has workers of its own.
+        work_teams: by token, whose functions a pod's worker serves, ``SHARED`` for those of
+            nobody; empty lets everybody serve those.
     """
 
     def caller(request: web.Request) -> str | None:
-        """The caller's team; None when the token is nobody's."""
-        if not teams:
-            return ""
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        shown = given.strip().encode(errors="replace") if scheme.lower() == "bearer" else b""
-        found = [
-            team for token, team in teams.items() if hmac.compare_digest(shown, token.encode())
-        ]
-        return found[0] if found else None
+        return caller_of(request, teams)
 
     async def score(request: web.Request) -> web.Response:
         team = caller(request)
@@ -101,14 +118,31 @@ def application(gateway: Gateway, teams: Mapping[str, str], target: float) -> we
     async def queue(request: web.Request) -> web.Response:
         if caller(request) is None:
             return _said(401, "send Authorization: Bearer TOKEN of your team (--token-file)")
-        wanted = wish(gateway.verifications, gateway.p50, target, gateway.queue_limit)
+        wanted = gateway.wish(target)
         said = {"queue": gateway.queue, "p50_seconds": gateway.p50, "wish": wanted}
         return web.json_response(said)
 
     app = web.Application(client_max_size=_BODY_BYTES)
     app.add_routes([*observability.pages(metrics.REGISTRY)])
     app.add_routes([web.post("/v1/rewards", score), web.get("/v1/queue", queue)])
+    app.add_routes([web.get("/v1/work", _work(workers, work_teams or {}))])
     return app
+
+
+def _work(
+    workers: LinkedWorkers | None, teams: Mapping[str, str]
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """The route that pods' workers dial."""
+
+    async def work(request: web.Request) -> web.StreamResponse:
+        if workers is None:
+            return _said(401, "this gateway has workers of its own (--workers 0 takes others)")
+        team = caller_of(request, teams)
+        if team is None:
+            return _said(401, "send Authorization: Bearer TOKEN of your team (--work-token-file)")
+        return await workers.serve(request, "" if team == SHARED else team)
+
+    return work
 
 
 def _said(status: int, text: str, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -126,8 +160,12 @@ async def running(
     first_user: int = _FIRST_USER,
     target: float = 1.0,
     folder: Path | None = None,
+    work_token_file: Path | None = None,
+    scaler_address: str | None = None,
 ) -> AsyncIterator[tuple[Gateway, int]]:
     """Serve until the block ends; gives the gateway and its port.
+
+    With ``workers`` 0 pods verify that dial it (``rose_rewards.remote``).
 
     Raises:
         BadFunctions: the list is wrong, or teams cannot be kept apart here.
@@ -135,7 +173,6 @@ async def running(
         OSError, ValueError: the address is taken, or the token file is wrong.
     """
     listed, teams = functions.read(path), teams_of(token_file)
-    whose = users(listed, first_user)
     # Judges are asked at once and for as long as the list says: neither bound is aiohttp's to set.
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(
@@ -147,12 +184,30 @@ async def running(
         if folder is not None:
             journal = await asyncio.to_thread(ResultJournal, folder, REMEMBERED)
             stack.callback(journal.close)
-        pool = WorkerPool(listed, whose, workers, stack.enter_context(homes()))
-        gateway = Gateway(listed, pool, session, workers, queue_limit, journal=journal)
+        pool: WorkerPool | LinkedWorkers
+        linked = None
+        if workers:
+            whose = users(listed, first_user)
+            pool = WorkerPool(listed, whose, workers, stack.enter_context(homes()))
+        else:
+            pool = linked = LinkedWorkers(listed)
+        gateway = Gateway(listed, pool, session, queue_limit, journal=journal)
         gateway.remember()
-        runner = web.AppRunner(application(gateway, teams, target), access_log=None)
+        if linked is not None:
+            linked.on_room = gateway.fill
+        app = application(gateway, teams, target, linked, teams_of(work_token_file, _WORK))
+        runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         try:
+            if scaler_address:
+
+                def wished(team: str) -> int:
+                    found = gateway.wish(target, team)
+                    metrics.WISH.labels(team).set(found)
+                    return found
+
+                scaler = keda.serving(keda.ExternalScaler(wished), scaler_address)
+                LOG.info("KEDA dials port %d", await stack.enter_async_context(scaler))
             yield gateway, await listen(runner, address)
         finally:
             await gateway.close()
@@ -167,9 +222,9 @@ def parser() -> argparse.ArgumentParser:
     add("--address", type=flags.listener, default="127.0.0.1:8100", help="HOST:PORT")
     add(
         "--workers",
-        type=flags.one_or_more,
+        type=flags.count,
         default=os.cpu_count() or 1,
-        help="verifications at a time",
+        help="verifications at a time; 0: none here, rose reward-worker dials and does them",
     )
     add(
         "--folder",
@@ -188,7 +243,18 @@ def parser() -> argparse.ArgumentParser:
         "--target-seconds",
         type=flags.above_zero,
         default=1.0,
-        help="in which the workers that /v1/queue wishes for would compute what waits",
+        help="after a reward was taken, in which the workers that are wished for would have it",
+    )
+    add(
+        _WORK,
+        type=Path,
+        help=f"with --workers 0: a line TEAM TOKEN for each team's workers, {SHARED} for functions "
+        "of nobody",
+    )
+    add(
+        "--scaler-address",
+        type=flags.listener,
+        help="HOST:PORT of KEDA's external scaler, which hears how many workers are wished for",
     )
     flags.add_log_level(made)
     return made
@@ -205,6 +271,8 @@ async def _serve(given: argparse.Namespace) -> None:
         first_user=given.first_user,
         target=given.target_seconds,
         folder=given.folder,
+        work_token_file=given.work_token_file,
+        scaler_address=given.scaler_address,
     ) as (_, port):
         LOG.info("ready: port %d", port)
         await stop.wait()
@@ -216,6 +284,10 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=given.log_level, format="%(asctime)s %(levelname)s %(message)s")
     try:
         flags.refuse_open(given.address, given.token_file, "everybody could call")
+        if not given.workers:
+            flags.refuse_open(
+                given.address, given.work_token_file, "everybody could compute rewards", give=_WORK
+            )
         asyncio.run(_serve(given))
     except (OSError, ValueError, RewardsError) as error:
         sys.stderr.write(f"rose rewards: {flags.complaint(error, argv)}\n")

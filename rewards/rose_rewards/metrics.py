@@ -28,3 +28,15 @@ ENDED = Counter(
     ["function"],
     registry=REGISTRY,
 )
+WORKERS = Gauge(
+    "rose_rewards_workers",
+    "Verifications that linked workers may run at a time, by their team.",
+    ["team"],
+    registry=REGISTRY,
+)
+WISH = Gauge(
+    "rose_rewards_wish",
+    "Verifications at a time that KEDA was last told to make room for, by team.",
+    ["team"],
+    registry=REGISTRY,
+)

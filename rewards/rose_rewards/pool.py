@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +187,10 @@ class WorkerPool:
     above: Path | None = None
     _idle: list[tuple[str, Worker]] = field(default_factory=list)
     _busy: int = 0
+
+    def room(self, _name: str, verifying: Counter[str]) -> bool:
+        """Whether one more verification may begin."""
+        return verifying.total() < self.most
 
     async def verify(self, name: str, body: bytes, seconds: float) -> tuple[object, float]:
         """Run one verification; whoever calls it sees to it that no more than may run do.

@@ -166,11 +166,16 @@ STUDIES: Mapping[str, Study] = {
     ),
     "rewards": Study(
         "rewards that take time, and a trainer that streams",
-        ("rewards-10", "rewards-10-streams", "rewards-60", "rewards-60-streams"),
-        "`tail-whole` with rewards of 10 and 60 s, once more for each with a trainer that adds a "
-        "group's gradients as soon as the group is ready (`Batches(stream=True)`). As many rewards "
-        "as there are run at a time.",
-        (Regime.FIXED, Regime.OURS),
+        tuple(
+            f"rewards-{takes}{how}"
+            for takes in ("tenth", "1", "10", "60")
+            for how in ("", "-streams")
+        ),
+        "`tail-whole` with rewards of 0.1, 1, 10 and 60 s, once more for each with a trainer that "
+        "adds a group's gradients as soon as the group is ready (`Batches(stream=True)`). As many "
+        "rewards as there are run at a time.",
+        MAIN,
+        band=(Interference(serving_slowdown=2.0, rollout_slowdown=2.0),),
     ),
     "freshness": Study(
         "(e) bounds of staleness",

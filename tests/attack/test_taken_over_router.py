@@ -32,9 +32,14 @@ HERE = {Listener.REWARDS, Listener.SANDBOX, Listener.BATCHES}
 
 
 def test_every_listener_of_the_table_is_tried_somewhere() -> None:
-    """The API server by its own reviews; the forwarder has no port but on a trainer's loopback."""
+    """The API server by its own reviews; the forwarder has no port but on a trainer's loopback.
+
+    KEDA's scaler asks nobody who he is: ``tests/rewards/test_keda`` has what it says.
+    """
     fleet = set(test_listeners.LISTENERS.values())
-    tried = set(LISTENERS.values()) | HERE | fleet | {Listener.API, Listener.FORWARD}
+    tried = (
+        set(LISTENERS.values()) | HERE | fleet | {Listener.API, Listener.FORWARD, Listener.SCALER}
+    )
     assert tried == set(Listener)
 
 

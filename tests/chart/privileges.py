@@ -9,7 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from tests.chart.rendering import CHART, EVERYTHING, LENDING, SANDBOXES, Object, render
+from tests.chart.rendering import (
+    BATCHES,
+    CHART,
+    EVERYTHING,
+    LENDING,
+    REWARDS,
+    SANDBOXES,
+    Object,
+    render,
+)
 
 PAGE = CHART.parents[1] / "docs" / "granted.md"
 PROFILES: dict[str, Object] = {
@@ -21,6 +30,8 @@ PROFILES: dict[str, Object] = {
         **EVERYTHING,
         "agent": {"wholeReplica": {"enabled": True}},
         "mps": {"enabled": True},
+        "rewards": REWARDS,
+        "batches": BATCHES,
     },
 }
 _HEAD = """# Every right that the chart grants

@@ -73,6 +73,8 @@ SANDBOXES: Object = {
     "partsPath": "/var/lib/rose/cache/sandbox",
     "leases": [{"namespace": "research", "name": "grpo", "egress": ["*.example.org"]}],
 }
+REWARDS: Object = {"enabled": True, "functions": {"exact": {"rule": "exact"}}}
+BATCHES: Object = {"leases": [{"namespace": "research", "name": "nightly"}]}
 EVERYTHING: Object = {
     **LENDING,
     "relay": RELAY,

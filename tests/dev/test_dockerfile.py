@@ -10,7 +10,7 @@ TEXT = (ROOT / "Dockerfile").read_text()
 
 def test_every_image_has_a_target() -> None:
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", TEXT, re.MULTILINE))
-    assert {"operator", "router", "agent", "weights", "engine"} <= stages
+    assert {"operator", "router", "agent", "weights", "rewards", "engine"} <= stages
     for copied in re.findall(r"--from=(\S+)", TEXT):
         assert copied in stages
 

@@ -43,18 +43,38 @@ def test_no_verdict_is_masked() -> None:
 
 
 def test_the_wish_is_queue_times_median_over_target() -> None:
-    assert wish(100, 0.5, 5.0, 64) == 10
-    assert wish(0, 0.5, 5.0, 64) == 0
-    assert wish(7, None, 5.0, 64) == 1
-    assert wish(100, 60.0, 1.0, 64) == 64
+    assert wish([0.0] * 100, 0.5, 5.0, 64) == 10
+    assert wish([], 0.5, 5.0, 64) == 0
+    assert wish([0.0] * 7, None, 5.0, 64) == 1
+    assert wish([0.0] * 100, 60.0, 1.0, 64) == 64
 
 
-@given(queue=st.integers(1, 10_000), p50=st.floats(0.0, 1e4), target=st.floats(0.01, 1e3))
+def test_a_burst_keeps_its_workers_until_it_is_done() -> None:
+    """Ten workers were promised for five seconds: half of the queue has half of them left."""
+    for done in range(0, 100, 10):
+        age = done / 10 * 0.5
+        assert wish([age] * (100 - done), 0.5, 5.0, 64) == 10, done
+
+
+def test_what_comes_later_does_not_move_the_end_of_what_came_before() -> None:
+    assert wish([4.0] * 10, 0.5, 5.0, 64) == 5
+    assert wish([4.0] * 10 + [0.0] * 10, 0.5, 5.0, 64) == 5
+    assert wish([60.0] * 3, 0.5, 5.0, 64) == 3
+
+
+@given(
+    ages=st.lists(st.floats(0.0, 1e4), min_size=1, max_size=200),
+    p50=st.floats(0.0, 1e4),
+    target=st.floats(0.01, 1e3),
+    more=st.floats(0.0, 1e4),
+)
 def test_a_queue_wishes_for_somebody_and_never_for_more_than_it_has(
-    queue: int, p50: float, target: float
+    ages: list[float], p50: float, target: float, more: float
 ) -> None:
-    assert 1 <= wish(queue, p50, target, 64) <= min(queue, 64)
-    assert wish(queue, p50, target, 64) <= wish(queue + 1, p50, target, 64)
+    wanted = wish(ages, p50, target, 64)
+    assert 1 <= wanted <= min(len(ages), 64)
+    assert wanted <= wish([*ages, more], p50, target, 64)
+    assert wanted <= wish([age + more for age in ages], p50, target, 64)
 
 
 def test_a_limit_is_learned_from_correct_answers_of_the_same_task_alone() -> None:

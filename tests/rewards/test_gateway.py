@@ -421,7 +421,7 @@ async def test_a_team_calls_its_own_functions_and_a_stranger_none(folder: Path) 
             async with rewards.session.request(method, base + path) as reply:
                 answers[verb] = reply.status
         closed = {verb for verb, status in answers.items() if status == 401}
-        assert closed == {"POST /v1/rewards", "GET /v1/queue"}
+        assert closed == {"POST /v1/rewards", "GET /v1/queue", "GET /v1/work"}
 
 
 async def test_a_judge_that_is_away_is_asked_again_and_one_that_refuses_is_named(

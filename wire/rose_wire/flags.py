@@ -117,13 +117,20 @@ def listener(text: str) -> str:
     return text
 
 
-def refuse_open(address: str, token_file: Path | None, otherwise: str) -> None:
+def refuse_open(
+    address: str,
+    token_file: Path | None,
+    otherwise: str,
+    *,
+    give: str = "--token-file",
+) -> None:
     """Refuse to listen where others reach without asking them for a token.
 
     Args:
         address: as ``listener`` returns it.
         token_file: whose token callers must show; None = there is none.
         otherwise: what anybody could do then.
+        give: flag of the tokens.
 
     Raises:
         ValueError: it is no address of this machine alone, and there is no token.
@@ -134,7 +141,7 @@ def refuse_open(address: str, token_file: Path | None, otherwise: str) -> None:
     except ValueError:
         here = False
     if not here and token_file is None:
-        message = f"--address {address}: {otherwise}; give --token-file"
+        message = f"--address {address}: {otherwise}; give {give}"
         raise ValueError(message)
 
 

@@ -1,0 +1,197 @@
+"""Workers in pods of their own: they dial the gateway, are given verifications and answer them.
+
+| a link is | from | left by |
+|---|---|---|
+| free | a worker has dialled and has a place | a verification is given to it |
+| full | as many run as it has places | one of them is answered |
+| leaving | it has said that it will go | its last answer, or its end |
+
+A worker serves the functions of its team, which its token names, and no other's. Where a connection
+ends, what ran there has ended without an answer (``WorkerEnded``) and is tried again elsewhere.
+Next step: ``remote`` is the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from rose_rewards import metrics
+from rose_rewards.errors import WorkerEnded
+from rose_rewards.functions import RewardFunction
+
+# A pod whose node is gone says nothing; this often it is asked whether it is there.
+BEAT_SECONDS = 5.0
+# Beside the time limit, which the worker keeps: starting a process and importing a library.
+_START_SECONDS = 60.0
+_LARGEST = 8 << 20
+
+
+class Verification(msgspec.Struct, frozen=True):
+    """What a worker is given; ``body`` is the object that the function takes."""
+
+    number: int
+    function: str
+    body: msgspec.Raw
+    seconds: float
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What came of it.
+
+    Attributes:
+        said: what the function said, with the ``seconds`` that it took.
+        ended: instead, why there is no answer.
+        overran: instead, it took longer than it may.
+        leaving: no answer: the worker takes nothing more.
+    """
+
+    number: int = 0
+    said: Any = None
+    seconds: float = 0.0
+    ended: str = ""
+    overran: bool = False
+    leaving: bool = False
+
+
+@dataclass(eq=False)
+class _Link:
+    """A worker that has dialled."""
+
+    team: str
+    places: int
+    socket: web.WebSocketResponse
+    running: dict[int, asyncio.Future[Verdict]] = field(default_factory=dict)
+    leaving: bool = False
+
+    @property
+    def free(self) -> int:
+        return 0 if self.leaving else self.places - len(self.running)
+
+
+@dataclass
+class LinkedWorkers:
+    """Every worker that has dialled; a pool, as ``rose_rewards.pool.WorkerPool`` is one.
+
+    Args:
+        functions: the platform's list.
+
+    Attributes:
+        on_room: called when there may be room for one more.
+    """
+
+    functions: Mapping[str, RewardFunction]
+    on_room: Callable[[], None] = lambda: None
+    _links: list[_Link] = field(default_factory=list)
+    _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def places(self, team: str) -> int:
+        """Verifications of a team that may run at a time."""
+        return sum(one.places for one in self._links if one.team == team and not one.leaving)
+
+    def room(self, name: str, verifying: Counter[str]) -> bool:
+        """Whether one more of this function may begin; ``verifying`` counts by team."""
+        team = self.functions[name].team
+        return verifying[team] < self.places(team)
+
+    async def verify(self, name: str, body: bytes, seconds: float) -> tuple[object, float]:
+        """Run one verification on a worker of its team, when one is free.
+
+        Raises:
+            WorkerEnded: the worker is gone, or the function failed; the text says how.
+            TimeoutError: it took longer than ``seconds``.
+        """
+        link = await self._free(self.functions[name].team)
+        number = next(self._numbers)
+        answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        link.running[number] = answer
+        try:
+            given = Verification(number, name, msgspec.Raw(body), seconds)
+            try:
+                await link.socket.send_bytes(msgspec.json.encode(given))
+                async with asyncio.timeout(seconds + _START_SECONDS):
+                    said = await answer
+            except (ConnectionError, TimeoutError) as error:
+                # It keeps no promise: whatever it is doing, nobody waits for it any more.
+                metrics.ENDED.labels(name).inc()
+                await link.socket.close()
+                message = "the worker's pod was lost"
+                raise WorkerEnded(message) from error
+        finally:
+            link.running.pop(number, None)
+            self._tell()
+        if said.ended:
+            raise WorkerEnded(said.ended)
+        if said.overran:
+            raise TimeoutError
+        return said.said, said.seconds
+
+    async def _free(self, team: str) -> _Link:
+        """The link with most room; waits for one."""
+        while True:
+            found = [one for one in self._links if one.team == team and one.free > 0]
+            if found:
+                return max(found, key=lambda one: one.free)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self.on_room()
+
+    async def serve(self, request: web.Request, team: str) -> web.WebSocketResponse:
+        """A worker has dialled; until its connection ends.
+
+        Args:
+            request: with ``places``, how many verifications it runs at a time.
+            team: whose it is, by its token.
+        """
+        places = request.query.get("places", "1")
+        if not places.isascii() or not places.isdigit() or not 1 <= int(places) <= 1024:
+            raise web.HTTPBadRequest(text=f"places={places}: expected 1 to 1024")
+        socket = web.WebSocketResponse(heartbeat=BEAT_SECONDS, max_msg_size=_LARGEST)
+        await socket.prepare(request)
+        link = _Link(team, int(places), socket)
+        self._links.append(link)
+        metrics.WORKERS.labels(team).set(self.places(team))
+        self._tell()
+        try:
+            async for message in socket:
+                if message.type is WSMsgType.BINARY:
+                    self._hear(link, message.data)
+        finally:
+            self._links.remove(link)
+            metrics.WORKERS.labels(team).set(self.places(team))
+            for answer in link.running.values():
+                if not answer.done():
+                    answer.set_exception(ConnectionError())
+            self._tell()
+        return socket
+
+    def _hear(self, link: _Link, data: bytes) -> None:
+        try:
+            said = msgspec.json.decode(data, type=Verdict)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            said = Verdict(ended=f"the worker wrote no answer: {error}")
+        if said.leaving:
+            link.leaving = True
+            metrics.WORKERS.labels(link.team).set(self.places(link.team))
+            return
+        answer = link.running.get(said.number)
+        if answer is not None and not answer.done():
+            answer.set_result(said)
+
+    async def close(self) -> None:
+        """Let every worker go."""
+        for link in list(self._links):
+            with contextlib.suppress(ConnectionError):
+                await link.socket.close()

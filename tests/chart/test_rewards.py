@@ -1,0 +1,183 @@
+"""Rewards and batches in the chart: who runs, scaled by whom, and who reaches whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rose_core.rights import Listener, verbs
+from rose_dev.errors import CommandFailed
+from rose_operator.apply.routers import router_name
+from rose_rewards import functions, main, remote
+from tests.chart.rendering import EVERYTHING, HELM, Object, Rendered, render
+
+pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build")
+
+LIST: Object = {"exact": {"rule": "exact"}, "mine": {"module": "checks:run", "team": "a"}}
+WORKERS: list[Object] = [
+    {"name": "shared"},
+    {"name": "a", "most": 3, "places": 2, "image": {"repository": "team/a", "tag": "1"}},
+]
+VALUES: Object = {
+    **EVERYTHING,
+    "rewards": {"enabled": True, "functions": LIST, "workers": WORKERS},
+    "batches": {
+        "leases": [
+            {"namespace": "research", "name": "nightly", "claim": "disk"},
+            {"namespace": "team-b", "name": "a" * 60},
+        ]
+    },
+}
+KEDA = "keda.sh/v1alpha1"
+
+
+def spec(rendered: Rendered, name: str) -> Object:
+    found: Object = rendered.one("Deployment", name)["spec"]
+    return found
+
+
+def test_by_default_neither_runs() -> None:
+    assert [item["metadata"]["name"] for item in render().all("Deployment")] == ["rose-operator"]
+
+
+def test_gateway_and_workers_are_started_with_flags_that_they_know() -> None:
+    rendered = render(VALUES, KEDA)
+    gateway = rendered.container("Deployment", "rose-rewards", "rewards")
+    given = main.parser().parse_args(gateway["args"])
+    assert (given.workers, given.scaler_address) == (0, "0.0.0.0:8101")
+    worker = rendered.container("Deployment", "rose-reward-worker-a", "worker")
+    given_ = remote.parser().parse_args(worker["args"])
+    assert (given_.team, given_.places, worker["image"]) == ("a", 2, "team/a:1")
+    shared = rendered.container("Deployment", "rose-reward-worker-shared", "worker")
+    assert remote.parser().parse_args(shared["args"]).team == ""
+    assert shared["image"] == gateway["image"]
+
+
+def test_the_list_is_one_that_a_gateway_reads(tmp_path: Path) -> None:
+    rendered = render(VALUES, KEDA)
+    (found,) = (one for one in rendered.all("ConfigMap") if "functions.yaml" in one["data"])
+    path = tmp_path / "functions.yaml"
+    path.write_text(found["data"]["functions.yaml"])
+    assert set(functions.read(path)) == set(LIST)
+
+
+def test_keda_scales_each_teams_workers_from_zero_where_the_cluster_has_it() -> None:
+    rendered = render(VALUES, KEDA)
+    scaled = rendered.one("ScaledObject", "rose-reward-worker-a")["spec"]
+    assert (scaled["minReplicaCount"], scaled["maxReplicaCount"]) == (0, 3)
+    (trigger,) = scaled["triggers"]
+    assert trigger["type"] == "external-push"
+    assert trigger["metadata"] == {
+        "scalerAddress": "rose-rewards.rose-system.svc:8101",
+        "team": "a",
+        "places": "2",
+    }
+    assert "replicas" not in spec(rendered, "rose-reward-worker-a"), "an upgrade would reset it"
+    without = render(VALUES)
+    assert without.all("ScaledObject") == []
+    assert spec(without, "rose-reward-worker-a")["replicas"] == 1
+
+
+def test_a_worker_holds_its_teams_token_alone_and_dials_the_gateway_alone() -> None:
+    rendered = render(VALUES, KEDA)
+    pod = spec(rendered, "rose-reward-worker-a")["template"]["spec"]
+    secrets = [one["secret"]["items"] for one in pod["volumes"] if "secret" in one]
+    assert secrets == [[{"key": "a", "path": "token"}]]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    for values in (VALUES, {**VALUES, "networkPolicy": {"enabled": False}}):
+        policy = render(values, KEDA).one("NetworkPolicy", "rose-reward-worker-a")["spec"]
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        assert "ingress" not in policy
+        peers = [peer for rule in policy["egress"] for peer in rule.get("to", ())]
+        assert peers == [
+            {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "rose-rewards"}}}
+        ]
+
+
+def test_nobody_but_keda_reaches_the_scaler() -> None:
+    """It asks for no token."""
+    assert verbs(Listener.SCALER)
+    policy = render(VALUES, KEDA).one("NetworkPolicy", "rose-rewards")["spec"]
+    (rule,) = (one for one in policy["ingress"] if {"port": 8101} in one["ports"])
+    (peer,) = rule["from"]
+    assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
+
+
+def test_batches_stand_beside_their_lease_and_show_its_router_a_token_of_it() -> None:
+    rendered = render(VALUES)
+    for lease in VALUES["batches"]["leases"]:
+        name, namespace = lease["name"], lease["namespace"]
+        found = rendered.one("Deployment", f"batches-{name}")
+        assert found["metadata"]["namespace"] == namespace
+        arguments = found["spec"]["template"]["spec"]["containers"][0]["args"]
+        router = router_name(namespace, name)
+        assert f"--router=http://{router}.rose-routers.svc:8000" in arguments
+        (token,) = (
+            one["projected"]["sources"][0]["serviceAccountToken"]
+            for one in found["spec"]["template"]["spec"]["volumes"]
+            if "projected" in one
+        )
+        (own,) = (
+            one["secret"]
+            for one in found["spec"]["template"]["spec"]["volumes"]
+            if one["name"] == "token"
+        )
+        assert own["items"] == [{"key": name, "path": "token"}]
+        assert token["audience"] == f"rose-lease/{namespace}/{name}"
+    config = rendered.one("ConfigMap", "rose-config")["data"]["router-template.yaml"]
+    template = yaml.safe_load(config)
+    assert "--batches=http://batches-{lease}.{namespace}.svc:8200" in template["container"]["args"]
+    assert "volumes" not in template["podSpec"], "each router has its token from the operator"
+    assert (
+        "--batches" not in render().one("ConfigMap", "rose-config")["data"]["router-template.yaml"]
+    )
+
+
+def test_every_container_of_theirs_is_bounded_and_has_no_right() -> None:
+    rendered = render({**VALUES, "commonLabels": {"cost": "x"}}, KEDA)
+    mine = [
+        one
+        for one in rendered.objects
+        if "reward" in str(one["metadata"]) or (one["metadata"]["name"].startswith("batches-"))
+    ]
+    assert {one["kind"] for one in mine} >= {"Deployment", "Service", "ScaledObject"}
+    for item in mine:
+        assert item["metadata"]["labels"]["cost"] == "x", item["metadata"]["name"]
+        if item["kind"] != "Deployment":
+            continue
+        pod = item["spec"]["template"]["spec"]
+        assert all(one["emptyDir"]["sizeLimit"] for one in pod["volumes"] if "emptyDir" in one)
+        for container in pod["containers"]:
+            assert container["resources"]["limits"]["memory"]
+            rights = container["securityContext"]
+            assert rights["capabilities"] == {"drop": ["ALL"]}
+            assert rights["readOnlyRootFilesystem"] is True
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"rewards": {"enabled": True}}, r"rewards\.functions is empty"),
+        (
+            {"rewards": {"enabled": True, "functions": LIST, "workers": [{"name": "a"}] * 2}},
+            "two are called",
+        ),
+        (
+            {
+                "rewards": {
+                    "enabled": True,
+                    "functions": LIST,
+                    "workers": [{"name": "a", "least": 9}],
+                }
+            },
+            "least 9 is more than most 8",
+        ),
+        ({"batches": {"leases": [{"name": "x"}]}}, "namespace"),
+    ],
+)
+def test_what_could_not_run_is_refused(values: Object, words: str) -> None:
+    with pytest.raises(CommandFailed, match=f"(?s){words}"):
+        Rendered(values)

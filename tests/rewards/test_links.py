@@ -1,0 +1,174 @@
+"""Rewards that pods' workers compute: real gateway and worker processes, no cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+
+from rose_cli.main import main as rose
+from rose_rewards.gateway import Gateway
+from rose_rewards.links import LinkedWorkers
+from rose_rewards.main import running
+from tests.host.helpers import until
+from tests.rewards.test_gateway import Rewards, folder, own
+
+__all__ = ["folder"]
+
+
+@contextlib.asynccontextmanager
+async def gateway(folder: Path, listed: Mapping[str, object]) -> AsyncIterator[Rewards]:
+    """A gateway without workers of its own; team a, and the functions of nobody."""
+    (folder / "functions.yaml").write_text(yaml.safe_dump(dict(listed)))
+    (folder / "work").write_text("a work-a\nshared work-shared\n")
+    (folder / "work-a").write_text("work-a\n")
+    (folder / "work-shared").write_text("work-shared\n")
+    (folder / "tokens").write_text("a word-a\nb word-b\n")
+    async with (
+        aiohttp.ClientSession() as session,
+        running(
+            folder / "functions.yaml",
+            workers=0,
+            token_file=folder / "tokens",
+            work_token_file=folder / "work",
+            target=2.0,
+        ) as (found, port),
+    ):
+        yield Rewards(found, f"http://127.0.0.1:{port}/v1/rewards", session)
+
+
+@contextlib.asynccontextmanager
+async def worker(
+    rewards: Rewards, folder: Path, team: str, places: int = 1
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    words = [f"--gateway={rewards.url.removesuffix('/v1/rewards')}", f"--places={places}"]
+    words += [f"--functions={folder / 'functions.yaml'}", f"--team={team}"]
+    words += [f"--token-file={folder / ('work-' + (team or 'shared'))}"]
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rose_cli.main", "reward-worker", *words), start_new_session=True
+    )
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+
+
+async def places(found: Gateway, team: str, number: int) -> None:
+    async def there() -> bool:
+        assert isinstance(found.pool, LinkedWorkers)
+        return found.pool.places(team) == number
+
+    await until(there, f"{number} places of {team or 'nobody'}")
+
+
+async def test_a_worker_serves_the_functions_of_its_team_and_no_others(folder: Path) -> None:
+    listed = {"mine": own(folder, "noisy", team="a"), "exact": {"rule": "exact"}}
+    async with gateway(folder, listed) as rewards, worker(rewards, folder, "a"):
+        await places(rewards.gateway, "a", 1)
+        status, said = await rewards.ask("word-a", function="mine")
+        assert (status, said["outcome"], said["reward"]) == (200, "scored", 0.25)
+        other = asyncio.create_task(
+            rewards.ask("word-b", function="exact", trajectory="u", answer="1", expected="1")
+        )
+        again = await rewards.ask("word-a", function="mine", trajectory="v")
+        assert again[1]["outcome"] == "scored", "what waits for others holds nobody up"
+        assert not other.done(), "team a's worker computes nothing of nobody's"
+        assert rewards.gateway.wish(2.0, "") == 1
+        assert rewards.gateway.wish(2.0, "a") == 0
+        async with worker(rewards, folder, ""):
+            assert (await other)[1] == {**(await other)[1], "outcome": "scored", "reward": 1.0}
+
+
+async def test_a_stranger_serves_nothing(folder: Path) -> None:
+    async with gateway(folder, {"exact": {"rule": "exact"}}) as rewards:
+        url = rewards.url.replace("/v1/rewards", "/v1/work")
+        for token in ("", "word-a", "work-b"):
+            shown = {"Authorization": f"Bearer {token}"}
+            async with rewards.session.get(url, headers=shown) as reply:
+                assert reply.status == 401
+        async with rewards.session.get(
+            f"{url}?places=0", headers={"Authorization": "Bearer work-a"}
+        ) as reply:
+            assert (reply.status, "1 to 1024" in await reply.text()) == (400, True)
+
+
+async def test_a_worker_that_is_killed_loses_and_doubles_nothing(folder: Path) -> None:
+    listed = {"sleep": own(folder, "sleep", team="a", tries=3)}
+    async with gateway(folder, listed) as rewards:
+        asked = [
+            asyncio.create_task(
+                rewards.ask("word-a", function="sleep", trajectory=f"t{number}", data=0.3)
+            )
+            for number in range(12)
+        ]
+        async with worker(rewards, folder, "a", 2) as first, worker(rewards, folder, "a", 2):
+            await places(rewards.gateway, "a", 4)
+
+            async def begun() -> bool:
+                return rewards.gateway.verifications <= 10
+
+            await until(begun, "two have their results")
+            os.killpg(first.pid, signal.SIGKILL)
+            said = [found for _, found in await asyncio.gather(*asked)]
+        assert [one["outcome"] for one in said] == ["scored"] * 12
+        again = [
+            await rewards.ask("word-a", function="sleep", trajectory=f"t{number}", data=0.3)
+            for number in range(12)
+        ]
+        assert [found for _, found in again] == said
+
+
+async def test_a_worker_that_is_told_to_go_finishes_what_it_has(folder: Path) -> None:
+    mark = folder / "out" / "go"
+    listed = {"wait": own(folder, "wait", team="a", tries=1)}
+    async with gateway(folder, listed) as rewards, worker(rewards, folder, "a", 2) as child:
+        await places(rewards.gateway, "a", 2)
+        asked = asyncio.create_task(rewards.ask("word-a", function="wait", data=str(mark)))
+
+        async def running_() -> bool:
+            return rewards.gateway.verifications == 1
+
+        await until(running_, "it runs")
+        child.terminate()
+        await places(rewards.gateway, "a", 0)
+        assert not asked.done()
+        mark.touch()
+        assert (await asked)[1]["outcome"] == "scored", "one try, and it was not cut short"
+        assert await child.wait() == 0
+
+
+async def test_what_overruns_or_fails_in_a_pod_is_told_as_here(folder: Path) -> None:
+    names = ("sleep", "fail", "die")
+    listed = {name: own(folder, name, team="a", seconds=0.5) for name in names}
+    async with gateway(folder, listed) as rewards, worker(rewards, folder, "a"):
+        said = {
+            name: (await rewards.ask("word-a", function=name, trajectory=name, data=60))[1]
+            for name in names
+        }
+        assert said["sleep"]["reason"].startswith("TimedOut")
+        assert said["fail"]["reason"] == "WorkerEnded: ValueError: no such case (tried 2 times)"
+        assert "exit code -9 (tried 2 times)" in said["die"]["reason"]
+        await places(rewards.gateway, "a", 1)
+
+
+def test_a_worker_without_functions_and_an_open_gateway_do_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "f.yaml").write_text("exact: {rule: exact}")
+    (tmp_path / "t").write_text("a b\n")
+    listed = f"--functions={tmp_path / 'f.yaml'}"
+    assert rose(["reward-worker", listed, "--team=a", "--gateway=http://127.0.0.1:1"]) == 1
+    assert "has no function" in capsys.readouterr().err
+    words = ["--address=0.0.0.0:0", "--workers=0", f"--token-file={tmp_path / 't'}"]
+    assert rose(["rewards", listed, *words]) == 1
+    assert "give --work-token-file" in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""What KEDA hears: its own methods over real gRPC, of a gateway whose rewards wait."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import yaml
+
+from rose_rewards import keda
+from rose_rewards.gateway import Reward
+from rose_rewards.main import running
+from rose_wire.ports import free_port
+
+MESSAGES = keda.MESSAGES
+
+
+async def ask(channel: grpc.aio.Channel, name: str, request: Any, reply: str) -> Any:  # noqa: ANN401
+    call = channel.unary_unary(
+        f"/{keda.SERVICE}/{name}",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=MESSAGES[reply].FromString,
+    )
+    return await call(request, timeout=10)
+
+
+async def test_keda_hears_of_the_first_reward_at_once_and_of_how_many_are_wished_for(
+    tmp_path: Path,
+) -> None:
+    listed = {"mine": {"rule": "exact", "team": "a"}, "other": {"rule": "exact", "team": "b"}}
+    (tmp_path / "f.yaml").write_text(yaml.safe_dump(listed))
+    address = f"127.0.0.1:{free_port()}"
+    async with running(tmp_path / "f.yaml", workers=0, target=1.0, scaler_address=address) as (
+        gateway,
+        _,
+    ):
+        gateway._times.extend([0.5] * 9)  # as many have taken half a second
+        reference = MESSAGES["ScaledObjectRef"](
+            name="a", namespace="n", scalerMetadata={"team": "a", "places": "2"}
+        )
+        async with grpc.aio.insecure_channel(address) as channel:
+            stream = channel.unary_stream(
+                f"/{keda.SERVICE}/StreamIsActive",
+                request_serializer=lambda message: message.SerializeToString(),
+                response_deserializer=MESSAGES["IsActiveResponse"].FromString,
+            )(reference)
+            said = aiter(stream)
+            assert (await anext(said)).result is False
+            asked = [
+                asyncio.create_task(
+                    gateway.score(Reward(trajectory=f"t{n}", function="mine", answer=""), "a")
+                )
+                for n in range(8)
+            ]
+            async with asyncio.timeout(10):
+                assert (await anext(said)).result is True
+            found = await ask(channel, "GetMetricSpec", reference, "GetMetricSpecResponse")
+            (spec,) = found.metricSpecs
+            assert (spec.metricName, spec.targetSizeFloat) == (keda.METRIC, 2.0)
+            request = MESSAGES["GetMetricsRequest"](scaledObjectRef=reference)
+            (value,) = (
+                await ask(channel, "GetMetrics", request, "GetMetricsResponse")
+            ).metricValues
+            assert (value.metricName, value.metricValueFloat >= 4.0) == (keda.METRIC, True)
+            other = MESSAGES["ScaledObjectRef"](scalerMetadata={"team": "b"})
+            assert not (await ask(channel, "IsActive", other, "IsActiveResponse")).result
+            for one in asked:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            stream.cancel()
