@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import msgspec
 
+from rose_demo.costs import CostSummary, costs, money
 from rose_demo.errors import AlreadyRunning, DemoError
 from rose_demo.measure import measure
 from rose_demo.options import Options, parse
@@ -54,12 +55,17 @@ def write(recording: Recording, findings: Findings, out: Path) -> None:
     (out / "recording.json").write_bytes(msgspec.json.encode(recording))
 
 
-def conclusion(findings: Findings, out: Path) -> list[str]:
+def conclusion(findings: Findings, out: Path, found: CostSummary | None = None) -> list[str]:
     """Last lines of the run."""
     lines = []
     for verdict in findings.verdicts:
         lines.append(f"{verdict.word:<9} {verdict.promise}")
         lines += [f"          {check.word:<9} {check.text}" for check in verdict.checks]
+    if found is not None and found.factors is not None:
+        lines.append(
+            f"a correct answer cost {money(found.factors.total)} of a GPU-hour: {found.correct} of "
+            f"{found.accepted} accepted, bill {money(found.bill.total)}"
+        )
     return [*lines, f"report: {out / 'report.html'}"]
 
 
@@ -80,7 +86,8 @@ def run(options: Options, node: Node, scratch: Path) -> int:
             stack.save_logs(options.out / "logs")
     findings = judge(recording)
     write(recording, findings, options.out)
-    say("\n".join(conclusion(findings, options.out)))
+    found = costs(recording, findings.attainments)
+    say("\n".join(conclusion(findings, options.out, found)))
     return findings.exit_code
 
 

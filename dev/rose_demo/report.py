@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from rose_demo.charts import all_charts
+from rose_demo.costs import costs, section
 from rose_demo.records import Agents, Recording
 from rose_demo.statistics import Attainment, Comparison
 from rose_demo.verdicts import CheckResult, Findings, PromiseVerdict, of_event, show
@@ -41,6 +42,7 @@ def summary(recording: Recording, findings: Findings) -> dict[str, Any]:
             verdict.promise: [f"{check.word}: {check.text}" for check in verdict.checks]
             for verdict in findings.verdicts
         },
+        "costs": costs(recording, findings.attainments),
         "exit_code": findings.exit_code,
         "requests": len(recording.requests),
         "evaluation": dict(evaluations[-1]) if evaluations else None,
@@ -76,6 +78,7 @@ def page(recording: Recording, findings: Findings) -> str:
         _attainments(findings.attainments),
         _classes(recording),
         _agents(recording.agents),
+        section(costs(recording, findings.attainments)),
         _story(recording),
         _notes(recording),
         "</main></body></html>",

@@ -58,7 +58,9 @@ def provide(say: Say = print) -> Path:
     if shutil.which("go") is None:
         message = "no Go compiler on PATH, needed to build KEDA; install Go >= 1.26"
         raise BuildFailed(message)
-    say(f"[keda] building {KEDA} into {folder()} (once; a quarter of an hour, 2 GB of modules)")
+    say(
+        f"[keda] building {KEDA} into {folder()} (once; 2 GB of modules, and a quarter of an hour or more)"
+    )
     making = folder().with_name(f".making-{KEDA}")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)

@@ -204,6 +204,7 @@ class LeaseClient:
         dropped: Mapping[str, float] | None = None,
         withdrawn: Sequence[str] = (),
         cut: Sequence[str] = (),
+        correct: Sequence[str] = (),
     ) -> None:
         """Say what became of trajectories: the router's bias meter knows by nothing else.
 
@@ -212,12 +213,14 @@ class LeaseClient:
             dropped: the same of those that were too old or of unknown version.
             withdrawn: keys of those that nobody needs any more.
             cut: keys of those that were too late for their group: dropped, with no reward known.
+            correct: keys of those trained on whose answers were correct.
         """
         said = {
             "trained": list(trained or ()),
             "dropped": [*(dropped or ()), *cut],
             "withdrawn": list(withdrawn),
             "rewards": {**(trained or {}), **(dropped or {})},
+            "correct": list(correct),
         }
         if not (trained or dropped or withdrawn or cut):
             return

@@ -4,6 +4,7 @@
 |---|---|
 | start | settings of the run |
 | step | step, reward, version, lag, staleness, tokens, turns, ratio_mean, truncated_share, ... |
+| | and of those trained on: trained (how many), correct, kept (their tokens) |
 | round | with ``--rounds``: kind, groups; episodes trained, cut, stale, put_off; inclusion |
 | publish | step, version, changed_share, bytes |
 | evaluation | ``evaluate.Evaluation``; ``final`` on the last |

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from examples.grpo.client import LeaseClient, Turn
 from examples.grpo.errors import OutOfTime
-from examples.grpo.task import ANSWER_TOKENS, TURNS, Task, draw
+from examples.grpo.task import ANSWER_TOKENS, TURNS, Task, draw, right
 from rose_core.identity import WeightVersion
 from rose_core.rollouts import versions
 
@@ -52,6 +52,11 @@ class Trajectory:
     def reward(self) -> float:
         """Mean over the turns."""
         return sum(self.rewards) / len(self.rewards)
+
+    @property
+    def correct(self) -> bool:
+        """Whether every turn was right, as the environment told it."""
+        return all(right(reward) for reward in self.rewards)
 
     def versions(self) -> set[str]:
         """Labels of every version that sampled a token."""
@@ -202,7 +207,8 @@ class Sampler:
         trained = {member.key: member.reward for group in groups for member in group}
         dropped, self._stale = self._stale, {}
         self._open -= trained.keys() | dropped.keys()
-        await self._client.report(trained, dropped)
+        correct = [member.key for group in groups for member in group if member.correct]
+        await self._client.report(trained, dropped, correct=correct)
 
     async def close(self) -> None:
         """End everything in flight: turns that run end, none begins; the rest is withdrawn."""

@@ -88,6 +88,7 @@ class RoundSampler:
         self._stale: dict[str, float] = {}
         self._cut: list[str] = []
         self._withdrawn: list[str] = []
+        self._correct: list[str] = []
         self._round = _RoundCounts()
         self._given = False
         self.statistics = SamplerStatistics()
@@ -114,6 +115,7 @@ class RoundSampler:
     async def report(self, groups: Sequence[Group]) -> None:
         """Say what became of the episodes of this round and of those before that gave no group."""
         trained = {member.key: member.reward for group in groups for member in group}
+        self._correct = [member.key for group in groups for member in group if member.correct]
         await self._say(trained)
 
     async def close(self) -> None:
@@ -126,9 +128,10 @@ class RoundSampler:
 
     async def _say(self, trained: dict[str, float]) -> None:
         stale, self._stale = self._stale, {}
+        correct, self._correct = self._correct, []
         cut, self._cut = self._cut, []
         withdrawn, self._withdrawn = self._withdrawn, []
-        await self._client.report(trained, stale, withdrawn, cut)
+        await self._client.report(trained, stale, withdrawn, cut, correct)
 
     def _prompts(self) -> Iterator[_Prompt]:
         """Fresh tasks until something fails for good: the rounds then come to their end."""

@@ -185,6 +185,9 @@ class Run:
             staleness_max=max(ages),
             tokens=self.counters.tokens,
             turns=self.counters.turns,
+            trained=len(members),
+            correct=sum(member.correct for member in members),
+            kept=sum(len(turn.tokens) for member in members for turn in member.turns),
             turn_seconds=float(
                 np.median([turn.seconds for member in members for turn in member.turns])
             ),

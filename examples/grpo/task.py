@@ -51,13 +51,18 @@ class Task:
 
     def observation(self, turn: int, answer: Sequence[int]) -> list[int]:
         """What the environment says after ``answer`` in ``turn`` (0-based, not the last)."""
-        verdict = _RIGHT if self.reward(turn, answer) > 1 / 2 else _WRONG
+        verdict = _RIGHT if right(self.reward(turn, answer)) else _WRONG
         return [verdict, _SIGN_BASE + self.signs[turn + 1]]
 
     def reward(self, turn: int, answer: Sequence[int]) -> float:
         """Share of the turn's tokens in the demanded family, 0..1; 0 for no tokens."""
         right = sum(token % FAMILIES == self.signs[turn] for token in answer)
         return right / max(len(answer), 1)
+
+
+def right(reward: float) -> bool:
+    """Whether a turn of that reward was right: most of its tokens were of the demanded family."""
+    return reward > 1 / 2
 
 
 def draw(random_source: random.Random) -> Task:

@@ -74,7 +74,9 @@ class FakeClient:
         trained: Mapping[str, float] | None = None,
         dropped: Mapping[str, float] | None = None,
         withdrawn: Sequence[str] = (),
+        correct: Sequence[str] = (),
     ) -> None:
+        assert set(correct) <= set(trained or ())
         self.reports.append((sorted(trained or {}), sorted(dropped or {}), list(withdrawn)))
 
     async def finished(self, session_key: str) -> None:

@@ -54,7 +54,9 @@ class FakeClient:
         dropped: Mapping[str, float] | None = None,
         withdrawn: Sequence[str] = (),
         cut: Sequence[str] = (),
+        correct: Sequence[str] = (),
     ) -> None:
+        assert set(correct) <= set(trained or ())
         kinds = {"trained": trained, "dropped": dropped, "withdrawn": withdrawn, "cut": cut}
         for kind, keys in kinds.items():
             self.said.setdefault(kind, []).extend(keys or ())

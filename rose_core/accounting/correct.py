@@ -1,0 +1,138 @@
+"""What a correct answer cost, taken apart into what drives it, so that the parts give the bill.
+
+    cost per correct = price per token x answer x reasoning x rollout ratio / accept rate
+
+| factor | is | unit |
+|---|---|---|
+| price per token | the bill over the tokens sampled; of each tier too | money |
+| answer | tokens of an accepted trajectory's answers, without reasoning | tokens |
+| reasoning multiplier | tokens of an accepted trajectory over those of its answers | 1 or more |
+| rollout ratio | tokens sampled for each that was trained on | 1 or more |
+| accept rate | correct answers of the trajectories trained on | 0 to 1 |
+
+The tokens are counted on both sides: sampled ones by engines, trained ones by the trainer. Money is
+in micro-units. What nobody counted is None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose_core.accounting.cost import Cost
+from rose_core.accounting.ledger import Tier
+
+_MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Tokens of a run, each counted by whom it concerns.
+
+    Attributes:
+        by_tier: sampled by engines.
+        trained: in trajectories that were trained on, by the trainer.
+        reasoning: of those, tokens before the answers; None = the model's turns are answers.
+    """
+
+    by_tier: dict[Tier, int]
+    trained: int
+    reasoning: int | None = None
+
+    @property
+    def produced(self) -> int:
+        """Of both tiers."""
+        return sum(self.by_tier.values())
+
+
+@dataclass(frozen=True)
+class CostCorrect:
+    """The factors; ``total`` multiplies them again."""
+
+    per_million: dict[Tier, float]
+    share: dict[Tier, float]
+    answer_tokens: float
+    reasoning: float
+    rollout_ratio: float
+    accept_rate: float
+
+    @property
+    def blended(self) -> float:
+        """Micro-units per million tokens of both tiers."""
+        return sum(price * self.share[tier] for tier, price in self.per_million.items())
+
+    @property
+    def total(self) -> float:
+        """Micro-units per correct answer."""
+        tokens = self.answer_tokens * self.reasoning * self.rollout_ratio / self.accept_rate
+        return self.blended / _MILLION * tokens
+
+    def borrowed_threshold(self, other: float) -> float | None:
+        """Price of a million borrowed tokens up to which a correct answer costs ``other`` at most.
+
+        Below zero: it costs more than that even if borrowing is free. None: nothing was borrowed.
+        """
+        borrowed = self.share.get(Tier.BORROWED, 0.0)
+        if not borrowed:
+            return None
+        tokens = self.total / self.blended if self.blended else 0.0
+        if not tokens:
+            return None
+        rest = self.blended - self.per_million.get(Tier.BORROWED, 0.0) * borrowed
+        return (other / tokens - rest) / borrowed
+
+
+def taken_apart(bill: Cost, tokens: Sampled, accepted: int, correct: int) -> CostCorrect | None:
+    """The factors of a run; None where one of them is unknown: no token, none correct.
+
+    Args:
+        bill: what was paid. What lending did to serving and its weights' network belong to the
+            borrowed tokens, and dedicated GPUs, the trainer's too, to the dedicated ones.
+        tokens: that were sampled and trained on.
+        accepted: trajectories trained on.
+        correct: correct answers among them.
+    """
+    paid = {
+        Tier.DEDICATED: bill.dedicated,
+        Tier.BORROWED: bill.borrowed + bill.violations + bill.network,
+    }
+    produced = tokens.produced
+    if not produced or not tokens.trained or not accepted or not correct:
+        return None
+    used = {tier: count for tier, count in tokens.by_tier.items() if count}
+    if any(amount and tier not in used for tier, amount in paid.items()):
+        # Nothing carries what that tier cost: by tier there is no price then.
+        used_paid = {next(iter(used)): sum(paid.values())}
+    else:
+        used_paid = {tier: paid[tier] for tier in used}
+    answers = tokens.trained - (tokens.reasoning or 0)
+    if answers <= 0:
+        return None
+    return CostCorrect(
+        per_million={tier: used_paid.get(tier, 0.0) / used[tier] * _MILLION for tier in used},
+        share={tier: count / produced for tier, count in used.items()},
+        answer_tokens=answers / accepted,
+        reasoning=tokens.trained / answers,
+        rollout_ratio=produced / tokens.trained,
+        accept_rate=correct / accepted,
+    )
+
+
+def violation_price(replica_hour: int, replicas: int, hours: float, requests: int) -> float | None:
+    """What a request is worth at least: what its pool's GPUs cost, by the requests they served.
+
+    Args:
+        replica_hour: micro-units of one replica's GPUs for an hour.
+        replicas: of the pool.
+        hours: over which requests were counted.
+        requests: served; None comes of none.
+    """
+    return replica_hour * replicas * hours / requests if requests else None
+
+
+def reserve_price(replica_hour: int, replicas: int, hours: float, share: float) -> float:
+    """The reserve's opportunity cost at most: serving's GPUs by the share of memory kept back.
+
+    It is what that memory would be worth if serving turned all of it into as much more admitted
+    load, which it does where it queues for memory and does not elsewhere.
+    """
+    return replica_hour * replicas * hours * share

@@ -1,0 +1,75 @@
+"""The demo's section on cost, on a recording whose figures are known."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import msgspec
+import pytest
+
+from rose_core.accounting.ledger import Tier
+from rose_demo.costs import costs, late_requests, rows, section
+from rose_demo.records import Recording
+from rose_demo.statistics import Attainment
+from rose_demo.verdicts import judge
+
+
+@pytest.fixture
+def recording(synthetic: ModuleType) -> Recording:
+    found: Recording = synthetic.recording()
+    return found
+
+
+def test_the_factors_give_the_bill_within_one_percent(recording: Recording) -> None:
+    found = costs(recording, judge(recording).attainments)
+    assert found is not None
+    assert found.factors is not None
+    steps = [one for one in recording.training if one["event"] == "step"]
+    assert found.accepted == 32 * len(steps)
+    assert 0 < found.correct < found.accepted
+    assert found.gap is not None
+    assert found.gap < 0.01
+    assert found.factors.total * found.correct == pytest.approx(found.bill.total, rel=0.01)
+    assert found.bill.dedicated == pytest.approx(2 * 240 / 3600 * 1e6, rel=0.01), "trainer too"
+    assert set(found.factors.per_million) == {Tier.DEDICATED, Tier.BORROWED}
+    assert found.violation is not None
+    assert found.violation > 0, "a late request has a price, and it is not 0"
+
+
+def test_the_section_says_each_factor_and_what_it_costs_serving(recording: Recording) -> None:
+    found = costs(recording, judge(recording).attainments)
+    assert found is not None
+    text = section(found)
+    for words in (
+        "cost of a correct answer",
+        "a million borrowed tokens",
+        "reasoning multiplier",
+        "rollout ratio",
+        "accept rate",
+        "price of a late request",
+        "price of the reserve",
+    ):
+        assert words in text
+    assert len(rows(found)) > 12
+
+
+def test_what_was_not_recorded_is_unknown(recording: Recording) -> None:
+    assert costs(Recording(settings=recording.settings), {}) is None
+    assert "Unknown" in section(None)
+    none = msgspec.structs.replace(
+        recording, training=tuple({**one, "correct": 0} for one in recording.training)
+    )
+    found = costs(none, {})
+    assert found is not None
+    assert found.factors is None
+    assert "unknown" in section(found)
+
+
+def test_only_what_is_late_beyond_the_withheld_windows_is_lendings() -> None:
+    def met(share: float) -> Attainment:
+        return Attainment(count=100, met=share, ttft_s=None, tpot_s=None)
+
+    both = {"lent, lent windows": met(0.9), "lent, withheld windows": met(0.95)}
+    assert late_requests(both) == 5
+    assert late_requests({**both, "lent, lent windows": met(1.0)}) == 0
+    assert late_requests({}) == 0
