@@ -58,9 +58,7 @@ def provide(say: Say = print) -> Path:
     if shutil.which("go") is None:
         message = "no Go compiler on PATH, needed to build KEDA; install Go >= 1.26"
         raise BuildFailed(message)
-    say(
-        f"[keda] building {KEDA} into {folder()} (once; 2 GB of modules, many minutes)"
-    )
+    say(f"[keda] building {KEDA} into {folder()} (once; 2 GB of modules, many minutes)")
     making = folder().with_name(f".making-{KEDA}")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
