@@ -44,7 +44,7 @@ class Verification(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class VerificationResult(msgspec.Struct, frozen=True):
     """What came of it.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Link:
     team: str
     places: int
     socket: web.WebSocketResponse
-    running: dict[int, asyncio.Future[Verdict]] = field(default_factory=dict)
+    running: dict[int, asyncio.Future[VerificationResult]] = field(default_factory=dict)
     leaving: bool = False
 
     @property
@@ -112,7 +112,7 @@ class LinkedWorkers:
         """
         link = await self._free(self.functions[name].team)
         number = next(self._numbers)
-        answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[VerificationResult] = asyncio.get_running_loop().create_future()
         link.running[number] = answer
         try:
             given = Verification(number, name, msgspec.Raw(body), seconds)
@@ -179,9 +179,9 @@ class LinkedWorkers:
 
     def _hear(self, link: _Link, data: bytes) -> None:
         try:
-            said = msgspec.json.decode(data, type=Verdict)
+            said = msgspec.json.decode(data, type=VerificationResult)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            said = Verdict(ended=f"the worker wrote no answer: {error}")
+            said = VerificationResult(ended=f"the worker wrote no answer: {error}")
         if said.leaving:
             link.leaving = True
             metrics.WORKERS.labels(link.team).set(self.places(link.team))

@@ -25,7 +25,7 @@ from rose_rewards import functions
 from rose_rewards.errors import BadFunctions, RewardsError, WorkerEnded
 from rose_rewards.functions import RewardFunction
 from rose_rewards.homes import homes
-from rose_rewards.links import BEAT_SECONDS, Verdict, Verification
+from rose_rewards.links import BEAT_SECONDS, VerificationResult, Verification
 from rose_rewards.pool import WorkerPool
 from rose_wire import flags
 from rose_wire.daemon import stop_signal
@@ -101,7 +101,7 @@ class RemoteWorker:
     async def _leave(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         await self.stop.wait()
         with contextlib.suppress(ConnectionError):
-            await socket.send_bytes(msgspec.json.encode(Verdict(leaving=True)))
+            await socket.send_bytes(msgspec.json.encode(VerificationResult(leaving=True)))
             # What was given before the gateway heard of it comes with the next beat at the latest.
             await asyncio.sleep(_LEAST_PAUSE)
             while self._running:
@@ -111,11 +111,11 @@ class RemoteWorker:
     async def _answer(self, socket: aiohttp.ClientWebSocketResponse, given: Verification) -> None:
         try:
             said, took = await self.pool.verify(given.function, bytes(given.body), given.seconds)
-            verdict = Verdict(given.number, said=said, seconds=took)
+            verdict = VerificationResult(given.number, said=said, seconds=took)
         except TimeoutError:
-            verdict = Verdict(given.number, overran=True)
+            verdict = VerificationResult(given.number, overran=True)
         except (WorkerEnded, OSError, KeyError) as error:
-            verdict = Verdict(given.number, ended=str(error) or type(error).__name__)
+            verdict = VerificationResult(given.number, ended=str(error) or type(error).__name__)
         with contextlib.suppress(ConnectionError):
             await socket.send_bytes(msgspec.json.encode(verdict))
 
