@@ -25,7 +25,7 @@ from rose_rewards import functions
 from rose_rewards.errors import BadFunctions, RewardsError, WorkerEnded
 from rose_rewards.functions import RewardFunction
 from rose_rewards.homes import homes
-from rose_rewards.links import BEAT_SECONDS, VerificationResult, Verification
+from rose_rewards.links import BEAT_SECONDS, Verification, VerificationResult
 from rose_rewards.pool import WorkerPool
 from rose_wire import flags
 from rose_wire.daemon import stop_signal
