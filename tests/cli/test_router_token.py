@@ -6,8 +6,25 @@ from pathlib import Path
 
 import pytest
 
+from rose_batches import main as batches
 from rose_cli.ops import router_token
+from rose_trainer.adapters import ingest
 from rose_wire.bearer import BATCHES, INGEST, lease_token, service_token
+
+
+def test_its_help_names_the_flag_that_each_service_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        router_token.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for verb, flag, flags in (
+        ("batches", "--token-file", batches.parser()),
+        ("ingest", "--caller-token-file", ingest.parser()),
+    ):
+        assert f"`rose {verb} {flag}`" in said
+        assert flag in flags.format_help()
 
 
 def test_each_use_of_a_lease_has_a_word_of_its_own(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shlex
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -16,15 +18,27 @@ import torch
 from aiohttp import web
 from safetensors.torch import save_file
 
+from rose_cli.ops import router_token
 from rose_core.delta.bits import Bits
 from rose_core.identity import WeightVersion
-from rose_trainer.adapters.ingest import Ingest, Publishes, TrainerState, main, read_checkpoint
+from rose_trainer.adapters.ingest import (
+    Ingest,
+    Publishes,
+    TrainerState,
+    main,
+    parser,
+    read_checkpoint,
+)
 from rose_trainer.errors import NotPublished
 from rose_trainer.publisher import Publisher
 from rose_weights.bundle import Bundle
 from rose_weights.send.deltadirs import DeltaDirWriter
+from rose_wire.bearer import INGEST, service_token
+from rose_wire.flags import refuse_open
 from tests.trainer.test_publisher import RunningStore
 from tests.weights.models import apply_bundle
+
+PAGES = Path(__file__).parents[2] / "docs" / "trainers"
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
@@ -132,6 +146,43 @@ def test_a_run_that_cannot_be_is_refused_without_a_store(
     assert "'R_' is no run name" in capsys.readouterr().err
     with pytest.raises(ValueError, match="'R_' is no run name"):
         Publisher("127.0.0.1:1", "R_")
+
+
+def test_it_listens_to_nobody_else_without_a_word_for_callers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The store's word is nothing that callers show."""
+    (store := tmp_path / "store.token").write_text("word")
+    flags = ["--store", "127.0.0.1:1", "--run", "run", "--root", str(tmp_path)]
+    assert main([*flags, "--token-file", str(store), "--address", "0.0.0.0:0"]) == 1
+    said = capsys.readouterr().err
+    assert "--address 0.0.0.0:0: everybody could publish weights" in said
+    assert said.rstrip().endswith("give --caller-token-file")
+
+
+@pytest.mark.parametrize("page", ["README.md", "slime.md"])
+async def test_the_pages_commands_have_the_router_heard_and_nobody_else(
+    page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (PAGES / "README.md").read_text()
+    (made,) = re.findall(r"\$ rose router token (.*) > (\S+)", text)
+    (tmp_path / "token").write_text("installation")
+    words = [str(tmp_path / "token") if one == "token" else one for one in shlex.split(made[0])]
+    assert router_token.main(words) == 0
+    word = capsys.readouterr().out
+    assert word.strip() == service_token("installation", "research/grpo", INGEST)
+    (command,) = re.findall(r"    rose ingest (--(?:.*\\\n)*.*)", (PAGES / page).read_text())
+    given = parser().parse_args(shlex.split(command.replace("\\\n", "")))
+    assert given.caller_token_file == Path(made[1])
+    assert given.token_file != given.caller_token_file, "the router's word is none for the store"
+    refuse_open(given.address, given.caller_token_file, "")
+
+    class Nobody:
+        """No push reaches it."""
+
+    async with serving(Nobody(), tmp_path, word.strip()) as url:  # type: ignore[arg-type]
+        for shown, status in ((word.strip(), 400), ("installation", 401)):
+            assert (await post(url, {}, Authorization=f"Bearer {shown}"))[0] == status
 
 
 def test_a_store_that_does_not_answer_is_named_while_it_is_asked_and_at_the_end(

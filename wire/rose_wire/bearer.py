@@ -26,7 +26,8 @@ def lease_token(installation: str, lease: str) -> str:
 
 
 BATCHES, INGEST = "batches", "ingest"
-"""Of ``service_token``: ``rose batches`` and ``rose ingest``, which serve one lease's router."""
+"""Of ``service_token``: what serves one lease's router and hears it alone, ``rose batches
+--token-file`` and ``rose ingest --caller-token-file``."""
 
 
 def service_token(installation: str, lease: str, service: str) -> str:

@@ -3,7 +3,8 @@
 Agents get it with their grants. The host of a dedicated engine lives elsewhere, so the platform
 makes it, from the installation's token, and hands it to the team: it opens the router of that lease
 and nothing else, and tells nothing of the installation's. With ``--for batches`` or ``--for
-ingest`` it is what the router shows to that process of its lease, which then hears it alone.
+ingest`` it is what the router shows to that process of its lease, which then hears it alone: ``rose
+batches --token-file``, ``rose ingest --caller-token-file``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def main(argv: list[str]) -> int:
         "--for",
         dest="service",
         choices=[BATCHES, INGEST],
-        help="what the lease's router shows to that service, for its --token-file",
+        help="what the lease's router shows to that service: `rose batches --token-file`, "
+        "`rose ingest --caller-token-file`",
     )
     given = parser.parse_args(argv)
     try:

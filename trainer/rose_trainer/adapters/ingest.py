@@ -42,7 +42,16 @@ from rose_weights.errors import Damaged
 from rose_weights.send.deltadirs import INDEX, DeltaDir
 from rose_wire.daemon import listen, stop_signal
 from rose_wire.errors import Refused, Unavailable
-from rose_wire.flags import above_zero, amount, complaint, listener, run, target, token
+from rose_wire.flags import (
+    above_zero,
+    amount,
+    complaint,
+    listener,
+    refuse_open,
+    run,
+    target,
+    token,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -312,7 +321,11 @@ def parser() -> argparse.ArgumentParser:
     add("--token-file", type=Path, help="bearer token of the store")
     add("--root", type=Path, action="append", required=True, help="folder of checkpoints; repeat")
     add("--address", type=listener, default="127.0.0.1:7500", help="host:port to listen on")
-    add("--caller-token-file", type=Path, help="bearer token that the router must bring")
+    add(
+        "--caller-token-file",
+        type=Path,
+        help="bearer token that the router must bring (--ingest-token-file)",
+    )
     add(
         "--base",
         type=Path,
@@ -349,6 +362,12 @@ def main(argv: list[str]) -> int:
     given = parser().parse_args(argv)
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
+        refuse_open(
+            given.address,
+            given.caller_token_file,
+            "everybody could publish weights",
+            give="--caller-token-file",
+        )
         own, callers = token(given.token_file), token(given.caller_token_file)
         dtype = getattr(torch, given.dtype) if given.dtype else None
         base = TrainerState.base(given.base) if given.base else None
