@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.errors import GroupError, HostError
-from rose_agent.host import privilege_split, process
+from rose_agent.devices.driver import DriverVersion
+from rose_agent.devices.static import StaticDriver
+from rose_agent.errors import DeviceError, GroupError, HostError, QueryFailed
+from rose_agent.host import kernel_caches, privilege_split, process
 from rose_agent.host.accounts import COUNT, Account, Accounts
 from rose_agent.host.arguments import limiter_of, limits_of, parser
+from rose_agent.host.assembly import HostPrivileges, NodeFacts
 from rose_agent.host.helper.client import HelpedAccounts, Helper
 from rose_agent.host.helper.messages import Forget, Move, Quota, Reap, Release, Spawn, Steer, Take
 from rose_agent.host.launchers import EngineProgram
@@ -50,8 +54,12 @@ def begun(rundir: Path, python: Path, *more: str) -> Helper:
     return Helper(*privilege_split.begin(arguments(rundir, python, *more)))
 
 
+def freezer_of(rundir: Path) -> Freezer:
+    return freezers.detect("auto", scope=str(rundir.resolve()))
+
+
 def direct(parsed: argparse.Namespace) -> Hands:
-    freezer = freezers.detect("auto", scope=str(parsed.rundir.resolve()))
+    freezer = freezer_of(parsed.rundir)
     accounts = Accounts(FIRST)
     accounts.open(RunDir(parsed.rundir).create())
     return Hands(freezer, limiter_of(parsed, freezer.prefix), accounts, forget_slot)
@@ -248,3 +256,75 @@ def test_all_users_may_be_taken(helper: Helper, rundir: Path) -> None:
     assert f"all {COUNT} users" in refused(helper, Take("one-more"))
     for number in range(COUNT):
         helper.ask(Release(f"slot-{number}"))
+
+
+def test_a_word_for_what_makes_kernels_that_is_none_is_refused(
+    helper: Helper, rundir: Path
+) -> None:
+    """It becomes the name of a folder that root makes and removes others beside."""
+    slot_of_host(rundir)
+    for word in ("", "../../../etc", "a" * 15, "a" * 17, "A" * 16, "a" * 15 + "/", "a" * 16 + "\n"):
+        assert "does not say what makes kernels" in refused(helper, Take("slot-1", word))
+
+
+class _Driver(StaticDriver):
+    """Of a version."""
+
+    said: str | DeviceError
+
+    def version(self) -> DriverVersion:
+        if isinstance(self.said, DeviceError):
+            raise self.said
+        return DriverVersion(self.said, (12, 8))
+
+
+@pytest.mark.parametrize("how", ["direct", "helped"])
+async def test_a_hosts_engines_use_the_kernels_of_its_own_image_and_driver(
+    how: str, rundir: Path, python: Path
+) -> None:
+    """From what the engine's Python and the driver say to the folder that an engine is given."""
+    image = python.with_name("image")
+    parsed = parser().parse_args(arguments(rundir, image))
+    slot, driver = slot_of_host(rundir), _Driver(None)
+    helper = begun(rundir, python) if how == "helped" else None
+    freezer = freezer_of(rundir)
+    found = NodeFacts(parsed, RunDir(rundir).create(), freezer, driver, "")
+
+    async def taken(packages: str, version: str | DeviceError) -> Path:
+        """The folder of an engine whose host begins now."""
+        image.write_text(f"#!/bin/sh\n{packages}\n")
+        image.chmod(0o755)
+        driver.said = version
+        rights = await (
+            HostPrivileges.helped(found, helper) if helper else HostPrivileges.own(found)
+        )
+        account = rights.accounts.take(slot_of_host(rundir))
+        rights.accounts.release(slot)
+        assert account.kernels is not None
+        assert account.kernels.is_dir()
+        return account.kernels
+
+    try:
+        first = await taken("echo sglang==1", "580.1")
+        root = first.parent.parent
+        (first / "own.cubin").write_bytes(b"own")
+        assert await taken("echo sglang==1", "580.1") == first
+        for packages, version in (
+            ("exit 3", "580.1"),
+            ("echo sglang==1", QueryFailed("the driver did not answer")),
+        ):
+            assert (await taken(packages, version)).parent.name == kernel_caches.UNKNOWN
+        assert (first / "own.cubin").read_bytes() == b"own", "nothing is removed by who knows not"
+        for packages, version in (("echo sglang==2", "580.1"), ("echo sglang==1", "590.1")):
+            other = await taken(packages, version)
+            assert other.parent != first.parent
+            assert not (other / "own.cubin").exists()
+            assert [one.name for one in root.iterdir()] == [other.parent.name]
+    finally:
+        if helper is not None:
+            helper.close()
+        sweep(rundir, "auto")
+        shutil.rmtree(
+            kernel_caches.root_of(rundir / "slots", kernel_caches.UNKNOWN).parent,
+            ignore_errors=True,
+        )

@@ -100,11 +100,45 @@ def test_packages_what_is_baked_and_driver_make_a_difference(tmp_path: Path) -> 
         kernel_caches.made_by(python, None, tmp_path),
         kernel_caches.made_by(tmp_path / "none", None, tmp_path),
     ]
+    assert found.pop() == kernel_caches.UNKNOWN
     assert kernel_caches.made_by(python, "580.1", tmp_path) == found[0]
     (tmp_path / "baked.json").write_text("{}")
     found.append(kernel_caches.made_by(python, "580.1", tmp_path))
+    # Copied in beside what the build compiled, as the page advises: no manifest counts it.
+    (copied := tmp_path / "deep-gemm" / "cache").mkdir(parents=True)
+    (copied / "kernel.cubin").write_bytes(b"kernel")
+    found.append(kernel_caches.made_by(python, "580.1", tmp_path))
+    (copied / "kernel.cubin").write_bytes(b"another")
+    found.append(kernel_caches.made_by(python, "580.1", tmp_path))
     assert len(set(found)) == len(found)
     assert all(kernel_caches.MADE_BY.fullmatch(one) for one in found)
+
+
+@pytest.mark.parametrize("words", ["exit 3", "exec sleep 1000"])
+def test_a_python_that_does_not_say_its_packages_costs_no_slot_its_kernels(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    """Another key would be another image's, of which nothing is kept."""
+    monkeypatch.setattr(kernel_caches, "_SECONDS", 1.0)
+    root, baked = places
+    kept = kernel_caches.open_for("slot-1", FIRST, root, baked) / "triton/own.cubin"
+    kept.write_bytes(b"own")
+    kernel_caches.close("slot-1", root)
+    python = root.parents[2] / "python"
+    python.write_text(f"#!/bin/sh\n{words}\n")
+    python.chmod(0o755)
+    unsure = root.with_name(kernel_caches.made_by(python, "580.1", baked))
+    for _ in range(2):  # of an image that nobody knows: not used again either
+        kernel_caches.prune(["slot-1"], unsure)
+        made = kernel_caches.open_for("slot-1", FIRST, unsure, baked)
+        assert (made / "sglang/jit/gemm.so").read_bytes() == b"kernel"
+        assert not (made / "triton/own.cubin").exists()
+        (made / "triton/own.cubin").write_bytes(b"unknown")
+        kernel_caches.close("slot-1", unsure)
+    assert kept.read_bytes() == b"own"
+    kernel_caches.prune(["slot-1"], root)
+    assert [folder.name for folder in root.parent.iterdir()] == [root.name]
+    assert kept.read_bytes() == b"own"
 
 
 def test_between_two_engines_and_beside_another_nobody_enters_it(
@@ -152,7 +186,7 @@ def node() -> Iterator[RunDir]:
 
 def test_an_account_has_a_name_and_every_cache_in_its_own_folder(node: RunDir) -> None:
     """Without a name getpass.getuser fails, without the folders every start compiles anew."""
-    accounts, slot = Accounts(FIRST), node.slot("slot-1").create()
+    accounts, slot = Accounts(FIRST, "5" * 16), node.slot("slot-1").create()
     account = accounts.take(slot)
     made = account.environment
     assert made["USER"] == made["LOGNAME"] == f"rose-engine-{FIRST}"

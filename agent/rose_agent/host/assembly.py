@@ -27,7 +27,7 @@ from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.footprints import Footprints
 from rose_agent.host.helper.client import HelpedAccounts, Helper
-from rose_agent.host.kernel_caches import made_by
+from rose_agent.host.kernel_caches import UNKNOWN, made_by
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.repair import forget_slot, repair
 from rose_agent.host.sharing import SharingMeans, free_leftovers, out_of_reach
@@ -82,8 +82,9 @@ class NodeFacts:
         """What makes the engines' kernels here; neither image nor driver changes under a host."""
         try:
             version = self.devices.version()
-        except DeviceError:
-            version = None
+        except DeviceError as error:
+            _log.warning("the driver does not say its version, so kernels are made anew: %s", error)
+            return UNKNOWN
         driver = f"{version.driver}" if version is not None else None
         return made_by(self.arguments.engine_python, driver)
 
@@ -135,12 +136,13 @@ class HostPrivileges:
         return cls(ways, limiter, accounts)
 
     @classmethod
-    def helped(cls, found: NodeFacts, helper: Helper) -> HostPrivileges:
+    async def helped(cls, found: NodeFacts, helper: Helper) -> HostPrivileges:
         """The host is not root: the helper is, and has repaired."""
+        kernels = await asyncio.to_thread(found.kernels_by)
         return cls(
             SharingMeans(MpsNode(None, found.devices), elastic=out_of_reach),
             helper.limiter(limits_of(found.arguments)),
-            HelpedAccounts(helper, found.arguments.engine_uid, found.kernels_by()),
+            HelpedAccounts(helper, found.arguments.engine_uid, kernels),
             helper.forget,
             helper,
         )

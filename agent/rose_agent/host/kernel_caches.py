@@ -12,12 +12,13 @@ would let one run its code in another's process. So:
 | the same between two engines of the slot | root, 0700 | " |
 
 ``made by`` stands for the engine's packages, what is baked and the GPU driver: a host of another
-image or under another driver begins anew, and removes what the earlier one left. A slot belongs to
-one lease, so a restarted engine finds what it has compiled and no other engine ever does. A fresh
-folder begins as a copy of what is baked: files that are only read are links, what a build system
-appends to is copied, locks are left out, and Triton's lists of files name those in the folder. An
-engine replaces a link by a file of its own. Next step: ``accounts`` opens and closes it with the
-engine's user.
+image or under another driver begins anew, and removes what the earlier one left. One that cannot
+learn it (``UNKNOWN``) uses nothing that was compiled before, by its own engines neither, and
+removes nothing: the next host may know. A slot belongs to one lease, so a restarted engine finds
+what it has compiled and no other engine ever does. A fresh folder begins as a copy of what is
+baked: files that are only read are links, what a build system appends to is copied, locks are left
+out, and Triton's lists of files name those in the folder. An engine replaces a link by a file of
+its own. Next step: ``accounts`` opens and closes it with the engine's user.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ print(sys.version, *sorted({f"{one.name}=={one.version}" for one in found.distri
 _SECONDS = 60.0
 MADE_BY = re.compile(r"[0-9a-f]{16}")
 UNKNOWN = "0" * 16
-"""Nobody has said what makes the kernels here."""
+"""Nobody knows what makes the kernels here: none is used again, and no others are removed."""
 
 
 def made_by(python: Path, driver: str | None, baked: Path = BAKED) -> str:
-    """What makes an engine's kernels: its packages, what is baked, and the GPU driver.
+    """What makes an engine's kernels: its packages, the files that are baked, and the GPU driver.
 
     Args:
         python: the engine's.
@@ -84,7 +85,7 @@ def made_by(python: Path, driver: str | None, baked: Path = BAKED) -> str:
         baked: as ``BAKED``.
 
     Returns:
-        16 hexadecimal digits.
+        16 hexadecimal digits; ``UNKNOWN`` where the engine's Python does not say its packages.
     """
     try:
         done = subprocess.run(  # the platform's own Python
@@ -93,14 +94,33 @@ def made_by(python: Path, driver: str | None, baked: Path = BAKED) -> str:
             timeout=_SECONDS,
             check=True,
         )
-        packages = done.stdout
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("%s does not say its packages: %s", python, error)
-        packages = b""
-    manifest = baked / _MANIFEST
-    made = manifest.read_bytes() if manifest.is_file() else b""
-    text = b"\0".join((packages, made, (driver or "").encode()))
+        _log.warning(
+            "%s does not say its packages, so every engine compiles its kernels anew: %s",
+            python,
+            error,
+        )
+        return UNKNOWN
+    text = b"\0".join((done.stdout, _listed(baked), (driver or "").encode()))
     return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _listed(baked: Path) -> bytes:
+    """What is baked: its manifest, and the names and sizes of all files.
+
+    The manifest alone counts what the build compiled, and nothing that was copied in beside it. A
+    library names its kernels by what they were made of, and most are used through links: of two
+    images with the same names and sizes, one's copies serve the other.
+    """
+    manifest = baked / _MANIFEST
+    files = sorted(
+        f"{path.relative_to(baked)} {path.lstat().st_size}"
+        for path in baked.rglob("*")
+        if not path.is_dir()
+    )
+    return b"\0".join(
+        (manifest.read_bytes() if manifest.is_file() else b"", *map(str.encode, files))
+    )
 
 
 def root_of(slots: Path, made: str) -> Path:
@@ -130,6 +150,8 @@ def open_for(slot_uid: str, uid: int, root: Path, baked: Path = BAKED) -> Path:
             raise PermissionError(f"{place} is not the engine host's")
         place.chmod(0o711)
     folder = root / slot_uid
+    if root.name == UNKNOWN:
+        shutil.rmtree(folder, ignore_errors=True)
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(prefix=".new-", dir=root) as made:
             draft = Path(made) / "cache"
@@ -149,8 +171,10 @@ def close(slot_uid: str, root: Path) -> None:
 
 def prune(living: Collection[str], root: Path) -> None:
     """Remove the folders of slots that are no more, and all that another image or driver made."""
+    known = root.name != UNKNOWN
+    others = [other for other in root.parent.glob("*") if other.name != root.name] if known else []
     gone = [folder for folder in root.glob("*") if folder.name not in living]
-    for folder in (*gone, *(other for other in root.parent.glob("*") if other.name != root.name)):
+    for folder in (*gone, *others):
         shutil.rmtree(folder, ignore_errors=True)
 
 

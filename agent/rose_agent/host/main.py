@@ -103,7 +103,7 @@ async def start(
     _log.info("engines are stopped by %s: %s", freezer.driver, freezer.reason)
     found = NodeFacts.by(arguments, freezer)
     rights = (
-        HostPrivileges.helped(found, helper)
+        await HostPrivileges.helped(found, helper)
         if helper is not None
         else await HostPrivileges.own(found)
     )
