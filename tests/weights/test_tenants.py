@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import json
 import stat
 import threading
 import time
@@ -61,6 +62,16 @@ def test_a_credential_is_in_the_file_by_its_hash_alone(path: Path) -> None:
     assert credential not in path.read_text()
     assert credential.rpartition("_")[2] not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) & 0o007 == 0
+
+
+def test_a_right_that_nobody_was_granted_is_not_in_the_file(path: Path) -> None:
+    """A store of before that right refuses a file that names it, and keeps the rights of before."""
+    tenants.grant(path, "team-a", publish=("a-*",))
+    tenants.grant(path, "team-b", read=("b-*",))
+    tenants.revoke(path, "team-b")
+    assert json.loads(path.read_bytes())["tenants"]["team-a"].keys() == {"publish", "credentials"}
+    tenants.grant(path, "team-a", record=("a-*",), issue=False)
+    assert json.loads(path.read_bytes())["tenants"]["team-a"]["record"] == ["a-*"]
 
 
 def test_a_second_grant_adds_rights_and_keeps_the_first_credential(path: Path) -> None:

@@ -62,8 +62,13 @@ class Credential(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.expires is None or now < self.expires
 
 
-class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+class Tenant(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, rename="camel"
+):
     """What one tenant may do, and how it proves who it is.
+
+    What it has not stays out of the file: a store of before a field was added refuses a file that
+    has it, and so hears of it first when somebody is granted that.
 
     Attributes:
         publish, read: runs, as shell patterns.
