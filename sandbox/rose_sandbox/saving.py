@@ -24,7 +24,7 @@ from rose_sandbox.errors import CannotCheckpoint, SandboxError
 from rose_sandbox.inspector.inspector import Effects, Inspector
 from rose_sandbox.recorded import read_spec, written_effect, written_spec
 from rose_sandbox.runtimes.runtime import CheckpointParts, Handle, Kind, Part, Runtime, SandboxSpec
-from rose_weights.errors import Fenced, Incomplete, WeightsError
+from rose_weights.errors import Damaged, Fenced, Incomplete, WeightsError
 from rose_weights.store.records import Record, Records, Turn, mapped
 
 LOG = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Saver:
     async def _publish_whole(self, box: Box, parts: CheckpointParts, folder: Path) -> None:
         try:
             await self._publish(box, parts)
-        except Incomplete as error:
+        except (Incomplete, Damaged) as error:
             # What an earlier record holds is lost there; the sandbox has all of it still.
             LOG.warning("sandbox %s: saved in full: %s", box.spec.key, error)
             if parts.files is None or parts.processes is None:
@@ -197,7 +197,7 @@ class Saver:
                 found[name] = None
                 if part is not None:
                     path = folder / f"{name}.tar"
-                    await asyncio.to_thread(self._records.part_into, record, part, path)
+                    await asyncio.to_thread(self._records.part_into, part, path)
                     found[name] = Part(path, part.size)
             saved = replace(specs[0], key=str(record.spec["key"]))
             parts = CheckpointParts(saved, found["files"], found["processes"])

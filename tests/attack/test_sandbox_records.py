@@ -41,8 +41,8 @@ from rose_weights.serve.identification import Identification
 from rose_weights.serve.records_service import RecordsService
 from rose_weights.serve.service import WeightService
 from rose_weights.serve.tenants import Tenants
-from rose_weights.store.record import Record, SavedPart, name_of
-from rose_weights.store.record_store import place_of
+from rose_weights.store.record import Record, SavedPart
+from rose_weights.store.record_store import StoredRecords, place_of
 from rose_weights.store.records import Owned, Records, Turn
 from rose_weights.store.store import Store
 from rose_wire import rpc
@@ -104,6 +104,11 @@ async def shop(tmp_path: Path) -> AsyncIterator[Shop]:
         await service.close()
 
 
+def name_of(record: Record) -> str:
+    """What a record that was just published is listed by."""
+    return hashlib.sha256(msgspec.json.encode(record)).hexdigest()
+
+
 def blocks_of(part: SavedPart | None) -> list[bytes]:
     assert part is not None
     return [bytes.fromhex(name) for name in part.packs.values()]
@@ -115,7 +120,7 @@ async def test_its_own_host_keeps_and_reads_them_over_the_network(shop: Shop) ->
     def back() -> tuple[bytes, tuple[int, ...]]:
         found = again.read("s")
         assert found.files is not None
-        return again.part(found, found.files), again.ids(found)
+        return again.part(found.files), again.ids(found)
 
     assert await asyncio.to_thread(back) == (SECRET, (1, 2))
     child = await asyncio.to_thread(again.own, "s.1-x", "host-a2")
@@ -130,7 +135,7 @@ ATTEMPTS: dict[str, Callable[[RemoteRecords, Record], object]] = {
     "own": lambda client, _: client.own("a-grpo", "s", "thief"),
     "look": lambda client, _: client.look("a-grpo", "s"),
     "read": lambda client, record: client.read("a-grpo", "s", name_of(record)),
-    "block": lambda client, record: client.block(record, "a-grpo", blocks_of(record.files)[0]),
+    "block": lambda client, record: client.block("a-grpo", blocks_of(record.files)[0]),
     "put": lambda client, _: client.put("a-grpo", "s", 1, b"mine"),
     "commit": lambda client, record: client.commit("a-grpo", "s", 1, msgspec.json.encode(record)),
     "forget": lambda client, _: client.forget("a-grpo", "s", 1),
@@ -164,19 +169,71 @@ async def test_another_run_cannot_adopt_a_block_by_its_name(shop: Shop) -> None:
         record = msgspec.structs.replace(
             shop.record, session="t", owner="thief", fence=state.fence, parent=parent
         )
-        with pytest.raises(Incomplete, match="neither staged by this host"):
+        with pytest.raises(Incomplete, match="are not among those that hosts of b-1 have sent"):
             await asyncio.to_thread(
                 client.commit, "b-1", "t", state.fence, msgspec.json.encode(record)
             )
     assert (await asyncio.to_thread(client.look, "b-1", "t")).turns == ()
     own = Turn(1, (), SPEC, files=b"own")
-    mine = await asyncio.to_thread(
-        Records(client, "b-1").publish, Owned("t", "thief", state.fence), own
-    )
-    with pytest.raises(Incomplete, match="has no block"):
-        await asyncio.to_thread(client.block, mine, "b-1", blocks_of(shop.record.files)[0])
+    await asyncio.to_thread(Records(client, "b-1").publish, Owned("t", "thief", state.fence), own)
+    with pytest.raises(Incomplete, match="is not here"):
+        await asyncio.to_thread(client.block, "b-1", blocks_of(shop.record.files)[0])
     with pytest.raises(Damaged):  # by the name of another's record
         await asyncio.to_thread(client.read, "b-1", "t", name_of(shop.record))
+
+
+@pytest.mark.parametrize("who", ["trainer of a", "trainer of b", "installation"])
+async def test_who_may_read_weights_has_no_block_of_a_record_by_its_hash(
+    shop: Shop, who: str
+) -> None:
+    """Blocks of weights are given by name to whoever may read some run."""
+    names, word = tuple(blocks_of(shop.record.files)), shop.words[who]
+    channel = rpc.connect(shop.address)
+    try:
+        with pytest.raises(Incomplete, match="is not here"), understanding():
+            await anext(rpc.receive(channel, methods.FETCH, FetchRequest(names), token=word))
+        if who != "installation":  # which publishes nothing
+            asked = MissingRequest(names)
+            said = await rpc.call(channel, methods.MISSING, asked, timeout=20, token=word)
+            assert said.names == names, "nor is anybody told that it is there"
+    finally:
+        await channel.close()
+
+
+@pytest.mark.parametrize("change", ["a field more", "a field fewer"])
+async def test_a_record_of_before_or_after_a_field_was_added_is_restored(
+    shop: Shop, change: str
+) -> None:
+    """It is listed by what was stored, which encoded again is something else."""
+    client = shop.client("a")
+    raw = msgspec.to_builtins(msgspec.structs.replace(shop.record, turn=2))
+    if change == "a field more":
+        raw |= {"later": 1}
+    else:
+        del raw["history"], raw["parent"]
+    data = msgspec.json.encode(raw)
+    await asyncio.to_thread(client.commit, "a-grpo", "s", shop.owned.fence, data)
+    records = shop.records("a", "a-grpo")
+
+    def restored() -> bytes:
+        taken = records.own("s", "successor")
+        assert taken.last is not None
+        assert taken.last.files is not None
+        assert records.back(taken, 2).turn == 2
+        return records.part(taken.last.files)
+
+    assert await asyncio.to_thread(restored) == SECRET
+
+
+async def test_a_record_whose_bytes_were_changed_on_the_way_is_refused(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = StoredRecords.stored
+    monkeypatch.setattr(
+        StoredRecords, "stored", lambda *asked: stored(*asked).replace(b"base", b"evil")
+    )
+    with pytest.raises(Damaged, match="is not what the state lists"):
+        await asyncio.to_thread(shop.records("a", "a-grpo").read, "s")
 
 
 async def test_a_fenced_host_stages_and_publishes_nothing(shop: Shop) -> None:
@@ -267,12 +324,21 @@ async def test_a_revoked_host_is_refused_at_once(shop: Shop) -> None:
             await asyncio.sleep(0.1)
 
 
-def test_what_is_staged_is_of_one_session_and_fence(tmp_path: Path) -> None:
-    """What a host staged for one session is no other session's."""
-    records = Records(Store(tmp_path), "a")
-    one, two = records.own("one", "h"), records.own("two", "h")
-    made = records.publish(one, Turn(1, (), SPEC, files=b"f" * 5000))
-    foreign = msgspec.structs.replace(made, session="two", fence=two.fence)
+def test_what_is_staged_is_of_one_run_and_takes_no_memory_of_the_store(tmp_path: Path) -> None:
+    """A tenant that stages without an end fills its own blocks, and no other team waits for it."""
+    first = Records(Store(tmp_path), "a")
+    one = first.own("one", "h")
+    made = first.publish(one, Turn(1, (), SPEC, files=b"f" * 5000))
+    data = msgspec.json.encode(msgspec.structs.replace(made, turn=2))
+    # Another process serves the store by now: whatever was remembered of the staging is gone.
+    after = StoredRecords(Store(tmp_path))
+    block = after.put("a", "one", one.fence, b"more")
+    later = StoredRecords(Store(tmp_path))
+    assert later.block("a", block) == b"more"
+    assert later.commit("a", "one", one.fence, data).turns[-1][0] == 2
+    foreign = Records(Store(tmp_path), "b").own("one", "h")
+    record = msgspec.structs.replace(made, fence=foreign.fence)
     with pytest.raises(Incomplete):
-        records._store.commit("a", "two", two.fence, msgspec.json.encode(foreign))
-    assert hashlib.sha256(msgspec.json.encode(made)).hexdigest() == name_of(made)
+        later.commit("b", "one", foreign.fence, msgspec.json.encode(record))
+    with pytest.raises(Incomplete):
+        later.block("b", block)

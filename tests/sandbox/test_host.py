@@ -479,7 +479,7 @@ async def test_a_lost_block_of_an_earlier_record_is_made_up_for_at_once(
     await world.host.create("s")
     await world.said("s", "echo 1 > /home/a")
     await world.host.checkpoint("s", [1])
-    for block in (tmp_path / "store" / "blocks").glob("??/*"):
+    for block in (tmp_path / "store" / "record-blocks").glob("*/??/*"):
         block.unlink()
     await world.said("s", change)
     told = await world.host.checkpoint("s", [1, 2])
@@ -490,6 +490,29 @@ async def test_a_lost_block_of_an_earlier_record_is_made_up_for_at_once(
     assert (await world.host.restore("s")).ids == (1, 2)
     assert await world.said("s", "cat /home/a") == there
     assert (await world.host.checkpoint("s", [1, 2, 3])).action == "none"
+
+
+async def test_a_damaged_block_that_a_restored_host_reads_again_is_made_up_for_at_once(
+    world: World, tmp_path: Path
+) -> None:
+    """It has no index of what lies where, so it reads what the record before has."""
+    await world.host.create("s")
+    await world.said("s", "echo 1 > /home/a")
+    await world.host.checkpoint("s", [1])
+    await world.runtime.end(Handle(key_of("s")))
+    await world.host.restore("s")
+    files = world.records.read("s").files
+    assert files is not None
+    (name,) = files.packs.values()
+    (block,) = (tmp_path / "store" / "record-blocks").glob(f"*/??/{name}")
+    block.write_bytes(b"torn")
+    await world.said("s", "echo 2 > /home/a")
+    told = await world.host.checkpoint("s", [1, 2])
+    assert (told.recoverable_to, told.action) == (2, "full")
+    assert told.reason == "an earlier record is lost"
+    await world.runtime.end(Handle(key_of("s")))
+    assert (await world.host.restore("s")).ids == (1, 2)
+    assert await world.said("s", "cat /home/a") == "2"
 
 
 async def test_children_of_forks_have_names_that_nobody_has(

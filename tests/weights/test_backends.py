@@ -26,6 +26,7 @@ from rose_weights.store.bucket import Bucket, BucketBlocks
 from rose_weights.store.objects import Objects
 from rose_weights.store.open_store import open_store
 from rose_weights.store.planning import Planner
+from rose_weights.store.records import Records, Turn
 from rose_weights.store.retention import fold, sweep
 from rose_weights.store.store import Store
 from tests.weights.buckets import FaultyObjects
@@ -44,6 +45,23 @@ def test_the_second_publisher_fences_the_first(store: Store) -> None:
     with pytest.raises(Fenced, match="published by incarnation 2 \\(second\\)"):
         publish(store, manifest, blocks, version(1))
     assert store.state("run").head == version(1)
+
+
+def test_records_are_kept_apart_from_weights_and_other_runs_and_are_swept(store: Store) -> None:
+    records = Records(store, "run")
+    owned = records.own("s", "host")
+    record = records.publish(owned, Turn(1, (1, 2), {}, files=b"f" * 5000))
+    names = sorted(record.blocks())
+    assert store.blocks.missing(names) == names
+    assert store.record_blocks("other").missing(names) == names
+    assert store.place.record_runs() == ["run"]
+    sweep(store, grace_seconds=-1)
+    assert record.files is not None
+    assert records.part(record.files) == b"f" * 5000
+    records.forget(owned)
+    assert sweep(store, grace_seconds=-1) > 0
+    with pytest.raises(Incomplete):
+        store.record_blocks("run").get(names[0])
 
 
 def test_the_head_moves_by_compare_and_swap(store: Store) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from rose_core.identity import WeightVersion
-from rose_weights.errors import Damaged, Fenced, StoreFailed, UnknownVersion
+from rose_weights.errors import Damaged, Fenced, Incomplete, StoreFailed, UnknownVersion
 from rose_weights.store import state as states
 from rose_weights.store.record_store import place_of
 from rose_weights.store.records import OutsideEffect, Records, Turn, digest_of, mapped
@@ -57,7 +57,7 @@ def test_a_block_that_is_read_in_pieces_is_whole(
     monkeypatch.setattr(os, "read", lambda handle, size: read(handle, min(size, 4096)))
     part = records.read("s").processes
     assert part is not None
-    assert records.part(records.read("s"), part) == data
+    assert records.part(part) == data
 
 
 def test_a_crash_at_any_operation_leaves_a_whole_record(tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_a_crash_at_any_operation_leaves_a_whole_record(tmp_path: Path) -> None:
                 record = records.read("s", number)
                 assert record.files is not None
                 assert record.processes is not None
-                assert records.part(record, record.files) == bytes([number]) * 9000
-                assert records.part(record, record.processes) == b"p" * number
+                assert records.part(record.files) == bytes([number]) * 9000
+                assert records.part(record.processes) == b"p" * number
                 assert records.ids(record) == tuple(range(number * 10))
 
 
@@ -129,7 +129,7 @@ def test_a_record_needs_only_the_pages_that_changed(tmp_path: Path) -> None:
     for number, data in ((1, memory), (2, changed), (3, memory)):
         part = again.read("s", number).processes
         assert part is not None
-        assert again.part(again.read("s", number), part) == data
+        assert again.part(part) == data
 
 
 def test_a_long_chain_is_stored_whole_again(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_long_chain_is_stored_whole_again(tmp_path: Path) -> None:
         record = records.publish(owned, turn(number, processes=bytes(memory)))
         assert record.processes is not None
         assert len(record.processes.packs) <= 17
-        assert records.part(record, record.processes) == bytes(memory)
+        assert records.part(record.processes) == bytes(memory)
 
 
 def test_going_back_leaves_later_turns_and_an_unknown_turn_is_named(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_fork_shares_its_parents_blocks_and_outlives_it(tmp_path: Path) -> Non
     records.forget(owned)
     sweep(store, grace_seconds=-1)
     assert made.files is not None
-    assert records.part(made, made.files) == b"f" * 5000
+    assert records.part(made.files) == b"f" * 5000
     records.forget(child)
     assert sweep(store, grace_seconds=-1) > 0
 
@@ -234,7 +234,7 @@ def test_a_large_part_is_saved_and_read_with_little_of_it_in_memory(tmp_path: Pa
         owned.known.clear()  # where pages lie is an index, and no part of the part
         tracemalloc.reset_peak()
         assert record.files is not None
-        records.part_into(record, record.files, back)
+        records.part_into(record.files, back)
         read_peak = tracemalloc.get_traced_memory()[1]
         # A host that has lost its index reads the part before again, from a file too.
         with mapped(made) as data:
@@ -245,3 +245,50 @@ def test_a_large_part_is_saved_and_read_with_little_of_it_in_memory(tmp_path: Pa
     assert filecmp.cmp(made, back, shallow=False)
     assert again.files is not None
     assert again.files.packs == record.files.packs, "nothing of it is stored twice"
+
+
+@pytest.mark.parametrize("gone", [True, False])
+@pytest.mark.parametrize("back", [True, False])
+def test_a_lost_block_that_is_found_while_the_part_before_is_read_is_made_up_for(
+    tmp_path: Path, gone: bool, back: bool
+) -> None:
+    """Who took the session over, or went back, has no index and reads the part before again."""
+    records = Records(Store(tmp_path), "grpo")
+    first = records.own("s", "one")
+    records.publish(first, turn(1, files=b"f" * 9000, processes=b"p" * 9000))
+    again = Records(Store(tmp_path), "grpo")
+    owned = again.own("s", "two")
+    if back:
+        again.back(owned, 1)
+    assert owned.last is not None
+    assert owned.last.processes is not None
+    (name,) = owned.last.processes.packs.values()
+    (path,) = tmp_path.glob(f"record-blocks/grpo/??/{name}")
+    if gone:
+        path.unlink()
+    else:
+        path.write_bytes(b"torn")
+    whole = turn(2, files=b"F" * 9000, processes=b"P" * 9000)
+    with pytest.raises(Incomplete if gone else Damaged):
+        again.publish(owned, whole)
+    assert owned.lost
+    made = again.publish(owned, whole)
+    assert made.processes is not None
+    assert again.part(made.processes) == b"P" * 9000
+    assert not owned.lost
+
+
+def test_records_and_weights_are_swept_each_in_their_own_place(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    records = Records(store, "grpo")
+    owned = records.own("s", "one")
+    record = records.publish(owned, turn(1, files=b"f" * 5000))
+    assert record.files is not None
+    (name,) = record.files.packs.values()
+    astray = store.put_block(store.record_blocks("grpo").get(bytes.fromhex(name)))
+    assert sweep(store, grace_seconds=-1) > 0
+    assert store.blocks.missing([astray]) == [astray]
+    assert records.part(record.files) == b"f" * 5000
+    records.forget(owned)
+    assert sweep(store, grace_seconds=-1) > 0
+    assert not list(tmp_path.glob("record-blocks/grpo/??/*"))

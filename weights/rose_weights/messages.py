@@ -272,11 +272,9 @@ class RecordRequest(msgspec.Struct, frozen=True):
 
 
 class RecordBlockRequest(msgspec.Struct, frozen=True):
-    """Ask for a block of a session's record."""
+    """Ask for a block of a run's records."""
 
     run: str
-    session: str
-    record: str
     block: bytes
 
 

@@ -17,7 +17,7 @@ from rose_wire.errors import MalformedMessage
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
 
-# A weight block and its frame; everything else is a few kilobytes.
+# A weight block and its frame. Plans, sandboxes' records and their blocks take some megabytes.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 OPTIONS: tuple[tuple[str, int], ...] = (

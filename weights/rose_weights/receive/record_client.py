@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import grpc
-import msgspec
 
 from rose_weights.call_policy import understanding
-from rose_weights.errors import Damaged, StoreFailed
+from rose_weights.errors import StoreFailed
 from rose_weights.messages import (
     ForgetRequest,
     OwnRequest,
@@ -35,7 +34,7 @@ from rose_weights.methods import (
     READ_BLOCK,
     READ_RECORD,
 )
-from rose_weights.store.record import Record, name_of
+from rose_weights.store.record import Record, record_of
 from rose_wire import rpc
 from rose_wire.errors import WireError
 from rose_wire.method import Method
@@ -72,16 +71,11 @@ class RemoteRecords:
 
     def read(self, run: str, session: str, name: str) -> Record:
         """See ``RecordStore``."""
-        data = self._ask(READ_RECORD, RecordRequest(run, session, name))
-        try:
-            return msgspec.msgpack.decode(data, type=Record)
-        except msgspec.MsgspecError as error:
-            raise Damaged(f"record {name[:16]} of {session} cannot be read: {error}") from error
+        return record_of(self._ask(READ_RECORD, RecordRequest(run, session, name)), name, session)
 
-    def block(self, record: Record, run: str, name: bytes) -> bytes:
+    def block(self, run: str, name: bytes) -> bytes:
         """See ``RecordStore``."""
-        asked = RecordBlockRequest(run, record.session, name_of(record), name)
-        return self._ask(READ_BLOCK, asked)
+        return self._ask(READ_BLOCK, RecordBlockRequest(run, name))
 
     def put(self, run: str, session: str, fence: int, data: bytes) -> bytes:
         """See ``RecordStore``."""

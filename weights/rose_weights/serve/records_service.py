@@ -4,7 +4,7 @@
 |---|---|
 | ``OWN`` | take a session over; fences the host before |
 | ``LOOK`` | whose a session is, and which turns have a record |
-| ``READ_RECORD``, ``READ_BLOCK`` | a record, and a block that it needs |
+| ``READ_RECORD``, ``READ_BLOCK`` | a record as it is stored, and a block of the run's |
 | ``PUT_BLOCK``, ``COMMIT_RECORD`` | stage blocks; publish the record that needs them |
 | ``FORGET`` | a session is over |
 
@@ -42,7 +42,6 @@ from rose_weights.serve.access import OPEN, Access
 from rose_weights.serve.responses import answering
 from rose_weights.store.record_store import StoredRecords
 from rose_weights.store.store import Store
-from rose_wire.method import encode
 from rose_wire.rpc import Server, peer
 
 
@@ -80,16 +79,17 @@ class RecordsService:
         return await asyncio.to_thread(self._records.look, request.run, request.session)
 
     async def read(self, request: RecordRequest) -> bytes:
-        """A record."""
+        """A record as it is stored: encoded again it might be another one than its name says."""
         self._may(request.run)
         asked = (request.run, request.session, request.name)
-        return encode(await asyncio.to_thread(self._records.read, *asked))
+        data = await asyncio.to_thread(self._records.stored, *asked)
+        metrics.SENT_BYTES.inc(len(data))
+        return data
 
     async def block(self, request: RecordBlockRequest) -> bytes:
-        """A block of a record."""
+        """A block of the run's records."""
         self._may(request.run)
-        asked = (request.run, request.session, request.record, request.block)
-        data = await asyncio.to_thread(self._records.named_block, *asked)
+        data = await asyncio.to_thread(self._records.block, request.run, request.block)
         metrics.SENT_BYTES.inc(len(data))
         return data
 

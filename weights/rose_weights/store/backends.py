@@ -68,6 +68,12 @@ class Backend(Protocol):
     def blocks(self) -> BlockBackend:
         """The blocks."""
 
+    def record_blocks(self, run: str) -> BlockBackend:
+        """Blocks of a run's records of sandboxes: apart from weights and from other runs."""
+
+    def record_runs(self) -> list[str]:
+        """Runs that have such blocks, in order."""
+
     def __str__(self) -> str:
         """Where it is, for people."""
 

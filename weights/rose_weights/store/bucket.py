@@ -3,6 +3,7 @@
 | object | how it is written |
 |---|---|
 | ``blocks/<2 digits>/<64 digits>`` | put; named by its content, so all writers write the same |
+| ``record-blocks/<run>/<2 digits>/<64 digits>`` | likewise |
 | ``runs/<run>/manifests/<name>`` | put, after all its blocks |
 | ``runs/<run>/state.json`` | put if its entity tag is still the one that was read |
 
@@ -31,6 +32,8 @@ from rose_weights.store.state import RunState, decode, encode
 CALLS = 32
 """Requests to the bucket at the same time: one takes tens of milliseconds, whatever its size."""
 
+_RECORDS = "record-blocks/"
+
 TRIES = 16
 """Changes of one state that may come between before this one gives up."""
 
@@ -42,6 +45,16 @@ class Bucket:
         self._objects = objects
         self._proven = False
         self.blocks = BucketBlocks(objects)
+        self._of_records: dict[str, BucketBlocks] = {}
+
+    def record_blocks(self, run: str) -> BucketBlocks:
+        """Blocks of a run's records; one object for each, since it remembers what it used."""
+        made = BucketBlocks(self._objects, root=f"{_RECORDS}{run}/", pool=self.blocks.pool)
+        return self._of_records.setdefault(run, made)
+
+    def record_runs(self) -> list[str]:
+        """Runs that have such blocks."""
+        return self._objects.folders(_RECORDS)
 
     def __str__(self) -> str:
         return str(self._objects)
@@ -140,19 +153,29 @@ class BucketBlocks:
         objects: the bucket.
         stale_seconds: a block this old that this process has not used is asked for again, since
             another process may be about to sweep it. Half of the sweep's grace.
+        root: what their keys begin with.
+        pool: threads for requests; None = its own.
     """
 
-    def __init__(self, objects: Objects, stale_seconds: float = GRACE_SECONDS / 2) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        stale_seconds: float = GRACE_SECONDS / 2,
+        *,
+        root: str = "blocks/",
+        pool: ThreadPoolExecutor | None = None,
+    ) -> None:
         self._objects = objects
         self._stale = stale_seconds
-        self._pool = ThreadPoolExecutor(CALLS, thread_name_prefix="rose-bucket")
+        self._root = root
+        self.pool = pool or ThreadPoolExecutor(CALLS, thread_name_prefix="rose-bucket")
         self._used: dict[bytes, float] = {}
 
     def put(self, data: bytes) -> bytes:
         """Keep a block and return its name; it survives from here on."""
         name = name_of(data)
         if not self._fresh(name):
-            self._objects.put(_block_key(name), data)
+            self._objects.put(self._key(name), data)
             self.mark([name])
         return name
 
@@ -164,7 +187,7 @@ class BucketBlocks:
             Damaged: its bytes have changed; the object has been removed.
             StoreFailed: the bucket does not answer or refuses.
         """
-        found = self._objects.get(_block_key(name))
+        found = self._objects.get(self._key(name))
         if found is None:
             self._used.pop(name, None)
             message = f"block {name.hex()[:16]} is not in {self._objects}"
@@ -176,12 +199,12 @@ class BucketBlocks:
     def read(self, names: Sequence[bytes], *, check: bool = True) -> list[bytes]:
         """Several blocks at once; always checked, they came over a network."""
         del check
-        return list(self._pool.map(self.get, names))
+        return list(self.pool.map(self.get, names))
 
     def missing(self, names: Iterable[bytes]) -> list[bytes]:
         """Those that have to be sent (again)."""
         listed = list(dict.fromkeys(names))
-        here = list(self._pool.map(self._here, listed))
+        here = list(self.pool.map(self._here, listed))
         self.mark(name for name, found in zip(listed, here, strict=True) if found)
         return [name for name, found in zip(listed, here, strict=True) if not found]
 
@@ -201,16 +224,28 @@ class BucketBlocks:
                 self._used.pop(name, None)
         found = [
             entry
-            for entry in self._objects.list("blocks/")
+            for entry in self._objects.list(self._root)
             if entry.modified < oldest and self._forgotten(entry.key, needed)
         ]
         self._objects.delete(entry.key for entry in found)
         return sum(entry.size for entry in found)
 
+    def _key(self, name: bytes) -> str:
+        """Where a block is or would be.
+
+        Raises:
+            Incomplete: the name is no SHA-256, so there can be no such block.
+        """
+        if len(name) != NAME_BYTES:
+            message = f"{name[:40]!r} is no name of a block"
+            raise Incomplete(message)
+        text = name.hex()
+        return f"{self._root}{text[:2]}/{text}"
+
     def _here(self, name: bytes) -> bool:
         if self._fresh(name):
             return True
-        written = self._objects.modified(_block_key(name))
+        written = self._objects.modified(self._key(name))
         return written is not None and written > _ago(self._stale)
 
     def _fresh(self, name: bytes) -> bool:
@@ -226,7 +261,7 @@ class BucketBlocks:
 
     def _remove(self, name: bytes) -> NoReturn:
         self._used.pop(name, None)
-        self._objects.delete([_block_key(name)])
+        self._objects.delete([self._key(name)])
         message = f"block {name.hex()[:16]} is damaged in {self._objects} and has been removed"
         raise Damaged(message)
 
@@ -237,19 +272,6 @@ def _state_key(run: str) -> str:
 
 def _manifest_key(run: str, name: str) -> str:
     return f"runs/{run}/manifests/{name}"
-
-
-def _block_key(name: bytes) -> str:
-    """Where a block is or would be.
-
-    Raises:
-        Incomplete: the name is no SHA-256, so there can be no such block.
-    """
-    if len(name) != NAME_BYTES:
-        message = f"{name[:40]!r} is no name of a block"
-        raise Incomplete(message)
-    text = name.hex()
-    return f"blocks/{text[:2]}/{text}"
 
 
 def _ago(seconds: float) -> datetime:

@@ -1,5 +1,7 @@
 """A store in a local folder: ``runs/<run>/state.json``, ``runs/<run>/manifests``, ``blocks``.
 
+``record-blocks/<run>`` has those of a run's records of sandboxes.
+
 The state is replaced under a lock on a file beside it, so that several processes on one machine
 may use one folder. Everything is written through ``disk``, which says what survives a power loss.
 """
@@ -30,6 +32,16 @@ class Folder:
         self.root = root
         self._disk = disk or Disk()
         self.blocks = Blocks(root / "blocks", self._disk)
+        self._of_records: dict[str, Blocks] = {}
+
+    def record_blocks(self, run: str) -> Blocks:
+        """Blocks of a run's records; one object for each, since it remembers what it checked."""
+        made = Blocks(self.root / "record-blocks" / run, self._disk)
+        return self._of_records.setdefault(run, made)
+
+    def record_runs(self) -> list[str]:
+        """Runs that have such blocks."""
+        return sorted(path.name for path in (self.root / "record-blocks").glob("*"))
 
     def __str__(self) -> str:
         return str(self.root)

@@ -91,21 +91,44 @@ class Record(msgspec.Struct, frozen=True):
         return {bytes.fromhex(name) for part in self.parts for name in part.packs.values()}
 
 
-def name_of(record: Record) -> str:
-    """Its name: what it is listed by."""
-    return hashlib.sha256(msgspec.json.encode(record)).hexdigest()
-
-
-def read_record(store: Store, run: str, name: str) -> Record:
+def read_record(store: Store, place: str, name: str) -> Record:
     """A listed record.
+
+    Args:
+        store: where.
+        place: the store's run that holds the session.
+        name: of the record.
 
     Raises:
         Damaged: it is gone or not what its name says.
     """
+    return record_of(stored_record(store, place, name), name, place)
+
+
+def stored_record(store: Store, place: str, name: str) -> bytes:
+    """The same as it is stored, not checked.
+
+    Raises:
+        Damaged: it is gone.
+    """
     try:
-        data = store.place.manifest(run, name)
-        if hashlib.sha256(data).hexdigest() != name:
-            raise Damaged(f"record {name[:16]} of {run} is not what the state lists")
+        return store.place.manifest(place, name)
+    except OSError as error:
+        raise Damaged(f"record {name[:16]} of {place} cannot be read: {error}") from error
+
+
+def record_of(data: bytes, name: str, whose: str) -> Record:
+    """A record as it is stored, checked by its name.
+
+    It is never encoded again for that: a record of before a field was added, or after, would have
+    another name.
+
+    Raises:
+        Damaged: it is not what its name says.
+    """
+    if hashlib.sha256(data).hexdigest() != name:
+        raise Damaged(f"record {name[:16]} of {whose} is not what the state lists")
+    try:
         return msgspec.json.decode(data, type=Record)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise Damaged(f"record {name[:16]} of {run} cannot be read: {error}") from error
+    except msgspec.MsgspecError as error:
+        raise Damaged(f"record {name[:16]} of {whose} cannot be read: {error}") from error

@@ -8,36 +8,32 @@ keep records of that run.
 |---|---|
 | ``own`` | - |
 | ``put`` | the session is another host's: ``Fenced`` |
-| ``commit`` | likewise; it is of another session; a block is of neither this host nor this run |
-| ``read``, ``block`` | the session has no such record, or the record no such block |
+| ``commit`` | likewise; it is of another session; a block is none that the run's hosts staged |
+| ``read`` | the session lists no such record |
+| ``block`` | the run has no such block |
 
-The third rule is what keeps runs apart that share blocks: a block is named by its content, and to
-know the name of one must not be enough to read it. Next step: ``records`` decides what is asked.
+A block is named by its content, and to know the name of one must not be enough to have it. So each
+run's lie apart from other runs' and from weights, and nothing that is asked about those finds them.
+Inside a run every host may take over every session, so they share blocks. Next step: ``records``
+decides what is asked.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
 from rose_core.identity import run_name
-from rose_weights.errors import BadManifest, Damaged, Fenced, Incomplete, UnknownRun, UnknownVersion
+from rose_weights.errors import BadManifest, Damaged, Fenced, UnknownRun, UnknownVersion
 from rose_weights.messages import SessionState
-from rose_weights.store.record import Record, read_record
+from rose_weights.store.record import Record, read_record, stored_record
 from rose_weights.store.state import ListedRecord, RunState
 from rose_weights.store.store import Store
 
 _PLACE = re.compile(r"\.box-[0-9a-f]{16}")
-_MOST_SESSIONS = 4096
-_MOST_STAGED = 16384
-"""Names of one session's next record: 64 GiB of full packs."""
 
 
 def place_of(run: str, session: str) -> str:
@@ -79,11 +75,11 @@ class RecordStore(Protocol):
             Damaged: there is none of that name, or it cannot be read.
         """
 
-    def block(self, record: Record, run: str, name: bytes, /) -> bytes:
-        """A block that a record of the run needs.
+    def block(self, run: str, name: bytes) -> bytes:
+        """A block of the run's records.
 
         Raises:
-            Incomplete, Damaged: it is not here, or the record does not need it.
+            Incomplete, Damaged: the run has none of that name, or its bytes have changed.
         """
 
     def put(self, run: str, session: str, fence: int, data: bytes) -> bytes:
@@ -98,7 +94,7 @@ class RecordStore(Protocol):
 
         Raises:
             Fenced: another host has the session; nothing has changed.
-            Incomplete: a block is missing, or of neither this host nor this run.
+            Incomplete: a block is not among the run's.
             BadManifest: it is no record of this session.
         """
 
@@ -122,8 +118,6 @@ class StoredRecords:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._lock = threading.Lock()
-        self._staged: OrderedDict[tuple[str, int], set[bytes]] = OrderedDict()
 
     def own(self, run: str, session: str, owner: str) -> SessionState:
         """See ``RecordStore``."""
@@ -141,47 +135,37 @@ class StoredRecords:
         """See ``RecordStore``."""
         return read_record(self._store, place_of(run, session), name)
 
-    def block(self, _record: Record, _run: str, name: bytes, /) -> bytes:
-        """See ``RecordStore``; whoever has the store in its hands has all of it."""
-        return self._store.blocks.get(name)
+    def stored(self, run: str, session: str, name: str) -> bytes:
+        """A record as it is stored: who asked from afar checks it by its name.
 
-    def named_block(self, run: str, session: str, record: str, name: bytes) -> bytes:
-        """A block of a record that is known by its name alone."""
-        if name not in self.read(run, session, record).blocks():
-            raise Incomplete(f"record {record[:16]} of {session} has no block {name.hex()[:16]}")
-        return self._store.blocks.get(name)
+        Raises:
+            Damaged: the session lists none of that name, or it is gone.
+        """
+        if name not in (listed for _, listed in self.look(run, session).turns):
+            raise Damaged(f"record {name[:16]} is none that session {session} lists")
+        return stored_record(self._store, place_of(run, session), name)
+
+    def block(self, run: str, name: bytes) -> bytes:
+        """See ``RecordStore``."""
+        return self._store.record_blocks(run).get(name)
 
     def put(self, run: str, session: str, fence: int, data: bytes) -> bytes:
         """See ``RecordStore``."""
-        place = place_of(run, session)
         _check(self.look(run, session), session, fence)
-        name = self._store.put_block(data)
-        with self._lock:
-            staged = self._staged.setdefault((place, fence), set())
-            self._staged.move_to_end((place, fence))
-            if len(staged) < _MOST_STAGED:
-                staged.add(name)
-            while len(self._staged) > _MOST_SESSIONS:
-                self._staged.popitem(last=False)
-        return name
+        return self._store.put_record_block(run, data)
 
     def commit(self, run: str, session: str, fence: int, data: bytes) -> SessionState:
         """See ``RecordStore``."""
-        place = place_of(run, session)
         record = _decoded(data, session, fence)
         listed = ListedRecord(record.turn, hashlib.sha256(data).hexdigest())
-        blocks = record.blocks()
 
         def list_(state: RunState) -> RunState:
             _check(_said(state), session, fence)
-            self._are_its_own(run, state, record, blocks)
             kept = tuple(one for one in state.recorded if one.turn < record.turn)
             return msgspec.structs.replace(state, records=(*kept, listed))
 
-        made = _said(self._store.commit_record(place, data, blocks, list_))
-        with self._lock:
-            self._staged.pop((place, fence), None)
-        return made
+        place = place_of(run, session)
+        return _said(self._store.commit_record(run, place, data, record.blocks(), list_))
 
     def forget(self, run: str, session: str, fence: int) -> SessionState:
         """See ``RecordStore``."""
@@ -194,33 +178,6 @@ class StoredRecords:
 
     def close(self) -> None:
         """See ``RecordStore``; a store of this process needs none."""
-
-    def _are_its_own(self, run: str, state: RunState, record: Record, blocks: set[bytes]) -> None:
-        """Every block was staged by this host, or belongs to a record that the record may follow.
-
-        Raises:
-            Incomplete: one was not; who has its bytes stages it.
-        """
-        with self._lock:
-            left = blocks - self._staged.get((state.run, record.fence), set())
-        for place, name in self._before(run, state, record):
-            if not left:
-                return
-            with suppress(Damaged):  # then its blocks are staged again
-                left -= read_record(self._store, place, name).blocks()
-        if left:
-            raise Incomplete(
-                f"{len(left)} of {len(blocks)} blocks of turn {record.turn} of {record.session} "
-                "were neither staged by this host nor are of a record before it; send them"
-            )
-
-    def _before(self, run: str, state: RunState, record: Record) -> Iterator[tuple[str, str]]:
-        """Records of its own session, newest first, and the one that it was forked from."""
-        yield from ((state.run, one.manifest) for one in reversed(state.recorded))
-        if record.parent is not None:
-            parent, turn = record.parent
-            there = self.look(run, parent).turns
-            yield from ((place_of(run, parent), name) for at, name in there if at == turn)
 
 
 def _said(state: RunState) -> SessionState:

@@ -184,31 +184,31 @@ class Records:
                 return self._store.read(self._run, session, name)
         raise unknown_turn(session, turn, there)
 
-    def part(self, record: Record, part: SavedPart) -> bytes:
+    def part(self, part: SavedPart) -> bytes:
         """The bytes of a record's part; for small ones.
 
         Raises:
             Incomplete, Damaged: a block is missing, or the part is not what the record says.
         """
-        return b"".join(self._pieces(record, part))
+        return b"".join(self._pieces(part))
 
-    def part_into(self, record: Record, part: SavedPart, file: Path) -> None:
+    def part_into(self, part: SavedPart, file: Path) -> None:
         """Write a record's part into a file, of which little is in memory at a time.
 
         Raises:
             Incomplete, Damaged: as ``part``; the file then holds what came before.
         """
         with file.open("wb") as out:
-            for piece in self._pieces(record, part):
+            for piece in self._pieces(part):
                 out.write(piece)
 
-    def _pieces(self, record: Record, part: SavedPart) -> Iterator[bytes]:
+    def _pieces(self, part: SavedPart) -> Iterator[bytes]:
         @lru_cache(maxsize=_HELD)
         def fetch(name: str) -> bytes:
             block = part.packs.get(name)
             if block is None:
                 raise TornPart(f"pack {name[:16]} of the record is missing")
-            return zlib.decompress(self._store.block(record, self._run, bytes.fromhex(block)))
+            return zlib.decompress(self._store.block(self._run, bytes.fromhex(block)))
 
         try:
             yield from unpack((Piece(*one) for one in part.pieces), fetch, part.digest)
@@ -216,9 +216,9 @@ class Records:
             raise Damaged(f"part {part.digest[:16]} cannot be read: {error}") from error
 
     @contextmanager
-    def _mapped(self, record: Record, part: SavedPart) -> Iterator[Data]:
+    def _mapped(self, part: SavedPart) -> Iterator[Data]:
         with TemporaryDirectory() as folder:
-            self.part_into(record, part, file := Path(folder) / "part")
+            self.part_into(part, file := Path(folder) / "part")
             with mapped(file) as data:
                 yield data
 
@@ -228,7 +228,7 @@ class Records:
         Raises:
             Damaged: they are not those that the record's digest was made of.
         """
-        data = self.part(record, record.ids) if record.ids is not None else b""
+        data = self.part(record.ids) if record.ids is not None else b""
         if hashlib.sha256(data).hexdigest() != record.tokens:
             raise Damaged(f"turn {record.turn} of {record.session} is bound to other tokens")
         return tuple(int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4))
@@ -239,16 +239,29 @@ class Records:
         Raises:
             Incomplete, Damaged: as ``part``.
         """
-        return self.part(record, record.history) if record.history is not None else b""
+        return self.part(record.history) if record.history is not None else b""
 
     def publish(self, owned: Owned, turn: Turn) -> Record:
         """Make a record the session's newest; later turns, if any, are left.
 
         Raises:
             Fenced: another host has taken the session over; nothing has changed.
-            Incomplete: a block of the record before is lost; the next call needs all parts.
+            Incomplete, Damaged: a block of the record before is lost or broken; the next call needs
+                all parts.
             StoreFailed: the disk is full or broken; the record before stands.
         """
+        try:
+            record, fresh = self._put(owned, turn)
+        except (Incomplete, Damaged):
+            # Also while the record before is read again: who has no index needs its blocks for it.
+            owned.lost, owned.known = True, {}
+            raise
+        owned.last, owned.lost = record, False
+        owned.known.update(fresh)
+        return record
+
+    def _put(self, owned: Owned, turn: Turn) -> tuple[Record, dict[str, Mapping[bytes, Piece]]]:
+        """Save the parts of a turn and publish its record; returns where their pages lie."""
         before = None if owned.lost else owned.last
         ids = _encoded(turn.ids)
         fresh: dict[str, Mapping[bytes, Piece]] = {}
@@ -276,14 +289,8 @@ class Records:
             parent=turn.parent,
             **parts,
         )
-        try:
-            self._commit(owned, record)
-        except Incomplete:
-            owned.lost, owned.known = True, {}
-            raise
-        owned.last, owned.lost = record, False
-        owned.known.update(fresh)
-        return record
+        self._commit(owned, record)
+        return record, fresh
 
     def adopt(self, owned: Owned, record: Record, at: tuple[str, int]) -> Record:
         """Begin a session with another's record: a fork; no part is copied.
@@ -346,8 +353,8 @@ class Records:
         self, owned: Owned, name: str, data: Data, earlier: SavedPart | None
     ) -> tuple[SavedPart, Mapping[bytes, Piece]]:
         known = owned.known.get(name, {})
-        if earlier is not None and owned.last is not None and not known:
-            with self._mapped(owned.last, earlier) as before:
+        if earlier is not None and not known:
+            with self._mapped(earlier) as before:
                 known = pages((Piece(*one) for one in earlier.pieces), before)
         if earlier is not None and len(earlier.packs) >= PACKS + len(data) // PACK:
             known = {}

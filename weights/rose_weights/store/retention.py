@@ -62,7 +62,7 @@ def sweep(
     Raises:
         Damaged: a listed manifest cannot be read; nothing is removed then.
     """
-    needed = set(spare)
+    needed, of_records = set(spare), set[bytes]()
     freed = 0
     for run in store.runs():
         state = store.state(run)
@@ -70,9 +70,11 @@ def sweep(
             for manifest in store.manifests(kept):
                 needed.update(block.sha256 for block in manifest.blocks)
         for listed in state.recorded:
-            needed |= read_record(store, run, listed.manifest).blocks()
+            of_records |= read_record(store, run, listed.manifest).blocks()
     for run in store.runs():
         freed += store.sweep_manifests(run, grace_seconds)
+    for run in store.place.record_runs():
+        freed += store.record_blocks(run).sweep(of_records, grace_seconds)
     return freed + store.blocks.sweep(needed, grace_seconds)
 
 

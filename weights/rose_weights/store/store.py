@@ -31,7 +31,7 @@ from rose_weights.errors import (
     StoreFailed,
     UnknownRun,
 )
-from rose_weights.store.backends import Backend, Change
+from rose_weights.store.backends import Backend, BlockBackend, Change
 from rose_weights.store.folder import Folder
 from rose_weights.store.rules import check_commit, check_forms, check_model, summary
 from rose_weights.store.state import RunState, StoredVersion
@@ -132,6 +132,25 @@ class Store:
             faults.at("store.block")
             return name
 
+    def record_blocks(self, run: str) -> BlockBackend:
+        """Blocks of a run's records of sandboxes: no other run has them, and no weights do.
+
+        Raises:
+            UnknownRun: no run is called so.
+        """
+        return self.place.record_blocks(_checked(run))
+
+    def put_record_block(self, run: str, data: bytes) -> bytes:
+        """Stage a block for a record of a run and return its name.
+
+        Raises:
+            StoreFailed: the disk is full or broken.
+        """
+        with self._failing("stage a block", f"records of {run}"):
+            name = self.record_blocks(run).put(data)
+            faults.at("store.block")
+            return name
+
     def commit(
         self,
         data: bytes,
@@ -197,32 +216,36 @@ class Store:
             faults.at("store.fold.manifest")
 
     def commit_record(
-        self, run: str, data: bytes, blocks: Iterable[bytes], change: Change
+        self, run: str, place: str, data: bytes, blocks: Iterable[bytes], change: Change
     ) -> RunState:
         """Publish a record of a sandbox: its blocks, then itself, then the state that lists it.
 
         Args:
-            run: of the session.
+            run: whose blocks it needs.
+            place: the store's run that holds the session.
             data: the record; its content is its name.
             blocks: that it needs.
             change: lists it; what it raises goes through, and nothing is changed.
 
         Raises:
-            Incomplete: blocks are missing; nothing has changed.
+            Incomplete: blocks are not among the run's; nothing has changed.
             StoreFailed: the disk is full or broken; the state is as it was.
         """
-        names = list(blocks)
+        names, held = list(blocks), self.record_blocks(run)
 
         def publish(state: RunState) -> RunState:
             after = change(state)
-            if missing := self.blocks.missing(names):
-                message = f"{len(missing)} of {len(names)} blocks of a record of {run} are missing"
+            if missing := held.missing(names):
+                message = (
+                    f"{len(missing)} of {len(names)} blocks of a record are not among those that "
+                    f"hosts of {run} have sent; send them"
+                )
                 raise Incomplete(message)
-            self.blocks.sync(names)
-            self.place.write_manifest(run, hashlib.sha256(data).hexdigest(), data)
+            held.sync(names)
+            self.place.write_manifest(place, hashlib.sha256(data).hexdigest(), data)
             return after
 
-        return self.change(run, publish, "publish a record of")
+        return self.change(place, publish, "publish a record of")
 
     def change(self, run: str, change: Change, doing: str) -> RunState:
         """Replace a run's state in one step.
