@@ -111,13 +111,19 @@ class Template:
     Args:
         python: of the engine's environment.
         environment: of the first engine.
+        seconds: within which it must have imported SGLang, or have forked.
     """
 
-    def __init__(self, python: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        python: Path,
+        environment: Mapping[str, str],
+        seconds: float = _IMPORT_SECONDS,
+    ) -> None:
         self._common = _common(environment)
         self._lock = threading.Lock()
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._ours.settimeout(_IMPORT_SECONDS)
+        self._ours.settimeout(seconds)
         with theirs:
             self._process = subprocess.Popen(
                 [python, __file__, str(theirs.fileno())],
@@ -129,7 +135,11 @@ class Template:
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Whether SGLang would be imported alike under this environment."""
-        return _common(environment) == self._common and self._process.poll() is None
+        return _common(environment) == self._common
+
+    def alive(self) -> bool:
+        """Whether it can fork."""
+        return self._process.poll() is None
 
     def start(self, argv: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedEngine:
         """Fork an engine.
@@ -148,10 +158,11 @@ class Template:
             try:
                 socket.send_fds(self._ours, [message], [log, theirs.fileno()])
                 answer = self._ours.recv(64)
-            except OSError:  # its end, or ours, is closed
+            except OSError:  # its end, or ours, is closed; or it took too long
                 answer = b""
         if not answer:
             word.close()
+            self.close()  # a late answer would be taken for the next one's
             raise ConnectionError("the process that imports SGLang for engines has ended")
         return ForkedEngine(int(answer), word)
 

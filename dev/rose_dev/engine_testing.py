@@ -184,10 +184,12 @@ _making = threading.Lock()
 def _template(python: Path, variables: Mapping[str, str]) -> Template | None:
     """The session's template, made by its first engine; None where another environment is asked."""
     with _making:
+        if _templates and not _templates[0].alive():
+            _templates.clear()
         if not _templates:
             _templates.append(Template(python, variables))
             atexit.register(_templates[0].close)
-    return _templates[0] if _templates[0].fits(variables) else None
+        return _templates[0] if _templates[0].fits(variables) else None
 
 
 def _forked(

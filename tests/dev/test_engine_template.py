@@ -126,3 +126,14 @@ def test_imports_that_start_a_thread_are_refused(
             start(made, environment, tmp_path / "log", "0")
     finally:
         made.close()
+
+
+def test_a_template_that_answers_late_is_ended(environment: dict[str, str], tmp_path: Path) -> None:
+    """Its answer would be taken for the next engine's process."""
+    (tmp_path / "sglang" / "launch_server.py").write_text("import time; time.sleep(60)")
+    made = Template(BARE, environment, seconds=0.1)
+
+    with pytest.raises(ConnectionError, match="has ended"):
+        start(made, environment, tmp_path / "late", "0")
+
+    assert not made.alive()
