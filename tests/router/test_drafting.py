@@ -11,12 +11,13 @@ from msgspec.structs import replace
 
 from rose_core.rollouts.drafts import CONTEXT, MOST_OF_QUESTION
 from rose_core.rollouts.errors import UnsafeTurn
+from rose_core.rollouts.transcript import StreamEvent
 from rose_core.wire.routing import EngineUpdate
 from rose_router.engines.engine_client import Target
 from rose_router.metrics import REGISTRY
 from rose_router.turns.drafting import LOOK_SECONDS, Drafter
 from rose_router.turns.turn import Turn
-from tests.router.world import SimEngine, World, over, started, until, world
+from tests.router.world import Run, SimEngine, World, over, started, until, world
 
 pytestmark = pytest.mark.looptime
 
@@ -28,6 +29,14 @@ class Drafting(SimEngine):
 
     def update(self, head: str = "") -> EngineUpdate:
         return replace(super().update(head), drafts=True)
+
+
+class Verifying(Drafting):
+    """One that counts its steps, as SGLang does."""
+
+    def event(self, run: Run) -> StreamEvent:
+        event = super().event(run)
+        return replace(event, meta={**(event.meta or {}), "spec_verify_ct": 10})
 
 
 class Relayed(Drafting):
@@ -101,6 +110,38 @@ async def test_siblings_that_run_draft_from_each_other() -> None:
         assert len(texts) == 2
         for turn in turns:
             await over(turn)
+
+
+async def test_turns_that_were_queued_before_an_engine_came_are_of_one_group() -> None:
+    steps = count("rose_router_draft_tokens", "steps")
+    async with world() as w:
+        drafter, sent = drafter_of(w)
+        turns = [w.ask(40, prompt=PROMPT), w.ask(400, prompt=PROMPT)]
+        await asyncio.sleep(1)
+        assert all(turn.leg is None for turn in turns)
+        w.attach(Verifying("a"))
+        first = await over(turns[0])
+        assert count("rose_router_draft_tokens", "steps") == steps + 10
+        await look(drafter)
+        ((_, texts),) = sent.calls
+        assert texts[0] == (*PROMPT[-CONTEXT:], *first.transcript.tokens)
+        await over(turns[1])
+
+
+async def test_a_trajectory_whose_first_prompt_nobody_read_is_in_no_group() -> None:
+    async with world(SimEngine("plain")) as w:
+        drafter, sent = drafter_of(w)
+        first = await over(w.ask(40, prompt=PROMPT, session="old"))
+        w.detach(w.engines["plain"])
+        w.attach(Drafting("a"))
+        longer = (*PROMPT, *first.transcript.tokens)
+        await over(w.ask(40, prompt=longer, session="old"))
+        # Another trajectory that begins with those very tokens shares no question with it.
+        sibling = w.ask(400, prompt=longer, session="new")
+        await until(lambda: sibling.leg is not None)
+        await look(drafter)
+        assert not sent.calls
+        await over(sibling)
 
 
 async def test_others_questions_are_not_sent_and_engines_without_drafts_get_none() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from rose_dev.models import scripted_recipe
 from rose_dev.scripted import Script
-from rose_router.http.templates import Template
+from rose_router.http.locality import ITERATORS
+from rose_router.http.templates import _FILTERS, Template
 from rose_router.http.tokenization import Tokenizer
 from tests.router.conftest import Stage
 from tests.router.scripts import Follows, folder
@@ -41,6 +44,13 @@ LOCAL = {
         "{% for m in messages %}{% if loop.index0 == 0 %}{{ ns.names }}{% endif %}"
         "{% if loop.nextitem is defined and loop.nextitem.role == m.role %}+{% endif %}"
         "{{ m.role }}: {{ m.content }}<|end|>{% endfor %}{{ messages[-1].role }}"
+    ),
+    "iterators that are read where they are made": (
+        "{% set names = (tools or []) | map(attribute='function') | map('upper') | list %}"
+        "{% for n in ['a', 'b'] | reject('equalto', 'b') %}{{ n }}{% endfor %}"
+        "{{ ['x', 'y'] | reverse | join(', ') }}"
+        "{% for m in messages %}{% set its = [1, 2] | batch(1) %}{{ its | first }}"
+        "{{ names }}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
     ),
 }
 NOT = {
@@ -79,6 +89,39 @@ NOT = {
     "what changed": "{% for m in messages %}{{ loop.changed(m.role) }}{% endfor %}",
     "handed on": "{% set all = [messages] %}" + PLAIN + "{{ all }}",
     "another list": "{% set messages = tools %}" + PLAIN,
+    "an iterator in a namespace": (
+        "{% set ns = namespace(it=range(9) | batch(1)) %}"
+        "{% for m in messages %}{{ ns.it | first }}{% endfor %}"
+    ),
+    "an iterator in a list": (
+        "{% set all = [range(9) | batch(1)] %}"
+        "{% for m in messages %}{{ all[0] | first }}{% endfor %}"
+    ),
+    "a list of iterators": (
+        "{% set all = [[1, 2]] | map('batch', 1) | list %}"
+        "{% for m in messages %}{{ all[0] | first }}{% endfor %}"
+    ),
+    "an iterator behind a default": (
+        "{% set it = range(9) | batch(1) | default([]) %}"
+        "{% for m in messages %}{{ it | first }}{% endfor %}"
+    ),
+    "an iterator around the loop": (
+        "{% with it = range(9) | batch(1) %}{% for m in messages %}{{ it | first }}{% endfor %}"
+        "{% endwith %}"
+    ),
+}
+NOT_TAKEN = (TypeError, ValueError, AttributeError, AssertionError, jinja2.TemplateError)
+KEPT = {
+    "batch": "range(9) | batch(1)",
+    "items": "{'a': 1, 'b': 2} | items",
+    "map": "['a', 'b'] | map('upper')",
+    "reject": "['a', 'b'] | reject('equalto', 'c')",
+    "rejectattr": "[{'a': 1}] | rejectattr('b')",
+    "reverse": "[1, 2] | reverse",
+    "select": "['a', 'b'] | select('equalto', 'a')",
+    "selectattr": "[{'a': 1}] | selectattr('a')",
+    "slice": "range(9) | slice(3)",
+    "unique": "[1, 2] | unique",
 }
 
 
@@ -129,6 +172,36 @@ def test_a_local_template_shows_the_same_behind_an_answer_without_what_is_far_aw
 @pytest.mark.parametrize("name", NOT)
 def test_what_no_rule_knows_is_not_local(name: str) -> None:
     assert not Template(NOT[name]).is_local
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_an_iterator_from_before_the_loop_is_not_local_for_what_it_lost_stays_lost(
+    name: str,
+) -> None:
+    made = f"{{% set it = {KEPT[name]} %}}"
+    shows = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ it | first }};{% endif %}{% endfor %}"
+    )
+    assert not Template(made + shows).is_local
+    talk = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    first, second, _ = Template(made + shows).render(messages=talk).split(";")
+    assert first != second
+
+
+def made_by(name: str) -> Iterator[object]:
+    """What a filter makes of a few values with a few arguments, of those that it takes."""
+    environment = jinja2.Environment(autoescape=False)  # noqa: S701  # no page is made
+    for value in (["a", "b"], {"a": 1}):
+        for arguments in ([], [1], ["upper"], ["a"]):
+            with contextlib.suppress(*NOT_TAKEN):
+                context = environment.from_string("").new_context()
+                yield environment.call_filter(name, value, arguments, context=context)
+
+
+def test_every_filter_whose_result_is_used_up_is_known() -> None:
+    names = _FILTERS & jinja2.filters.FILTERS.keys()
+    used_up = {name for name in names if any(hasattr(one, "__next__") for one in made_by(name))}
+    assert used_up == ITERATORS == KEPT.keys()
 
 
 async def talked(s: Stage, monkeypatch: pytest.MonkeyPatch, turns: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ answer is the same whatever stood between the first message and the round before
 | ``loop.first``, ``loop.last``, ``loop.index0 == 0`` | local |
 | anything else: their number, a filter over them, ``loop.index`` by itself | not |
 | what outlives a message: a namespace set in the loop or a macro, ``cycler``, ``break`` | not |
+| what is used up, made outside of the loop and kept: ``range(9) | batch(1)``, a ``map`` | not |
 
 What no rule knows makes a template not local, which costs time and nothing else.
 Next step: ``tokenization`` leaves out what such a template cannot see.
@@ -25,6 +26,13 @@ from jinja2.visitor import NodeVisitor
 
 _REFUSED = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block, nodes.Break)
 _OUTLIVE = frozenset({"cycler", "joiner"})
+ITERATORS = frozenset(
+    {"batch", "items", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"}
+    | {"unique"}
+)
+"""Filters whose result is used up as it is read: what one message took, the next does not see."""
+_READ_WHOLE = frozenset({"count", "join", "length", "list", "max", "min", "sort", "sum"})
+"""Filters that read all of what they are given, at once."""
 _OF_LOOP = frozenset({"first", "last", "previtem", "nextitem"})
 _BESIDE = 1
 
@@ -74,6 +82,18 @@ def _rest(value: nodes.Node, names: dict[str, bool]) -> bool | None:
     return False if begins and cut.stop is None and cut.step is None else None
 
 
+def _makes_values(node: nodes.Filter) -> bool:
+    """Whether no entry of its result is an iterator: only ``map`` applies a filter to each."""
+    if node.name != "map" or not node.args:
+        return node.dyn_args is None
+    which = node.args[0]
+    return isinstance(which, nodes.Const) and which.value not in ITERATORS | {
+        "attr",
+        "default",
+        "d",
+    }
+
+
 class _Reading(NodeVisitor):
     """Looks at every node once.
 
@@ -86,6 +106,7 @@ class _Reading(NodeVisitor):
         self._lists = lists
         self._inside = ""  # "messages": their loop; "other": a loop or macro that is not theirs
         self._within = False  # the loop of the messages, also where another is inside it
+        self._read: set[int] = set()  # filters whose result is read whole where it is made
 
     def generic_visit(self, node: nodes.Node) -> None:
         """Whatever no rule names is as local as its parts."""
@@ -96,6 +117,15 @@ class _Reading(NodeVisitor):
         """A list of messages by itself: something is made of all of them."""
         self.local &= node.name not in self._lists and node.name not in _OUTLIVE
         self.local &= node.name != "loop" or self._inside == "other"
+
+    def visit_Filter(self, node: nodes.Filter) -> None:  # noqa: N802
+        """An iterator that is kept from before the loop: one message leaves less to the next."""
+        if node.name in ITERATORS:
+            read = self._within or id(node) in self._read
+            self.local &= read and (self._within or _makes_values(node))
+        if node.node is not None and (node.name in _READ_WHOLE or id(node) in self._read):
+            self._read.add(id(node.node))
+        super().generic_visit(node)
 
     def visit_NSRef(self, _: nodes.NSRef) -> None:  # noqa: N802
         """``set ns.name = ...``: what is set for one message is there at the next."""
@@ -117,6 +147,7 @@ class _Reading(NodeVisitor):
         if of_all:
             self.local &= not self._inside and node.test is None and not node.recursive
         else:
+            self._read.add(id(node.iter))
             self.visit(node.iter)
         targets = {
             one.name

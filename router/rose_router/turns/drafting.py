@@ -87,26 +87,30 @@ class Drafter:
         self._fleet, self._turns, self._send, self._clock = fleet, turns, send, clock
         self._questions = Questions()
         self._asked: OrderedDict[str, str] = OrderedDict()
+        """Every trajectory's question; empty: nothing drafted while its first turn lived."""
+        self._first: dict[str, Turn] = {}
         self._sent: dict[str, _Sent] = {}
         self.under_way: dict[str, asyncio.Task[None]] = {}
 
     def begin_turn(self, turn: Turn) -> None:
-        """Note what a trajectory is about: its first prompt, which its siblings share."""
-        if not self._fleet.bounds().drafts:
-            return
+        """Note that it is its trajectory's first, whose prompt its siblings share.
+
+        It is read when an engine that drafts is there: none may be yet when turns are queued.
+        """
         name = turn.request.trajectory
         if name in self._asked:
             self._asked.move_to_end(name)
             return
-        ids = array("i", turn.request.prompt).tobytes()
-        self._asked[name] = hashlib.blake2b(ids, digest_size=16).hexdigest()
+        self._asked[name], self._first[name] = "", turn
         while len(self._asked) > _MOST_TRAJECTORIES:
-            self._asked.popitem(last=False)
+            self._first.pop(self._asked.popitem(last=False)[0], None)
 
     def end_turn(self, turn: Turn) -> None:
         """Keep its answer, and what drafts were worth."""
-        question = self._asked.get(turn.request.trajectory)
-        if question is None:
+        question, name = self._question(turn), turn.request.trajectory
+        if self._first.get(name) is turn:
+            del self._first[name]
+        if not question:
             return
         for leg in turn.transcript.legs:
             steps = leg.meta.get("spec_verify_ct") if leg.meta else None
@@ -116,6 +120,15 @@ class Drafter:
                 metrics.DRAFTS.labels("accepted").inc(max(0, drafted - steps))
                 metrics.DRAFTS.labels("steps").inc(steps)
         self._questions.note_answer(question, turn.request.prompt, turn.transcript.tokens)
+
+    def _question(self, turn: Turn) -> str:
+        """What its trajectory is about; empty where that is not known."""
+        name = turn.request.trajectory
+        first = self._first.get(name)
+        if first is not None and not self._asked[name] and self._fleet.bounds().drafts:
+            ids = array("i", first.request.prompt).tobytes()
+            self._asked[name] = hashlib.blake2b(ids, digest_size=16).hexdigest()
+        return self._asked.get(name, "")
 
     async def run(self) -> None:
         """Look again and again until cancelled; what is under way then is cancelled too."""
@@ -159,8 +172,7 @@ class Drafter:
         asked: dict[str, set[str]] = {name: set() for name in engines}
         said = _Said()
         for turn in self._turns():
-            question = self._asked.get(turn.request.trajectory)
-            if question is None or turn.leg is None:
+            if turn.leg is None or not (question := self._question(turn)):
                 continue
             said.turns[question].append(turn)
             if turn.leg.engine in asked:
