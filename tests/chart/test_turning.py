@@ -1,4 +1,4 @@
-"""The chart from a registry, on a real node; then every certificate turns while turns go on.
+"""The chart on a real node, from a registry where there is one; every certificate turns meanwhile.
 
 That a successor waits for a day until it signs is in its date: the test makes one that is nearly a
 day old. The certificates of engines' data routes turn every two minutes here.
@@ -12,8 +12,6 @@ import json
 import socket
 import ssl
 import subprocess
-import threading
-import urllib.error
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +25,8 @@ from rose_dev.waiting import wait_until
 from rose_wire import certificates
 from rose_wire.ports import free_port
 from tests.chart.installation import SECONDS, SYSTEM, field, installation, make_models
-from tests.chart.test_end_to_end import callers_token, post, publish, service, wait_for
+from tests.chart.test_end_to_end import callers_token, publish, service, wait_for
+from tests.chart.turns import Turns
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -58,17 +57,15 @@ def _listens(port: int) -> bool:
 
 
 @pytest.fixture
-def chart() -> Iterator[tuple[str, ...]]:
+def pushed() -> Iterator[tuple[str, ...]]:
     """What ``helm install`` is given: the chart in a registry, pushed as ``make release`` does."""
     tools = {part.name: parts.find(part) for part in (parts.HELM_PART, *parts.RELEASE)}
     crane, helm = tools["crane"], tools["helm"]
     if crane is None or helm is None:
-        pytest.skip(
-            "no registry (make release-parts): the chart was installed from its folder only"
-        )
+        pytest.skip("no registry here, and the chart is in none (make release-parts)")
     with registry(crane) as place:
-        pushed = Releaser(f"{place}/rose", Path(), {"crane": crane, "helm": helm}, plain_http=True)
-        name, _, version = pushed.chart().name.rpartition(":")
+        made = Releaser(f"{place}/rose", Path(), {"crane": crane, "helm": helm}, plain_http=True)
+        name, _, version = made.chart().name.rpartition(":")
         yield f"oci://{name}", f"--version={version}", "--plain-http"
 
 
@@ -90,45 +87,18 @@ def prepare(node: Node, name: str) -> bytes:
     return held["tls.crt"]
 
 
-class Turns:
-    """Turns without a pause, as a trainer sends them: a call that reached nobody is made again."""
-
-    def __init__(self, node: Node) -> None:
-        self._url = f"http://{service(node)}:8000/generate"
-        self._token = callers_token(node)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.answered = 0
-        self.failed: list[str] = []
-
-    def __enter__(self) -> Turns:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(120)
-
-    def _run(self) -> None:
-        while not self._over.is_set():
-            try:
-                if len(post(self._url, max_new_tokens=8, token=self._token)) != 8:
-                    self.failed.append("a turn of another length")
-                self.answered += 1
-            except urllib.error.HTTPError as error:
-                self.failed.append(f"{error.code}: {error.read()[:300]!r}")
-            except OSError:  # no router listens for the moment
-                self._over.wait(0.2)
-            self._over.wait(0.05)
-
-
-def test_from_a_registry_and_while_every_certificate_turns_no_turn_fails(
-    node: Node, tmp_path: Path, chart: tuple[str, ...]
+def test_the_chart_is_installed_from_a_registry(
+    node: Node, tmp_path: Path, pushed: tuple[str, ...]
 ) -> None:
-    quick = "--set=engineHost.extraArgs={--data-tls-seconds=61}"
-    with installation(node, make_models(tmp_path), quick, chart=chart):
+    with installation(node, make_models(tmp_path), chart=pushed):
         listed = json.loads(node.helm("list", f"--namespace={SYSTEM}", "--output=json"))
         assert [one["status"] for one in listed] == ["deployed"]
+        wait_for(node, "Granted")
+
+
+def test_while_every_certificate_turns_no_turn_fails(node: Node, tmp_path: Path) -> None:
+    quick = "--set=engineHost.extraArgs={--data-tls-seconds=61}"
+    with installation(node, make_models(tmp_path), quick):
         wait_for(node, "Granted")
         publish(node, tmp_path)
         wait_for(node, "Ready")
@@ -136,7 +106,8 @@ def test_from_a_registry_and_while_every_certificate_turns_no_turn_fails(
         address = node.kubectl("get", *hosts, "--output=jsonpath={.items[0].status.podIP}")
         shown = {data_certificate(address)}
         leaf = secret(node, "rose-tls")["tls.crt"]
-        with Turns(node) as turns:
+        url = f"http://{service(node)}:8000/generate"
+        with Turns(url, callers_token(node)) as turns:
             before = {name: prepare(node, name) for name in AUTHORITIES}
 
             def turned() -> bool:

@@ -121,7 +121,7 @@ async def test_turns_that_were_queued_before_an_engine_came_are_of_one_group() -
         assert all(turn.leg is None for turn in turns)
         w.attach(Verifying("a"))
         first = await over(turns[0])
-        assert count("rose_router_draft_tokens", "steps") == steps + 10
+        await until(lambda: count("rose_router_draft_tokens", "steps") == steps + 10)
         await look(drafter)
         ((_, texts),) = sent.calls
         assert texts[0] == (*PROMPT[-CONTEXT:], *first.transcript.tokens)
