@@ -13,13 +13,17 @@ import asyncio
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
 
 from rose_demo.records import Agents
+from rose_demo.stack import Stack
+from rose_dev.errors import DevelopmentError
 from rose_sandbox.client import RemoteHost
 from rose_sandbox.errors import HostAway, SandboxError, UnknownSandbox
 from rose_sandbox.runtimes.runtime import Limits
@@ -47,10 +51,33 @@ LOG = b"one\ntwo\nthree\n5\n1\n"
 """What ``TASK`` leaves behind where nothing happens."""
 
 Json = dict[str, Any]
+T = TypeVar("T")
+LOST = (SandboxError, WeightsError, aiohttp.ClientError, TimeoutError, OSError)
+"""What an agent may meet that ends it; ``DevelopmentError`` is of the demo's own tools."""
 
 
 class NotYet(SandboxError):
     """The router knows no host that answers."""
+
+
+class _Answer(msgspec.Struct):
+    output_ids: list[int]
+
+
+class _Told(msgspec.Struct):
+    turn: int
+
+
+class _Restored(msgspec.Struct):
+    told: _Told
+    ids: list[int]
+
+
+def _read(said: Json, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(said, kind)
+    except msgspec.ValidationError as error:
+        raise SandboxError(f"the router answers something else: {error}; {said!r:.300}") from error
 
 
 @dataclass
@@ -72,6 +99,7 @@ class Agent:
     back: Callable[[], Awaitable[RemoteHost]]
     ids: list[list[int]] = field(default_factory=lambda: [[1, 2, 3]])
     restored: list[int] = field(default_factory=list)
+    differs: str = ""
 
     @property
     def turn(self) -> int:
@@ -107,12 +135,16 @@ class Agent:
                 f"{TASK[self.turn]!r} exits {made.exit_code}: {made.stderr[-200:]!r}"
             )
 
+    def _prompt(self, turn: int) -> list[int]:
+        """What the model is asked with at a turn; the first is 1."""
+        return [*self.ids[turn - 1], 3 + turn]
+
     async def _ask(self) -> None:
-        prompt = [*self.ids[-1], 4 + self.turn]
+        prompt = self._prompt(self.turn + 1)
         sampling = {"max_new_tokens": _TOKENS, "temperature": 0}
         body = {"input_ids": prompt, "session_id": self.session, "sampling_params": sampling}
         said = await self._post("/generate", body)
-        self.ids.append([*prompt, *said["output_ids"]])
+        self.ids.append([*prompt, *_read(said, _Answer).output_ids])
 
     async def _restore(self) -> None:
         """Sandbox and session back at another host; the agent goes on from their turn."""
@@ -126,8 +158,13 @@ class Agent:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.5)
-        turn = int(said["told"]["turn"])
+        back = _read(said, _Restored)
+        turn = back.told.turn
+        if not 0 <= turn <= self.turn:
+            raise SandboxError(f"it is given back at turn {turn}, and has had {self.turn}")
         self.restored.append(turn)
+        if turn and back.ids != self._prompt(turn):
+            self.differs = f"the model's words up to turn {turn} are others: {back.ids!r:.300}"
         # The record is of the moment at which the model was asked; what it said then is known.
         del self.ids[turn + 1 :]
 
@@ -137,11 +174,16 @@ class Agent:
                 raise NotYet(f"{path}: {(await reply.text())[:300]}")
             if reply.status != 200:
                 raise SandboxError(f"{path} answers {reply.status}: {(await reply.text())[:300]}")
-            said: Json = await reply.json()
-            return said
+            text = await reply.read()
+        try:
+            return msgspec.json.decode(text, type=Json)
+        except msgspec.MsgspecError as error:
+            raise SandboxError(f"{path} answers {text[:300]!r}: {error}") from error
 
     async def verify(self) -> str:
         """What differs from an undisturbed end; empty: nothing."""
+        if self.differs:
+            return self.differs
         log = await self.host.read_file(self.session, "/home/log")
         if log != LOG:
             return f"its log is {log!r}, not {LOG!r}"
@@ -184,6 +226,81 @@ class Counted:
         }
 
 
+async def play_on(stack: Stack) -> Agents:
+    """Agents with a shell task, at the lease of a stack, after all that is measured."""
+    if stack.sandbox_parts is None:
+        return Agents(skipped=stack.no_sandboxes)
+
+    async def host() -> str:
+        deadline = time.monotonic() + BACK_SECONDS
+        while not (url := await asyncio.to_thread(stack.sandbox_host)):
+            if time.monotonic() > deadline:
+                raise HostAway(f"no sandbox host is ready after {BACK_SECONDS:.0f} s")
+            await asyncio.sleep(0.5)
+        return url
+
+    async def kill() -> None:
+        await asyncio.to_thread(stack.kill_sandbox_host)
+
+    try:
+        router, token = stack.router(), stack.turn_token().read_text().strip()
+    except DevelopmentError as error:
+        made = Agents(agents=AGENTS, stopped=_named(error))
+    else:
+        made = await play(router, token, host, stack.sandbox_token, kill)
+    stack.step(
+        f"{made.verified} of {made.agents} agents outlived their host {made.stopped}".strip()
+    )
+    return made
+
+
+@dataclass
+class Run:
+    """Agents that play together; what ends one of them ends no other.
+
+    Args:
+        agents: all of them.
+        failed: session -> what it met, or in what it differs in the end.
+        stopped: session -> what of the demo's own tools failed; ``all``: of none alone.
+        verified: sessions that differ in nothing.
+    """
+
+    agents: Sequence[Agent]
+    failed: dict[str, str] = field(default_factory=dict)
+    stopped: dict[str, str] = field(default_factory=dict)
+    verified: set[str] = field(default_factory=set)
+
+    async def each(self, step: Callable[[Agent], Awaitable[None]]) -> None:
+        """Have every agent that is left do this."""
+        async with asyncio.TaskGroup() as group:
+            for agent in self.agents:
+                if agent.session not in self.failed.keys() | self.stopped.keys():
+                    group.create_task(self._do(agent, step))
+
+    async def _do(self, agent: Agent, step: Callable[[Agent], Awaitable[None]]) -> None:
+        try:
+            await step(agent)
+        except LOST as error:
+            self.failed[agent.session] = _named(error)
+        except DevelopmentError as error:
+            self.stopped[agent.session] = _named(error)
+
+    async def begin(self, agent: Agent) -> None:
+        """Until the host is killed."""
+        await agent.begin()
+        await agent.play(KILLED_AFTER)
+
+    async def end(self, agent: Agent) -> None:
+        """Until the task is done, and a look at what is there then."""
+        await agent.play(len(TASK))
+        if differs := await agent.verify():
+            self.failed[agent.session] = differs
+        else:
+            self.verified.add(agent.session)
+        with suppress(SandboxError):  # what is left of it ends with the node
+            await agent.host.end(agent.session, forget=True)
+
+
 async def play(
     router: str,
     token: str,
@@ -200,7 +317,7 @@ async def play(
         host_token: that it asks for.
         kill: ends the host without a word.
     """
-    began, counted = time.monotonic(), Counted()
+    began, counted, run = time.monotonic(), Counted(), Run(())
     made: dict[str, RemoteHost] = {}
     limit = aiohttp.ClientTimeout(total=BACK_SECONDS)
     headers = {"Authorization": f"Bearer {token}"}
@@ -208,44 +325,43 @@ async def play(
 
         async def there() -> RemoteHost:
             url = await host()
-            return made.setdefault(url, RemoteHost(url, host_token))
+            if url not in made:
+                made[url] = RemoteHost(url, host_token)
+            return made[url]
 
-        agents: list[Agent] = []
-        failed: list[str] = []
         try:
             first = await there()
-            agents = [
+            run.agents = [
                 Agent(http, router, f"shell-{number}", first, there) for number in range(AGENTS)
             ]
-            await asyncio.gather(*(agent.begin() for agent in agents))
-            await asyncio.gather(*(agent.play(KILLED_AFTER) for agent in agents))
-            counted.add(await _metrics(http, await host()))
-            before = [list(agent.ids) for agent in agents]
+            await run.each(run.begin)
+            counted.add(await _metrics(await host()))
             await kill()
-            await asyncio.gather(*(agent.play(len(TASK)) for agent in agents))
-            for agent, known in zip(agents, before, strict=True):
-                differs = await agent.verify()
-                if agent.ids[: len(known)] != known[: len(agent.ids)]:
-                    differs = "the model's words are others"
-                if differs:
-                    failed.append(f"{agent.session}: {differs}")
-                await agent.host.end(agent.session, forget=True)
-            counted.add(await _metrics(http, await host()))
-        except (SandboxError, WeightsError, aiohttp.ClientError, TimeoutError, OSError) as error:
-            failed.append(f"{type(error).__name__}: {error}")
+            await run.each(run.end)
+            counted.add(await _metrics(await host()))
+        except (*LOST, DevelopmentError) as error:
+            run.stopped["all"] = _named(error)
         finally:
             for one in made.values():
                 await one.close()
     return Agents(
         agents=AGENTS,
-        turns=sum(agent.turn for agent in agents),
-        restored=tuple(turn for agent in agents for turn in agent.restored),
-        failed=tuple(failed),
+        turns=sum(agent.turn for agent in run.agents),
+        restored=tuple(turn for agent in run.agents for turn in agent.restored),
+        verified=len(run.verified),
+        failed=tuple(f"{session}: {what}" for session, what in run.failed.items()),
+        stopped="; ".join(f"{whose}: {what}" for whose, what in run.stopped.items()),
         seconds=time.monotonic() - began,
         **counted.told(),
     )
 
 
-async def _metrics(http: aiohttp.ClientSession, url: str) -> str:
-    async with http.get(f"{url}/metrics") as answer:
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+async def _metrics(url: str) -> str:
+    """A host's page, which is asked for without the lease's token: it is none of its business."""
+    limit = aiohttp.ClientTimeout(total=BACK_SECONDS)
+    async with aiohttp.ClientSession(timeout=limit) as http, http.get(f"{url}/metrics") as answer:
         return await answer.text()

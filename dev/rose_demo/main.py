@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import msgspec
 
+from rose_demo.agents import play_on
 from rose_demo.costs import CostSummary, costs, money
 from rose_demo.errors import AlreadyRunning, DemoError
 from rose_demo.measure import measure
@@ -82,6 +83,10 @@ def run(options: Options, node: Node, scratch: Path) -> int:
         stack.wait_for_parts()
         try:
             recording = _measured(stack, reaper)
+            # Written before the agents play: whatever becomes of them, the measurement is there.
+            write(recording, judge(recording), options.out)
+            played = asyncio.run(play_on(stack))
+            recording = msgspec.structs.replace(recording, agents=played)
         finally:
             stack.save_logs(options.out / "logs")
     findings = judge(recording)

@@ -21,21 +21,20 @@ import msgspec
 import numpy as np
 
 from rose_core.identity import published
-from rose_demo import agents, calibrate, placement
+from rose_demo import calibrate, placement
 from rose_demo.collect import Collector, gate_intervals, stop_seconds
 from rose_demo.errors import SetUpFailed
 from rose_demo.load import burst, span_seconds
 from rose_demo.options import Options
 from rose_demo.pieces import DEDICATED
 from rose_demo.reaper import Reaper
-from rose_demo.records import Agents, Recording, Request, Sample
+from rose_demo.records import Recording, Request, Sample
 from rose_demo.spans import SpanRecord, most_telling, since
 from rose_demo.stack import Addresses, Stack
 from rose_demo.table import Screen, frame
 from rose_demo.trace import Scale
 from rose_dev.engine_environment import SGLANG_VERSION
 from rose_dev.image import checkout
-from rose_sandbox.errors import HostAway
 
 _LOOK_SECONDS = 1.0
 _PLACE_SECONDS = 10.0
@@ -151,7 +150,6 @@ class Measurement:
     inclusion: dict[str, Any] = field(default_factory=dict)
     trajectory: tuple[SpanRecord, ...] = ()
     story: str = ""
-    agents: Agents | None = None
 
     def read(self, load: Lines, progress: Lines) -> None:
         """Take in what load and trainer have written."""
@@ -206,30 +204,8 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         await asyncio.sleep(_EXPORT_SECONDS)  # a trajectory ends with the trainer's report of it
         epoch = time.time() - time.monotonic() + collector.origin
         seen.trajectory = since(most_telling(await collector.spans()), epoch)
-    seen.agents = await _agents(stack, at.router, turns.read_text().strip())
     (out / "flight-record.json").write_bytes(msgspec.json.encode(record))
     return _recording(stack, seen, record, int(collector.origin * 1e9), told)
-
-
-async def _agents(stack: Stack, router: str, token: str) -> Agents:
-    """Agents with a shell task, after all that is measured."""
-    if stack.sandbox_parts is None:
-        return Agents(skipped=stack.no_sandboxes)
-
-    async def host() -> str:
-        deadline = time.monotonic() + agents.BACK_SECONDS
-        while not (url := await asyncio.to_thread(stack.sandbox_host)):
-            if time.monotonic() > deadline:
-                raise HostAway(f"no sandbox host is ready after {agents.BACK_SECONDS:.0f} s")
-            await asyncio.sleep(0.5)
-        return url
-
-    async def kill() -> None:
-        await asyncio.to_thread(stack.kill_sandbox_host)
-
-    made = await agents.play(router, token, host, stack.sandbox_token, kill)
-    stack.step(f"{made.agents - len(made.failed)} of {made.agents} agents outlived their host")
-    return made
 
 
 async def _until_paired(stack: Stack, scale: Scale, reaper: Reaper, collector: Collector) -> None:
@@ -276,7 +252,6 @@ def _recording(
         inclusion=seen.inclusion,
         trajectory=seen.trajectory,
         story=seen.story or stack.story(),
-        agents=seen.agents,
         notes=notes() | {"load": load} | lateness(seen.requests),
     )
 

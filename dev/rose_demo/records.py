@@ -108,7 +108,9 @@ class Agents(msgspec.Struct, frozen=True, omit_defaults=True):
         skipped: why there were none on this machine; empty: there were.
         turns: that all of them had.
         restored: the turn from which each went on after the kill.
+        verified: how many were looked at in the end and differed in nothing.
         failed: who did not end as an undisturbed agent does, and in what.
+        stopped: what kept the demo from looking at all of them; empty: nothing.
         seconds: that it took.
         saved: boundaries by what was saved.
         written_bytes: that records needed.
@@ -121,7 +123,9 @@ class Agents(msgspec.Struct, frozen=True, omit_defaults=True):
     agents: int = 0
     turns: int = 0
     restored: tuple[int, ...] = ()
+    verified: int = 0
     failed: tuple[str, ...] = ()
+    stopped: str = ""
     seconds: float = 0.0
     saved: dict[str, int] = {}
     written_bytes: int = 0

@@ -255,10 +255,9 @@ def _agents(agents: Agents | None) -> str:
     title = "<h2>Agents whose sandbox host was killed</h2>"
     if agents.skipped:
         return f"{title}<p class='note'>Skipped: {escape(agents.skipped)}</p>"
-    whole = agents.agents - len(agents.failed)
     hidden = max(agents.saving_s - agents.held_s, 0.0)
     rows = [
-        ("agents that ended as if nothing had happened", f"{max(whole, 0)} of {agents.agents}"),
+        ("agents that ended as if nothing had happened", f"{agents.verified} of {agents.agents}"),
         ("turns; went on from turn", f"{agents.turns}; {', '.join(map(str, agents.restored))}"),
         *(
             (f"turns that saved: {name}", str(count))
@@ -269,6 +268,7 @@ def _agents(agents: Agents | None) -> str:
         ("time of saving that the model's answers hid", _share(hidden, agents.saving_s)),
         ("seconds in all", f"{agents.seconds:.0f}"),
         *(("not as undisturbed", one) for one in agents.failed),
+        *([("ended before all were looked at", agents.stopped)] if agents.stopped else []),
     ]
     note = (
         "<p class='note'>Each agent writes files, keeps a variable, a job in the background and a "

@@ -61,6 +61,7 @@ from rose_wire.bearer import lease_token
 Say = Callable[[str], None]
 
 _READY_SECONDS = 420.0
+_TRACES_SECONDS = 30.0
 _GUARD_PORT = 9101
 
 
@@ -205,10 +206,23 @@ class Stack:
         Raises:
             SetUpFailed: something did not come up in time.
         """
-        system = "ROSE, the weight store and the dedicated engine"
-        for namespace, what in ((SYSTEM, system), (SERVING, "both replicas")):
-            self._until(lambda namespace=namespace: self._all_ready(namespace), what)  # type: ignore[misc]
+        others, what = f"--selector=app!={TRACES}", "ROSE, the weight store, the dedicated engine"
+        self._until(lambda: self._all_ready(SYSTEM, others), what)
+        self._until(lambda: self._all_ready(SERVING), "both replicas")
+        self._wait_for_traces()
         self._until(lambda: bool(self._lease().get("routerURL")), "the lease's router")
+
+    def _wait_for_traces(self) -> None:
+        """Wait shortly for the receiver of spans: without it a picture is missing, no figure."""
+        deadline = time.monotonic() + _TRACES_SECONDS
+        while not self._all_ready(SYSTEM, f"--selector=app={TRACES}"):
+            if time.monotonic() > deadline:
+                self.step(
+                    f"{TRACES}, which takes the router's spans, is not ready after "
+                    f"{_TRACES_SECONDS:.0f} s: going on; the report may have no waterfall"
+                )
+                return
+            time.sleep(1.0)
 
     def wait_for_slot(self) -> None:
         """Wait until the slot's engine runs; its weights come from the trainer.
@@ -243,11 +257,15 @@ class Stack:
         return Addresses(
             lent=f"http://{lent.address}:{SERVING_PORT}",
             control=f"http://{control.address}:{SERVING_PORT}",
-            router=f"http://{self._service(ROUTER, ROUTERS)}:8000",
+            router=self.router(),
             store=f"{self._service('rose-weights')}:{STORE_PORT}",
             guard=f"http://{agent.address}:{_GUARD_PORT}",
             traces=f"http://{self._service(TRACES)}:{HTTP_PORT}",
         )
+
+    def router(self) -> str:
+        """The lease's URL as this machine reaches it."""
+        return f"http://{self._service(ROUTER, ROUTERS)}:8000"
 
     def serving_urls(self) -> list[str]:
         """URLs of both replicas, before it is known which one is lent."""
@@ -413,8 +431,8 @@ class Stack:
             raise SetUpFailed(message)
         return found[0]
 
-    def _all_ready(self, namespace: str) -> bool:
-        found = self._pods(namespace)
+    def _all_ready(self, namespace: str, *selector: str) -> bool:
+        found = self._pods(namespace, *selector)
         return bool(found) and all(pod.ready for pod in found)
 
     def _kubectl(self, *arguments: str, stdin: str = "", check: bool = True) -> str:

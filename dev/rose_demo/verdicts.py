@@ -252,6 +252,9 @@ def _agents_checks(agents: Agents | None) -> list[Check]:
         return [Check(CheckResult.MEASURED, f"agents with sandboxes: skipped: {agents.skipped}")]
     if agents.failed:
         return [Check(CheckResult.BROKEN, f"agents: {'; '.join(agents.failed)}")]
+    if agents.stopped or agents.verified < agents.agents:
+        text = f"{agents.verified} of {agents.agents} agents were looked at: {agents.stopped}"
+        return [Check(CheckResult.UNPROVEN, text)]
     if len(agents.restored) < agents.agents:
         text = f"{len(agents.restored)} of {agents.agents} agents lost their sandbox host at all"
         return [Check(CheckResult.UNPROVEN, text)]

@@ -6,16 +6,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rose_demo import manifests
-from rose_demo.agents import LOG, TASK, Agent, Counted, NotYet
+from rose_demo.agents import KILLED_AFTER, LOG, TASK, Agent, Counted, NotYet, play
+from rose_demo.main import run
+from rose_demo.options import parse
 from rose_demo.records import Agents, Recording
 from rose_demo.report import page, summary
 from rose_demo.verdicts import CheckResult, judge
+from rose_dev.errors import CommandFailed
 from rose_sandbox.client import RemoteHost
 from rose_sandbox.errors import HostAway, SandboxError
 from rose_sandbox.runtimes.runtime import ExecResult
@@ -24,6 +30,7 @@ DONE = Agents(
     agents=3,
     turns=18,
     restored=(4, 4, 4),
+    verified=3,
     seconds=20.0,
     saved={"full": 3, "none": 6, "processes": 9},
     written_bytes=100,
@@ -38,6 +45,7 @@ class Host:
     """Runs nothing; away once it was killed."""
 
     ran: list[str] = field(default_factory=list)
+    lost: set[object] = field(default_factory=set)
     away: bool = False
 
     async def exec(self, _session: str, command: str, *_: object, **__: object) -> ExecResult:
@@ -54,6 +62,7 @@ class Scripted(Agent):
     """An agent whose router answers from here."""
 
     refusals = 1
+    answered: tuple[int, ...] = ()
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/generate":
@@ -63,7 +72,7 @@ class Scripted(Agent):
         if self.refusals:  # the router believes in the one that was killed for a while
             self.refusals -= 1
             raise NotYet(path)
-        return {"told": {"turn": 2}}
+        return {"told": {"turn": 2}, "ids": self.answered or [*self.ids[1], 5]}
 
 
 async def test_an_agent_goes_on_from_the_record_with_the_very_tokens_of_before() -> None:
@@ -82,6 +91,155 @@ async def test_an_agent_goes_on_from_the_record_with_the_very_tokens_of_before()
     assert agent.ids[:3] == before[:3]
     assert two.ran == list(TASK[2:]), "the third turn had no record: it is had again"
     assert await agent.verify() == ""
+
+
+async def test_a_record_with_other_words_of_the_model_is_told() -> None:
+    one, two = Host(), Host()
+
+    async def back() -> RemoteHost:
+        return cast("RemoteHost", two)
+
+    http = cast("aiohttp.ClientSession", None)
+    agent = Scripted(http, "http://router", "s", cast("RemoteHost", one), back)
+    await agent.play(3)
+    agent.answered = (1, 2, 3, 4, 5)
+    one.away = True
+    await agent.play(len(TASK))
+    assert "words up to turn 2 are others: [1, 2, 3, 4, 5]" in await agent.verify()
+
+
+class Place:
+    """A lease's router and its sandbox hosts, of which there is always one; as the demo sees it.
+
+    Attributes:
+        without: sessions whose restore answers without a turn.
+        tokens: what callers of ``/metrics`` have shown.
+    """
+
+    def __init__(self, *without: str) -> None:
+        self.without = without
+        self.asked: dict[str, list[int]] = {}
+        self.tokens: list[str | None] = []
+        self.killed = 0
+        self.hiccups: list[Exception] = []
+
+    def app(self) -> web.Application:
+        made = web.Application()
+        made.add_routes(
+            [
+                web.post("/generate", self.generate),
+                web.post("/sessions/{key}/restore", self.restore),
+                web.get("/metrics", self.metrics),
+            ]
+        )
+        return made
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked[body["session_id"]] = body["input_ids"]
+        return web.json_response({"output_ids": [100 + len(body["input_ids"])]})
+
+    async def restore(self, request: web.Request) -> web.Response:
+        key = request.match_info["key"]
+        told = {} if key in self.without else {"turn": KILLED_AFTER}
+        return web.json_response({"told": told, "ids": self.asked[key]})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        self.tokens.append(request.headers.get("Authorization"))
+        return web.Response(text='rose_sandbox_turns_total{saved="full"} 1.0\n')
+
+    async def kill(self) -> None:
+        if self.hiccups:
+            raise self.hiccups.pop()
+        self.killed += 1
+
+
+class Counting(Host):
+    """Sandboxes of ``Place``: those that were there when a host was killed are away."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place = place
+        self.made = 0
+
+    async def exec(self, _session: str, command: str, *_: object, **__: object) -> ExecResult:
+        if self.place.killed and _session not in self.lost:
+            self.lost.add(_session)
+            raise HostAway("killed")
+        return await super().exec(_session, command)
+
+    async def create(self, *_: object, **__: object) -> None:
+        self.made += 1
+
+    async def end(self, *_: object, **__: object) -> None:
+        raise HostAway("has gone")
+
+    async def close(self) -> None:
+        self.made = 0
+
+
+async def played(place: Place, monkeypatch: pytest.MonkeyPatch) -> Agents:
+    host = Counting(place)
+    monkeypatch.setattr("rose_demo.agents.RemoteHost", lambda *_: host)
+    async with TestServer(place.app()) as server:
+        url = str(server.make_url("")).rstrip("/")
+
+        async def there() -> str:
+            return url
+
+        return await play(url, "of-the-lease", there, "of-hosts", place.kill)
+
+
+async def test_agents_outlive_a_host_and_its_page_is_not_shown_the_leases_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place()
+    made = await played(place, monkeypatch)
+    assert (made.verified, made.failed, made.stopped) == (3, (), "")
+    assert made.restored == (KILLED_AFTER,) * 3
+    assert made.saved == {"full": 2}
+    assert place.tokens == [None, None]
+
+
+async def test_an_agent_that_is_lost_ends_none_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = await played(Place("shell-1"), monkeypatch)
+    assert made.verified == 2
+    assert made.turns == 2 * len(TASK) + KILLED_AFTER
+    (one,) = made.failed
+    assert one.startswith("shell-1: SandboxError: the router answers something else")
+
+
+async def test_a_hiccup_of_the_demos_tools_is_told_and_no_agent_counts_as_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place()
+    place.hiccups.append(CommandFailed("kubectl: no route"))
+    made = await played(place, monkeypatch)
+    assert (made.verified, made.failed) == (0, ())
+    assert made.stopped == "all: CommandFailed: kubectl: no route"
+
+
+def test_what_is_measured_is_written_before_agents_play(
+    synthetic: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object) -> Recording:
+        return of(synthetic, None)
+
+    async def broken(_: object) -> Agents:
+        raise RuntimeError("a defect of the agents' part")
+
+    options = parse([f"--out={tmp_path}"])
+    monkeypatch.setattr("rose_demo.main.Stack", lambda *_: MagicMock(options=options))
+    monkeypatch.setattr("rose_demo.main._measured", measured)
+    monkeypatch.setattr("rose_demo.main.play_on", broken)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(RuntimeError, match="a defect"):
+        run(options, MagicMock(), tmp_path)
+    written = msgspec.json.decode((tmp_path / "recording.json").read_bytes(), type=Recording)
+    assert written.samples
+    assert "sandbox host" not in (tmp_path / "report.html").read_text()
 
 
 async def test_a_command_that_fails_is_told_and_not_tried_again() -> None:
@@ -123,6 +281,7 @@ def of(synthetic: ModuleType, agents: Agents | None) -> Recording:
         (DONE, CheckResult.KEPT),
         (msgspec.structs.replace(DONE, failed=("shell-0: its log is b''",)), CheckResult.BROKEN),
         (msgspec.structs.replace(DONE, restored=(4,)), CheckResult.UNPROVEN),
+        (msgspec.structs.replace(DONE, verified=2, stopped="all: no"), CheckResult.UNPROVEN),
         (Agents(skipped="sandboxes need criu"), CheckResult.KEPT),
         (None, CheckResult.KEPT),
     ],
@@ -148,6 +307,10 @@ def test_the_report_shows_turns_by_class_bytes_saved_and_time_hidden(
     ):
         assert row in text
     assert summary(recording, judge(recording))["agents"]["saved"]["none"] == 6
+    stopped = of(synthetic, Agents(agents=3, failed=("shell-1: lost",), stopped="all: no kubectl"))
+    text = page(stopped, judge(stopped))
+    assert "nothing had happened</td><td>0 of 3</td>" in text
+    assert "all: no kubectl" in text
     skipped = of(synthetic, Agents(skipped="sandboxes need <criu>"))
     assert "Skipped: sandboxes need &lt;criu&gt;" in page(skipped, judge(skipped))
     assert "sandbox host" not in page(of(synthetic, None), judge(of(synthetic, None)))

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from aiohttp import web
@@ -18,15 +19,15 @@ from rose_demo import load, manifests, placement
 from rose_demo.calibrate import LEAST_OBJECTIVE, Objective
 from rose_demo.collect import gate_intervals, sample, stop_seconds, totals
 from rose_demo.dedicated import dedicated
-from rose_demo.errors import BadTrace
+from rose_demo.errors import BadTrace, SetUpFailed
 from rose_demo.main import main
 from rose_demo.measure import Lines, load_command, next_pair
 from rose_demo.options import parse
-from rose_demo.pieces import DEDICATED, Engines
+from rose_demo.pieces import DEDICATED, SYSTEM, TRACES, Engines
 from rose_demo.placement import Cores, Process
 from rose_demo.reaper import watch
 from rose_demo.records import ClassFigures, Role
-from rose_demo.stack import pods_of, resting
+from rose_demo.stack import Stack, pods_of, resting
 from rose_demo.trace import (
     Arrival,
     Scale,
@@ -36,6 +37,7 @@ from rose_demo.trace import (
     schedule,
     twice,
 )
+from rose_dev.node import Node
 
 ENGINES = Engines(
     python=Path("/engine/venv/bin/python"),
@@ -412,3 +414,57 @@ def test_help_lists_the_knobs(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for knob in ("--seconds", "--trace", "--serving-model", "--ttft-slo-ms", "--keep"):
         assert knob in text
+
+
+class Cluster:
+    """What ``kubectl`` says of a cluster in which all but some pods are ready."""
+
+    def __init__(self, *unready: str) -> None:
+        self.unready = unready
+
+    def kubectl(self, *arguments: str, **_: object) -> str:
+        if arguments[:2] == ("get", "rlease"):
+            return json.dumps({"status": {"routerURL": "http://router"}})
+        assert arguments[:2] == ("get", "pods")
+        names = (TRACES, "rose-store") if SYSTEM in arguments else ("chat-0", "chat-1")
+        chosen = [one for one in arguments if one.startswith("--selector=app")]
+        pods = [
+            {
+                "metadata": {"name": name, "uid": name},
+                "status": {"conditions": [{"type": "Ready", "status": str(is_ready)}]},
+            }
+            for name, is_ready in ((one, one not in self.unready) for one in names)
+            if not chosen or (name == TRACES) == (chosen == [f"--selector=app={TRACES}"])
+        ]
+        return json.dumps({"items": pods})
+
+
+def stack_of(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, out: Path
+) -> tuple[Stack, list[str]]:
+    said: list[str] = []
+    monkeypatch.setattr(Stack, "_engines", lambda _: ENGINES)
+    monkeypatch.setattr(Stack, "evidence", lambda _: "")
+    monkeypatch.setattr("rose_demo.stack._TRACES_SECONDS", 0.0)
+    monkeypatch.setattr("rose_demo.stack._READY_SECONDS", 0.0)
+    return Stack(cast("Node", cluster), parse([]), out, said.append), said
+
+
+def test_a_receiver_of_spans_that_does_not_come_up_stops_no_demo_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack, said = stack_of(Cluster(TRACES), monkeypatch, tmp_path)
+    stack.wait_for_parts()
+    assert any(TRACES in line and "no waterfall" in line for line in said)
+    assert said[-1].endswith("the lease's router: ready")
+    stack, said = stack_of(Cluster(), monkeypatch, tmp_path)
+    stack.wait_for_parts()
+    assert not any(TRACES in line for line in said)
+
+
+def test_another_part_that_does_not_come_up_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack, _ = stack_of(Cluster("rose-store"), monkeypatch, tmp_path)
+    with pytest.raises(SetUpFailed, match="the weight store"):
+        stack.wait_for_parts()
