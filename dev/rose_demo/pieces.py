@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rose_core.wire.enrolment import lease_digest
+
 SYSTEM, SERVING, RESEARCH = "rose-system", "serving", "research"
 POOL = "chat"
 LEASE = RUN = "grpo"
@@ -15,7 +17,7 @@ DEDICATED = "dedicated-0"
 TRAINER = "trainer"
 ROUTERS = "rose-routers"
 ROUTER = f"router-{RESEARCH}-{LEASE}"
-SANDBOXES = f"rose-sandboxes-{RESEARCH}-{LEASE}"
+SANDBOXES = f"rose-sandboxes-{RESEARCH}-{LEASE}-{lease_digest(RESEARCH, LEASE)}"
 STORE_PORT, SERVING_PORT = 7446, 30000
 TRACES = "rose-demo-traces"
 ENGINE_CLASS = "sglang-cpu"

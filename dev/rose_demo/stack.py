@@ -303,6 +303,7 @@ class Stack:
         if self.sandbox_parts is None:
             return []
         shown = {"token": self.sandbox_token, "record": self._record}
+        shown["traffic"] = secrets.token_hex(16)
         return [manifests.secret(SANDBOXES, SYSTEM, shown)]
 
     def show_token_to_router(self) -> None:

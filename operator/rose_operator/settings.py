@@ -155,7 +155,7 @@ def parse(argv: list[str]) -> Settings:
         own=own_secrets.options(argv),
         router_service_account=found.router_service_account,
         router_user=None if found.router_user == "any" else int(found.router_user),
-        router_template=_mapping(found.router_template) if found.router_template else {},
+        router_template=_template(found.router_template) if found.router_template else {},
         plan_seconds=found.plan_seconds,
         sync_seconds=found.sync_seconds,
         grant_seconds=found.grant_seconds,
@@ -385,6 +385,24 @@ def _token(path: Path) -> str:
     except OSError as error:
         message = f"--token-file {path}: {error.strerror}"
         raise ConfigurationError(message) from error
+
+
+def _template(path: Path) -> dict[str, Any]:
+    """What is merged into routers.
+
+    Raises:
+        ConfigurationError: it cannot be read, or a Secret's name is that of several leases.
+    """
+    made = _mapping(path)
+    for volume in (made.get("podSpec") or {}).get("volumes") or ():
+        name = (volume.get("secret") or {}).get("secretName", "")
+        if "{" in name and "{digest}" not in name:
+            message = (
+                f"{path}: Secret {name!r} of volume {volume.get('name')!r} may be another lease's: "
+                "a-b/c and a/b-c are one where they are joined; add {digest}"
+            )
+            raise ConfigurationError(message)
+    return made
 
 
 def _mapping(path: Path) -> dict[str, Any]:

@@ -10,6 +10,8 @@ wrote that audience into the pod, and the pod can get no other. The stream stays
 what changes.
 """
 
+import hashlib
+
 import msgspec
 
 
@@ -104,6 +106,14 @@ class RouterIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
 def router_audience(lease: str) -> str:
     """Whom the token of a lease's router is for."""
     return f"rose-router/{lease}"
+
+
+def lease_digest(namespace: str, name: str) -> str:
+    """What tells leases apart whose joined names are one: ``a-b``/``c`` and ``a``/``b-c``.
+
+    The chart makes the same eight digits (``rose.sandboxes`` in its helpers).
+    """
+    return hashlib.sha256(f"{namespace}/{name}".encode()).hexdigest()[:8]
 
 
 AUDIENCE = "rose-operator"

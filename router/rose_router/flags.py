@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,14 @@ from rose_core.rollouts.quorum import Quorum
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.rollouts.views import BIASED
 from rose_core.rollouts.watch import LegPatience
+from rose_core.wire.enrolment import lease_digest
 from rose_router.config import Enrolment, Settings
 from rose_router.listener import ConnectionLimits
 from rose_router.replicas.peers import Link, by_dns
 from rose_wire import tls
 from rose_wire.flags import add_log_level, amount, count, listener, share, target, token, web
 from rose_wire.service_accounts import ServiceAccounts
+from rose_wire.token_file import TokenFile
 
 LOG = logging.getLogger(__name__)
 
@@ -175,10 +175,10 @@ def _about_sandboxes(add: Add) -> None:
     add("--sandbox-host", action="append", default=[], metavar="[JOB=]URL",
         help="host of agents' sandboxes (rose sandbox-host), of turns without a job or of that "
         "job's; a name with several addresses is a host at each; {namespace} and {lease} in it "
-        "stand for the names in --lease; repeat")  # fmt: skip
+        "stand for the names in --lease, {digest} for one of both; repeat")  # fmt: skip
     add("--sandbox-token-file", type=Path,
         help="bearer token that these hosts ask for, read at each call; while there is no such "
-        "file they are called without")  # fmt: skip
+        "file they are called without, which is logged once")  # fmt: skip
 
 
 def _about_traces(add: Add) -> None:
@@ -246,7 +246,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         batches_token=token(flags.batches_token_file),
         ingest_url=_of_lease("--ingest-url", flags.ingest_url, flags.lease),
         sandbox_hosts=_sandbox_hosts(flags.sandbox_host, flags.lease),
-        sandbox_token=partial(_once_there, flags.sandbox_token_file),
+        sandbox_token=TokenFile(flags.sandbox_token_file),
         ingest_token=token(flags.ingest_token_file),
         traces=flags.traces,
         quorum=Quorum(_count(flags.quorum), flags.quorum_seconds, flags.hold_seconds),
@@ -297,21 +297,18 @@ def _of_lease(flag: str, url: str, lease: str) -> str:
     """
     namespace, _, name = lease.partition("/")
     try:
-        made = url.rstrip("/").format(namespace=namespace, lease=name)
+        made = url.rstrip("/").format(
+            namespace=namespace, lease=name, digest=lease_digest(namespace, name)
+        )
         return made and web(made)
     except argparse.ArgumentTypeError as error:
         message = f"{flag}: {error}"
         raise ValueError(message) from error
     except (KeyError, IndexError, ValueError, AttributeError) as error:
-        message = f"{flag}: {url!r} may hold {{namespace}} and {{lease}} between braces only"
+        message = (
+            f"{flag}: {url!r} may hold {{namespace}}, {{lease}} and {{digest}} between braces only"
+        )
         raise ValueError(message) from error
-
-
-def _once_there(path: Path | None) -> str:
-    """A token that its Secret may bring after the router, or change."""
-    with contextlib.suppress(OSError):
-        return token(path)
-    return ""
 
 
 def _sandbox_hosts(values: list[str], lease: str) -> dict[str, tuple[str, ...]]:

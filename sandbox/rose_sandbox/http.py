@@ -127,10 +127,24 @@ class ServingTraffic:
         return replace(memory_traffic(), serving_burns=time.monotonic() < self._until)
 
 
-def application(host: Host, traffic: ServingTraffic, token: str) -> web.Application:
-    """The routes over a host; an empty token asks for none."""
+def application(
+    host: Host,
+    traffic: ServingTraffic,
+    token: str | Callable[[], str],
+    traffic_token: Callable[[], str] = str,
+) -> web.Application:
+    """The routes over a host.
+
+    Args:
+        host: that they are over.
+        traffic: what guards tell it.
+        token: that callers must show; none where this text is empty. Or what reads it at each
+            call: while that gives nothing, nobody is heard.
+        traffic_token: reads what opens ``POST /traffic`` and nothing else; empty: nothing does.
+    """
     api = _Api(host, traffic)
-    app = web.Application(client_max_size=FILE_BYTES, middlewares=[_named, _guarded(token)])
+    guarded = _guarded(token, traffic_token)
+    app = web.Application(client_max_size=FILE_BYTES, middlewares=[_named, guarded])
     app.add_routes(pages(metrics.REGISTRY))
     app.add_routes(
         [
@@ -174,12 +188,18 @@ async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
         return web.json_response(body, status=STATUS[kind])
 
 
-def _guarded(token: str) -> Middleware:
+def _guarded(token: str | Callable[[], str], traffic_token: Callable[[], str]) -> Middleware:
+    def may(request: web.Request) -> bool:
+        header = request.headers.get("Authorization", "")
+        if request.path in {"/healthz", "/metrics"} or token == "":  # they say nothing of sessions
+            return True
+        wanted = token() if callable(token) else token
+        words = [wanted, *([traffic_token()] if request.path == "/traffic" else [])]
+        return any(is_bearer(header, word) for word in words if word)
+
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        header = request.headers.get("Authorization", "")
-        open_ = request.path in {"/healthz", "/metrics"}  # they say nothing of sessions
-        if token and not open_ and not is_bearer(header, token):
+        if not may(request):
             body = {"error": "NotAllowed", "message": "bearer token missing or wrong"}
             return web.json_response(body, status=401)
         return await handler(request)

@@ -34,6 +34,7 @@ from rose_sandbox.inspector.inspector import Inspector
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.processes import delegate
 from rose_sandbox.runtimes.runc import RuncRuntime
+from rose_sandbox.runtimes.volume import VOLUME_BYTES
 from rose_weights.errors import WeightsError
 from rose_weights.receive.record_client import RemoteRecords
 from rose_weights.store.open_store import open_store
@@ -42,6 +43,7 @@ from rose_weights.store.records import Records
 from rose_weights.store.store import Store
 from rose_wire import flags
 from rose_wire.daemon import listen, stop_signal
+from rose_wire.token_file import TokenFile
 
 LOG = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ def open_host(
     owner: str = "",
     traffic: Callable[[], Traffic] = memory_traffic,
     store_token: Path | None = None,
+    within: str = "",
+    gibibytes: int | None = None,
 ) -> Host:
     """A host of real sandboxes; ``Host.close`` lets go of it.
 
@@ -66,14 +70,19 @@ def open_host(
         owner: name in records; empty: this machine's.
         traffic: what else happens on the machine.
         store_token: file with the credential that a store over gRPC asks for.
+        within: group below which those of sandboxes lie (``delegate``).
+        gibibytes: of disk that the folder may take; None: as much as there is.
 
     Raises:
         Unavailable: the machine lacks a part; the text says what brings it.
+        ValueError: no disk is allowed.
     """
+    if gibibytes == 0:
+        raise ValueError("--gibibytes 0: sandboxes need a disk, 1 at least")
     parts = find_parts()
-
+    disk = VOLUME_BYTES if gibibytes is None else (gibibytes << 30) * 3 // 4
     return Host(
-        RuncRuntime(folder / "runc", parts),
+        RuncRuntime(folder / "runc", parts, within, disk),
         _inspector(parts),
         Records(_records(store, store_token), run),
         owner=owner or socket.gethostname(),
@@ -115,7 +124,7 @@ def _inspector(parts: Parts) -> Inspector:
 async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
     """Serve until the block ends; gives the port."""
     traffic = ServingTraffic()
-    delegate()
+    within = delegate()
     host = open_host(
         given.folder,
         given.store,
@@ -124,8 +133,12 @@ async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
         owner=given.owner,
         traffic=traffic,
         store_token=given.store_token_file,
+        within=within,
+        gibibytes=given.gibibytes,
     )
-    app = application(host, traffic, flags.token(given.token_file))
+    flags.token(given.token_file)  # one that cannot be read is told at once
+    words = TokenFile(given.token_file), TokenFile(given.traffic_token_file)
+    app = application(host, traffic, *words)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
@@ -152,7 +165,23 @@ def parser() -> argparse.ArgumentParser:
     add("--run", type=flags.run, required=True, help="the run whose agents these are")
     add("--folder", type=Path, default=Path("/var/lib/rose/sandboxes"), help="of the sandboxes")
     add("--address", type=flags.listener, default="127.0.0.1:7600", help="host:port to listen on")
-    add("--token-file", type=Path, required=True, help="bearer token that callers must bring")
+    add(
+        "--token-file",
+        type=Path,
+        required=True,
+        help="bearer token that callers must bring, read at each call",
+    )
+    add(
+        "--traffic-token-file",
+        type=Path,
+        help="bearer token that opens POST /traffic alone, for the node's guard; read at each call",
+    )
+    add(
+        "--gibibytes",
+        type=flags.count,
+        help="of disk that the folder may take: three quarters for sandboxes, to whom the disk is "
+        "full then, and the rest for what is being saved; by default as much as there is",
+    )
     add("--owner", default="", help="name of this host in records; this machine's by default")
     add(
         "--egress",

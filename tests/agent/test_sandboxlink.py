@@ -54,8 +54,8 @@ def burning() -> Pools:
 
 async def test_a_budget_that_burns_is_said_and_its_end_too(served: Served) -> None:
     burns = [True]
-    link = SandboxLink(served.url, "word", lambda: burns[0])
-    async with aiohttp.ClientSession(headers={"Authorization": "Bearer word"}) as http:
+    link = SandboxLink(served.url, lambda: "word", lambda: burns[0])
+    async with aiohttp.ClientSession() as http:
         await link.say(http)
         assert served.burns()
         burns[0] = False
@@ -68,14 +68,15 @@ async def test_a_budget_that_burns_is_said_and_its_end_too(served: Served) -> No
 
 async def test_a_host_that_is_away_is_told_when_it_comes(served: Served) -> None:
     burns = [True]
-    link = SandboxLink("http://127.0.0.1:1", "word", lambda: burns[0])
+    link = SandboxLink("http://127.0.0.1:1", lambda: "word", lambda: burns[0])
     async with aiohttp.ClientSession() as http:
         await link.say(http)
-    link = SandboxLink(served.url, "guess", lambda: burns[0])
+    words = ["guess"]
+    link = SandboxLink(served.url, lambda: words[0], lambda: burns[0])
     async with aiohttp.ClientSession() as http:
         await link.say(http)
         assert not served.burns()
-    async with aiohttp.ClientSession(headers={"Authorization": "Bearer word"}) as http:
+        words[0] = "word"
         await link.say(http)
         assert served.burns()
 
@@ -85,6 +86,22 @@ def test_pools_of_others_and_pools_that_serve_well_burn_nothing() -> None:
     assert pools.burning([POLICY], now)
     assert not pools.burning([], now)
     assert not Pools().burning([POLICY], now)
+
+
+def test_a_guard_starts_without_its_word_and_says_what_file_has_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A Secret that was removed must not keep a node from lending."""
+    named = ["--sandbox-host=http://a:1", f"--sandbox-token-file={tmp_path / 'token'}"]
+    options = main.arguments().parse_args(["--node=n", *named])
+    (part,) = main._sandboxes(options, lambda: False)
+    headers = part.__self__._headers  # type: ignore[attr-defined]
+    assert (headers(), headers()) == ({}, {})
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert str(tmp_path / "token") in said, "once"
+    for word in ("one", "two"):
+        (tmp_path / "token").write_text(word)
+        assert headers() == {"Authorization": f"Bearer {word}"}
 
 
 async def test_the_guard_has_it_as_a_part_where_a_host_is_named(
@@ -117,7 +134,7 @@ def test_each_host_of_a_node_has_a_token_of_its_own_or_all_have_one(tmp_path: Pa
     def told(*given: str) -> list[dict[str, str]]:
         options = main.arguments().parse_args(["--node=n", *given])
         parts = main._sandboxes(options, lambda: False)
-        return [part.__self__._headers for part in parts]  # type: ignore[attr-defined]
+        return [part.__self__._headers() for part in parts]  # type: ignore[attr-defined]
 
     one, two = ({"Authorization": f"Bearer {word}"} for word in ("one", "two"))
     assert told(*hosts, *files) == [one, two]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rose_core.wire.enrolment import lease_digest
 from rose_dev.errors import CommandFailed
 from rose_dev.node import Node
 from rose_dev.waiting import wait_until
@@ -31,7 +32,7 @@ from tests.chart.installation import (
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
-NAME = "rose-sandboxes-research-grpo"
+NAME = f"rose-sandboxes-research-grpo-{lease_digest('research', 'grpo')}"
 URL = f"http://{NAME}.{SYSTEM}.svc:7600"
 
 
@@ -63,6 +64,7 @@ def installed(node: Node, tmp_path: Path) -> Iterator[Node]:
                 "store": f"rose://weights.{RESEARCH}.svc:7446",
                 "leases": [{"namespace": RESEARCH, "name": "grpo"}],
                 "partsPath": str(found.folder),
+                "gibibytes": 4,
             },
         }
         file = tmp_path / "values.json"

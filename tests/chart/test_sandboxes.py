@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from rose_agent.guard.main import arguments as guard_arguments
+from rose_core.wire.enrolment import lease_digest
 from rose_dev.errors import CommandFailed
 from rose_router import flags as router_flags
 from rose_sandbox.main import parser
@@ -16,7 +17,8 @@ from tests.chart.rendering import HELM, LENDING, SANDBOXES, Object, Rendered, re
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build")
 
-NAME = "rose-sandboxes-research-grpo"
+NAME = f"rose-sandboxes-research-grpo-{lease_digest('research', 'grpo')}"
+DAPO = f"rose-sandboxes-team-b-dapo-{lease_digest('team-b', 'dapo')}"
 TWO: Object = {
     **SANDBOXES,
     "leases": [*SANDBOXES["leases"], {"namespace": "team-b", "name": "dapo", "run": "b-dapo"}],
@@ -38,14 +40,18 @@ def test_nobody_has_sandboxes_until_they_are_asked_for() -> None:
 
 def test_each_lease_has_hosts_of_its_own_with_a_secret_of_its_own() -> None:
     rendered = render({"sandboxes": TWO})
-    for name, run in ((NAME, "grpo"), ("rose-sandboxes-team-b-dapo", "b-dapo")):
+    for name, run in ((NAME, "grpo"), (DAPO, "b-dapo")):
         container = rendered.container("DaemonSet", name, "sandbox-host")
         given = parser().parse_args(container["args"])
         assert (given.run, given.store) == (run, "tls://weights.example:7446")
         assert given.egress == (["*.example.org"] if run == "grpo" else [])
         spec = rendered.one("DaemonSet", name)["spec"]["template"]["spec"]
-        secrets = [one["secret"]["secretName"] for one in spec["volumes"] if "secret" in one]
-        assert secrets == [name]
+        assert not [one for one in spec["volumes"] if "secret" in one]
+        (sources,) = [one["projected"]["sources"] for one in spec["volumes"] if "projected" in one]
+        assert [one["secret"]["name"] for one in sources] == [name, name]
+        assert [one["secret"].get("optional", False) for one in sources] == [False, True]
+        paths = {item["path"] for one in sources for item in one["secret"]["items"]}
+        assert {given.token_file.name, given.traffic_token_file.name} < paths
         assert spec["automountServiceAccountToken"] is False
         assert not spec.get("hostNetwork")
         assert not spec.get("hostPID")
@@ -60,8 +66,8 @@ def test_a_router_finds_the_hosts_of_its_lease_by_its_name_and_no_others_secret(
     given = parsed.parse_args(template["container"]["args"])
     hosts = router_flags._sandbox_hosts(given.sandbox_host, "research/grpo")
     assert hosts == {"": (f"http://{NAME}.rose-system.svc:7600",)}
-    (volume,) = [one for one in template["podSpec"]["volumes"] if one["name"] == "sandboxes"]
-    assert volume["secret"]["secretName"] == "rose-sandboxes-{namespace}-{lease}"
+    (volume,) = [one for one in template["podSpec"]["volumes"] if one["name"] == "rose-sandboxes"]
+    assert volume["secret"]["secretName"] == "rose-sandboxes-{namespace}-{lease}-{digest}"
     assert volume["secret"]["optional"] is True, "a lease without hosts has a router too"
     assert volume["secret"]["items"] == [{"key": "token", "path": "token"}], "not the store's"
     service = rendered.one("Service", NAME)["spec"]
@@ -76,6 +82,81 @@ def test_a_guard_tells_the_hosts_of_its_own_node() -> None:
     for url in given.sandbox_host:
         name = url.removeprefix("http://").split(".")[0]
         assert rendered.one("Service", name)["spec"]["internalTrafficPolicy"] == "Local"
+
+
+def test_a_guard_holds_what_opens_traffic_alone_and_starts_without_it() -> None:
+    rendered = render({**LENDING, "sandboxes": TWO})
+    spec = rendered.one("DaemonSet", "rose-agent")["spec"]["template"]["spec"]
+    (volume,) = [one for one in spec["volumes"] if one["name"] == "rose-sandboxes"]
+    for source, name in zip(volume["projected"]["sources"], (NAME, DAPO), strict=True):
+        items = [{"key": "traffic", "path": name}]
+        assert source == {"secret": {"name": name, "optional": True, "items": items}}
+    container = rendered.container("DaemonSet", "rose-agent", "guard")
+    (mount,) = [one for one in container["volumeMounts"] if one["name"] == "rose-sandboxes"]
+    given = guard_arguments().parse_args(container["args"])
+    assert {str(file.parent) for file in given.sandbox_token_file} == {mount["mountPath"]}
+
+
+def test_leases_whose_joined_names_are_one_have_hosts_of_their_own() -> None:
+    """As the operator and routers spell them: whoever may make a lease must not get another's."""
+    pairs = [("team-a", "b-c"), ("team", "a-b-c"), ("team-a-b", "c")]
+    leases = [{"namespace": one, "name": other} for one, other in pairs]
+    rendered = render({"sandboxes": {**SANDBOXES, "leases": leases}})
+    names = [f"rose-sandboxes-team-a-b-c-{lease_digest(*pair)}" for pair in pairs]
+    assert len(set(names)) == len(pairs)
+    for name, (namespace, lease) in zip(names, pairs, strict=True):
+        arguments = rendered.container("DaemonSet", name, "sandbox-host")["args"]
+        assert f"--run={lease}" in arguments
+        (url,) = template_of(rendered)["container"]["args"][:1]
+        flag, _, value = url.partition("=")
+        assert flag == "--sandbox-host"
+        hosts = router_flags._sandbox_hosts([value], f"{namespace}/{lease}")
+        assert hosts == {"": (f"http://{name}.rose-system.svc:7600",)}
+
+
+def test_a_host_is_told_how_much_disk_it_may_take_and_the_node_gives_it() -> None:
+    rendered = render({"sandboxes": {**SANDBOXES, "gibibytes": 9}})
+    container = rendered.container("DaemonSet", NAME, "sandbox-host")
+    assert parser().parse_args(container["args"]).gibibytes == 9
+    assert container["resources"]["requests"]["ephemeral-storage"] == "9Gi"
+    assert container["resources"]["requests"]["memory"] == "512Mi", "beside what values ask for"
+    given = {"requests": {"ephemeral-storage": "1Gi"}}
+    own = render({"sandboxes": {**SANDBOXES, "resources": given}})
+    requests = own.container("DaemonSet", NAME, "sandbox-host")["resources"]["requests"]
+    assert requests["ephemeral-storage"] == "1Gi"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"router": {"template": {"podSpec": {"volumes": [{"name": "rose-sandboxes"}]}}}},
+            "router.template.podSpec.volumes: rose-sandboxes",
+        ),
+        (
+            {"agent": {"extraVolumes": [{"name": "rose-sandboxes"}]}},
+            "agent.extraVolumes: rose-sandboxes",
+        ),
+    ],
+)
+def test_a_volume_with_the_charts_own_name_is_refused(values: Object, words: str) -> None:
+    with pytest.raises(CommandFailed, match=words):
+        Rendered({**LENDING, "sandboxes": SANDBOXES, **values})
+
+
+def test_volumes_of_before_called_sandboxes_stay_beside_the_charts_own() -> None:
+    """An earlier version of the page had people add them."""
+    mine = {"name": "sandboxes", "secret": {"secretName": "mine"}}
+    values = {
+        "router": {"template": {"podSpec": {"volumes": [mine]}}},
+        "agent": {"extraVolumes": [mine]},
+    }
+    rendered = render({**LENDING, "sandboxes": SANDBOXES, **values})
+    guard = rendered.one("DaemonSet", "rose-agent")["spec"]["template"]["spec"]
+    for volumes in (template_of(rendered)["podSpec"]["volumes"], guard["volumes"]):
+        names = [one["name"] for one in volumes]
+        assert len(names) == len(set(names))
+        assert {"sandboxes", "rose-sandboxes"} <= set(names)
 
 
 def test_hosts_are_reached_by_their_team_its_router_and_guards_alone() -> None:
@@ -111,10 +192,7 @@ def test_with_closed_ports_routers_may_dial_the_hosts() -> None:
         ({"partsPath": ""}, "sandboxes.partsPath"),
         ({"leases": []}, "sandboxes.leases: name the leases"),
         ({"leases": [*SANDBOXES["leases"], *SANDBOXES["leases"]]}, "two are called"),
-        (
-            {"leases": [{"namespace": "a-b", "name": "c"}, {"namespace": "a", "name": "b-c"}]},
-            "two are called",
-        ),
+        ({"leases": [{"namespace": "a", "name": "b.c"}]}, "has a point"),
         ({"leases": [{"namespace": "n" * 40, "name": "l" * 10}]}, "too long"),
     ],
 )

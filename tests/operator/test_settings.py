@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rose_core.api import RolloutLease
+from rose_core.wire.enrolment import lease_digest
 from rose_operator.apply import routers
 from rose_operator.errors import ConfigurationError
 from rose_operator.settings import Settings, parse
@@ -103,7 +104,7 @@ def test_with_turn_secrets_no_router_starts_without_its_callers_tokens() -> None
 
 def test_a_template_names_each_leases_own_sandbox_hosts_and_secret() -> None:
     """What the chart writes for all routers (``helm/rose/templates/config.yaml``)."""
-    name = "rose-sandboxes-{namespace}-{lease}"
+    name = "rose-sandboxes-{namespace}-{lease}-{digest}"
     at = "/var/run/rose-sandboxes"
     secret = {"secretName": name, "optional": True}
     template = {
@@ -120,13 +121,24 @@ def test_a_template_names_each_leases_own_sandbox_hosts_and_secret() -> None:
     pod = deployment_pod(lease, replace(SETTINGS, router_template=template))
     (container,) = pod["containers"]
     found = router_settings(router_parser().parse_args(container["args"]))
-    own = f"rose-sandboxes-default-{lease.metadata.name}"
+    digest = lease_digest("default", lease.metadata.name)
+    own = f"rose-sandboxes-default-{lease.metadata.name}-{digest}"
     assert found.sandbox_hosts == {"": (f"http://{own}.rose-system.svc:7600",)}
     assert callable(found.sandbox_token)
     assert found.sandbox_token() == "", "its Secret may come later"
     (volume,) = [one for one in pod["volumes"] if one["name"] == "sandboxes"]
     assert volume["secret"] == {**secret, "secretName": own}
     assert secret["secretName"] == name, "the template itself is all leases'"
+
+
+def test_a_template_whose_secret_may_be_another_leases_is_refused(tmp_path: Path) -> None:
+    """``a-b``/``c`` and ``a``/``b-c`` are one where they are joined."""
+    (tmp_path / "template.yaml").write_text(
+        "podSpec: {volumes: [{name: v, secret: {secretName: 'x-{namespace}-{lease}'}}]}"
+    )
+    given = flags(tmp_path, "main: store.example:7446\n", "secret\n")
+    with pytest.raises(ConfigurationError, match=r"may be another lease's.*\{digest\}"):
+        parse([*given, f"--router-template={tmp_path / 'template.yaml'}"])
 
 
 def test_a_routers_pod_holds_nothing_but_a_proof_of_its_lease() -> None:

@@ -5,10 +5,20 @@ from __future__ import annotations
 import os
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from rose_sandbox.runtimes.held import HELD, OpenFile, held_by, read_held, write_held
+from rose_sandbox.runtimes import held
+from rose_sandbox.runtimes.held import (
+    HELD,
+    MOST_BURNT,
+    OpenFile,
+    give_numbers,
+    held_by,
+    read_held,
+    write_held,
+)
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runtime import Kind, SandboxSpec
 
@@ -37,6 +47,58 @@ def test_the_list_is_the_archives_first_member_and_older_archives_have_none(
         assert read_held(tmp_path / "made.tar") == expected
     (tmp_path / "torn.tar").write_bytes(b"torn")
     assert read_held(tmp_path / "torn.tar") == ()
+
+
+class Numbers:
+    """Inode numbers in order and never again, as a fresh subvolume gives them."""
+
+    def __init__(self, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.next, self.made = first, 0
+        self.of: dict[Path, int] = {}
+        touch, status = Path.touch, Path.lstat
+
+        def make(path: Path, mode: int = 0o666, exist_ok: bool = True) -> None:
+            touch(path, mode, exist_ok)
+            self.of[path] = self.next
+            self.next, self.made = self.next + 1, self.made + 1
+
+        def look(path: Path) -> object:
+            return SimpleNamespace(st_ino=self.of[path]) if path in self.of else status(path)
+
+        monkeypatch.setattr(Path, "touch", make)
+        monkeypatch.setattr(Path, "lstat", look)
+
+
+def archive_of(folder: Path, held: list[OpenFile]) -> Path:
+    folder.mkdir()
+    write_held(folder, held)
+    with tarfile.open(folder / "made.tar", "w") as made:
+        made.add(folder / HELD, HELD)
+    return folder / "made.tar"
+
+
+def test_held_files_get_their_numbers_back_and_what_is_too_far_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = OpenFile(300, "/home/near"), OpenFile(300 + MOST_BURNT, "/home/far")
+    archive = archive_of(tmp_path / "archive", [OpenFile(9, "/home/gone"), near, far])
+    numbers = Numbers(260, monkeypatch)
+    give_numbers(tmp_path, archive)
+    home = tmp_path / "upper/home"
+    assert [one.name for one in home.iterdir()] == ["near"]
+    assert numbers.of[home / "near"] == 300
+    assert numbers.made == 1 + 40 + 1, "one for each that is not to be had, 39 on the way"
+
+
+def test_several_held_files_use_up_what_one_could(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "MOST_BURNT", 10)
+    wanted = [OpenFile(number, f"/{number}") for number in (8, 14, 40)]
+    numbers = Numbers(1, monkeypatch)
+    give_numbers(tmp_path, archive_of(tmp_path / "archive", wanted))
+    assert sorted(one.name for one in (tmp_path / "upper").iterdir()) == ["8"]
+    assert numbers.made == 8 + 1 + 1
 
 
 @pytest.mark.sandbox

@@ -41,6 +41,7 @@ from rose_core.devices.memory import BudgetLimits
 from rose_engines.rundir import RunDir
 from rose_wire import flags, tls
 from rose_wire.observability import guarded, pages
+from rose_wire.token_file import TokenFile
 
 if TYPE_CHECKING:
     from rose_agent.guard.identity import Identity
@@ -110,8 +111,8 @@ def arguments() -> argparse.ArgumentParser:
         help="of this node (rose sandbox-host): told while serving burns its budget; "
         "repeat")  # fmt: skip
     add("--sandbox-token-file", type=Path, action="append", default=[],
-        help="bearer token that it asks for: one for all hosts, or one for each, in their "
-        "order")  # fmt: skip
+        help="bearer token that it asks for, read at each call: one for all hosts, or one for "
+        "each, in their order")  # fmt: skip
     flags.add_log_level(parser)
     return parser
 
@@ -188,14 +189,17 @@ def _operator(options: argparse.Namespace, guard: Guard) -> list[Part]:
 
 
 def _sandboxes(options: argparse.Namespace, burns: Callable[[], bool]) -> list[Part]:
-    hosts, tokens = options.sandbox_host, [flags.token(path) for path in options.sandbox_token_file]
-    if len(tokens) not in {0, 1, len(hosts)}:
+    hosts, files = options.sandbox_host, options.sandbox_token_file
+    if len(files) not in {0, 1, len(hosts)}:
         raise ValueError(
-            f"{len(tokens)} --sandbox-token-file for {len(hosts)} --sandbox-host: give one for all "
+            f"{len(files)} --sandbox-token-file for {len(hosts)} --sandbox-host: give one for all "
             "or one for each"
         )
-    words = tokens if len(tokens) == len(hosts) else (tokens or [""]) * len(hosts)
-    return [SandboxLink(host, word, burns).run for host, word in zip(hosts, words, strict=True)]
+    each = files if len(files) == len(hosts) else (files or [None]) * len(hosts)
+    return [
+        SandboxLink(host, TokenFile(path), burns).run
+        for host, path in zip(hosts, each, strict=True)
+    ]
 
 
 async def _until_told(tasks: list[asyncio.Task[None]]) -> None:

@@ -24,23 +24,27 @@ class SandboxLink:
 
     Args:
         url: of the host.
-        token: that it asks for.
+        token: reads what it asks for, at each call: its Secret may come late, or change.
         burns: whether a serving replica of the node burns its budget now.
     """
 
-    def __init__(self, url: str, token: str, burns: Callable[[], bool]) -> None:
+    def __init__(self, url: str, token: Callable[[], str], burns: Callable[[], bool]) -> None:
         self._url, self._burns = url.rstrip("/"), burns
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._token = token
         self._said = False
         self._away = ""
 
     async def run(self) -> None:
         """Say it until cancelled."""
         limit = aiohttp.ClientTimeout(total=CALL_SECONDS)
-        async with aiohttp.ClientSession(headers=self._headers, timeout=limit) as http:
+        async with aiohttp.ClientSession(timeout=limit) as http:
             while True:
                 await self.say(http)
                 await asyncio.sleep(SAY_SECONDS)
+
+    def _headers(self) -> dict[str, str]:
+        token = self._token()
+        return {"Authorization": f"Bearer {token}"} if token else {}
 
     async def say(self, http: aiohttp.ClientSession) -> None:
         """Say that serving burns, or once that it does no more; nothing while all is well."""
@@ -49,7 +53,8 @@ class SandboxLink:
             return
         body = {"serving_burns": burns, "seconds": GOOD_SECONDS}
         try:
-            async with http.post(f"{self._url}/traffic", json=body) as answer:
+            url, headers = f"{self._url}/traffic", self._headers()
+            async with http.post(url, json=body, headers=headers) as answer:
                 away = "" if answer.ok else f"it answered {answer.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             away = f"{type(error).__name__} {error}"

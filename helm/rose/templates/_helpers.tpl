@@ -276,12 +276,17 @@ securityContext:
 {{- define "rose.hostRights" -}}["CHOWN","DAC_OVERRIDE","FOWNER","KILL","SETGID","SETPCAP","SETUID"]{{- end }}
 {{- define "rose.mpsRights" -}}["SYS_PTRACE","DAC_OVERRIDE","KILL","SETUID","SETGID","FOWNER"]{{- end }}
 
-{{/* Name of what belongs to a lease's sandbox hosts; argument: an entry of sandboxes.leases. */}}
+{{/*
+Name of what belongs to a lease's sandbox hosts; argument: an entry of sandboxes.leases. Joined names of
+a-b/c and a/b-c are one, so the name ends with a hash (lease_digest of rose_core.wire.enrolment).
+*/}}
 {{- define "rose.sandboxes" -}}
 {{- $namespace := required "sandboxes.leases: each names the namespace of its lease" .namespace }}
 {{- $lease := required "sandboxes.leases: each names its lease (name)" .name }}
-{{- $name := printf "rose-sandboxes-%s-%s" $namespace $lease }}
-{{- if gt (len $name) 58 }}{{ fail (printf "sandboxes.leases: %s/%s is too long: a Service is called rose-sandboxes-NAMESPACE-NAME, 58 characters at most" $namespace $lease) }}{{ end }}
+{{- if contains "." $lease }}{{ fail (printf "sandboxes.leases: %s/%s has a point in its name: no Service can be called so" $namespace $lease) }}{{ end }}
+{{- $digest := printf "%s/%s" $namespace $lease | sha256sum | trunc 8 }}
+{{- $name := printf "rose-sandboxes-%s-%s-%s" $namespace $lease $digest }}
+{{- if gt (len $name) 58 }}{{ fail (printf "sandboxes.leases: %s/%s is too long: a Service is called rose-sandboxes-NAMESPACE-NAME-DIGEST, 58 characters at most" $namespace $lease) }}{{ end }}
 {{- $name }}
 {{- end }}
 

@@ -19,7 +19,7 @@ from rose_core.api import GROUP, RolloutLease
 from rose_core.api.arguments import ROUTED_EXPERTS
 from rose_core.lending.routers import RouterState
 from rose_core.rollouts.router_size import MIB, RouterSize, kept, size_of
-from rose_core.wire.enrolment import router_audience
+from rose_core.wire.enrolment import lease_digest, router_audience
 from rose_operator.kube.api import MANAGED
 from rose_operator.kube.object_cache import Raw
 from rose_operator.settings import Gateway, Settings
@@ -48,7 +48,7 @@ def router_name(lease_namespace: str, lease_name: str) -> str:
     if len(name) <= _NAME_LIMIT and not ambiguous:
         return name
     # Two leases may spell the same joined name: a-b/c and a/b-c.
-    digest = hashlib.sha256(f"{lease_namespace}/{lease_name}".encode()).hexdigest()[:8]
+    digest = lease_digest(lease_namespace, lease_name)
     return f"{name[: _NAME_LIMIT - 9].rstrip('-')}-{digest}"
 
 
@@ -159,7 +159,12 @@ def deployment(
 
 def _of_lease(pod: dict[str, Any], lease: RolloutLease) -> dict[str, Any]:
     """The pod with the lease's names in its Secrets' names: a template serves all leases."""
-    words = {"{namespace}": lease.metadata.namespace, "{lease}": lease.metadata.name}
+    namespace, lease_name = lease.metadata.namespace, lease.metadata.name
+    words = {
+        "{namespace}": namespace,
+        "{lease}": lease_name,
+        "{digest}": lease_digest(namespace, lease_name),
+    }
     volumes = []
     for volume in pod.get("volumes", ()):
         secret = volume.get("secret")

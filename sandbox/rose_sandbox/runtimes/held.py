@@ -94,7 +94,7 @@ def _make(path: Path, number: int, left: int) -> int:
         if has == number:
             return left
         path.unlink()
-        if has > number:
+        if has > number or number - has > left:  # gone for good, or too far: burn none for nothing
             return left
         left -= 1
     return left

@@ -5,6 +5,7 @@ Next step: ``runc`` ends and freezes them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
@@ -12,8 +13,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+TOP = Path("/sys/fs/cgroup")
+BESIDE = "rose-host"
+"""The group of a container's own processes, beside those of its sandboxes."""
+_MACHINES_OWN = 0xEFFFFFFC
+"""``PROC_PID_INIT_INO``: every kernel's first namespace of process ids has this number."""
 POLL_SECONDS = (0.002, 0.03)
 """The first and the longest pause between two looks."""
 
@@ -68,33 +74,90 @@ def stop_anew(pids: Sequence[int]) -> None:
                 os.kill(pid, signal.SIGSTOP)
 
 
-def hierarchies() -> list[Path]:
+def hierarchies(top: Path = TOP) -> list[Path]:
     """Where groups of this machine lie: one folder, or one for each controller."""
-    top = Path("/sys/fs/cgroup")
     if (top / "cgroup.controllers").exists():
         return [top]
     return [folder for folder in top.iterdir() if folder.is_dir()]
 
 
-def delegate(top: Path = Path("/sys/fs/cgroup")) -> None:
+def pid_namespace() -> int | None:
+    """The namespace of this process's ids; None: it is the machine's own."""
+    found = Path("/proc/self/ns/pid").stat().st_ino
+    return None if found == _MACHINES_OWN else found
+
+
+def group_of(folder: Path, namespace: int | None = None) -> str:
+    """Name of a host's groups, and of its folder of mounts.
+
+    Several hosts on a machine never meet there. In every pod the folder has the same path, so the
+    namespace of process ids counts, with which a pod's sandboxes end.
+
+    Args:
+        folder: of the host's state.
+        namespace: of the host's process ids; None: this process's.
+    """
+    namespace = pid_namespace() if namespace is None else namespace
+    text = str(folder) if namespace is None else f"{folder}\n{namespace}"
+    return f"rose-sandbox-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def own_group() -> str:
+    """This process's group in the unified hierarchy, from its top; the top has an empty name.
+
+    Raises:
+        OSError: there is none, or it lies outside of what this process sees.
+    """
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            found = PurePosixPath(line[3:].strip())
+            if ".." in found.parts:
+                break
+            return str(found).strip("/")
+    raise OSError("this process is in no unified control group that it sees")
+
+
+def delegate(top: Path = TOP, own: str | None = None, *, contained: bool | None = None) -> str:
     """Make room for groups of sandboxes in a container's own group.
 
+    What limits the container limits them there. A privileged container sees the node's hierarchy
+    and not its own part of it, so its group is the one that it is in, and not the top that it sees.
     In a unified hierarchy a group with processes of its own hands no controller on. So they, this
-    one among them, move into a group beside those of sandboxes. A machine's own top needs none of
-    it, nor has the hierarchies of before.
+    one among them, move into a group beside those of sandboxes. A process of the machine itself
+    needs none of it, nor have the hierarchies of before.
+
+    Args:
+        top: of the hierarchy.
+        own: this process's group; None: as the kernel says.
+        contained: whether this is a container; None: by the namespace of its process ids.
+
+    Returns:
+        The group below which sandboxes' are made.
 
     Raises:
         OSError: the group cannot be written: the container is not privileged.
     """
-    if not (top / "cgroup.type").exists():
-        return
-    (top / "host").mkdir(exist_ok=True)
-    for pid in text_of(top / "cgroup.procs").split():
-        with suppress(ProcessLookupError):
-            (top / "host" / "cgroup.procs").write_text(pid)
-    has = set(text_of(top / "cgroup.controllers").split())
+    if contained is None:
+        contained = pid_namespace() is not None
+    if not (top / "cgroup.controllers").exists() or not contained:
+        return ""
+    own = own_group() if own is None else own
+    if PurePosixPath(own).name == BESIDE:  # an earlier start in this container has moved it
+        own = own.rpartition("/")[0]
+    if not (top / own).is_dir():  # the top that it sees is its own group
+        own = ""
+    group = top / own
+    if not (group / "cgroup.type").exists():
+        return ""  # a machine's own top
+    (group / BESIDE).mkdir(exist_ok=True)
+    for pid in text_of(group / "cgroup.procs").split():
+        if pid != "0":  # of another namespace; to write it would move this process
+            with suppress(ProcessLookupError):
+                (group / BESIDE / "cgroup.procs").write_text(pid)
+    has = set(text_of(group / "cgroup.controllers").split())
     wanted = sorted({"cpu", "memory", "pids"} & has)
-    (top / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in wanted))
+    (group / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in wanted))
+    return own
 
 
 def empty(groups: Sequence[Path]) -> None:
@@ -111,9 +174,10 @@ def empty(groups: Sequence[Path]) -> None:
 def _empty(group: Path) -> None:
     for _ in range(50):
         pids = text_of(group / "cgroup.procs").split()
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), 9)
+        for pid in map(int, pids):
+            if pid:  # of another namespace it reads as 0, to which a signal is for ourselves
+                with suppress(ProcessLookupError):
+                    os.kill(pid, 9)
         with suppress(OSError):
             group.rmdir()
             return

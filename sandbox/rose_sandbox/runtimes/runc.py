@@ -18,7 +18,6 @@ Next step: ``inside`` is what a command talks to.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import re
@@ -55,6 +54,7 @@ from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.processes import (
     POLL_SECONDS,
     empty,
+    group_of,
     hierarchies,
     inner_pid,
     pauses,
@@ -79,7 +79,7 @@ from rose_sandbox.runtimes.runtime import (
     check_spec,
     cut_output,
 )
-from rose_sandbox.runtimes.volume import Volume
+from rose_sandbox.runtimes.volume import VOLUME_BYTES, Volume
 
 FILES, PROCESSES = "files.tar", "processes.tar"
 START_SECONDS = 20.0
@@ -135,6 +135,8 @@ class RuncRuntime:
     Args:
         folder: of all state; a disk with room.
         parts: programs and images; None: this machine's.
+        within: group below which those of sandboxes lie, from the top of each hierarchy.
+        disk_bytes: of all sandboxes' files.
 
     Raises:
         Unavailable: this machine lacks a part.
@@ -142,16 +144,21 @@ class RuncRuntime:
 
     name = "runc"
 
-    def __init__(self, folder: Path, parts: Parts | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        parts: Parts | None = None,
+        within: str = "",
+        disk_bytes: int = VOLUME_BYTES,
+    ) -> None:
         self.parts = parts or find_parts()
         self._folder = folder.resolve()
-        # Several hosts on a machine never meet in the kernel's groups.
-        self.group = f"rose-sandbox-{hashlib.sha256(str(self._folder).encode()).hexdigest()[:8]}"
+        self.group, self._within = group_of(self._folder), within
         self._criu = self._folder / "criu.conf"
         self._loopback = self._folder / "loopback"
         self._roots = Path("/run") / self.group
         # No key begins with a point.
-        self._volume = Volume(self._folder, self._roots / ".host", self.parts)
+        self._volume = Volume(self._folder, self._roots / ".host", self.parts, disk_bytes)
         self._threads = ThreadPoolExecutor(thread_name_prefix="sandbox")
         self._opening = asyncio.Lock()
         self._is_open = False
@@ -279,7 +286,11 @@ class RuncRuntime:
         bundle = home / "bundle"
         bundle.mkdir(exist_ok=True)
         config = oci.config(
-            spec, self._roots / key, f"/{self.group}/{key}", self._criu, self._loopback
+            spec,
+            self._roots / key,
+            "/" + "/".join(filter(None, (self._within, self.group, key))),
+            self._criu,
+            self._loopback,
         )
         (bundle / "config.json").write_text(json.dumps(config))
         if parts is not None and parts.processes is not None:
@@ -375,7 +386,8 @@ class RuncRuntime:
             raise RuntimeFailed("; ".join(words) or str(error)) from error
 
     def _tops(self) -> list[Path]:
-        return [folder / self.group for folder in hierarchies() if (folder / self.group).is_dir()]
+        found = [folder / self._within / self.group for folder in hierarchies()]
+        return [folder for folder in found if folder.is_dir()]
 
     def _groups(self, key: str) -> list[Path]:
         return [folder / key for folder in self._tops()]
@@ -532,7 +544,7 @@ class RuncRuntime:
         found: set[int] = set()
         for group in self._groups(key)[:1]:
             with suppress(OSError):
-                found = {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
+                found = {int(pid) for pid in (group / "cgroup.procs").read_text().split()} - {0}
         return sorted(found)
 
     async def _in_thread(self, function: Callable[..., _T], *arguments: object) -> _T:

@@ -14,13 +14,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from rose_sandbox.errors import RuntimeFailed
 from rose_sandbox.runtimes.held import HELD, OpenFile, give_numbers, write_held
 from rose_sandbox.runtimes.kernel import FIRST_ID, mount_mapped
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.programs import run
 
 VOLUME_BYTES = 1 << 40
-"""Of the sparse file: more than a host gives its sandboxes; the disk below is the real bound."""
+"""Of the sparse file where nobody names a size: the disk below is the real bound then."""
 _XATTRS = ("--xattrs", "--xattrs-include=*", "--acls", "--numeric-owner", "--sparse")
 
 
@@ -40,10 +41,11 @@ class Volume:
         folder: of the host's state.
         mounts: of mounts alone; below ``/run``, which ends with the mounts.
         parts: programs and images.
+        size: of the file system, bytes.
     """
 
-    def __init__(self, folder: Path, mounts: Path, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, folder: Path, mounts: Path, parts: Parts, size: int = VOLUME_BYTES) -> None:
+        self._parts, self._size = parts, size
         self._file = folder / "volume.img"
         self._mounts = mounts
         self._mount = mounts / "volume"
@@ -53,16 +55,22 @@ class Volume:
         """Make the file system where there is none, and mount it; images too.
 
         Raises:
-            RuntimeFailed: the machine has no btrfs, loop devices or overlays.
+            RuntimeFailed: the machine has no btrfs, loop devices or overlays, or there is a file
+                system that is larger than it may be.
         """
         self._mounts.mkdir(mode=0o700, exist_ok=True)
         self._mount.mkdir(exist_ok=True)
         if not self._file.exists():
             new = self._file.with_suffix(".new")
             with new.open("wb") as file:
-                file.truncate(VOLUME_BYTES)
+                file.truncate(self._size)
             await self._run("mkfs.btrfs", "-q", "-f", new)
             new.rename(self._file)
+        if (has := self._file.stat().st_size) > self._size:
+            raise RuntimeFailed(
+                f"{self._file} is a file system of {has >> 20} MiB, and {self._size >> 20} MiB are "
+                "allowed (--gibibytes): end its sandboxes, remove it, and start again"
+            )
         if not is_mounted(self._mount):
             await self._run("mount", "-o", "loop,noatime", self._file, self._mount)
             await self._run("btrfs", "quota", "enable", "--simple", self._mount)
