@@ -92,10 +92,18 @@ def _pod(spec: Object) -> Iterator[str]:
             only = " (read-only)" if mount.get("readOnly") else ""
             if "hostPath" in volume:
                 yield f"`{container['name']}` mounts the node's {volume['hostPath']['path']}{only}"
-            if "secret" in volume:
-                secret = volume["secret"]
+            for name, secret in _secrets(volume):
                 keys = ", ".join(one["key"] for one in secret.get("items", ())) or "all of it"
-                yield f"`{container['name']}` mounts the Secret {secret['secretName']} ({keys})"
+                yield f"`{container['name']}` mounts the Secret {name} ({keys})"
+
+
+def _secrets(volume: Object) -> Iterator[tuple[str, Object]]:
+    """A volume's Secrets by name, those among other sources too."""
+    if "secret" in volume:
+        yield volume["secret"]["secretName"], volume["secret"]
+    for source in volume.get("projected", {}).get("sources", ()):
+        if "secret" in source:
+            yield source["secret"]["name"], source["secret"]
 
 
 def _container(container: Object, spec: Object) -> Iterator[str]:
