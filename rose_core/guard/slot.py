@@ -7,6 +7,7 @@
 | Starting | host does not list it yet | Starting | Ensure again every 2 s |
 | Starting, Present | engine listed, gate open | Present | Let go, Extend |
 | Starting, Present | engine listed, gate closed | Present | Close, Hold, Freeze; Kill (computing) |
+| Present | host was last told other weights to follow | Present | Ensure again every 2 s, beside |
 | Starting, Present | engine listed, a pause (`PACED`) | Present | Close (the permit paces it) |
 | Present | host's heartbeat stale | Present | Close, Freeze; after 15 s Kill |
 | Present | memory pressure | Present | Close, Hold, Dormant; after 5 s -> Releasing |
@@ -87,6 +88,8 @@ class SlotSeen:
         heartbeat_ns: age of the host's heartbeat beside the permit; None = no permit.
         processes: the guard still sees processes of the engine.
         can_dormant: the engine can release weights and KV.
+        weights_told: the host was last told to follow what the grant says; runs of a lease come
+            and go under one generation.
     """
 
     granted: bool | None
@@ -97,6 +100,7 @@ class SlotSeen:
     heartbeat_ns: int | None = None
     processes: bool = False
     can_dormant: bool = False
+    weights_told: bool = True
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ class SlotMachine:
         late_cpu_ns: the tree's processor time when it was first found late in standing still.
         unready_ns: since when serving has been unready.
         stale_ns: since when the host's heartbeat has been stale.
+        told_ns: when the host was last told other weights under the same generation.
         cordon_until_ns: no new engine before.
     """
 
@@ -124,6 +129,7 @@ class SlotMachine:
     late_cpu_ns: int | None = None
     unready_ns: int = 0
     stale_ns: int = 0
+    told_ns: int = 0
     failures: int = 0
     cordon_until_ns: int = 0
 
@@ -257,10 +263,25 @@ def _with_engine(state: SlotMachine, now: _Now) -> Step:
             return (state, (Action(Order.CLOSE, reason),))
         state = replace(state, ordered_ns=now.ns)
         return (state, (Action(Order.CLOSE, reason), Action(Order.ENSURE, reason)))
+    state, told = _tell_weights(state, now)
+    state, actions = _at_gate(state, now)
+    return (state, (*actions, *told))
+
+
+def _tell_weights(state: SlotMachine, now: _Now) -> Step:
+    """The engine goes on as it is; what it follows has changed."""
+    if now.seen.weights_told or not now.seen.granted:
+        return (replace(state, told_ns=0) if state.told_ns else state, ())
+    if state.told_ns and now.ns - state.told_ns < now.limits.ensure_repeat_ns:
+        return (state, ())
+    return (replace(state, told_ns=now.ns), (Action(Order.ENSURE, now.reason),))
+
+
+def _at_gate(state: SlotMachine, now: _Now) -> Step:
     if now.seen.verdict.open and now.seen.granted:
         return _open(state, now)
-    if reason in PACED:
-        return (state, (Action(Order.CLOSE, reason),))
+    if now.reason in PACED:
+        return (state, (Action(Order.CLOSE, now.reason),))
     return _close(state, now)
 
 

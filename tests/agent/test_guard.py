@@ -36,7 +36,7 @@ from rose_core.telemetry.events import (
 )
 from rose_core.telemetry.signal import Limits
 from rose_core.telemetry.verify import Verification
-from rose_core.wire.host import EngineState, EngineStatus
+from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
 from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import (
     EngineSpec,
@@ -47,7 +47,8 @@ from rose_core.wire.sync import (
     WeightSource,
 )
 from rose_engines.permit import BUSY_LANE, Permit
-from rose_engines.rundir import RunDir
+from rose_engines.rundir import RunDir, write_json
+from rose_wire.errors import WireError
 
 POD = PodUid("pod")
 
@@ -84,6 +85,8 @@ async def guard(short_dir: Path) -> AsyncIterator[tuple[Guard, Permit]]:
     replicas.write_text(yaml.safe_dump({"replicas": [entry]}))
     async with aiohttp.ClientSession() as session:
         settings = Settings("node", "", gate=GateLimits(reopen_ns=0))
+        order = EnsureEngine(KEY, "slot", GRANT.engine, GRANT.weights)
+        write_json(rundir.slot(KEY.uid).slot, order)  # as the host does
         made = Guard(rundir, settings, StaticDriver(None), DirectReaders(session))
         made.pods = StaticPods(replicas)
         made.on_reply(SyncReply(1, True, (GRANT,), (POLICY,)), time.monotonic())
@@ -331,6 +334,46 @@ async def test_a_slot_rests_while_its_engine_is_held_and_no_sooner(
     assert not stirred
     made.on_tap([Ended(POD, 1, now, 1, 200, EndKind.COMPLETE)], time.monotonic_ns())
     assert stirred, "the permit wants to be extended"
+
+
+async def test_runs_that_a_lease_gains_or_loses_reach_the_host_of_a_running_engine(
+    guard: tuple[Guard, Permit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, permit = guard
+    slot, sent, failing = made.slots[KEY.uid], list[EnsureEngine](), [True]
+
+    async def ensure(order: EnsureEngine) -> None:
+        sent.append(order)
+        if failing:
+            failing.clear()
+            raise WireError("the host is busy")
+
+    async def until_sent(count: int) -> None:
+        async with asyncio.timeout(30):
+            while len(sent) < count:
+                made.step_all()
+                await asyncio.sleep(0.02)
+
+    monkeypatch.setattr(made.host, "ensure", ensure)
+    slot._limits = replace(slot._limits, ensure_repeat_ns=50_000_000)
+    made.step_all()
+    await asyncio.sleep(0.1)
+    made.step_all()
+    assert not sent, "nothing is new"
+    held = slot._hold.confirmed
+    for others in (("b",), ()):
+        weights = WeightSource("h:1", "run", others=others)
+        grant = msgspec.structs.replace(GRANT, weights=weights)
+        made.on_reply(SyncReply(1, True, (grant,), (POLICY,)), time.monotonic())
+        await until_sent(2 if others else 3)  # the first call failed, and was made again
+        assert sent[-1].weights.others == others
+        assert (sent[-1].slot, sent[-1].engine) == (KEY, GRANT.engine)
+    count = len(sent)
+    await asyncio.sleep(0.2)
+    made.step_all()
+    assert len(sent) == count, "the host has taken it over"
+    assert is_open(permit)
+    assert slot._hold.confirmed is held, "the engine that goes on is held as before"
 
 
 @pytest.mark.parametrize(("policy", "reuses"), [("Keep", False), ("Reuse", True)])

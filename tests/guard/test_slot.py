@@ -71,6 +71,26 @@ def test_a_newer_generation_is_ordered_anew() -> None:
     assert done == [Order.CLOSE]
 
 
+def test_other_weights_are_told_beside_everything_else_until_the_host_has_them() -> None:
+    for verdict, state, beside in (
+        (OPEN, PRESENT, Order.EXTEND),
+        (shut(), STOPPED, Order.CLOSE),
+    ):
+        news = replace(seen(verdict, engine(held=not verdict.open)), weights_told=False)
+        state, done = orders(state, news)
+        assert done == [beside, Order.ENSURE]
+        state, done = orders(state, news, NOW + S)
+        assert done == [beside]
+        state, done = orders(state, news, NOW + 2 * S)
+        assert done == [beside, Order.ENSURE]
+        state, done = orders(state, replace(news, weights_told=True), NOW + 3 * S)
+        assert done == [beside]
+        _, done = orders(state, news, NOW + 3 * S + MS)  # other news wait for nothing
+        assert done == [beside, Order.ENSURE]
+    lost = replace(seen(OPEN, engine(), granted=False), weights_told=False)
+    assert Order.ENSURE not in orders(PRESENT, lost)[1]
+
+
 # --- open
 
 

@@ -242,6 +242,7 @@ class GuardedSlot:
         self._calls = Calls(self._call_ended)
         self._hold = Hold(self._calls, self._ask_hold, self._note_stop)
         order = read_json(folder.slot, EnsureEngine)
+        self._told_weights = order.weights if order is not None else None
         self._data_token = order.token if order and order.token else secrets.token_urlsafe(24)
         self._router = RouterLink(token)
 
@@ -275,6 +276,8 @@ class GuardedSlot:
         """No permit to extend and no deadline: closed, and its engine is held or not there."""
         machine, permit = self.machine, self._permit.mapped
         if permit is not None and permit.until_ns:
+            return False
+        if not self._weights_told:
             return False
         if self.status is None or self.status.state is EngineState.GONE:
             return machine.phase is Phase.ABSENT
@@ -330,7 +333,13 @@ class GuardedSlot:
             heartbeat_ns=permit.host_age_ns(now_ns) if permit else None,
             processes=not alive and status is None and freezer.exists(self.folder),
             can_dormant=status is not None and status.can_dormant,
+            weights_told=self._weights_told,
         )
+
+    @property
+    def _weights_told(self) -> bool:
+        """The host has taken over what the grant says about weights; true without a grant."""
+        return self.grant is None or self.grant.weights == self._told_weights
 
     def _see_engine(self, status: EngineStatus) -> EngineSeen:
         hold = self._hold
@@ -392,8 +401,13 @@ class GuardedSlot:
         grant = self.grant
         if grant is None:
             return
-        self._hold.forget()
+        if self.status is None or self.status.slot != grant.key.slot:
+            self._hold.forget()  # another engine
+        await self._tell_host(grant)
+
+    async def _tell_host(self, grant: Grant) -> None:
         await self._host.ensure(self._order(grant))
+        self._told_weights = grant.weights
 
     def _order(self, grant: Grant) -> EnsureEngine:
         self._told_room = self.room
@@ -413,7 +427,7 @@ class GuardedSlot:
         """The engine was refused for its size: tell when there is another room."""
         grant = self.grant
         if grant is not None and self.room.bytes != self._told_room.bytes:
-            self._calls.start("room", lambda: self._host.ensure(self._order(grant)))
+            self._calls.start("room", lambda: self._tell_host(grant))
 
     def limit_memory(self, permille: int, held: int | None) -> None:
         """Tell the engine's budget, and what the driver says that it holds."""
