@@ -91,6 +91,7 @@ class Leg:
     __slots__ = (
         "_base",
         "_only_new",
+        "_run",
         "_text",
         "ended",
         "engine",
@@ -121,6 +122,7 @@ class Leg:
         self.engine, self.kind, self.rid = engine, kind, rid
         self.version, self.offset, self.reused = version, offset, reused
         attested = parse(version)
+        self._run = attested.run if attested is not None else ""
         self._base = version if attested is not None and attested.is_base else ""
         self.ids: list[int] = []
         self.per_token: dict[str, list[Any]] = {}
@@ -207,8 +209,11 @@ class Leg:
         if spans is None:
             return
         for span in spans:
-            if span[0] != self.version and not parse(span[0]):
-                return  # a label that is no version of ours was attested by nobody
+            if span[0] == self.version:
+                continue
+            labelled = parse(span[0])
+            if labelled is None or (self._run and labelled.run != self._run):
+                return  # a label that is no version of our run was attested by nobody
         found = normal(spans, self.version, len(self.ids), reused=self.reused)
         if found:
             self.spans, self.placed, self.placed_text = found, len(self.ids), self._text

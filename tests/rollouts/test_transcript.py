@@ -151,6 +151,12 @@ def test_spans_that_nobody_attested_or_that_do_not_cover_place_nothing(
     assert one.placed == 0
 
 
+def test_tokens_that_carry_another_runs_label_are_not_placed() -> None:
+    one = leg()
+    one.take(event([1, 2], 2, spans=[("other@1.0", 0, 2)], finish={"type": "stop"}))
+    assert (one.placed, one.spans) == (0, ())
+
+
 def test_tokens_after_a_commit_sit_on_mixed_keys() -> None:
     one = leg()
     one.take(event([1, 2, 3], 3, spans=[(V0, 0, 2), (V1, 2, 3)]))
