@@ -10,7 +10,10 @@ nothing that one run does waits for another or touches its weights, label or cac
     free    --bind-->      bound
     bound   --unbind-->    closing   (its requests are ended, new ones refused)
     closing --last one gone, at a boundary--> free   (zeroed)
-    closing --bind-->      bound
+    closing --bind-->      bound     (an order to unbind that still waits does nothing)
+
+The first slot is kept for the run that is bound as the first one: requests that name no run are
+computed there, in whatever order runs are bound.
 
 Next step: ``rose_engines.sglang.adapters`` finds the slots in a running SGLang.
 """
@@ -121,6 +124,7 @@ class AdapterSession(WeightSession):
         self._end_requests = end_requests
         self.run = ""
         self.closing = False
+        self._owning = threading.Lock()
         super().__init__(live, version, set_label, wake)
 
     def _first_digest(self) -> Digest:
@@ -133,6 +137,11 @@ class AdapterSession(WeightSession):
     def status(self) -> Status:
         """What is live and staged, and whose."""
         return msgspec.structs.replace(super().status(), run=self.run)
+
+    def bind(self, run: str) -> None:
+        """It is this run's from now on; if it was about to be taken away, it stays."""
+        with self._owning:  # an unbinding that has begun ends first, and leaves an empty slot
+            self.run, self.closing = run, False
 
     def _dispatch_weights(self, call: Call) -> Answer:
         if isinstance(call, Unbind):
@@ -150,6 +159,12 @@ class AdapterSession(WeightSession):
 
     def _unbind(self) -> Answer:
         """In the engine thread: zero the adapter, once no request uses it any more."""
+        with self._owning:
+            if not self.closing:
+                return Refused("Bound", f"run {self.run} was bound again: its adapter stays")
+            return self._empty()
+
+    def _empty(self) -> Answer:
         if left := self._end_requests():
             return Refused("Busy", f"{left} requests of run {self.run} end first; ask again")
         for tensor in self._live.values():
@@ -164,6 +179,7 @@ class AdapterSession(WeightSession):
             return self._broken(f"the adapter of {self.run} could not be zeroed")
         self._digest, self._version = found, self._base
         self._commits += 1  # keys of what this slot computed are not used again
+        self._set_label(self._base)  # the next run's turns begin with it
         self.run, self.closing = "", False
         return self.status()
 
@@ -231,9 +247,12 @@ class AdapterSlots:
         """The slot whose adapter a request with this key is computed with.
 
         Returns:
-            None when its run has none here. A request that names no run gets the first slot.
+            None when its run has none here. A request that names no run gets the first slot,
+            whatever is there: so do health checks, which an engine must always answer.
         """
         run = run_of(cache_key) if self.shared else ""
+        if not run:
+            return 0
         session = self._of(run)
         if session is None or session.closing:
             return None
@@ -243,7 +262,7 @@ class AdapterSlots:
         """Carry out one call, as its run's session; never raises."""
         if isinstance(call, Bind):
             with self._names:
-                return self._bind(call.run)
+                return self._bind(call.run, first=call.first)
         if isinstance(call, Release | Activate):
             return Refused("Unsupported", "an engine with adapters cannot let go of its memory")
         if isinstance(call, Draft):
@@ -256,14 +275,17 @@ class AdapterSlots:
         answer = session.handle(call)
         return self._told(answer) if isinstance(answer, Status) else answer
 
-    def _bind(self, run: str) -> Answer:
+    def _bind(self, run: str, *, first: bool) -> Answer:
         if not self.shared:
             return Refused("Unsupported", "this engine has one adapter: no run has to be named")
-        session = self._of(run) or next((one for one in self._sessions if not one.run), None)
+        if not run:
+            return Refused("UnknownRun", "a slot is given to a run; name it")
+        room = self._sessions[:1] if first else self._sessions[1:]
+        session = self._of(run) or next((one for one in room if not one.run), None)
         if session is None:
-            held = ", ".join(one.run for one in self._sessions)
+            held = ", ".join(one.run for one in room)
             return Refused("Full", f"no slot is left for run {run}: adapters of {held} are here")
-        session.run, session.closing = run, False
+        session.bind(run)
         return self._told(session.status())
 
     def _of(self, run: str) -> AdapterSession | None:

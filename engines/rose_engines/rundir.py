@@ -168,10 +168,18 @@ class SlotDir:
         """``WeightsFile`` of another run, where the engine holds adapters of several."""
         return self.folder / f"weights.{run}.json" if run else self.weights
 
+    def every_weights(self) -> tuple[Path, ...]:
+        """Each ``WeightsFile`` that lies here, of whichever run."""
+        return (self.weights, *self.folder.glob("weights.*.json"))
+
     @property
     def bundles(self) -> Path:
         """Folder of staged weight bundles."""
         return self.folder / "bundles"
+
+    def bundle_of(self, run: str = "") -> Path:
+        """The bundle that is being fetched; this run's, where there are several."""
+        return self.bundles / f"next{run and '.'}{run}"
 
     def create(self) -> SlotDir:
         """Make the slot's folders; returns itself.

@@ -46,6 +46,7 @@ class Engine:
     slots: AdapterSlots
     lives: Sequence[Live]
     live_requests: list[int]
+    labels: list[list[str]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -59,8 +60,8 @@ class Engine:
 
 
 def bound(slots: AdapterSlots, *runs: str) -> None:
-    for run in runs:
-        assert isinstance(slots.handle(Bind(run)), Status)
+    for number, run in enumerate(runs):
+        assert isinstance(slots.handle(Bind(run, first=number == 0)), Status)
 
 
 @pytest.fixture
@@ -73,11 +74,17 @@ def engine() -> Iterator[Engine]:
         ended.append(number)
         return left[number]
 
+    labels: list[list[str]] = [[], [], []]
+
+    def label(number: int, version: str) -> int:
+        labels[number].append(version)
+        return 0
+
     sessions = [
-        AdapterSession(live, "base", end_requests=partial(end, number))
+        AdapterSession(live, "base", partial(label, number), end_requests=partial(end, number))
         for number, live in enumerate(lives)
     ]
-    made = Engine(AdapterSlots(sessions, 128), lives, left, ended)
+    made = Engine(AdapterSlots(sessions, 128), lives, left, labels, ended)
 
     def iterate() -> None:
         while not made.stop.wait(0.001):
@@ -95,7 +102,7 @@ def test_each_run_has_a_slot_and_the_next_one_is_refused_by_name(engine: Engine)
     answer = engine.slots.handle(Bind("d"))
     assert isinstance(answer, Refused)
     assert answer.reason == "Full"
-    assert "a, b, c" in answer.message
+    assert "adapters of b, c are here" in answer.message
     status = engine.slots.handle(GetStatus("b"))
     assert isinstance(status, Status)
     assert (status.run, status.runs, status.adapter_bytes) == ("b", ("a", "b", "c"), 128)
@@ -155,8 +162,9 @@ def test_a_run_that_goes_takes_no_new_request_and_leaves_nothing(
     engine.live_requests[1] = 0
     assert isinstance(engine.slots.handle(Unbind("b")), Status)
     assert not engine.lives[1][NAME].all_bits().any()
+    assert engine.labels[1] == ["b@1.0", "base"]  # what comes next is no version of b
     keys = engine.slots[1].commits
-    bound(engine.slots, "c")
+    assert isinstance(engine.slots.handle(Bind("c")), Status)
     assert engine.slots.slot_for("c@0.0") == 1
     assert (engine.slots[1].version, engine.slots[1].commits) == ("base", keys)
     assert keys == 2  # one commit, and what was taken away: no key is made twice
@@ -171,6 +179,46 @@ def test_a_run_that_comes_back_while_it_goes_stays(engine: Engine, tmp_path: Pat
     bound(engine.slots, "b")
     assert engine.slots.slot_for("b@1.0") == 1
     assert engine.slots[1].version == "b@1.0"
+
+
+def test_a_run_that_is_bound_while_its_unbinding_waits_for_a_boundary_is_not_zeroed() -> None:
+    lives = [host_tensors(state(0)) for _ in range(2)]
+    ended: list[int] = []
+    waiting = threading.Event()
+
+    def end() -> int:
+        ended.append(1)
+        return 0
+
+    sessions = [AdapterSession(live, "base", wake=waiting.set, end_requests=end) for live in lives]
+    slots = AdapterSlots(sessions)
+    bound(slots, "a", "b")
+    lives[1][NAME].put(slice(0, 32), np.full(32, 41, "<u4"))
+    answers: list[object] = []
+    waiting.clear()
+    taking = threading.Thread(target=lambda: answers.append(slots.handle(Unbind("b", 30.0))))
+    taking.start()
+    assert waiting.wait(30)
+    bound(slots, "a", "b")
+    while taking.is_alive():
+        slots.at_boundary()
+    (answer,) = answers
+    assert isinstance(answer, Refused)
+    assert (answer.reason, ended) == ("Bound", [])
+    assert (lives[1][NAME].all_bits() == 41).all()
+    assert slots.slot_for("b@1.0") == 1
+
+
+def test_who_names_no_run_gets_the_first_runs_whenever_that_was_bound(engine: Engine) -> None:
+    for run, first in (("c", False), ("b", False), ("a", True)):
+        assert isinstance(engine.slots.handle(Bind(run, first)), Status)
+    assert engine.slots[0].run == "a"
+    assert [engine.slots.slot_for(f"{run}@1.0") for run in ("c", "b", "a")] == [1, 2, 0]
+    engine.live_requests[0] = 1
+    assert isinstance(engine.slots.handle(Unbind("a")), Refused)
+    assert engine.slots.slot_for("a@1.0") is None
+    assert engine.slots.slot_for("") == 0  # a health check is no turn of a run
+    assert isinstance(engine.slots.handle(Bind("")), Refused)
 
 
 def test_an_engine_with_one_adapter_asks_for_no_run(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from rose_core.adapters import BASE, SCALE, TARGETS
-from rose_core.identity import WeightVersion
+from rose_core.identity import BASE_LABEL, WeightVersion
 from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_dev.engine_testing import RealEngine, State, start_engine, write_bundle
 from rose_engines.errors import CommitRefused, EngineError
@@ -63,7 +63,7 @@ class Trained:
         base = (before, self.states[run]) if before else None
         write_bundle(into / str(version), version, bits, base)
         async with await ControlClient.connect(self.engine.control, run) as control:
-            await control.bind(run)
+            await control.bind(run, first=run == RUNS[0])
             staged = await control.stage(into / str(version))
             committed = await control.commit(staged.version)
             attested = await control.attest()
@@ -204,6 +204,7 @@ async def test_a_run_goes_and_another_comes_while_the_others_run(
     await control.bind("run-new")
     alone = await turn(shared.engine, "run-new@0.0")
     shared.check("run-new", alone, base)  # nothing is left of who had the slot
+    assert [span.version for span in alone.spans] == [BASE_LABEL]
     await shared.publish("run-new", 102, tmp_path)
     shared.check("run-new", await turn(shared.engine, str(shared.versions["run-new"])))
     shared.check(RUNS[1], await stays)

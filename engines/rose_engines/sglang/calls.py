@@ -74,9 +74,14 @@ class Export(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bind(msgspec.Struct, frozen=True, tag=True):
-    """Give this run one of the engine's slots for adapters; harmless when it has one."""
+    """Give this run one of the engine's slots for adapters; harmless when it has one.
+
+    Attributes:
+        first: it is the run of requests that name none; the first slot is kept for it.
+    """
 
     run: str
+    first: bool = False
 
 
 class Unbind(msgspec.Struct, frozen=True, tag=True):

@@ -258,14 +258,18 @@ class ControlClient:
         """
         return await self._ask(GetStatus(self._run), Status)
 
-    async def bind(self, run: str) -> Status:
+    async def bind(self, run: str, *, first: bool = False) -> Status:
         """Give a run one of the engine's slots for adapters.
+
+        Args:
+            run: its name.
+            first: requests that name no run are its.
 
         Raises:
             CommitRefused: ``Full``: others have them all; ``Unsupported``: it has none.
             EngineUnavailable: the engine died meanwhile.
         """
-        return await self._ask(Bind(run), Status)
+        return await self._ask(Bind(run, first), Status)
 
     async def unbind(self, run: str, timeout_seconds: float = 5.0) -> Status:
         """End a run's requests and take its adapter away.
