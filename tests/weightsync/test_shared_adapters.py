@@ -11,19 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from rose_agent.host.main import RunningHost
-from rose_agent.weightsync.follower import Options
+from rose_agent.weightsync.follower import FollowedRun, Follower, Options
 from rose_agent.weightsync.main import Followers
+from rose_agent.weightsync.plugin import Plugin
 from rose_core.adapters import TARGETS
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.routing import AdapterVersion
 from rose_core.wire.sync import AdapterSpec, WeightSource
+from rose_engines.adapters import AdapterSession, AdapterSlots
 from rose_engines.errors import EngineRefused
-from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
+from rose_engines.sglang.calls import Bind, Refused, Status, Unbind
 from rose_engines.sglang.client import Generation, SGLangClient
-from rose_engines.sglang.control import ControlClient
+from rose_engines.sglang.control import ControlClient, ControlServer
+from rose_engines.tensors import host_tensors
 from tests.host.helpers import TOKEN, guarding, order, running, serving, status_of, until
 from tests.weightsync.run import PublishedRun, store_at
 
@@ -170,3 +175,84 @@ async def test_what_is_wrong_with_one_run_is_said_with_its_name(
             return message.startswith("run b:") and "unknown" in message
 
         await until(said, "the run without a publisher is named")
+
+
+async def test_a_run_that_was_taken_away_leaves_nothing_that_could_be_believed_when_it_returns(
+    rundir: Path, models: Path, tmp_path: Path
+) -> None:
+    async with world(rundir, models, tmp_path / "store", "a", "b") as here:
+        for one in here.runs.values():
+            await one.publish()
+        await here.serves(a=0, b=0)
+        slot, process = here.rundir.slot("slot-1"), here.process()
+        before = read_json(slot.weights_of("b"), WeightsFile)
+        assert before is not None
+        assert before.attested
+        slot.bundle_of("b").mkdir()
+        await here.order("a")
+
+        async def forgotten() -> bool:
+            return not slot.weights_of("b").exists() and not slot.bundle_of("b").exists()
+
+        await until(forgotten, "nothing of run b is left")
+        await here.serves(a=0)
+        # Weight-sync had ended between the two: the file is still there, the adapter is not.
+        write_json(slot.weights_of("b"), before)
+        source = WeightSource("127.0.0.1:1", "b")
+        follower = Follower(slot, source, process, Options(), FollowedRun("b", first=False))
+        following = asyncio.create_task(follower.run())
+
+        async def disowned() -> bool:
+            found = read_json(slot.weights_of("b"), WeightsFile)
+            return found is not None and not found.attested and not found.version
+
+        await until(disowned, "what was attested of run b is void")
+        following.cancel()
+        await asyncio.wait({following})
+        await here.order("a", "b")
+        await here.serves(a=0, b=0)
+        assert here.process() == process
+
+
+async def test_a_run_that_returns_before_it_was_let_go_takes_turns_again(rundir: Path) -> None:
+    slot = RunDir(rundir).create().slot("slot-1").create()
+    bits = {"w": ("F32", (4,), np.zeros(4, "<u4"))}
+    slots = AdapterSlots([AdapterSession(host_tensors(bits), "base") for _ in range(2)])
+    server = ControlServer(slot.plugin_socket, slots.handle)
+    server.start()
+    assert isinstance(slots.handle(Bind("b")), Status)
+    answer = slots.handle(Unbind("b", 0.01))  # no boundary came
+    assert isinstance(answer, Refused)
+    assert slots.slot_for("b@1.0") is None
+    plugin = Plugin(slot, "b")
+    await plugin.look()
+    assert slots.slot_for("b@1.0") == 1
+    await plugin.close()
+
+
+async def test_bytes_and_broken_weights_of_every_run_count(
+    rundir: Path, models: Path, tmp_path: Path
+) -> None:
+    async with world(rundir, models, tmp_path / "store", "a", "b") as here:
+        for one in here.runs.values():
+            await one.publish()
+        await here.serves(a=0, b=0)
+        slot, process = here.rundir.slot("slot-1"), here.process()
+        files = [read_json(slot.weights_of(run), WeightsFile) for run in ("", "b")]
+        fetched = [one.fetched_bytes for one in files if one is not None]
+        assert all(fetched)
+        assert (await status_of(here.host)).weight_bytes == sum(fetched)
+        await here.order("a")
+        await here.serves(a=0)
+        assert (await status_of(here.host)).weight_bytes == sum(fetched)
+        await here.order("a", "b")
+        await here.serves(a=0, b=0)
+        other = read_json(slot.weights_of("b"), WeightsFile)
+        assert other is not None
+        write_json(slot.weights_of("b"), msgspec.structs.replace(other, broken=True))
+
+        async def another() -> bool:
+            return here.process() not in {0, process}
+
+        await until(another, "the engine was started anew")
+        await here.serves(a=0, b=0)

@@ -128,7 +128,7 @@ class EngineProcess:
             HostError, OSError: it cannot be started, or not contained.
         """
         # The new process has base weights: what was attested before is void.
-        self._folder.weights.unlink(missing_ok=True)
+        self._forget_weights()
         self._folder.plugin_socket.unlink(missing_ok=True)
         self._folder.activity.unlink(missing_ok=True)
         self.started_ns = time.monotonic_ns()
@@ -178,9 +178,13 @@ class EngineProcess:
         )
         write_json(self._folder.engine, record)
 
+    def _forget_weights(self) -> None:
+        for path in self._folder.every_weights():
+            path.unlink(missing_ok=True)
+
     def renew(self) -> None:
         """Declare what was attested void: weight-sync begins anew, as with a new process."""
-        self._folder.weights.unlink(missing_ok=True)
+        self._forget_weights()
         self.started_ns = time.monotonic_ns()
         self.record()
 

@@ -84,6 +84,8 @@ class EngineLife:
         self._message = ""
         self._failures = 0
         self._needs: int | None = None
+        self._fetched, self._fetched_of = 0, dict[str, int]()
+        self._fetched_by_ns = 0
         self._ending: tuple[HostReason, str] | None = None
         self._sharing = Sharing(
             *(site.ways, order, folder.plugin_socket, lambda: (self.url, self.key)),
@@ -129,7 +131,7 @@ class EngineLife:
             digest=weights.digest if fresh and serving else "",
             head=weights.head,
             generated_tokens=self.generated_tokens,
-            weight_bytes=weights.fetched_bytes,
+            weight_bytes=self._count_fetched(),
             restarts=self.restarts,
             reason=self._reason or self.watched.reason,
             message=self._message or self.rest.refusal or weights.error or self._complaint(),
@@ -164,6 +166,18 @@ class EngineLife:
         for run in (source.run, *source.others):
             path = self.folder.weights_of("" if run == source.run else run)
             yield run, read_json(path, WeightsFile) or WeightsFile()
+
+    def _count_fetched(self) -> int:
+        """What was fetched for this process; a run that goes takes nothing of it along."""
+        if self._fetched_by_ns != self._body.started_ns:
+            self._fetched, self._fetched_of = 0, {}
+            self._fetched_by_ns = self._body.started_ns
+        for run, weights in self._each_run():
+            if weights.engine_started_ns == self._body.started_ns:
+                told, seen = weights.fetched_bytes, self._fetched_of.get(run, 0)
+                self._fetched += told - seen if told >= seen else told
+                self._fetched_of[run] = told
+        return self._fetched
 
     def _complaint(self) -> str:
         """Why a run of several is not served at its head."""
@@ -240,11 +254,11 @@ class EngineLife:
         Raises:
             BrokenEngine: weight-sync has heard so from this very process.
         """
-        weights = read_json(self.folder.weights, WeightsFile)
-        ours = weights is not None and weights.engine_started_ns == self._body.started_ns
-        if weights is not None and ours and weights.broken:
-            metrics.killed(HostReason.BROKEN_WEIGHTS)
-            raise BrokenEngine(weights.error)
+        for run, weights in self._each_run():
+            if weights.broken and weights.engine_started_ns == self._body.started_ns:
+                metrics.killed(HostReason.BROKEN_WEIGHTS)
+                several = bool(self.order.weights.others)
+                raise BrokenEngine(f"run {run}: {weights.error}" if several else weights.error)
 
     def held_bytes(self, meter: MemoryMeter) -> int | None:
         """Memory that the engine's processes hold; None = unknown."""

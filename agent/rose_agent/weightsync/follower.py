@@ -13,7 +13,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -209,7 +209,7 @@ class Follower:
         self._follows = follows or FollowedRun()
         self._others_gone = not self._follows.runs
         self._path = slot.weights_of("" if self._follows.first else self._follows.adapter)
-        self._plugin = Plugin(slot, self._follows.adapter)
+        self._plugin = Plugin(slot, self._follows.adapter, first=self._follows.first)
         self._heads = Heads(source, options.silence_seconds, self._note_head)
         self._news = asyncio.Event()
         self._progress = Progress()
@@ -224,6 +224,7 @@ class Follower:
         )
         self._failures: tuple[str, ...] = ()
         self._written = _previous(self._path, engine_started_ns)
+        self._disowned = False
         self._history = self._written.history
         self._fetched = self._written.fetched_bytes
 
@@ -308,15 +309,19 @@ class Follower:
         try:
             if not self._others_gone:
                 self._others_gone = await self._plugin.unbind_others(self._follows.runs)
+                if self._others_gone:
+                    await asyncio.to_thread(_forget_others, self._slot, self._follows.runs)
             engine = await self._plugin.look()
         except EngineUnavailable:
             return None
         before = self._written
         named = name_of(engine, self._source.run)
         same = (before.version, before.digest) == (named, engine.digest)
-        if self._progress == Progress() and before.attested and same:
-            # An earlier weight-sync has attested these very weights on this very process.
-            self._progress = succeeded(self._options.clock())
+        if self._progress == Progress() and before.attested:
+            if same:
+                # An earlier weight-sync has attested these very weights on this very process.
+                self._progress = succeeded(self._options.clock())
+            self._disowned = not same  # its run may have been taken away since, and come back
         return engine
 
     async def _attest(self, engine: Engine) -> None:
@@ -351,7 +356,7 @@ class Follower:
         return ProbedCommit(version, self._written.digest, self._commits) if version else None
 
     async def _pull(self, store: WeightsClient, step: Step, codecs: tuple[int, ...]) -> None:
-        folder = self._slot.bundles / f"next{self._follows.adapter and '.'}{self._follows.adapter}"
+        folder = self._slot.bundle_of(self._follows.adapter)
         began = self._options.clock()
         manifest = await store.pull(
             self._source.run,
@@ -500,6 +505,8 @@ class Follower:
                 # No turn begins with it any more, and what is published does not come: not synced.
                 return WeightsFile()
             return WeightsFile(named, engine.digest, attested=bool(named))
+        if self._disowned and self._progress.attested_at is None:
+            return WeightsFile()
         return self._written
 
 
@@ -508,6 +515,18 @@ def _previous(path: Path, engine_started_ns: int) -> WeightsFile:
     before = read_json(path, WeightsFile)
     same = before is not None and before.engine_started_ns == engine_started_ns
     return before if before is not None and same else WeightsFile()
+
+
+def _forget_others(slot: SlotDir, runs: Collection[str]) -> None:
+    """Nothing is left on disk of runs that the engine holds no more."""
+    kept = {slot.weights, *map(slot.weights_of, runs)}
+    for path in slot.every_weights():
+        if path not in kept:
+            path.unlink(missing_ok=True)
+    kept = {slot.bundle_of(run) for run in ("", *runs)}
+    for path in slot.bundles.glob("next*"):
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 async def _discard(folder: Path) -> None:

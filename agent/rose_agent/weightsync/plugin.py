@@ -97,11 +97,13 @@ class Plugin:
     Args:
         slot: where its socket and its permit are.
         run: whose adapter it is about, where the engine holds those of several.
+        first: requests that name no run are its.
     """
 
-    def __init__(self, slot: SlotDir, run: str = "") -> None:
+    def __init__(self, slot: SlotDir, run: str = "", *, first: bool = False) -> None:
         self.gate = Gate(slot.permit)
-        self._run = run
+        self._run, self._first = run, first
+        self._bound = not run
         self._socket = slot.plugin_socket
         self._client: ControlClient | None = None
 
@@ -112,17 +114,24 @@ class Plugin:
             EngineUnavailable: the engine is starting, hangs or is gone, or has no slot left.
         """
         client = await self._connected()
-        try:
-            status = await self._ask(client.status(), ANSWER_SECONDS)
-        except CommitRefused as refused:
-            status = await self._bind(client, refused)
+        if self._bound:
+            status = await self._status(client)
+        else:  # also where it has a slot: that may be about to be taken away
+            status = await self._bind(client)
+            self._bound = True
         return Engine(status.version, status.digest, status.phase == "Broken", status.codecs)
 
-    async def _bind(self, client: ControlClient, refused: CommitRefused) -> Status:
-        if refused.reason != "UnknownRun":
-            raise EngineUnavailable(str(refused)) from refused
+    async def _status(self, client: ControlClient) -> Status:
         try:
-            return await self._ask(client.bind(self._run), ANSWER_SECONDS)
+            return await self._ask(client.status(), ANSWER_SECONDS)
+        except CommitRefused as refused:
+            if refused.reason != "UnknownRun":
+                raise EngineUnavailable(str(refused)) from refused
+            return await self._bind(client)
+
+    async def _bind(self, client: ControlClient) -> Status:
+        try:
+            return await self._ask(client.bind(self._run, first=self._first), ANSWER_SECONDS)
         except CommitRefused as full:  # of one that goes, whose last request is still to end
             raise EngineUnavailable(full.message) from full
 
