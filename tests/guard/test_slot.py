@@ -72,12 +72,12 @@ def test_a_newer_generation_is_ordered_anew() -> None:
 
 
 def test_other_weights_are_told_beside_everything_else_until_the_host_has_them() -> None:
-    for verdict, state, beside in (
+    for verdict, before, beside in (
         (OPEN, PRESENT, Order.EXTEND),
         (shut(), STOPPED, Order.CLOSE),
     ):
         news = replace(seen(verdict, engine(held=not verdict.open)), weights_told=False)
-        state, done = orders(state, news)
+        state, done = orders(before, news)
         assert done == [beside, Order.ENSURE]
         state, done = orders(state, news, NOW + S)
         assert done == [beside]
