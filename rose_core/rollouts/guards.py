@@ -42,14 +42,14 @@ class RolloutOutlook(msgspec.Struct, frozen=True, gc=False):
         safe: the dedicated engines could finish everything in time if every borrowed one vanished.
         dice: a random number from 0 to 1; below ``Policy.explore`` a beginning trajectory is placed
             at random, and 1 never is.
-        swapping: a version was published just now; engines are about to have it.
+        swapping: runs of which a version was published just now; engines are about to have it.
     """
 
     borrowed_share: float = 0.0
     stratum_share: Mapping[str, float] = msgspec.field(default_factory=dict)
     safe: bool = True
     dice: float = 1.0
-    swapping: bool = False
+    swapping: frozenset[str] = frozenset()
 
 
 NOTHING_KNOWN = RolloutOutlook()
@@ -109,7 +109,7 @@ def _young(case: PlacementCase) -> Sequence[EngineView]:
     if least is None:
         return case.able
     young = [one for one in case.able if one.version is not None and not older(one.version, least)]
-    return young if young or case.outlook.swapping else case.able
+    return young if young or least.run in case.outlook.swapping else case.able
 
 
 def _must_be_safe(case: PlacementCase) -> bool:

@@ -4,7 +4,7 @@ Some trainers send a prompt and nothing else. What they would say can be seen:
 
 | seen | inferred |
 |---|---|
-| trajectories that begin with equal prompts, soon after each other | they are a group |
+| trajectories of a run that begin with equal prompts, soon after each other | they are a group |
 | the same prompt again after a pause, or some publishes later | another group: the next epoch |
 | idle for much longer than this lease's trajectories pause between turns | it is over |
 | idle for longer than most pause, and a publish came since its last turn | it is over |
@@ -106,17 +106,27 @@ class Groups:
         self._named = 0
         self.joined = 0
 
-    def of(self, prompt: Sequence[int], job: str, publishes: int, now: float, most: int) -> str:
+    def of(  # each says whether two prompts are of one group
+        self,
+        prompt: Sequence[int],
+        job: str,
+        publishes: int,
+        now: float,
+        most: int,
+        *,
+        run: str = "",
+    ) -> str:
         """Name of the group that a trajectory with this prompt begins in.
 
         Args:
             prompt: token ids of its first turn.
             job: whose it is; jobs have groups of their own.
-            publishes: how many have been seen.
+            publishes: how many of its run have been seen.
             now: seconds.
             most: publishes after which equal prompts are of another epoch.
+            run: whose versions answer it; runs have groups of their own.
         """
-        key = _key(prompt, job)
+        key = _key(prompt, job, run)
         known = self._recent.pop(key, None)
         fits = known is not None and (
             now - known.last < SAME_GROUP_SECONDS and publishes - known.publishes <= most
@@ -133,9 +143,8 @@ class Groups:
         return known.name
 
 
-def _key(prompt: Sequence[int], job: str) -> bytes:
-    digest = hashlib.blake2b(job.encode(), digest_size=12)
-    digest.update(b"\0")
+def _key(prompt: Sequence[int], job: str, run: str) -> bytes:
+    digest = hashlib.blake2b(f"{job}\0{run}\0".encode(), digest_size=12)
     # Of a tuple of numbers it is the same everywhere; a million ids take 4 ms, their bytes 60.
     digest.update(hash(tuple(prompt)).to_bytes(8, signed=True))
     return digest.digest()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -137,6 +137,7 @@ class Trajectory:
         arm: what its group was assigned to.
         ended, ended_at: when its last turn ended, and how many publishes had been seen then;
             -1 before any has.
+        run: whose publishes it grows old by; empty = the lease's first.
     """
 
     group: str
@@ -158,6 +159,31 @@ class Trajectory:
     arm: Arm = Arm.ANY
     ended: float = 0.0
     ended_at: int = -1
+    run: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Publishes:
+    """Of one run.
+
+    Attributes:
+        count: seen so far.
+    """
+
+    cadence: Cadence = field(default_factory=Cadence)
+    count: int = 0
+
+    def saw(self, head: WeightVersion | None, now: float) -> _Publishes:
+        """The newest version is this one now."""
+        before, cadence = self.cadence.head, self.cadence.saw(head, now)
+        if cadence is self.cadence:
+            return self
+        # Before the first publish engines with another checkpoint may come: nobody published it.
+        came = before is not None and cadence.head is not None and not cadence.head.is_base
+        return _Publishes(cadence, self.count + came)
+
+
+_UNSEEN = _Publishes()
 
 
 class Prospects:
@@ -182,7 +208,7 @@ class Prospects:
         self._most, self._control = most, control
         self._trajectories: OrderedDict[str, Trajectory] = OrderedDict()
         self._live: dict[str, Trajectory] = {}  # those with turns in flight; few of all remembered
-        self._cadence = Cadence()
+        self._published: dict[str, _Publishes] = {"": _UNSEEN}  # by run; the lease's first is ""
         self._safe: tuple[float, bool] = (-math.inf, True)
         self.lengths = Lengths()
         self.shares = ContactShares()
@@ -191,7 +217,6 @@ class Prospects:
         self.groups = Groups()
         self._pauses = Pauses()
         self._idle: OrderedDict[str, Trajectory] = OrderedDict()  # by when their last turn ended
-        self._publishes = 0
         self._inferred_at = -math.inf
         self.forgotten = self.inferred_ends = self.mistaken_ends = 0
         self._born = 0
@@ -199,14 +224,18 @@ class Prospects:
     def __len__(self) -> int:
         return len(self._trajectories)
 
-    def note_head(self, head: WeightVersion | None, now: float) -> None:
-        """Note the newest version."""
-        before, self._cadence = self._cadence.head, self._cadence.saw(head, now)
-        after = self._cadence.head
-        if before is None or after is None or after == before:
-            return
-        # Before the first publish engines with another checkpoint may come: nobody published it.
-        self._publishes += not after.is_base
+    def note_head(self, head: WeightVersion | None, now: float, run: str = "") -> None:
+        """Note the newest version of a run; of the lease's first without a name."""
+        self._published[run] = self._published.get(run, _UNSEEN).saw(head, now)
+
+    def _of(self, run: str) -> _Publishes:
+        """Publishes of a run; nothing is known of one that nobody has told of."""
+        return self._published.get(run, _UNSEEN)
+
+    def _known_as(self, run: str) -> str:
+        """A run as it is kept here: a turn may name the lease's first, or may not."""
+        head = self._published[""].cadence.head
+        return "" if head is not None and head.run == run else run
 
     def begin_turn(
         self,
@@ -217,6 +246,7 @@ class Prospects:
         *,
         prompt: Sequence[int] | None = None,
         job: str = "",
+        run: str = "",
     ) -> int:
         """Note a turn of the trajectory that begins.
 
@@ -227,6 +257,7 @@ class Prospects:
             now: seconds.
             prompt: the tokens; where the caller names no group, equal ones make one.
             job: whose it is.
+            run: whose versions sample it; empty = the lease's first.
 
         Returns:
             What it ranks by: the number of its trajectory in order of beginning. A turn that comes
@@ -237,8 +268,10 @@ class Prospects:
         if known is None:
             deadline = hint.deadline or self.deadline
             self._born += 1
-            group = hint.group or self._inferred_group(prompt, job, deadline, now)
-            known = Trajectory(group, self._born, now, self._cadence.head, deadline, now)
+            run = self._known_as(run)
+            group = hint.group or self._inferred_group(prompt, (job, run), deadline, now)
+            began_with = self._of(run).cadence.head
+            known = Trajectory(group, self._born, now, began_with, deadline, now, run=run)
             known.arm = assigned(group or name, self._control)
             known.turns = max(0, hint.turn - 1)
             self._trajectories[name] = known
@@ -297,7 +330,7 @@ class Prospects:
             known.live = max(0, known.live - 1)
             if not known.live:
                 self._live.pop(name, None)
-                known.ended, known.ended_at = now, self._publishes
+                known.ended, known.ended_at = now, self._of(known.run).count
                 self._idle[name] = known
                 self._idle.move_to_end(name)
             known.tokens += tokens
@@ -321,7 +354,8 @@ class Prospects:
         for name, known in self._idle.items():
             if now - known.ended < LEAST_IDLE_AFTER_PUBLISH_SECONDS:
                 break  # so were all after it
-            if is_over(Idle(known.ended, known.ended_at < self._publishes), pause, now):
+            published = known.ended_at < self._of(known.run).count
+            if is_over(Idle(known.ended, published), pause, now):
                 ended.append((name, known))
         for name, known in ended:
             del self._idle[name]
@@ -360,7 +394,11 @@ class Prospects:
         if now - at >= _SAFE_SECONDS:
             safe = survives(self._work(now), engines())
             self._safe = (now, safe)
-        swapping = now - self._cadence.since < _SWAP_SECONDS
+        swapping = frozenset(
+            cadence.head.run
+            for one in self._published.values()
+            if (cadence := one.cadence).head is not None and now - cadence.since < _SWAP_SECONDS
+        )
         return RolloutOutlook(self.shares.overall, self.shares.by_stratum(), safe, dice, swapping)
 
     def forget_silent(self, now: float, after: float = SILENT_SECONDS) -> int:
@@ -406,7 +444,7 @@ class Prospects:
         )
 
     def _stale(self, known: Trajectory) -> int | None:
-        head, began = self._cadence.head, known.began_with
+        head, began = self._of(known.run).cadence.head, known.began_with
         return age(began, head) if began and head else None
 
     def _in_time(self, known: Trajectory) -> Fate:
@@ -414,16 +452,17 @@ class Prospects:
         stale, most = self._stale(known), known.deadline.publishes
         if most is None or known.began_with is None:
             return Fate.TRAINED
-        since = self._publishes - known.ended_at  # that came when it was over already
+        since = self._of(known.run).count - known.ended_at  # that came when it was over already
         return Fate.TRAINED if stale is not None and stale - since <= most else Fate.DROPPED
 
     def _inferred_group(
-        self, prompt: Sequence[int] | None, job: str, deadline: Deadline, now: float
+        self, prompt: Sequence[int] | None, whose: tuple[str, str], deadline: Deadline, now: float
     ) -> str:
         if prompt is None:
             return ""
         most = 1 if deadline.publishes is None else deadline.publishes
-        return self.groups.of(prompt, job, self._publishes, now, most)
+        job, run = whose
+        return self.groups.of(prompt, job, self._of(run).count, now, most, run=run)
 
     def _disprove_end(self, known: Trajectory, now: float) -> None:
         self._pauses.record(now - known.ended)
@@ -440,7 +479,8 @@ class Prospects:
         return self._trajectories.pop(name, None)
 
     def _budget(self, known: Trajectory, now: float) -> float:
-        by_age = budget_seconds(known.began_with, known.deadline.publishes, self._cadence, now)
+        cadence = self._of(known.run).cadence
+        by_age = budget_seconds(known.began_with, known.deadline.publishes, cadence, now)
         return min(by_age, known.began + known.deadline.seconds - now)
 
     def _stratum(self, known: Trajectory) -> str:

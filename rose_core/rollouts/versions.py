@@ -169,21 +169,26 @@ def _may_come(wanted: WeightVersion, head: WeightVersion | None) -> bool:
     return head.is_base or (wanted.run == head.run and not older(wanted, head))
 
 
-def check_pin(pin: Pin, head: WeightVersion | None, live: Iterable[WeightVersion]) -> None:
+def check_pin(
+    pin: Pin, head: WeightVersion | None, live: Iterable[WeightVersion], *, shared: bool = False
+) -> None:
     """Refuse a pin that cannot be met by waiting a moment.
 
     Args:
         pin: the request's.
         head: newest version known.
         live: attested versions of the engines that are attached.
+        shared: they hold adapters of several runs, which come and go.
 
     Raises:
         UnknownVersion: nobody has announced such a version yet.
-        VersionGone: nobody will: it runs nowhere any more, or is another run's.
+        VersionGone: nobody will: it runs nowhere any more, or is another run's than the only one.
     """
     live = tuple(live)
     runs = {version.run for version in live}
-    if pin.run and runs and pin.run not in runs:
+    # Where engines have one run, a version of another is gone for good: nobody ought to ask again.
+    may_come = shared or (pin.exact is None and pin.minimum is None)
+    if pin.run and runs and may_come and pin.run not in runs:
         message = f"no engine has run {pin.run} yet; there are {', '.join(sorted(runs))}"
         raise UnknownVersion(message)
     wanted = pin.exact or pin.minimum

@@ -120,7 +120,13 @@ class RouterNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """The router's side of the stream, once a second: it lives.
 
     What it wants it tells the operator (``DemandNote``), also when no engine is attached.
+
+    Attributes:
+        adapters: it knows that an engine can be one adapter of several (``EngineUpdate.named``);
+            others would take any turn to it, so it is passed on to no others.
     """
+
+    adapters: bool = False
 
 
 class DemandRequest(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from rose_core.wire.routing import (
     RouterNote,
     each_adapter,
 )
-from rose_core.wire.sync import EngineSpec, Grant, RouterProof, WeightSource
+from rose_core.wire.sync import AdapterSpec, EngineSpec, Grant, RouterProof, WeightSource
 from rose_dev.waiting import until
 from rose_wire import certificates, tls
 from rose_wire.rpc import Server
@@ -151,3 +151,14 @@ def test_a_router_hears_of_a_publish_before_the_engine_has_it() -> None:
     quiet = replace(status, drafts=False)
     assert not update_of(wish, quiet, "", gate_open=True, leaving=False, cap=1).drafts
     assert update_of(grant, None, "", gate_open=True, leaving=False, cap=1).head == ""
+    # Before its host has said anything, so that the router never takes it for an engine of one run.
+    sharing = replace(
+        grant,
+        engine=replace(grant.engine, adapter=AdapterSpec(8, (), slots=4)),
+        weights=replace(grant.weights, others=("other",)),
+    )
+    begins = update_of(sharing, None, "", gate_open=True, leaving=False, cap=4)
+    assert [(one.engine, one.version, one.gate_open) for one in each_adapter(begins)] == [
+        ("slot/run", "", False),
+        ("slot/other", "", False),
+    ]

@@ -22,6 +22,7 @@ def test_equal_prompts_that_begin_together_are_a_group() -> None:
     assert names[0].startswith(MARK)
     assert groups.of((1, 2, 4), "", 0, 8.0, 1) != names[0]
     assert groups.of(PROMPT, "other job", 0, 8.0, 1) != names[0]
+    assert groups.of(PROMPT, "", 0, 8.0, 1, run="other run") != names[0]
     assert groups.joined == 7
 
 

@@ -212,7 +212,7 @@ def test_a_trajectory_begins_on_weights_as_new_as_it_is_while_engines_swap() -> 
     bound = replace(TURN, from_version=HEAD)
     lagging, new = replace(OURS, version=old), replace(LENT, live=7)
     assert chosen(bound, lagging, new) == "lent"
-    swapping = RolloutOutlook(swapping=True)
+    swapping = RolloutOutlook(swapping=frozenset({"run"}))
     assert chosen(bound, lagging, outlook=swapping) != "ours"
     assert chosen(bound, lagging) == "ours"
     older = replace(TURN, from_version=old)

@@ -297,3 +297,41 @@ def test_what_is_no_more_in_flight_does_not_count_for_the_outlook(end: str) -> N
         else:
             memory.forget(name)
     assert memory.outlook(lambda: [OURS], 1.0, 1.0).safe
+
+
+def test_each_run_has_a_cadence_of_its_own() -> None:
+    memory = Prospects(Deadline(publishes=1))
+    for publish in range(3):
+        memory.note_head(version(publish), 10.0 * publish)
+        memory.note_head(WeightVersion("slow", 1, publish), 100.0 * publish, "slow")
+    memory.begin_turn("t", Hint(), 100, 200.0)
+    memory.begin_turn("named", Hint(), 100, 200.0, run="run")
+    memory.begin_turn("slow", Hint(), 100, 200.0, run="slow")
+    memory.begin_turn("unseen", Hint(), 100, 200.0, run="unseen")
+    views = {
+        name: memory.with_expectation(name, TURN, 200.0)
+        for name in ("t", "named", "slow", "unseen")
+    }
+    assert {name: view.from_version for name, view in views.items()} == {
+        "t": version(2),
+        "named": version(2),
+        "slow": WeightVersion("slow", 1, 2),
+        "unseen": None,
+    }
+    assert views["t"].budget_seconds == views["named"].budget_seconds == 20 - 180
+    assert views["slow"].budget_seconds == 200
+    assert views["unseen"].budget_seconds == math.inf
+    assert memory.outlook(list, 1.0, 200.0).swapping == {"slow"}
+
+
+def test_a_publish_of_one_run_ends_no_trajectory_of_another() -> None:
+    memory = Prospects()
+    for run in ("", "other"):
+        memory.note_head(WeightVersion(run or "run", 1, 0), 0.0, run)
+        memory.begin_turn(f"of {run}", Hint(), 3, 0.0, prompt=(1, 2), run=run)
+        memory.end_turn(f"of {run}", 40, 43, 1.0)
+    memory.note_head(version(1), 2.0)
+    assert memory.infer_ends(20.0) == 1
+    memory.note_head(WeightVersion("other", 1, 1), 21.0, "other")
+    assert memory.infer_ends(22.0) == 1
+    assert memory.groups.joined == 0, "equal prompts of two runs are no group"

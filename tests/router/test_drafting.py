@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from rose_core.rollouts.drafts import CONTEXT, MOST_OF_QUESTION
 from rose_core.rollouts.errors import UnsafeTurn
 from rose_core.rollouts.transcript import StreamEvent
+from rose_core.rollouts.versions import Pin
 from rose_core.wire.routing import EngineUpdate
 from rose_router.engines.engine_client import Target
 from rose_router.metrics import REGISTRY
@@ -276,3 +277,25 @@ async def test_what_verifying_would_pass_over_is_refused(sampling: dict[str, flo
             w.ask(4, prompt=PROMPT, sampling=sampling)
     async with world(SimEngine("a")) as w:
         await over(w.ask(4, prompt=PROMPT, sampling=sampling))
+
+
+async def test_adapters_of_one_process_draft_from_one_corpus() -> None:
+    engine = Drafting("e", cap=4, adapters={"a": "a@1.0", "b": "b@1.0"})
+    async with world(engine) as w:
+        drafter, sent = drafter_of(w)
+        other = tuple(range(300, 340))
+        first = await over(w.ask(40, prompt=PROMPT))
+        second = await over(w.ask(40, prompt=other, pin=Pin(run="b")))
+        turns = [w.ask(400, prompt=PROMPT), w.ask(400, prompt=other, pin=Pin(run="b"))]
+        await until(lambda: all(turn.leg is not None for turn in turns))
+        await look(drafter)
+        ((url, texts),) = sent.calls  # one, of what both answer
+        assert url == "sim://e"
+        answers = {
+            (*turn.request.prompt[-CONTEXT:], *turn.transcript.tokens) for turn in (first, second)
+        }
+        assert answers <= set(texts)
+        await look(drafter)
+        assert len(sent.calls) == 1
+        for turn in turns:
+            await over(turn)

@@ -16,18 +16,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rose_core.rollouts.replicas import home_of, part_of_cap
+from rose_core.wire.routing import AdapterVersion, EngineKind, EngineUpdate, RouterNote
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
+from rose_router.engines import attach
 from rose_router.replicas import peers, relay
 from rose_router.replicas.peers import Peer
 from rose_sandbox.http import ServingTraffic, application
-from tests.router.conftest import VERSION, Stage
+from tests.router.conftest import LEASE, VERSION, Stage
 from tests.router.scripts import folder
 from tests.router.test_http import PROMPT, ask, events
 from tests.sandbox.test_host import World
@@ -288,3 +291,25 @@ async def test_all_replicas_know_the_sessions_that_one_has_forked(
             assert told["known_messages"] == 2, "its home knows what the other replica forked"
     await host.host.close()
     await runner.cleanup()
+
+
+async def test_an_adapter_is_passed_on_only_to_replicas_that_know_adapters(
+    pair: Callable[[], AbstractAsyncContextManager[list[Stage]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of before the update would place any turn on any of them."""
+    monkeypatch.setattr(attach, "RouterNote", lambda **_: RouterNote())
+    monkeypatch.setattr(attach, "NOTE_SECONDS", 0.05)
+    async with pair() as (one, two):
+        held = tuple(AdapterVersion(run, f"{run}@1.0", "d") for run in ("a", "b"))
+        update = EngineUpdate("e", EngineKind.BORROWED, LEASE, "http://127.0.0.1:9", cap=8)
+        here, there = one.router.service.fleet, two.router.service.fleet
+        here.apply(msgspec.structs.replace(update, adapters=held, gate_open=True), 99)
+        await one.engine("plain", cap=8)
+        await known(two, "plain", 4)
+        await asyncio.sleep(0.3)
+        assert [engine.name for engine in there] == ["plain"]
+        monkeypatch.setattr(attach, "RouterNote", RouterNote)
+        await known(two, "e/b", 4)
+        relayed = there.get("e/b")
+        assert relayed is not None
+        assert relayed.update.named

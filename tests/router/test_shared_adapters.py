@@ -15,8 +15,8 @@ from rose_core.rollouts.views import EngineView
 from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind, each_adapter
 from rose_router import metrics
-from rose_router.errors import Conflict
-from tests.router.world import SimEngine, judge_whole, over, started, until, world
+from rose_router.errors import BadRequest, Conflict
+from tests.router.world import SimEngine, World, judge_whole, over, started, until, world
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
 
@@ -183,3 +183,80 @@ async def test_a_pin_names_its_run_and_two_runs_are_no_turn() -> None:
     assert read_pin("b@1.7", None) == Pin(WeightVersion("b", 1, 7), run="b")
     with pytest.raises(InvalidTurn, match="name a, b"):
         read_pin("b@1.7", None, "a")
+
+
+def at_gate(w: World) -> dict[str, bool]:
+    return {one.name: one.gate_open for one in w.service.fleet}
+
+
+async def test_an_update_that_names_no_adapters_closes_all_of_its_engine() -> None:
+    """Its owner knows nothing of them at the moment: the host has not said."""
+    engine = shared(a="1.4", b="1.7")
+    async with world(engine) as w:
+        turn = w.ask(400, pin=pin("b"))
+        await started(turn)
+        closed = replace(engine.update(), adapters=(), version="", gate_open=False)
+        w.service.fleet.apply(closed, 1)
+        assert at_gate(w) == {"e/a": False, "e/b": False}
+        w.tell(engine)
+        assert at_gate(w) == {"e/a": True, "e/b": True}
+        w.service.fleet.apply(replace(closed, leaving=True), 1)
+        assert [one.update.leaving for one in w.service.fleet] == [True, True]
+        w.service.abort_all()
+        await until(lambda: turn.is_over)
+
+
+async def test_a_bare_update_leaves_no_engine_once_there_are_adapters() -> None:
+    engine = shared(a="1.4", b="1.7")
+    async with world() as w:
+        w.service.fleet.apply(
+            replace(engine.update(), adapters=(), version="", url="", gate_open=False), 1
+        )
+        assert at_gate(w) == {"e": False}
+        w.attach(engine)
+        assert at_gate(w) == {"e/a": True, "e/b": True}
+        engine.adapters = {}
+        w.tell(engine)  # it was started anew, for one run
+        assert at_gate(w) == {"e": True}
+
+
+async def test_another_replicas_word_of_a_bare_engine_closes_no_adapter() -> None:
+    """Replicas pass on each adapter by itself; one of before keeps a bare engine beside them."""
+    engine = shared(a="1.4", b="1.7")
+    async with world(engine) as w:
+        bare = replace(engine.update(), adapters=(), version="", gate_open=False, relayed=True)
+        w.service.fleet.apply(bare, 7)
+        assert at_gate(w) == {"e": False, "e/a": True, "e/b": True}
+
+
+async def test_a_trajectory_grows_old_by_its_own_runs_publishes() -> None:
+    engine = shared(a="1.0", b="1.0")
+    async with world(engine) as w:
+        memory = w.service.prospects
+        await asyncio.sleep(1)  # the supervisor has looked
+        await over(w.ask(10, session="of-a"))
+        await over(w.ask(10, session="of-b", pin=pin("b")))
+        for sequence in (1, 2, 3):
+            w.service.fleet.announce(WeightVersion("a", 1, sequence))
+            await asyncio.sleep(1)
+        first, other = (memory.conclude(name, trained=True) for name in ("of-a", "of-b"))
+        assert first is not None
+        assert other is not None
+        assert (first.stale, other.stale) == (3, 0)
+
+
+async def test_a_process_counts_once_for_what_dedicated_engines_could_finish() -> None:
+    async with world(shared("shared", a="1.0", b="1.0"), SimEngine("plain")) as w:
+        assert sorted(one.name for one in w.service.fleet.processes()) == ["plain", "shared/a"]
+
+
+async def test_a_version_of_another_run_may_come_only_where_engines_hold_several() -> None:
+    wanted = read_pin(None, "b@1.7")
+    async with world(shared(a="1.0")) as w:
+        with pytest.raises(Conflict, match="no engine has run b yet"):
+            w.ask(10, pin=wanted)
+    async with world(SimEngine("e", version="a@1.0")) as w:
+        with pytest.raises(BadRequest, match=r"no engine has version b@1\.7"):
+            w.ask(10, pin=wanted)
+        with pytest.raises(Conflict, match="no engine has run b yet"):
+            w.ask(10, pin=pin("b"))

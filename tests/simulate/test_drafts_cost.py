@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.costs import costs
+from rose_simulate.model.scenario import RolloutJob
+from tests.simulate.worlds import scenario
 
 PLAIN = costs("H100", "Qwen3-8B", 1.0)
 DRAFTS = costs("H100", "Qwen3-8B", 1.0, draft_nodes=8, tokens_per_step=2.0)
@@ -34,3 +37,10 @@ def test_a_stop_may_have_to_wait_for_a_whole_step() -> None:
     assert 0.5 * step < engine.residual() <= 1.01 * step
     clock.run(60 * SECOND)
     assert done
+
+
+def test_several_tokens_a_step_without_drafts_are_refused() -> None:
+    job = scenario().jobs[0].model_dump()
+    with pytest.raises(ValidationError, match="tokens_per_step: 2 needs draft_nodes"):
+        RolloutJob.model_validate({**job, "tokens_per_step": 2})
+    RolloutJob.model_validate({**job, "tokens_per_step": 2, "draft_nodes": 8})

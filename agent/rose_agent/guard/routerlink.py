@@ -16,7 +16,7 @@ import msgspec
 
 from rose_agent.guard import metrics
 from rose_core.wire.host import EngineState, EngineStatus
-from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_core.wire.routing import AdapterVersion, EngineKind, EngineUpdate
 from rose_core.wire.sync import Grant, RouterProof
 from rose_wire import rpc, tls
 from rose_wire.errors import WireError
@@ -170,5 +170,13 @@ def update_of(
         head=status.head if status else "",
         leaving=leaving,
         certificates=certificates,
-        adapters=status.adapters if status else (),
+        adapters=status.adapters if status else _runs_of(grant),
     )
+
+
+def _runs_of(grant: Grant) -> tuple[AdapterVersion, ...]:
+    """Runs whose adapters the engine will hold: its host has said nothing of them yet."""
+    adapter, source = grant.engine.adapter, grant.weights
+    if adapter is None or not adapter.shared:
+        return ()
+    return tuple(AdapterVersion(run) for run in (source.run, *source.others))

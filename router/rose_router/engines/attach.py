@@ -61,7 +61,7 @@ class Attachments:
         reader = asyncio.create_task(self._read(updates, stream, names))
         try:
             while not reader.done():
-                yield RouterNote()
+                yield RouterNote(adapters=True)
                 await asyncio.wait({reader}, timeout=NOTE_SECONDS)
             await reader
         except TimeoutError:

@@ -16,6 +16,8 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rose_core.identity import WeightVersion
 from rose_core.rollouts import versions
 from rose_core.rollouts.estimates import Hazard, Speed
@@ -23,6 +25,7 @@ from rose_core.rollouts.fields import Bounds, least
 from rose_core.rollouts.placement import EngineView
 from rose_core.rollouts.residency import Residents
 from rose_core.rollouts.suspects import suspects
+from rose_core.rollouts.versions import Pin
 from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind, EngineUpdate, each_adapter
 from rose_router import metrics
@@ -260,6 +263,11 @@ class Fleet:
         """All engines, for placement."""
         return [engine.view(self.expected(engine)) for engine in self._engines.values()]
 
+    def processes(self) -> list[EngineView]:
+        """One view of each process, whatever number of adapters it has."""
+        firsts = [e for e in self._engines.values() if not e.together or e.together[0] is e]
+        return [engine.view(self.expected(engine)) for engine in firsts]
+
     def expected(self, engine: Engine) -> Speed:
         """What to expect of an engine not seen working yet: what its class does, else all."""
         return self.by_class.get(engine.update.device_class, self.usual)
@@ -289,22 +297,53 @@ class Fleet:
         """Attested versions of the engines attached."""
         return [engine.version for engine in self._engines.values() if engine.version]
 
+    def check_pin(self, pin: Pin) -> None:
+        """Refuse a pin that cannot be met by waiting a moment.
+
+        Raises:
+            UnknownVersion: nobody has announced such a version yet.
+            VersionGone: nobody will.
+        """
+        shared = any(engine.update.run for engine in self._engines.values())
+        head, live = self.head_of(pin.run), self.live_versions()
+        versions.check_pin(pin, head, live, shared=shared)
+
+    def heads(self) -> dict[str, WeightVersion]:
+        """The newest versions of runs beside the lease's first."""
+        return dict(self._heads)
+
     def head_of(self, run: str) -> WeightVersion | None:
         """The newest version of a run; of the lease's first without a name."""
         return self._heads.get(run) or self.head
 
     def apply(self, update: EngineUpdate, stream: int) -> None:
-        """Take an owner's word about an engine."""
-        if not update.adapters:
+        """Take an owner's word about an engine.
+
+        Replicas pass on each adapter by itself, so what they say is of that alone. An owner that
+        names no adapters means all that its engine had: it knows nothing of them at the moment.
+        """
+        if update.relayed:
             self._apply(update, stream)
             return
-        parts = each_adapter(update)
+        known = self._adapters_of(update.engine)
+        if update.adapters:
+            parts = each_adapter(update)
+        elif update.version:
+            parts = (update,)  # its process follows one run now
+        else:
+            parts = tuple(_of_adapter(update, one.update, len(known)) for one in known) or (update,)
         held = {part.engine for part in parts}
-        for engine in list(self._engines.values()):
-            if engine.name.startswith(f"{update.engine}/") and engine.name not in held:
-                self._drop(engine)  # its run has no adapter there any more
+        bare = self._engines.get(update.engine)
+        for engine in (*known, *([bare] if bare is not None else [])):
+            if engine.name not in held:
+                self._drop(engine)  # its run has no adapter there any more, or it is one of several
         for part in parts:
             self._apply(part, stream)
+
+    def _adapters_of(self, name: str) -> list[Engine]:
+        """What that engine is here, where it holds adapters."""
+        engines = self._engines.values()
+        return [one for one in engines if one.update.run and one.name == f"{name}/{one.update.run}"]
 
     def _apply(self, update: EngineUpdate, stream: int) -> None:
         now, self._bounds = self._clock(), None
@@ -428,3 +467,17 @@ class Fleet:
         if not was_open:
             engine.note_success()  # whatever made it fail lies before the pause
         engine.gate_since = now
+
+
+def _of_adapter(update: EngineUpdate, known: EngineUpdate, adapters: int) -> EngineUpdate:
+    """What an update that names no adapters says of one: nothing of its version."""
+    return msgspec.structs.replace(
+        update,
+        engine=known.engine,
+        version="",
+        digest="",
+        head="",
+        kv_tokens=update.kv_tokens // adapters,
+        run=known.run,
+        named=known.named,
+    )

@@ -253,12 +253,13 @@ class Peers:
     async def _relay(self, peer: Peer, engine: str) -> None:
         """Play the engine's owner towards a peer; the end of this closes the gate there."""
         while True:
-            channel = self._channel(peer)
+            channel, knows_adapters = self._channel(peer), asyncio.Event()
             try:
-                async for _note in converse(
-                    channel, ATTACH, self._updates(engine), token=self._token
+                async for note in converse(
+                    channel, ATTACH, self._updates(engine, knows_adapters), token=self._token
                 ):
-                    pass
+                    if note.adapters:
+                        knows_adapters.set()
             except (Unavailable, Refused) as error:
                 LOG.info("replica %s does not take engine %s: %s", peer.name, engine, error)
             finally:
@@ -270,8 +271,15 @@ class Peers:
             return connect(peer.attach)
         return connect(peer.attach, credentials=self._link.grpc(), name=self._link.name)
 
-    async def _updates(self, name: str) -> AsyncIterator[EngineUpdate]:
+    async def _updates(
+        self, name: str, knows_adapters: asyncio.Event
+    ) -> AsyncIterator[EngineUpdate]:
         while (engine := self._fleet.get(name)) is not None:
+            if engine.update.run:
+                # A replica of before would place turns of any run on it: an update rolls over them.
+                await knows_adapters.wait()
+                if (engine := self._fleet.get(name)) is None:
+                    return
             yield msgspec.structs.replace(engine.update, gate_open=engine.gate_open, relayed=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RELAY_BEAT_SECONDS):

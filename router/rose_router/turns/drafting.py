@@ -4,8 +4,9 @@ What an engine drafts from is ``rose_core.rollouts.drafts``'; this keeps answers
 ``LOOK_SECONDS`` at which questions each engine answers, and sends a corpus where another is due.
 An engine that was sent one ``FRESH_SECONDS`` ago gets it again: its process may be another one.
 
-An engine has one corpus, so one router sends it: the replica that the engine is attached to, and of
-the turns that run there. Other replicas keep answers, and send that engine nothing.
+A process has one corpus, however many adapters it holds, and one router sends it: the replica that
+the engine is attached to, and of the turns that run there. Other replicas keep answers, and send
+that engine nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import logging
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rose_core.rollouts.drafts import (
@@ -154,29 +155,30 @@ class Drafter:
         if not free:
             return
         asked, said = self._seen(free)
-        for name, engine in free.items():
+        for name, engines in free.items():
             wanted = decide(asked[name], self._questions.known, said.texts)
             if self._is_due(name, wanted):
-                self.under_way[name] = asyncio.create_task(self._renew(engine, wanted))
+                self.under_way[name] = asyncio.create_task(self._renew(name, engines[0], wanted))
 
-    def _drafting(self) -> dict[str, Engine]:
-        """Engines that this router sends their corpus."""
-        return {
-            one.name: one
-            for one in self._fleet
-            if one.update.drafts and one.gate_open and not one.update.relayed
-        }
+    def _drafting(self) -> dict[str, list[Engine]]:
+        """Processes that this router sends their corpus, which all their adapters draft from."""
+        found: dict[str, list[Engine]] = defaultdict(list)
+        for one in self._fleet:
+            if one.update.drafts and one.gate_open and not one.update.relayed:
+                found[one.together[0].name if one.together else one.name].append(one)
+        return found
 
-    def _seen(self, engines: Iterable[str]) -> tuple[dict[str, set[str]], _Said]:
-        """Questions by engine, and who answers them on any."""
-        asked: dict[str, set[str]] = {name: set() for name in engines}
+    def _seen(self, processes: Mapping[str, Sequence[Engine]]) -> tuple[dict[str, set[str]], _Said]:
+        """Questions by process, and who answers them on any."""
+        asked: dict[str, set[str]] = {name: set() for name in processes}
+        process = {one.name: name for name, engines in processes.items() for one in engines}
         said = _Said()
         for turn in self._turns():
             if turn.leg is None or not (question := self._question(turn)):
                 continue
             said.turns[question].append(turn)
-            if turn.leg.engine in asked:
-                asked[turn.leg.engine].add(question)
+            if (name := process.get(turn.leg.engine)) is not None:
+                asked[name].add(question)
         return asked, said
 
     def _is_due(self, name: str, wanted: Corpus) -> bool:
@@ -186,11 +188,11 @@ class Drafter:
         old = self._clock() - sent.at >= FRESH_SECONDS and bool(wanted.texts)
         return old or is_due(wanted, sent.corpus)
 
-    async def _renew(self, engine: Engine, wanted: Corpus) -> None:
+    async def _renew(self, name: str, engine: Engine, wanted: Corpus) -> None:
         if await self._send(Target.of(engine.update), [text.tolist() for text in wanted.texts]):
-            self._sent[engine.name] = _Sent(wanted, self._clock())
+            self._sent[name] = _Sent(wanted, self._clock())
             metrics.DRAFT_CORPORA.labels("sent").inc()
         else:
-            self._sent.pop(engine.name, None)
+            self._sent.pop(name, None)
             metrics.DRAFT_CORPORA.labels("refused").inc()
-            LOG.info("engine %s took no drafts; it is asked again", engine.name)
+            LOG.info("engine %s took no drafts; it is asked again", name)

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rose_core.rollouts import versions
 from rose_core.rollouts.errors import UnknownVersion, VersionGone
 from rose_core.rollouts.fields import NOTHING_SAID, Bounds, check_within, least
 from rose_core.rollouts.guards import RolloutOutlook
@@ -199,6 +198,7 @@ class Service:
                 turn.began,
                 prompt=request.prompt,
                 job=request.job,
+                run=request.pin.run,
             )
             self._warmer.begin_turn(turn)
             if self.drafter is not None:
@@ -312,9 +312,7 @@ class Service:
 
     def _check(self, request: TurnRequest) -> None:
         try:
-            versions.check_pin(
-                request.pin, self.fleet.head_of(request.pin.run), self.fleet.live_versions()
-            )
+            self.fleet.check_pin(request.pin)
         except VersionGone as error:
             raise BadRequest("VersionGone", str(error)) from error
         except UnknownVersion as error:
@@ -346,7 +344,7 @@ class Service:
             metrics.UNDELIVERED.inc(turn.held)
 
     def _outlook(self) -> RolloutOutlook:
-        return self.prospects.outlook(self.fleet.views, self._dice(), self.clock())
+        return self.prospects.outlook(self.fleet.processes, self._dice(), self.clock())
 
     def _finish_rate(self) -> float:
         if len(self._ends) < 2:

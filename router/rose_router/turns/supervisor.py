@@ -66,6 +66,8 @@ class Supervisor:
         now = self._clock()
         self._fleet.forget(self._forget_seconds)
         self._prospects.note_head(self._fleet.head, now)
+        for run, head in self._fleet.heads().items():
+            self._prospects.note_head(head, now, run)
         self._prospects.infer_ends(now)
         self._prospects.forget_silent(now)
         spare = sum(engine.places for engine in self._fleet if engine.gate_open)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from rose_core.rollouts import versions
 from rose_core.rollouts.admission import QueueLimits, has_room, rank, retry_after
 from rose_core.rollouts.dispatch import DispatchState, next_turn
 from rose_core.rollouts.errors import UnknownVersion, VersionGone
@@ -337,8 +336,7 @@ class TurnQueue:
         if waiter.view.pin.exact is None or waiter.future.done():
             return
         try:
-            pin = waiter.view.pin
-            versions.check_pin(pin, self._fleet.head_of(pin.run), self._fleet.live_versions())
+            self._fleet.check_pin(waiter.view.pin)
         except UnknownVersion as error:
             waiter.future.set_exception(VersionGone(str(error)))
 

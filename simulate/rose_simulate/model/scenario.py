@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rose_core.rollouts.placement import Policy
 
@@ -175,6 +175,16 @@ class RolloutJob(Strict):
     idle_seconds: Annotated[float, Field(ge=10, le=604_800)] = 90.0
     draft_nodes: Annotated[int, Field(ge=0, le=64)] = 0
     tokens_per_step: Annotated[float, Field(ge=1, le=64)] = 1.0
+
+    @model_validator(mode="after")
+    def _several_tokens_need_drafts(self) -> Self:
+        if self.tokens_per_step > 1 and not self.draft_nodes:
+            message = (
+                f"tokens_per_step: {self.tokens_per_step:g} needs draft_nodes of 1 or more: "
+                "without drafts a step gives one token"
+            )
+            raise ValueError(message)
+        return self
 
 
 class Link(Strict):
