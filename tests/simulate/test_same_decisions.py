@@ -51,6 +51,7 @@ NOT_SIMULATED = {
     "rose_core.lending.forecast": "the planner's forecast needs days of load",
     "rose_core.lending.tenancy": "scenarios have one team, and no policy",
     "rose_core.rollouts.detokenize": "tokens have no text here",
+    "rose_core.rollouts.drafts": "a scenario says how many tokens a step gives; none has content",
     "rose_core.rollouts.errors": "requests are well-formed here",
     "rose_core.rollouts.fairness": "a lease serves one job here",
     "rose_core.rollouts.fields": "requests are well-formed here",
