@@ -29,7 +29,7 @@ from rose_operator.metrics import PLAN_CPU_SECONDS, PLAN_SECONDS
 from rose_operator.notices import Notices
 from rose_operator.plan.admission import Offer
 from rose_operator.plan.cluster_facts import ClusterFacts
-from rose_operator.plan.cluster_state import ClusterState, look, utc
+from rose_operator.plan.cluster_state import ClusterState, look, tenancy_of, utc
 from rose_operator.plan.load_history import LoadHistory
 from rose_operator.plan.snapshot import Knowledge, Snapshots
 from rose_operator.plan.telemetry import Telemetry
@@ -231,11 +231,7 @@ class Reconciler:
         """The platform's policies as they are now; None where it has switched them off."""
         if self._policies is None:
             return None
-        labels = {
-            raw["metadata"]["name"]: raw["metadata"].get("labels") or {}
-            for raw in self.stores[Kind.NAMESPACE].all()
-        }
-        return Tenancy(self._policies.read().good.values(), labels)
+        return tenancy_of(self._policies.read().good.values(), self.stores[Kind.NAMESPACE])
 
     def _revisions(self) -> tuple[int, ...]:
         return tuple(store.revision for store in self.stores.values())

@@ -71,6 +71,10 @@ class Tenancy:
             answers |= _judge(namespace, theirs, policies)
         return answers
 
+    def may_follow(self, namespace: str, store: str, run: str) -> bool:
+        """Whether leases of this namespace may follow a run."""
+        return _follows([policy.spec for policy in self.of(namespace)], store, run)
+
     def may_preempt(self, namespace: str) -> bool:
         """Whether the platform lets leases of this namespace take slots of weaker ones."""
         return any(policy.spec.may_preempt for policy in self.of(namespace))
@@ -135,12 +139,9 @@ def _alone(
 ) -> Answer | None:
     """What one lease asks for that no policy allows."""
     spec, names = lease.spec, ", ".join(policy.metadata.name for policy in policies)
-    store, runs = spec.weights.store_name, (spec.weights.run, *spec.weights.adapter_runs)
-    for run in () if spec.weights.frozen else runs:
-        if not any(
-            one.store_name == store and _any(one.names, run) for each in specs for one in each.runs
-        ):
-            return Reason.RUN_NOT_ALLOWED, _text("run", f"{run!r} of store {store!r}", names)
+    store, run = spec.weights.store_name, spec.weights.run
+    if not (spec.weights.frozen or _follows(specs, store, run)):
+        return Reason.RUN_NOT_ALLOWED, _text("run", f"{run!r} of store {store!r}", names)
     for pool in spec.pools:
         if not any(_any(each.pools, pool.key) for each in specs):
             return _over("pool", repr(pool.key), names)
@@ -180,6 +181,12 @@ def _together(
             )
             return Reason.TENANT_CAP_REACHED, text
     return None
+
+
+def _follows(specs: Sequence[PolicySpec], store: str, run: str) -> bool:
+    return any(
+        one.store_name == store and _any(one.names, run) for each in specs for one in each.runs
+    )
 
 
 def _over(field: str, asked: str, names: str) -> Answer:

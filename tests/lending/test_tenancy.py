@@ -57,17 +57,20 @@ def test_policies_select_by_name_by_pattern_and_by_labels() -> None:
     assert refused([lease()], made, **{"team-a": {"team": "a"}}) == {"one": Reason.NO_TENANT_POLICY}
 
 
-ADAPTERS = {"adapterRank": 8, "adapterSlots": 2, "adapterRuns": ["other"]}
+def test_a_run_beside_the_first_that_may_not_be_followed_refuses_no_lease() -> None:
+    runs = {"adapterRank": 8, "adapterSlots": 2, "adapterRuns": ["other"]}
+    weights = {"storeName": "main", "run": "run-1", **runs}
+    assert refused([lease(spec__weights=weights)], policy()) == {}
+    tenancy = Tenancy([policy()], {})
+    assert tenancy.may_follow("team-a", "main", "run-7")
+    for asked in (("team-a", "main", "other"), ("team-a", "x", "run-7"), ("b", "main", "run-7")):
+        assert not tenancy.may_follow(*asked)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"spec__weights": {"storeName": "main", "run": "other"}}, Reason.RUN_NOT_ALLOWED),
-        (
-            {"spec__weights": {"storeName": "main", "run": "run-1", **ADAPTERS}},
-            Reason.RUN_NOT_ALLOWED,
-        ),
         ({"spec__weights": {"storeName": "else", "run": "run-1"}}, Reason.RUN_NOT_ALLOWED),
         ({"spec__poolRef": {"namespace": "x", "name": "y"}}, Reason.TENANT_POLICY_FORBIDS),
         ({"spec__poolRefs": [{"namespace": "x", "name": "y"}]}, Reason.TENANT_POLICY_FORBIDS),

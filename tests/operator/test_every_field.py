@@ -225,7 +225,7 @@ def others(stage: Stage) -> object:
     """Runs whose adapters a node gets beside the lease's first."""
     lease = RolloutLease.model_validate(stage.object(Kind.LEASE, "grpo"))
     slot = stage.of("grpo")[0]
-    node, runs = slot.spec.member.node, adapter_runs([lease])
+    node, runs = slot.spec.member.node, adapter_runs([lease], SETTINGS, None)
     (found,) = grants_of(node, [slot], 1, SETTINGS, others=runs)
     return found.weights.others
 

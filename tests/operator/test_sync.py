@@ -1,11 +1,14 @@
 """What Sync answers: complete only as a leader that knows everything, renewed offline."""
 
+from dataclasses import replace
+
 import pytest
 
 from rose_core.wire.sync import SyncReply, SyncRequest
 from rose_operator.kube.api import Kind
 from rose_operator.kube.leader import LeaderLock
 from rose_operator.sync.service import SyncService
+from rose_operator.weight_stores import Runs
 from tests.operator.bench import SETTINGS, Bench, running
 
 
@@ -69,3 +72,77 @@ async def test_sync_forgets_what_it_derived_when_an_object_changes() -> None:
     reply = await service.sync(request)
     assert reply.grants == ()
     assert reply.pools[0].mode == "Paused"
+
+
+WEIGHTS = {"storeName": "main", "run": "grpo", "adapterRank": 8, "adapterSlots": 4}
+
+
+async def adapters(bench: Bench, *runs: str) -> None:
+    """Patch the lease's runs beside its first, as its team does."""
+    bench.lease(spec__weights=WEIGHTS | {"adapterRuns": list(runs)})
+    bench.report()
+    await bench.turn(2)
+    bench.now += 60  # statuses that only say something else are written now and then
+    bench.report()
+    await bench.turn()
+
+
+async def test_runs_that_a_lease_gains_and_loses_are_in_the_next_grant_of_the_same_slot() -> None:
+    bench = Bench()
+    bench.pool()
+    await adapters(bench)
+    await adapters(bench)
+    service = await leading(bench)
+    found = []
+    for runs in ((), ("ppo",), ("ppo", "dpo"), ("dpo",)):
+        await adapters(bench, *runs)
+        (grant,) = (await service.sync(SyncRequest("n1", "t", 0))).grants
+        assert (grant.weights.run, grant.weights.others) == ("grpo", runs)
+        found.append(grant.key.slot)
+    assert len(set(found)) == 1, "no other engine is asked for"
+
+
+async def leading(bench: Bench) -> SyncService:
+    lock = LeaderLock(
+        bench.api, identity="me", duration=15, offline_seconds=600, clock=lambda: bench.now
+    )
+    await lock.step()
+    return SyncService(
+        bench.settings,
+        bench.stores,
+        bench.telemetry,
+        lock,
+        clock=lambda: bench.now,
+        wake=lambda: None,
+    )
+
+
+@pytest.mark.parametrize("by", ["store", "policy"])
+async def test_a_run_that_may_not_be_followed_is_left_out_and_named_and_the_lease_goes_on(
+    by: str,
+) -> None:
+    names = ("grpo", "ppo")
+    if by == "store":
+        listed: dict[str, Runs] = {"main": {"default": names}}
+        settings = replace(SETTINGS, runs=listed)
+    else:
+        settings = replace(SETTINGS, tenancy=True)
+    bench = Bench(settings=settings)
+    bench.pool()
+    allowed = [{"storeName": "main", "names": list(names)}]
+    team = {"namespaces": {"names": ["default"]}, "runs": allowed}
+    bench.api.add(Kind.POLICY, {"metadata": {"name": "team"}, "spec": team})
+    await adapters(bench, "ppo")
+    await adapters(bench, "ppo", "secret")
+    service = await leading(bench)
+    (grant,) = (await service.sync(SyncRequest("n1", "t", 0))).grants
+    assert grant.weights.others == ("ppo",)
+    assert bench.reason(kind="Accepted") == "Accepted"
+    said = bench.condition(kind="WeightsSynced")
+    assert (said["status"], said["reason"]) == ("False", "RunNotAllowed")
+    assert "adapterRuns: secret;" in said["message"]
+    await adapters(bench, "ppo")
+    assert bench.reason(kind="WeightsSynced") != "RunNotAllowed"
+    bench.lease(spec__weights=WEIGHTS | {"run": "secret"})
+    await bench.turn(2)
+    assert bench.reason(kind="Accepted") == "RunNotAllowed", "the first run refuses the lease"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rose_agent.host.main import RunningHost
+from rose_agent.host.repair import forget_slot
 from rose_agent.weightsync.follower import FollowedRun, Follower, Options
 from rose_agent.weightsync.main import Followers
 from rose_agent.weightsync.plugin import Plugin
@@ -256,3 +257,12 @@ async def test_bytes_and_broken_weights_of_every_run_count(
 
         await until(another, "the engine was started anew")
         await here.serves(a=0, b=0)
+
+
+def test_a_slot_that_is_forgotten_leaves_no_word_of_any_run(rundir: Path) -> None:
+    slot = RunDir(rundir).create().slot("slot-1").create()
+    for run in ("", "a", "b.c"):
+        write_json(slot.weights_of(run), WeightsFile(attested=True))
+    slot.permit.touch()
+    forget_slot(slot, permit=False)
+    assert list(slot.folder.iterdir()) == [slot.permit]

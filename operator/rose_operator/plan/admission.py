@@ -24,6 +24,7 @@ from rose_core.api import (
 from rose_core.api.arguments import refusals
 from rose_core.api.poollending import AutoscalerCheck
 from rose_core.lending.autoscalers import Autoscaler
+from rose_core.lending.tenancy import Tenancy
 from rose_operator.kube.object_cache import Raw
 from rose_operator.weight_stores import Runs, may_follow
 
@@ -201,15 +202,33 @@ def _not_offered(lease: RolloutLease, offer: Offer) -> Refusal | None:
 def _not_theirs(lease: RolloutLease, offer: Offer) -> Refusal | None:
     weights, namespace = lease.spec.weights, lease.metadata.namespace
     store, allowed = weights.store_name, offer.runs.get(weights.store_name)
-    runs = (weights.run, *weights.adapter_runs)
-    run = next((run for run in runs if not may_follow(allowed, namespace, run)), None)
-    if run is None:
+    if may_follow(allowed, namespace, weights.run):
         return None
     text = (
-        f"namespace {namespace} may not follow run {run!r} of store {store!r}; "
+        f"namespace {namespace} may not follow run {weights.run!r} of store {store!r}; "
         "the platform's list of stores (value stores[].runs) says who may"
     )
     return Refusal(Reason.RUN_NOT_ALLOWED, text)
+
+
+def runs_left_out(
+    lease: RolloutLease, runs: Mapping[str, Runs], tenancy: Tenancy | None
+) -> tuple[str, ...]:
+    """Those of ``adapterRuns`` that the namespace may not follow; the others go on without them.
+
+    Args:
+        lease: as its team wrote it.
+        runs: the platform's list, by store.
+        tenancy: its policies; None where it has switched them off.
+    """
+    weights, namespace = lease.spec.weights, lease.metadata.namespace
+    store = weights.store_name
+    return tuple(
+        run
+        for run in weights.adapter_runs
+        if not may_follow(runs.get(store), namespace, run)
+        or (tenancy is not None and not tenancy.may_follow(namespace, store, run))
+    )
 
 
 def _pool_says_no(

@@ -6,16 +6,24 @@ Pure. ``snapshot`` translates it for the planner.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from rose_core.api import Desired, RolloutLease, RolloutSlot, ServingPool
+from rose_core.api import Desired, RolloutLease, RolloutSlot, ServingPool, TenantPolicy
 from rose_core.api.rolloutslot import Tier
 from rose_core.lending.tenancy import Tenancy
 from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import ReplicaReport
-from rose_operator.plan.admission import Offer, Parsed, Refusal, lease_refusal, pool_refusal
+from rose_operator.kube.object_cache import ObjectCache
+from rose_operator.plan.admission import (
+    Offer,
+    Parsed,
+    Refusal,
+    lease_refusal,
+    pool_refusal,
+    runs_left_out,
+)
 from rose_operator.plan.cluster_facts import ClusterFacts
 from rose_operator.plan.telemetry import Telemetry
 
@@ -30,6 +38,7 @@ class ClusterState:
         slots_by_lease: lease uid -> its slots, leaving ones included.
         lent_in: pool key -> uids of its replicas that are lent.
         tenancy: what the platform allows; None where it has switched that off.
+        left_out: runs beside their first that leases may not follow, by key.
         asleep_in: pool key -> how many of its replicas are lent whole, leaving ones included.
         notes: lease key -> what each process of its router said last.
         now: wall clock; ``monotonic`` is the telemetry's clock at the same moment.
@@ -46,6 +55,7 @@ class ClusterState:
     lent_in: Mapping[str, frozenset[str]]
     asleep_in: Mapping[str, int]
     tenancy: Tenancy | None
+    left_out: Mapping[str, tuple[str, ...]]
     now: datetime
     monotonic: float
     notes: Mapping[str, Sequence[DemandNote]] = field(default_factory=dict)
@@ -116,10 +126,23 @@ def look(
         lent_in={key: frozenset(uids) for key, uids in lent.items()},
         asleep_in=asleep,
         tenancy=tenancy,
+        left_out={
+            key: left
+            for key, lease in leases.good.items()
+            if (left := runs_left_out(lease, offer.runs, tenancy))
+        },
         now=now,
         monotonic=monotonic,
         notes=notes or {},
     )
+
+
+def tenancy_of(policies: Iterable[TenantPolicy], namespaces: ObjectCache) -> Tenancy:
+    """What these policies allow the namespaces that are known."""
+    labels = {
+        raw["metadata"]["name"]: raw["metadata"].get("labels") or {} for raw in namespaces.all()
+    }
+    return Tenancy(policies, labels)
 
 
 def labels_of(lease: RolloutLease, tenancy: Tenancy | None) -> Mapping[str, str] | None:

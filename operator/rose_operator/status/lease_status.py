@@ -57,7 +57,8 @@ def lease_status(
         accepted(refusal),
         _lease_granted(lease, refusal, outcome),
         _lease_router(router, ready=router_ready),
-        _lease_weights(versions, frozen=lease.spec.weights.frozen),
+        _left_out(() if refusal else world.left_out.get(lease.metadata.key, ()))
+        or _lease_weights(versions, frozen=lease.spec.weights.frozen),
         _lease_reclaiming(reclaiming),
     ]
     end = expiry(lease)
@@ -135,6 +136,16 @@ def _lease_router(router: RouterDecision, *, ready: bool) -> Statement:
     if not ready:
         return Statement(_C.ROUTER_READY, False, _R.ROUTER_NOT_READY)
     return Statement(_C.ROUTER_READY, True, _R.ROUTER_ANSWERS)
+
+
+def _left_out(runs: Sequence[str]) -> Statement | None:
+    if not runs:
+        return None
+    text = (
+        f"left out of adapterRuns: {', '.join(runs[:8])}; this namespace may not follow them. "
+        "The platform's list of stores (value stores[].runs) and its TenantPolicy say who may"
+    )
+    return Statement(_C.WEIGHTS_SYNCED, False, _R.RUN_NOT_ALLOWED, text)
 
 
 def _lease_weights(versions: Sequence[str], *, frozen: bool) -> Statement:

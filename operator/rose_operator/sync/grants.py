@@ -11,6 +11,7 @@ from rose_core.api.rolloutslot import SlotSharing, SlotSpec, SlotWeights, Tier
 from rose_core.api.servingpool import Compute, PoolSpec
 from rose_core.api.wholereplica import WholeReplica
 from rose_core.identity import FROZEN_RUN, GrantKey, SlotKey, SlotUid
+from rose_core.lending.tenancy import Tenancy
 from rose_core.wire.sync import (
     AdapterSpec,
     EngineSpec,
@@ -22,6 +23,7 @@ from rose_core.wire.sync import (
     WeightSource,
 )
 from rose_operator.apply.routers import attach_address, router_name
+from rose_operator.plan.admission import runs_left_out
 from rose_operator.settings import Settings
 from rose_operator.weight_stores import may_follow
 from rose_wire.bearer import lease_token
@@ -63,13 +65,17 @@ def grants_of(
     )
 
 
-def adapter_runs(leases: Iterable[RolloutLease]) -> dict[str, tuple[str, ...]]:
-    """Runs that leases follow beside their first, by the lease's uid."""
-    return {
-        lease.metadata.uid: lease.spec.weights.adapter_runs
-        for lease in leases
-        if lease.spec.weights.adapter_runs
-    }
+def adapter_runs(
+    leases: Iterable[RolloutLease], settings: Settings, tenancy: Tenancy | None
+) -> dict[str, tuple[str, ...]]:
+    """Runs that leases follow beside their first, by the lease's uid; those they may follow."""
+    found = {}
+    for lease in leases:
+        left_out = runs_left_out(lease, settings.runs, tenancy)
+        runs = tuple(run for run in lease.spec.weights.adapter_runs if run not in left_out)
+        if runs:
+            found[lease.metadata.uid] = runs
+    return found
 
 
 def _allowed(slot: RolloutSlot, settings: Settings) -> bool:
@@ -131,11 +137,7 @@ def _source(spec: SlotSpec, settings: Settings, others: tuple[str, ...]) -> Weig
         endpoint=settings.stores[weights.store_name],
         run=weights.run,
         max_staleness=weights.max_staleness_versions,
-        others=tuple(
-            run
-            for run in others[: weights.adapter_slots - 1]
-            if may_follow(settings.runs.get(weights.store_name), spec.lease_ref.namespace, run)
-        ),
+        others=others[: weights.adapter_slots - 1],
     )
 
 

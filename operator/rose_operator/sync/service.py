@@ -15,13 +15,15 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 
-from rose_core.api import RolloutLease, RolloutSlot, ServingPool
+from rose_core.api import RolloutLease, RolloutSlot, ServingPool, TenantPolicy
+from rose_core.lending.tenancy import Tenancy
 from rose_core.wire.sync import Notice, NoticeRequest, PoolPolicy, SyncReply, SyncRequest
 from rose_operator.kube.api import Kind
 from rose_operator.kube.leader import LeaderLock
 from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.metrics import GRANTS, LISTENERS, SYNCS
 from rose_operator.notices import Notices
+from rose_operator.plan.cluster_state import tenancy_of
 from rose_operator.plan.telemetry import Telemetry
 from rose_operator.plan.typed_objects import TypedReader
 from rose_operator.settings import Settings
@@ -36,6 +38,7 @@ _RENEWALS_PER_TTL = 6.0
 # A file read for each of thousands of answers a second would be felt.
 _AUTHORITY_SECONDS = 10.0
 _KNOWN = (Kind.POOL, Kind.LEASE, Kind.SLOT)
+_OF_TENANCY = (Kind.POLICY, Kind.NAMESPACE)
 
 
 class SyncService:
@@ -67,6 +70,10 @@ class SyncService:
         self._wake = wake
         self._authority, self._authority_due = b"", float("-inf")
         self._lease_reader = TypedReader(RolloutLease, stores[Kind.LEASE])
+        self._needed = (*_KNOWN, *(_OF_TENANCY if settings.tenancy else ()))
+        self._policy_reader = (
+            TypedReader(TenantPolicy, stores[Kind.POLICY]) if settings.tenancy else None
+        )
         self._others: Mapping[str, tuple[str, ...]] = {}
         self._revisions: tuple[int, ...] = ()
         self._slots: Mapping[str, Sequence[RolloutSlot]] = {}
@@ -106,7 +113,7 @@ class SyncService:
             LISTENERS.dec()
 
     def _complete(self, highest_term: int) -> bool:
-        known = all(self._stores[kind].complete for kind in _KNOWN)
+        known = all(self._stores[kind].complete for kind in self._needed)
         return known and self._lock.may_renew and highest_term <= self._lock.term
 
     def _period(self) -> float:
@@ -148,10 +155,15 @@ class SyncService:
                 self._authority_due = now + _AUTHORITY_SECONDS
         return self._authority
 
+    def _tenancy(self) -> Tenancy | None:
+        """The platform's policies as they are now; None where it has switched them off."""
+        if self._policy_reader is None:
+            return None
+        return tenancy_of(self._policy_reader.read().good.values(), self._stores[Kind.NAMESPACE])
+
     def _derived(self) -> tuple[Mapping[str, Sequence[RolloutSlot]], tuple[PoolPolicy, ...]]:
         """Slots by node and pool policies, read anew only after a change."""
-        stores = (self._stores[Kind.SLOT], self._stores[Kind.POOL], self._stores[Kind.LEASE])
-        revisions = tuple(store.revision for store in stores)
+        revisions = tuple(self._stores[kind].revision for kind in self._needed)
         if revisions != self._revisions:
             by_node: dict[str, list[RolloutSlot]] = defaultdict(list)
             for slot in self._slot_reader.read().good.values():
@@ -159,6 +171,7 @@ class SyncService:
             readable = self._pool_reader.read().good.values()
             self._slots = by_node
             self._policies = tuple(map(policy_of, readable))
-            self._others = adapter_runs(self._lease_reader.read().good.values())
+            leases = self._lease_reader.read().good.values()
+            self._others = adapter_runs(leases, self._settings, self._tenancy())
             self._revisions = revisions
         return self._slots, self._policies
