@@ -80,6 +80,8 @@ def api_server(layout: Layout, extra: Sequence[str] = ()) -> list[str]:
         "--requestheader-username-headers=X-Remote-User",
         "--requestheader-group-headers=X-Remote-Group",
         "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        # They are called at their pods: this network has no route to a Service's own address.
+        "--enable-aggregator-routing=true",
         f"--proxy-client-cert-file={pki / 'front.crt'}",
         f"--proxy-client-key-file={pki / 'front.key'}",
         "--kubelet-preferred-address-types=InternalIP",
