@@ -19,6 +19,7 @@ IMAGES: dict[str, tuple[str, ...]] = {
     "agent": ("agent",),
     "router": ("router",),
     "weights": ("agent", "weights"),
+    "rewards": ("rewards", "batches"),
 }
 MEGABYTE = 1_000_000
 

@@ -16,10 +16,11 @@ def test_a_fixed_pool_stands_idle_between_bursts() -> None:
 
 def test_a_pool_that_follows_the_wish_is_gone_between_bursts() -> None:
     ours = followed(BURST, TAKES, target_s=20.0, cold_s=3.0, most=64)
-    assert ours.most == 20, "40 rewards of 10 s within 20 s"
+    # 40 rewards of 10 s within 20 s take 20 workers, and more once their cold start has passed.
+    assert 20 < ours.most <= 40
     assert ours.busy_share > 5 * fixed(BURST, TAKES, 40).busy_share
-    # What waits is wished for anew at every look: as a queue shrinks, its workers do too.
-    assert 20.0 < ours.wait_p99_s < 60.0
+    # The promise runs from when a reward was taken: none waits beyond it as the queue shrinks.
+    assert 3.0 <= ours.wait_p99_s <= 20.0 + 3.0 - 10.0
 
 
 def test_it_never_has_more_workers_than_it_may() -> None:
