@@ -21,6 +21,8 @@ import yaml
 from rose_rewards.errors import BadFunctions
 from rose_wire import problems
 
+# Stands for the functions that have no team, where a name is needed: tokens, KEDA, the chart.
+SHARED = "shared"
 _PROMPT = (
     "Task:\n{task}\n\nExpected answer:\n{expected}\n\nAnswer:\n{answer}\n\n"
     "Reply with one number from 0 (wrong) to 1 (right) and nothing else."
@@ -70,6 +72,9 @@ class RewardFunction(pydantic.BaseModel):
     def _one_kind(self) -> RewardFunction:
         if sum(one is not None for one in (self.rule, self.module, self.judge)) != 1:
             message = "give exactly one of rule, module and judge"
+            raise ValueError(message)
+        if self.team == SHARED:
+            message = f"no team may be called {SHARED}: that means the functions without a team"
             raise ValueError(message)
         try:
             self.prompt.format_map({"answer": "", "expected": "", "task": ""})

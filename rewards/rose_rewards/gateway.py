@@ -18,7 +18,7 @@ import hashlib
 import sqlite3
 import statistics
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
@@ -129,7 +129,10 @@ class Gateway:
     _closed: bool = False
     _unwritten: list[tuple[KnownResult, asyncio.Future[None]]] = field(default_factory=list)
     _writing: asyncio.Task[None] | None = None
-    _times: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_TIMES))
+    # By the functions' team: what one team sends must not decide how many workers another has.
+    _times: defaultdict[str, deque[float]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=_REMEMBERED_TIMES))
+    )
 
     @property
     def queue(self) -> int:
@@ -154,12 +157,16 @@ class Gateway:
             for one in (*self._waiting.values(), *self._under_way.values())
             if team is None or self.functions[one.reward.function].team == team
         ]
-        return wish(ages, self.p50, target, self.queue_limit)
+        return wish(ages, self.p50(team), target, self.queue_limit)
 
-    @property
-    def p50(self) -> float | None:
-        """Median seconds of a verification; None while none has ended."""
-        return statistics.median(self._times) if self._times else None
+    def p50(self, team: str | None = None) -> float | None:
+        """Median seconds of a verification of a team's functions; None while none has ended.
+
+        Args:
+            team: whose; None = all.
+        """
+        times = [t for whose, these in self._times.items() if team in {None, whose} for t in these]
+        return statistics.median(times) if times else None
 
     def remember(self) -> None:
         """Know what the journal knows; before the first reward is taken."""
@@ -228,6 +235,8 @@ class Gateway:
 
     def fill(self) -> None:
         """Start what may start; whoever makes room in the pool calls it."""
+        if self._closed:  # ending what ran makes room too
+            return
         while True:
             room = {
                 name: self.pool.room(name, self._verifying)
@@ -338,12 +347,12 @@ class Gateway:
             try:
                 found, took = await self.pool.verify(reward.function, body, seconds)
             except TimeoutError:
-                self._times.append(seconds)
+                self._times[function.team].append(seconds)
                 return Masked(f"TimedOut: no verdict after {seconds:.3g} s", seconds)
             except (WorkerEnded, OSError) as error:
                 said = f"{error} (tried {attempt + 1} times)"
                 continue
-            self._times.append(took)
+            self._times[function.team].append(took)
             return result_of(found, function.correct_from, took)
         return Lost(f"WorkerEnded: {said}")
 
@@ -362,6 +371,7 @@ class Gateway:
     async def close(self) -> None:
         """End what runs; who waits for it gets no result, and asks the next gateway."""
         self._closed = True  # the port is open a little longer, and its callers ask again
+        self._waiting.clear()
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
 
 import grpc
@@ -92,10 +92,12 @@ class ExternalScaler:
 
     Args:
         wish: verifications at a time that a team should have.
+        teams: that may be asked about, as the triggers name them; nobody shows a token here.
     """
 
-    def __init__(self, wish: Callable[[str], int]) -> None:
+    def __init__(self, wish: Callable[[str], int], teams: Collection[str]) -> None:
         self._wish = wish
+        self._teams = teams
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Of the service's methods."""
@@ -118,17 +120,24 @@ class ExternalScaler:
             },
         )
 
-    def _active(self, reference: Any) -> Any:  # noqa: ANN401  # as above
-        wanted = self._wish(reference.scalerMetadata.get("team", ""))
+    async def _wanted(self, reference: Any, context: Any) -> int:  # noqa: ANN401  # as above
+        team = reference.scalerMetadata.get("team", "")
+        if team not in self._teams:
+            message = (
+                f"team {team!r} has no function in --functions; the trigger's metadata names one "
+                f"of {', '.join(sorted(self._teams)) or 'none'}"
+            )
+            await context.abort(grpc.StatusCode.NOT_FOUND, message)
+        return self._wish(team)
+
+    async def _is_active(self, reference: Any, context: Any) -> Any:  # noqa: ANN401
+        wanted = await self._wanted(reference, context)
         return MESSAGES["IsActiveResponse"](result=wanted > 0)
 
-    async def _is_active(self, reference: Any, _context: object) -> Any:  # noqa: ANN401
-        return self._active(reference)
-
-    async def _stream(self, reference: Any, _context: object) -> AsyncIterator[Any]:  # noqa: ANN401
+    async def _stream(self, reference: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ANN401
         last = None
         while True:
-            said = self._active(reference)
+            said = await self._is_active(reference, context)
             if last is None or said.result != last:
                 last = said.result
                 yield said
@@ -141,8 +150,8 @@ class ExternalScaler:
         )
         return MESSAGES["GetMetricSpecResponse"](metricSpecs=[spec])
 
-    async def _metrics(self, request: Any, _context: object) -> Any:  # noqa: ANN401
-        wanted = self._wish(request.scaledObjectRef.scalerMetadata.get("team", ""))
+    async def _metrics(self, request: Any, context: Any) -> Any:  # noqa: ANN401
+        wanted = await self._wanted(request.scaledObjectRef, context)
         value = MESSAGES["MetricValue"](
             metricName=METRIC, metricValue=wanted, metricValueFloat=float(wanted)
         )

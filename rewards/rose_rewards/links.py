@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from rose_rewards import metrics
 from rose_rewards.errors import WorkerEnded
 from rose_rewards.functions import RewardFunction
 
+LOG = logging.getLogger(__name__)
 # A pod whose node is gone says nothing; this often it is asked whether it is there.
 BEAT_SECONDS = 5.0
 # Beside the time limit, which the worker keeps: starting a process and importing a library.
@@ -114,6 +117,7 @@ class LinkedWorkers:
         number = next(self._numbers)
         answer: asyncio.Future[VerificationResult] = asyncio.get_running_loop().create_future()
         link.running[number] = answer
+        began = time.monotonic()
         try:
             given = Verification(number, name, msgspec.Raw(body), seconds)
             try:
@@ -133,7 +137,9 @@ class LinkedWorkers:
             raise WorkerEnded(said.ended)
         if said.overran:
             raise TimeoutError
-        return said.said, said.seconds
+        # The worker's word, within what can be: a team's code must not draw the others' figures.
+        most = min(seconds, time.monotonic() - began)
+        return said.said, min(max(said.seconds, 0.0), most)
 
     async def _free(self, team: str) -> _Link:
         """The link with most room; waits for one."""
@@ -166,8 +172,8 @@ class LinkedWorkers:
         self._tell()
         try:
             async for message in socket:
-                if message.type is WSMsgType.BINARY:
-                    self._hear(link, message.data)
+                if message.type is WSMsgType.BINARY and not self._hear(link, message.data):
+                    break
         finally:
             self._links.remove(link)
             metrics.WORKERS.labels(team).set(self.places(team))
@@ -175,20 +181,24 @@ class LinkedWorkers:
                 if not answer.done():
                     answer.set_exception(ConnectionError())
             self._tell()
+        await socket.close()
         return socket
 
-    def _hear(self, link: _Link, data: bytes) -> None:
+    def _hear(self, link: _Link, data: bytes) -> bool:
+        """Whether it can be understood; which verification the rest belongs to, nobody knows."""
         try:
             said = msgspec.json.decode(data, type=VerificationResult)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            said = VerificationResult(ended=f"the worker wrote no answer: {error}")
+            LOG.warning("a worker of %s wrote no answer and is let go: %s", link.team, error)
+            return False
         if said.leaving:
             link.leaving = True
             metrics.WORKERS.labels(link.team).set(self.places(link.team))
-            return
+            return True
         answer = link.running.get(said.number)
         if answer is not None and not answer.done():
             answer.set_result(said)
+        return True
 
     async def close(self) -> None:
         """Let every worker go."""

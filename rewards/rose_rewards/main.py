@@ -28,6 +28,7 @@ from aiohttp import web
 from rose_core.unreadable import UNREADABLE
 from rose_rewards import functions, keda, metrics
 from rose_rewards.errors import BadReward, Busy, RewardsError
+from rose_rewards.functions import SHARED
 from rose_rewards.gateway import REMEMBERED, Gateway, Reward
 from rose_rewards.homes import homes
 from rose_rewards.journal import ResultJournal
@@ -39,8 +40,6 @@ from rose_wire.daemon import listen, stop_signal
 LOG = logging.getLogger(__name__)
 _RETRY_AFTER = {"Retry-After": "1"}
 _WORK = "--work-token-file"
-# In that file, of workers for the functions that have no team.
-SHARED = "shared"
 # An answer of some hundred thousand tokens as text.
 _BODY_BYTES = 4 << 20
 # Above those of people and packages on common images, below those that Kubernetes gives to pods.
@@ -119,7 +118,7 @@ def application(
         if caller(request) is None:
             return _said(401, "send Authorization: Bearer TOKEN of your team (--token-file)")
         wanted = gateway.wish(target)
-        said = {"queue": gateway.queue, "p50_seconds": gateway.p50, "wish": wanted}
+        said = {"queue": gateway.queue, "p50_seconds": gateway.p50(), "wish": wanted}
         return web.json_response(said)
 
     app = web.Application(client_max_size=_BODY_BYTES)
@@ -201,12 +200,14 @@ async def running(
         try:
             if scaler_address:
 
-                def wished(team: str) -> int:
+                def wished(name: str) -> int:
+                    team = "" if name == SHARED else name
                     found = gateway.wish(target, team)
                     metrics.WISH.labels(team).set(found)
                     return found
 
-                scaler = keda.serving(keda.ExternalScaler(wished), scaler_address)
+                named = {one.team or SHARED for one in listed.values()}
+                scaler = keda.serving(keda.ExternalScaler(wished, named), scaler_address)
                 LOG.info("KEDA dials port %d", await stack.enter_async_context(scaler))
             yield gateway, await listen(runner, address)
         finally:

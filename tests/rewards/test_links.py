@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 import yaml
 
 from rose_cli.main import main as rose
 from rose_rewards.gateway import Gateway
-from rose_rewards.links import LinkedWorkers
+from rose_rewards.links import LinkedWorkers, Verification, VerificationResult
 from rose_rewards.main import running
 from tests.host.helpers import until
 from tests.rewards.test_gateway import Rewards, folder, own
@@ -145,6 +146,82 @@ async def test_a_worker_that_is_told_to_go_finishes_what_it_has(folder: Path) ->
         mark.touch()
         assert (await asked)[1]["outcome"] == "scored", "one try, and it was not cut short"
         assert await child.wait() == 0
+
+
+@contextlib.asynccontextmanager
+async def dialled(rewards: Rewards, team: str) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+    """A worker of this team that answers what the test says."""
+    url = rewards.url.replace("/v1/rewards", "/v1/work?places=1")
+    shown = {"Authorization": f"Bearer work-{team or 'shared'}"}
+    async with rewards.session.ws_connect(url, headers=shown) as socket:
+        await places(rewards.gateway, team, 1)
+        yield socket
+
+
+async def test_times_that_a_worker_makes_up_stay_within_the_limit_and_within_its_team(
+    folder: Path,
+) -> None:
+    listed = {"mine": own(folder, "noisy", team="a", seconds=5), "exact": {"rule": "exact"}}
+    async with gateway(folder, listed) as rewards, dialled(rewards, "a") as socket:
+        for number, lie in enumerate((-1e308, 1e308)):
+            asked = asyncio.create_task(
+                rewards.ask("word-a", function="mine", trajectory=f"t{number}")
+            )
+            given = msgspec.json.decode(await socket.receive_bytes(), type=Verification)
+            await socket.send_bytes(
+                msgspec.json.encode(VerificationResult(given.number, said=1.0, seconds=lie))
+            )
+            assert 0.0 <= (await asked)[1]["seconds"] <= 5.0
+        told = rewards.gateway.p50("a")
+        assert told is not None
+        assert 0.0 <= told <= 5.0
+        assert rewards.gateway.p50("") is None, "of nobody's functions nothing is known"
+        rewards.gateway._times["a"].extend([60.0] * 9)
+        others = [
+            asyncio.create_task(
+                rewards.ask("word-b", function="exact", trajectory=f"u{number}", answer="1")
+            )
+            for number in range(4)
+        ]
+
+        async def taken() -> bool:
+            return rewards.gateway.verifications == 4
+
+        await until(taken, "they wait")
+        assert rewards.gateway.wish(2.0, "") == 1, "one finds out; team a's minutes ask for four"
+        for one in others:
+            one.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+async def test_an_answer_that_nobody_can_read_ends_the_link_at_once(folder: Path) -> None:
+    listed = {"mine": own(folder, "noisy", team="a", tries=1)}
+    async with gateway(folder, listed) as rewards, dialled(rewards, "a") as socket:
+        asked = asyncio.create_task(rewards.ask("word-a", function="mine"))
+        await socket.receive_bytes()
+        await socket.send_bytes(b"no JSON")
+        async with asyncio.timeout(10):  # the time limit and its start would be 90 s
+            assert (await asked)[1]["outcome"] == "lost"
+            assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+        await places(rewards.gateway, "a", 0)
+
+
+async def test_closing_starts_nothing_that_waits(folder: Path) -> None:
+    listed = {"mine": own(folder, "noisy", team="a")}
+    async with gateway(folder, listed) as rewards, dialled(rewards, "a") as socket:
+        asked = [
+            asyncio.create_task(rewards.ask("word-a", function="mine", trajectory=f"t{number}"))
+            for number in range(3)
+        ]
+        await socket.receive_bytes()
+
+        async def taken() -> bool:
+            return rewards.gateway.queue == 3
+
+        await until(taken, "one runs and two wait")
+        await rewards.gateway.close()
+        assert rewards.gateway.queue == 0, "what ends makes room, and nothing may take it"
+        await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def test_what_overruns_or_fails_in_a_pod_is_told_as_here(folder: Path) -> None:

@@ -6,13 +6,16 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
+import pytest
 import yaml
 
-from rose_rewards import keda
+from rose_rewards import keda, metrics
 from rose_rewards.gateway import Reward
 from rose_rewards.main import running
 from rose_wire.ports import free_port
+from tests.chart.rendering import HELM, render
 
 MESSAGES = keda.MESSAGES
 
@@ -36,7 +39,7 @@ async def test_keda_hears_of_the_first_reward_at_once_and_of_how_many_are_wished
         gateway,
         _,
     ):
-        gateway._times.extend([0.5] * 9)  # as many have taken half a second
+        gateway._times["a"].extend([0.5] * 9)  # as many have taken half a second
         reference = MESSAGES["ScaledObjectRef"](
             name="a", namespace="n", scalerMetadata={"team": "a", "places": "2"}
         )
@@ -70,3 +73,48 @@ async def test_keda_hears_of_the_first_reward_at_once_and_of_how_many_are_wished
                 one.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
             stream.cancel()
+
+
+@pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build")
+async def test_the_charts_own_trigger_brings_the_workers_of_functions_without_a_team(
+    tmp_path: Path,
+) -> None:
+    listed = {"exact": {"rule": "exact"}}
+    values = {"rewards": {"enabled": True, "functions": listed}}
+    rendered = render(values, "keda.sh/v1alpha1")
+    (trigger,) = rendered.one("ScaledObject", "rose-reward-worker-shared")["spec"]["triggers"]
+    reference = MESSAGES["ScaledObjectRef"](scalerMetadata=trigger["metadata"])
+    (tmp_path / "f.yaml").write_text(yaml.safe_dump(listed))
+    address = f"127.0.0.1:{free_port()}"
+    async with (
+        running(tmp_path / "f.yaml", workers=0, scaler_address=address) as (gateway, _),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        assert not (await ask(channel, "IsActive", reference, "IsActiveResponse")).result
+        asked = asyncio.create_task(
+            gateway.score(Reward(trajectory="t", function="exact", answer=""), "a")
+        )
+        await asyncio.sleep(0)
+        assert (await ask(channel, "IsActive", reference, "IsActiveResponse")).result
+        request = MESSAGES["GetMetricsRequest"](scaledObjectRef=reference)
+        (value,) = (await ask(channel, "GetMetrics", request, "GetMetricsResponse")).metricValues
+        assert value.metricValueFloat == 1.0
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+
+async def test_a_team_that_is_not_in_the_list_is_no_answer_and_no_series(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("exact: {rule: exact}")
+    address = f"127.0.0.1:{free_port()}"
+    async with (
+        running(tmp_path / "f.yaml", workers=0, scaler_address=address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        reference = MESSAGES["ScaledObjectRef"](scalerMetadata={"team": "stranger"})
+        request = MESSAGES["GetMetricsRequest"](scaledObjectRef=reference)
+        for name, said in (("IsActive", reference), ("GetMetrics", request)):
+            with pytest.raises(grpc.aio.AioRpcError, match=r"(?s)names one of shared") as found:
+                await ask(channel, name, said, f"{name}Response")
+            assert found.value.code() is grpc.StatusCode.NOT_FOUND
+        (wishes,) = metrics.WISH.collect()
+        assert all(one.labels["team"] != "stranger" for one in wishes.samples)
