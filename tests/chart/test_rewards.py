@@ -26,7 +26,7 @@ VALUES: Object = {
     "batches": {
         "leases": [
             {"namespace": "research", "name": "nightly", "claim": "disk"},
-            {"namespace": "team-b", "name": "a" * 60},
+            {"namespace": "team-b", "name": "a" * 55},
         ]
     },
 }
@@ -100,10 +100,29 @@ def test_a_worker_holds_its_teams_token_alone_and_dials_the_gateway_alone() -> N
 def test_nobody_but_keda_reaches_the_scaler() -> None:
     """It asks for no token."""
     assert verbs(Listener.SCALER)
-    policy = render(VALUES, KEDA).one("NetworkPolicy", "rose-rewards")["spec"]
-    (rule,) = (one for one in policy["ingress"] if {"port": 8101} in one["ports"])
-    (peer,) = rule["from"]
-    assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
+    calls = {"enabled": True, "functions": LIST, "workers": WORKERS, "callerNamespaces": ["rl"]}
+    for enabled in (True, False):
+        values = {**VALUES, "rewards": calls, "networkPolicy": {"enabled": enabled}}
+        policy = render(values, KEDA).one("NetworkPolicy", "rose-rewards")["spec"]
+        (rule,) = (one for one in policy["ingress"] if {"port": 8101} in one["ports"])
+        (peer,) = rule["from"]
+        assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
+        (asks,) = (one for one in policy["ingress"] if {"port": 8100} in one["ports"])
+        assert ("from" in asks) is enabled, "callers show tokens; who they are is asked for"
+
+
+def test_a_worker_that_has_no_function_is_left_out() -> None:
+    """It would not start."""
+    judge = {"judge": "http://router-research-judge.rose-routers.svc:8000"}
+    mine: Object = {"module": "checks:run", "team": "a"}
+    for functions_, workers in (({"helpful": judge}, set()), ({"mine": mine}, {"a"})):
+        values: Object = {"enabled": True, "functions": functions_, "workers": WORKERS}
+        rendered = render({**VALUES, "rewards": values}, KEDA)
+        for kind in ("Deployment", "ScaledObject", "NetworkPolicy"):
+            names = {one["metadata"]["name"] for one in rendered.all(kind)}
+            found = {one for one in names if one.startswith("rose-reward-worker")}
+            assert found == {f"rose-reward-worker-{team}" for team in workers}
+        assert rendered.one("NetworkPolicy", "rose-rewards")
 
 
 def test_batches_stand_beside_their_lease_and_show_its_router_a_token_of_it() -> None:
@@ -175,7 +194,21 @@ def test_every_container_of_theirs_is_bounded_and_has_no_right() -> None:
             },
             "least 9 is more than most 8",
         ),
+        ({"rewards": {"enabled": True, "functions": LIST}}, r"mine: .* has no \"a\""),
+        (
+            {"rewards": {"enabled": True, "functions": LIST, "workers": [{"name": "a"}]}},
+            r"exact: .* has no \"shared\"",
+        ),
+        (
+            {"rewards": {"enabled": True, "functions": {"x": {"rule": "exact", "team": "shared"}}}},
+            "no team may be called shared",
+        ),
         ({"batches": {"leases": [{"name": "x"}]}}, "namespace"),
+        (
+            {"batches": {"leases": [{"namespace": "n", "name": "a" * 56}]}},
+            "at most 55 characters",
+        ),
+        ({"batches": {"leases": [{"namespace": "n", "name": "a.b"}]}}, "no dot"),
     ],
 )
 def test_what_could_not_run_is_refused(values: Object, words: str) -> None:
