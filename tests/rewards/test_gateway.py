@@ -506,6 +506,7 @@ async def test_judges_are_asked_at_once_take_no_worker_and_fill_the_queue(folder
         ("f: {rule: exact, second: 1}", "f.second"),
         ("f: {module: checks}", "f.module"),
         ("f: {judge: 'http://x', prompt: 'Judge {reply}'}", "it may name {answer}"),
+        ("f: {rule: exact, team: shared}", "no team may be called shared"),
         ("[", "is no YAML"),
     ],
 )
