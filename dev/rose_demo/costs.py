@@ -46,7 +46,6 @@ class CostSummary:
         late: requests that lending made late beyond the share that is late without.
         violation: price of one of them.
         reserve: what each tenth of the lent GPU's memory is worth to serving at most.
-        gap: share by which the factors miss the bill per correct answer.
         threshold: price of a million borrowed tokens up to which borrowing pays.
     """
 
@@ -57,7 +56,6 @@ class CostSummary:
     late: int
     violation: float | None
     reserve: float
-    gap: float | None
     threshold: float | None
 
 
@@ -78,10 +76,12 @@ def costs(recording: Recording, attainments: Mapping[str, Attainment]) -> CostSu
     opened = growth(recording.samples, "open_s")
     if borrowed is None or dedicated is None or opened is None or not steps:
         return None
-    seconds = recording.samples[-1].at_s - recording.samples[0].at_s
+    # Tokens, steps and the gate count from before the first turn, and so does the bill.
+    seconds = recording.before_s + recording.samples[-1].at_s - recording.samples[0].at_s
     hours = seconds / _HOUR_S
     accepted, correct, trained = (_sum(steps, word) for word in ("trained", "correct", "kept"))
-    violation = violation_price(DEDICATED_HOUR, REPLICAS, hours, len(recording.requests))
+    served = recording.settings.seconds / _HOUR_S  # the requests are those of the measurement
+    violation = violation_price(DEDICATED_HOUR, REPLICAS, served, len(recording.requests))
     late = late_requests(attainments)
     own = round(OWN_GPUS * seconds * _MILLISECONDS)
     ledger = Ledger(
@@ -109,7 +109,6 @@ def costs(recording: Recording, attainments: Mapping[str, Attainment]) -> CostSu
         late,
         violation,
         reserve_price(DEDICATED_HOUR, 1, hours, RESERVE_SHARE),
-        None if factors is None else abs(factors.total * correct / bill.total - 1.0),
         None if factors is None or alone is None else factors.borrowed_threshold(alone),
     )
 
@@ -123,7 +122,11 @@ def rows(found: CostSummary) -> list[tuple[str, str, str]]:
     bill, parts = found.bill, found.factors
     lines = [
         ("bill", money(bill.total), "of which the next four"),
-        ("dedicated engine and trainer", money(bill.dedicated), f"{OWN_GPUS} GPUs, all the time"),
+        (
+            "dedicated engine and trainer",
+            money(bill.dedicated),
+            f"{OWN_GPUS} GPUs, from before the first turn",
+        ),
         ("lent time", money(bill.borrowed), "while the gate was open"),
         ("requests made late", money(bill.violations), f"{found.late} of them"),
         ("weights over the network", money(bill.network), "one cluster: no price"),
@@ -150,14 +153,9 @@ def rows(found: CostSummary) -> list[tuple[str, str, str]]:
         ]
     lines += [
         (
-            "factors against the bill",
-            "unknown" if found.gap is None else f"{found.gap:.2%} apart",
-            "1 % is allowed",
-        ),
-        (
             "borrowing pays up to",
             money(found.threshold),
-            "for a million borrowed tokens: what a dedicated one costs",
+            "for a million borrowed tokens: what dedicated ones cost, the trainer's GPU in it",
         ),
         ("price of a late request", money(found.violation), "the pool's GPUs by its requests"),
         (

@@ -213,7 +213,7 @@ def receiver() -> list[Object]:
         "imagePullPolicy": "Never",
         "command": ["python", "-m", "rose_demo.receiver", "--host=0.0.0.0"],
         "readinessProbe": {
-            "httpGet": {"path": "/spans", "port": HTTP_PORT},
+            "httpGet": {"path": "/healthz", "port": HTTP_PORT},
             "periodSeconds": 2,
             "timeoutSeconds": 5,
         },

@@ -150,6 +150,7 @@ class Measurement:
     inclusion: dict[str, Any] = field(default_factory=dict)
     trajectory: tuple[SpanRecord, ...] = ()
     story: str = ""
+    before_s: float = 0.0
 
     def read(self, load: Lines, progress: Lines) -> None:
         """Take in what load and trainer have written."""
@@ -189,9 +190,11 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         )
         # Totals count from before the trainer's first turn, so that they can be compared with its.
         seen.samples.append(msgspec.structs.replace(await collector.look(), at_s=0.0))
+        counted_from = time.monotonic()
         with process(trainer_argv, out / "trainer.log", reaper, nice=_ELSEWHERE) as trainer:
             await _until_published(stack, collector)
             await _until_paired(stack, scale, reaper, collector)
+            seen.before_s = collector.origin - counted_from
             load = _measured_load(options, scale, at, collector)
             with process(load, out / "load.log", reaper, nice=_MEASURES):
                 await _watch(stack, collector, seen, lines, screen)
@@ -252,6 +255,7 @@ def _recording(
         inclusion=seen.inclusion,
         trajectory=seen.trajectory,
         story=seen.story or stack.story(),
+        before_s=seen.before_s,
         notes=notes() | {"load": load} | lateness(seen.requests),
     )
 

@@ -46,6 +46,10 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
         body = msgspec.json.encode(list(self.spans))
         return web.Response(body=body, content_type="application/json")
 
+    async def health(self, _: web.Request) -> web.Response:
+        """``GET /healthz``, for a probe: the spans of a whole run take long to encode."""
+        return web.Response(text="ok")
+
 
 @asynccontextmanager
 async def receiving(
@@ -67,6 +71,7 @@ async def receiving(
     grpc_port = server.add_insecure_port(grpc_address)
     app = web.Application()
     app.router.add_get("/spans", receiver.page)
+    app.router.add_get("/healthz", receiver.health)
     runner = web.AppRunner(app, access_log=None)
     host, port = http_address.rsplit(":", 1)
     try:

@@ -161,6 +161,8 @@ class Recording(msgspec.Struct, frozen=True):
             none came.
         story: what ``kubectl get servpool,rlease,rslot`` said during the run.
         agents: with a shell task; None: a run of before there were any.
+        before_s: that the first sample was taken before the measurement began, although it stands
+            at 0: totals of tokens and of the gate's time grow from there.
         notes: facts of the machine and the versions, name -> value.
     """
 
@@ -174,4 +176,5 @@ class Recording(msgspec.Struct, frozen=True):
     trajectory: tuple[SpanRecord, ...] = ()
     story: str = ""
     agents: Agents | None = None
+    before_s: float = 0.0
     notes: dict[str, str] = {}

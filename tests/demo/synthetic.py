@@ -223,6 +223,7 @@ def recording(**changes: object) -> Recording:
         "training": training(),
         "inclusion": inclusion(),
         "trajectory": trajectory(),
+        "before_s": 60.0,
         "story": "NAMESPACE  NAME  MODE\nserving    chat  Lend",
         "notes": {"cores": "2"},
     }

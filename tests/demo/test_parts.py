@@ -6,8 +6,10 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import ModuleType
 from typing import cast
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -17,7 +19,7 @@ from rose_core.api.servingpool import ServingPool
 from rose_core.guard.crossover import Schedule
 from rose_demo import load, manifests, placement
 from rose_demo.calibrate import LEAST_OBJECTIVE, Objective
-from rose_demo.collect import gate_intervals, sample, stop_seconds, totals
+from rose_demo.collect import Collector, gate_intervals, sample, stop_seconds, totals
 from rose_demo.dedicated import dedicated
 from rose_demo.errors import BadTrace, SetUpFailed
 from rose_demo.main import main
@@ -26,6 +28,7 @@ from rose_demo.options import parse
 from rose_demo.pieces import DEDICATED, SYSTEM, TRACES, Engines
 from rose_demo.placement import Cores, Process
 from rose_demo.reaper import watch
+from rose_demo.receiver import Receiver, receiving
 from rose_demo.records import ClassFigures, Role
 from rose_demo.stack import Stack, pods_of, resting
 from rose_demo.trace import (
@@ -468,3 +471,32 @@ def test_another_part_that_does_not_come_up_stops_it(
     stack, _ = stack_of(Cluster("rose-store"), monkeypatch, tmp_path)
     with pytest.raises(SetUpFailed, match="the weight store"):
         stack.wait_for_parts()
+
+
+def collector(session: aiohttp.ClientSession, traces: str) -> Collector:
+    return Collector(session, "", "", 20.0, 0.0, "", "", traces)
+
+
+async def test_the_receivers_probe_asks_for_no_span(synthetic: ModuleType) -> None:
+    pod = manifests.receiver()[0]["spec"]["template"]["spec"]
+    path = pod["containers"][0]["readinessProbe"]["httpGet"]["path"]
+    receiver = Receiver()
+    receiver.spans.extend(synthetic.trajectory())
+    async with (
+        aiohttp.ClientSession() as session,
+        receiving(receiver, "127.0.0.1:0", "127.0.0.1:0") as (_, port),
+    ):
+        url = f"http://127.0.0.1:{port}"
+        async with session.get(f"{url}{path}") as page:
+            assert (page.status, await page.text()) == (200, "ok")
+        assert len(await collector(session, url).spans()) == len(receiver.spans) > 0
+
+
+async def test_spans_that_cannot_be_read_leave_the_run_without_a_trajectory() -> None:
+    async def torn(_: web.Request) -> web.Response:
+        return web.Response(text='[{"trace": ')
+
+    app = web.Application()
+    app.router.add_get("/spans", torn)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        assert await collector(session, str(server.make_url("")).rstrip("/")).spans() == []
