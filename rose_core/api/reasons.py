@@ -187,8 +187,7 @@ MEANING: dict[Reason, str] = {
     Reason.UNKNOWN_ENGINE_CLASS: "the installation offers no such engine class",
     Reason.ARGUMENT_NOT_ALLOWED: "an engine argument is outside the allow-list",
     Reason.UNKNOWN_STORE: "`weights.storeName` is not on the platform's list",
-    Reason.RUN_NOT_ALLOWED: "the platform does not let this namespace follow `weights.run`, or "
-    "some of `adapterRuns`",
+    Reason.RUN_NOT_ALLOWED: "the platform does not let this namespace follow `weights.run`",
     Reason.NO_TENANT_POLICY: "no TenantPolicy selects the lease's namespace",
     Reason.TENANT_POLICY_FORBIDS: "the policies of its namespace do not allow what it asks for",
     Reason.TENANT_CAP_REACHED: "older leases of its namespace use up what its policies allow",

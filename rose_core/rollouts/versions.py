@@ -12,7 +12,7 @@ with different checkpoints have different versions 0, of which one at a time is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,6 +36,8 @@ class Pin:
 
 
 NO_PIN = Pin()
+
+NO_RUNS: frozenset[str] = frozenset()
 
 FIRST_INCARNATION = 1
 """The store counts publishers of a run from here."""
@@ -170,7 +172,7 @@ def _may_come(wanted: WeightVersion, head: WeightVersion | None) -> bool:
 
 
 def check_pin(
-    pin: Pin, head: WeightVersion | None, live: Iterable[WeightVersion], *, shared: bool = False
+    pin: Pin, head: WeightVersion | None, live: Iterable[WeightVersion], *, held: Set[str] = NO_RUNS
 ) -> None:
     """Refuse a pin that cannot be met by waiting a moment.
 
@@ -178,7 +180,7 @@ def check_pin(
         pin: the request's.
         head: newest version known.
         live: attested versions of the engines that are attached.
-        shared: they hold adapters of several runs, which come and go.
+        held: runs that they hold adapters of, attested at the moment or not; such runs come and go.
 
     Raises:
         UnknownVersion: nobody has announced such a version yet.
@@ -186,8 +188,10 @@ def check_pin(
     """
     live = tuple(live)
     runs = {version.run for version in live}
+    if head is not None and (head.run in held or pin.exact == head):
+        runs.add(head.run)  # what had its newest version attests it again in a moment
     # Where engines have one run, a version of another is gone for good: nobody ought to ask again.
-    may_come = shared or (pin.exact is None and pin.minimum is None)
+    may_come = bool(held) or (pin.exact is None and pin.minimum is None)
     if pin.run and runs and may_come and pin.run not in runs:
         message = f"no engine has run {pin.run} yet; there are {', '.join(sorted(runs))}"
         raise UnknownVersion(message)

@@ -23,6 +23,7 @@ from rose_core.guard.certificate import CHUNK_DIVISORS
 from rose_core.guard.gate import GateLimits, GateVerdict
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Slack
+from rose_core.guard.slot import Phase, SlotMachine
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.telemetry.events import (
     Arrived,
@@ -334,6 +335,21 @@ async def test_a_slot_rests_while_its_engine_is_held_and_no_sooner(
     assert not stirred
     made.on_tap([Ended(POD, 1, now, 1, 200, EndKind.COMPLETE)], time.monotonic_ns())
     assert stirred, "the permit wants to be extended"
+
+
+@pytest.mark.parametrize("status", [None, EngineStatus(KEY, EngineState.GONE)])
+async def test_a_slot_without_an_engine_rests_though_no_host_was_told_of_its_weights(
+    guard: tuple[Guard, Permit], status: EngineStatus | None
+) -> None:
+    """It may not start, so nobody will be told."""
+    made, _ = guard
+    slot = made.slots[KEY.uid]
+    slot.machine, slot._told_weights = SlotMachine(phase=Phase.PRESENT), None
+    slot._hold.confirmed = True
+    assert not slot.at_rest, "an engine has to hear of them"
+    slot.machine = SlotMachine()
+    made.host.engines = {} if status is None else {KEY.uid: status}
+    assert slot.at_rest
 
 
 async def test_runs_that_a_lease_gains_or_loses_reach_the_host_of_a_running_engine(

@@ -124,6 +124,11 @@ def test_a_host_is_told_how_much_disk_it_may_take_and_the_node_gives_it() -> Non
     own = render({"sandboxes": {**SANDBOXES, "resources": given}})
     requests = own.container("DaemonSet", NAME, "sandbox-host")["resources"]["requests"]
     assert requests["ephemeral-storage"] == "1Gi"
+    bound = {"requests": {"memory": "1Gi"}, "limits": {"ephemeral-storage": "1Gi"}}
+    limited = render({"sandboxes": {**SANDBOXES, "resources": bound}})
+    resources = limited.container("DaemonSet", NAME, "sandbox-host")["resources"]
+    assert "ephemeral-storage" not in resources["requests"], "the limit is the request"
+    assert resources["limits"]["ephemeral-storage"] == "1Gi"
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,19 @@ def test_each_run_has_a_cadence_of_its_own() -> None:
     assert memory.outlook(list, 1.0, 200.0).swapping == {"slow"}
 
 
+def test_a_trajectory_of_the_first_run_from_before_its_first_version_hears_of_its_publishes() -> (
+    None
+):
+    memory = Prospects()
+    for run in ("run", "other"):
+        memory.begin_turn(f"of {run}", Hint(), 3, 0.0, run=run)
+        memory.end_turn(f"of {run}", 40, 43, 1.0)
+    for publish in range(2):
+        memory.note_head(version(publish), 2.0 + publish)
+    assert memory.infer_ends(20.0) == 1
+    assert memory.conclude("of other", trained=True), "nobody published for it"
+
+
 def test_a_publish_of_one_run_ends_no_trajectory_of_another() -> None:
     memory = Prospects()
     for run in ("", "other"):

@@ -260,3 +260,42 @@ async def test_a_version_of_another_run_may_come_only_where_engines_hold_several
             w.ask(10, pin=wanted)
         with pytest.raises(Conflict, match="no engine has run b yet"):
             w.ask(10, pin=pin("b"))
+
+
+async def test_a_pin_to_the_newest_version_waits_while_its_engine_has_not_attested_again() -> None:
+    """The guard's first word after a restart has the runs and none of their versions."""
+    engine, other = shared("e", a="1.0", b="1.0"), shared("other", a="1.0")
+    engine.gate_open = False
+    async with world(engine, other) as w:
+        exact, any_of_b = w.ask(10, pin=read_pin(None, "b@1.0")), w.ask(10, pin=pin("b"))
+        await asyncio.sleep(0.1)
+        held = engine.adapters
+        engine.adapters = dict.fromkeys(held, "")
+        w.tell(engine)
+        later = w.ask(10, pin=pin("b"))
+        await asyncio.sleep(1)
+        assert not any(turn.is_over for turn in (exact, any_of_b, later))
+        engine.adapters, engine.gate_open = held, True
+        w.tell(engine)
+        for turn in (exact, any_of_b, later):
+            judge_whole(await over(turn))
+            assert [span.version for span in turn.transcript.spans] == ["b@1.0"]
+        engine.adapters = {"a": "a@1.0"}  # the lease has lost the run
+        w.tell(engine)
+        with pytest.raises(Conflict, match="no engine has run b yet"):
+            w.ask(10, pin=pin("b"))
+
+
+async def test_engines_that_are_reached_nowhere_yet_are_no_one_process() -> None:
+    first, second = shared("first", a="1.0", b="1.0"), shared("second", a="1.0", b="1.0")
+    async with world() as w:
+        fleet = w.service.fleet
+        for stream, engine in enumerate((first, second)):
+            fleet.apply(replace(engine.update(), url="", gate_open=False), stream)
+        apart = [{"first/a", "first/b"}, {"second/a", "second/b"}]
+        for _ in range(2):
+            groups = [{one.name for one in engine.together} for engine in fleet]
+            assert groups == [apart[0], apart[0], apart[1], apart[1]]
+            assert len(fleet.processes()) == 2
+            w.attach(first)
+            w.attach(second)

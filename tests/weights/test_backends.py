@@ -23,6 +23,7 @@ from rose_weights.errors import (
     UnknownRun,
 )
 from rose_weights.store.bucket import Bucket, BucketBlocks
+from rose_weights.store.folder import Folder
 from rose_weights.store.objects import Objects
 from rose_weights.store.open_store import open_store
 from rose_weights.store.planning import Planner
@@ -47,6 +48,18 @@ def test_the_second_publisher_fences_the_first(store: Store) -> None:
     assert store.state("run").head == version(1)
 
 
+def put_stray_entries(store: Store) -> None:
+    """What a file system or somebody else has put beside the runs' folders."""
+    if isinstance(store.place, Bucket):
+        for key in ("record-blocks/lost+found/x", "record-blocks/notes"):
+            store.place._objects.put(key, b"x")
+        return
+    assert isinstance(store.place, Folder)
+    folder = store.place.root / "record-blocks"
+    (folder / "lost+found").mkdir()
+    (folder / "notes").touch()
+
+
 def test_records_are_kept_apart_from_weights_and_other_runs_and_are_swept(store: Store) -> None:
     records = Records(store, "run")
     owned = records.own("s", "host")
@@ -54,6 +67,8 @@ def test_records_are_kept_apart_from_weights_and_other_runs_and_are_swept(store:
     names = sorted(record.blocks())
     assert store.blocks.missing(names) == names
     assert store.record_blocks("other").missing(names) == names
+    assert store.place.record_runs() == ["run"]
+    put_stray_entries(store)
     assert store.place.record_runs() == ["run"]
     sweep(store, grace_seconds=-1)
     assert record.files is not None

@@ -277,10 +277,10 @@ class GuardedSlot:
         machine, permit = self.machine, self._permit.mapped
         if permit is not None and permit.until_ns:
             return False
+        if self.status is None or self.status.state is EngineState.GONE:
+            return machine.phase is Phase.ABSENT  # nobody is there to be told of weights
         if not self._weights_told:
             return False
-        if self.status is None or self.status.state is EngineState.GONE:
-            return machine.phase is Phase.ABSENT
         held = self._hold.confirmed is True and not machine.self_frozen
         return held and machine.phase is Phase.PRESENT
 

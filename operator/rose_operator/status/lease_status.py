@@ -54,11 +54,10 @@ def lease_status(
             router_ready=router_ready,
             trouble=_trouble(slots, world),
         ),
-        accepted(refusal),
+        _lease_accepted(refusal, world.left_out.get(lease.metadata.key, ())),
         _lease_granted(lease, refusal, outcome),
         _lease_router(router, ready=router_ready),
-        _left_out(() if refusal else world.left_out.get(lease.metadata.key, ()))
-        or _lease_weights(versions, frozen=lease.spec.weights.frozen),
+        _lease_weights(versions, frozen=lease.spec.weights.frozen),
         _lease_reclaiming(reclaiming),
     ]
     end = expiry(lease)
@@ -138,14 +137,15 @@ def _lease_router(router: RouterDecision, *, ready: bool) -> Statement:
     return Statement(_C.ROUTER_READY, True, _R.ROUTER_ANSWERS)
 
 
-def _left_out(runs: Sequence[str]) -> Statement | None:
-    if not runs:
-        return None
+def _lease_accepted(refusal: Refusal | None, left_out: Sequence[str]) -> Statement:
+    """Whether admission takes the lease, and which of its runs it goes on without."""
+    if refusal is not None or not left_out:
+        return accepted(refusal)
     text = (
-        f"left out of adapterRuns: {', '.join(runs[:8])}; this namespace may not follow them. "
+        f"left out of adapterRuns: {', '.join(left_out[:8])}; this namespace may not follow them. "
         "The platform's list of stores (value stores[].runs) and its TenantPolicy say who may"
     )
-    return Statement(_C.WEIGHTS_SYNCED, False, _R.RUN_NOT_ALLOWED, text)
+    return Statement(_C.ACCEPTED, True, _R.ACCEPTED, text)
 
 
 def _lease_weights(versions: Sequence[str], *, frozen: bool) -> Statement:

@@ -181,6 +181,11 @@ class Engine:
         return self.update.engine
 
     @property
+    def process(self) -> str:
+        """The name that its owner gives the process, which other adapters may be in too."""
+        return self.name.removesuffix(f"/{self.update.run}") if self.update.run else self.name
+
+    @property
     def kind(self) -> EngineKind:
         """Whether it may be taken back at any moment."""
         return self.update.kind
@@ -304,9 +309,9 @@ class Fleet:
             UnknownVersion: nobody has announced such a version yet.
             VersionGone: nobody will.
         """
-        shared = any(engine.update.run for engine in self._engines.values())
+        held = {engine.update.run for engine in self._engines.values()} - {""}
         head, live = self.head_of(pin.run), self.live_versions()
-        versions.check_pin(pin, head, live, shared=shared)
+        versions.check_pin(pin, head, live, held=held)
 
     def heads(self) -> dict[str, WeightVersion]:
         """The newest versions of runs beside the lease's first."""
@@ -419,9 +424,12 @@ class Fleet:
             leg.end(MoveReason.GONE)
 
     def _join(self, engine: Engine) -> None:
-        """Adapters of one process know each other, by where they are reached."""
-        url = engine.update.url
-        same = [one for one in self._engines.values() if one.update.run and one.update.url == url]
+        """Adapters of one process know each other, by the name that its owner gives it.
+
+        Where it is reached says nothing: one that starts is reached nowhere yet.
+        """
+        name = engine.process
+        same = [e for e in self._engines.values() if e.update.run and e.process == name]
         for one in same:
             one.together = tuple(same)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
+from rose_core.identity import run_name
 from rose_weights.store.state import RunState
 
 Change = Callable[[RunState], RunState]
@@ -110,3 +111,16 @@ class Backend(Protocol):
 
     def sweep_manifests(self, run: str, listed: Collection[str], grace_seconds: float) -> int:
         """Remove manifests that are not listed and older than the grace; returns bytes set free."""
+
+
+def run_names(entries: Iterable[str]) -> list[str]:
+    """Those of a place's entries that can name a run, in order; others are not the store's."""
+    return sorted(entry for entry in entries if _is_run_name(entry))
+
+
+def _is_run_name(text: str) -> bool:
+    try:
+        run_name(text)
+    except ValueError:
+        return False
+    return True

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from rose_core.delta import name_of
 from rose_weights.errors import Damaged, Incomplete, Outrun, StoreFailed
-from rose_weights.store.backends import Change
+from rose_weights.store.backends import Change, run_names
 from rose_weights.store.blocks import NAME_BYTES
 from rose_weights.store.objects import Objects
 from rose_weights.store.retention import GRACE_SECONDS
@@ -54,7 +54,7 @@ class Bucket:
 
     def record_runs(self) -> list[str]:
         """Runs that have such blocks."""
-        return self._objects.folders(_RECORDS)
+        return run_names(self._objects.folders(_RECORDS))
 
     def __str__(self) -> str:
         return str(self._objects)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rose_weights.disk import Disk
-from rose_weights.store.backends import Change
+from rose_weights.store.backends import Change, run_names
 from rose_weights.store.blocks import Blocks
 from rose_weights.store.state import RunState, decode, encode
 
@@ -41,7 +41,8 @@ class Folder:
 
     def record_runs(self) -> list[str]:
         """Runs that have such blocks."""
-        return sorted(path.name for path in (self.root / "record-blocks").glob("*"))
+        entries = (self.root / "record-blocks").glob("*")
+        return run_names(path.name for path in entries if path.is_dir())
 
     def __str__(self) -> str:
         return str(self.root)
