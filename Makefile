@@ -94,7 +94,7 @@ test-gpu-node: cluster engine  ## the chart on a node with eight GPUs that are n
 
 # One worker more than CI has cores: many tests wait for processes, and two left half of both cores idle.
 unit: venv  ## what needs neither engine nor cluster
-	$(CONTAINED) --limit 2100 $(BIN)/pytest -n 3 --dist loadfile -m "not engine and not cluster and not sandbox" $(AGAIN) $(ARGS)
+	$(CONTAINED) --limit 2100 $(BIN)/pytest -n 3 --dist loadfile -m "not engine and not cluster and not sandbox and not long" $(AGAIN) $(ARGS)
 
 check: venv  ## lint, types, layers, spelling, drift of generated files
 	$(BIN)/ruff check .

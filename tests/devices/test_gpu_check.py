@@ -70,6 +70,7 @@ def test_chunks_are_those_that_rose_gives_an_engine_of_such_a_context() -> None:
         assert tokens == prefill_chunk(context)
 
 
+@pytest.mark.timeout(900)  # alone a minute; beside other lanes it took five
 def test_every_check_of_both_runs_rehearses_without_a_gpu_and_no_figure_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
