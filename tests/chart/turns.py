@@ -78,4 +78,5 @@ class Turns:
 def _nobody(error: OSError) -> bool:
     """Whether no router listens for the moment; a network that swallows calls is something else."""
     gone = isinstance(error, ConnectionRefusedError | socket.gaierror)
-    return gone or error.errno == errno.EHOSTUNREACH  # of a pod that has just ended
+    # The address of a pod that has just ended, or its route, is gone.
+    return gone or error.errno in {errno.EHOSTUNREACH, errno.ENETUNREACH}
