@@ -69,7 +69,10 @@ async def test_a_run_of_another_team_is_refused_also_beside_ones_own() -> None:
     bench.lease(**more, spec__weights__adapterRuns=["theirs"])
     bench.report()
     await bench.turn(2)
-    assert "may not follow run 'theirs'" in accepted(bench)["message"]
+    assert (
+        "left out of adapterRuns: theirs; this namespace may not follow"
+        in accepted(bench)["message"]
+    )
     held = slots(await borrowing(SETTINGS))
     uid = held[0].spec.lease_ref.uid
     wide = held[0].spec.weights.model_copy(update={"adapter_rank": 8, "adapter_slots": 3})
