@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rose_core.api import Desired, RolloutSlot
+from rose_core.api import Desired, RolloutLease, RolloutSlot
 from rose_core.api.rolloutlease import LeaseSpec
 from rose_core.wire.sync import Grant, SyncRequest
 from rose_operator.kube.api import Kind
 from rose_operator.settings import Settings
-from rose_operator.sync.grants import grants_of
+from rose_operator.sync.grants import adapter_runs, grants_of
 from tests.api.objects import LEASE
 from tests.operator.bench import SETTINGS, Bench
 from tests.operator.stub_agent import replica
@@ -61,7 +61,7 @@ async def test_the_run_of_another_team_is_refused_by_name_and_gets_no_slot() -> 
     assert slots(bench) == []
 
 
-async def test_a_run_of_another_team_is_refused_also_beside_ones_own() -> None:
+async def test_a_run_of_another_team_is_left_out_beside_ones_own() -> None:
     settings = replace(SETTINGS, runs={"main": {NAMESPACE: (RUN,), "another-team": ("theirs",)}})
     bench = Bench(settings=settings)
     bench.pool()
@@ -73,17 +73,11 @@ async def test_a_run_of_another_team_is_refused_also_beside_ones_own() -> None:
         "left out of adapterRuns: theirs; this namespace may not follow"
         in accepted(bench)["message"]
     )
-    held = slots(await borrowing(SETTINGS))
-    uid = held[0].spec.lease_ref.uid
-    wide = held[0].spec.weights.model_copy(update={"adapter_rank": 8, "adapter_slots": 3})
-    (found,) = grants_of(
-        held[0].spec.member.node,
-        [held[0].model_copy(update={"spec": held[0].spec.model_copy(update={"weights": wide})})],
-        1,
-        settings,
-        others={uid: ("theirs", RUN)},
-    )
-    assert found.weights.others == (RUN,)  # what a lease asked for before the list changed
+    (raw,) = bench.api.all(Kind.LEASE)
+    lease = RolloutLease.model_validate(raw)
+    assert adapter_runs([lease], settings, None) == {}  # no node hears of it
+    theirs_too = replace(SETTINGS, runs={"main": {NAMESPACE: (RUN, "theirs")}})
+    assert adapter_runs([lease], theirs_too, None) == {lease.metadata.uid: ("theirs",)}
 
 
 async def test_a_teams_own_run_is_followed() -> None:
