@@ -44,7 +44,7 @@ vllm: venv  ## the environment of a real vLLM on CPU, as another serving engine 
 cluster: venv  ## the parts of the one-node Kubernetes (cached; about 12 minutes the first time)
 	@$(BIN)/rose dev build
 
-keda: cluster  ## KEDA itself, for make test-keda (cached; a quarter of an hour and 2 GB of Go modules the first time)
+keda: cluster  ## KEDA itself, for make test-keda (cached; 2 GB of Go modules the first time, which took an hour on a busy machine)
 	@$(BIN)/python -m rose_dev.keda
 
 sandbox: venv  ## runc, CRIU, an image and the inspector's program for real sandboxes (cached; root, Debian)

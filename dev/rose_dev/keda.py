@@ -1,7 +1,7 @@
 """KEDA itself on the development node: built from its Go module, as the other parts are.
 
 Its module brings every scaler there is and with them the clients of three clouds: some 2 GB of
-modules and a quarter of an hour and more on two cores. So it is a part of its own, which only
+modules; on two busy cores it took an hour. So it is a part of its own, which only
 ``make test-keda`` builds (``python -m rose_dev.keda``). Operator and metrics adapter run; the
 admission webhooks, which only say early what is wrong with an object, are left out.
 """

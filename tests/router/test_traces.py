@@ -253,8 +253,10 @@ async def test_a_commit_inside_a_turn_and_a_turn_that_failed_are_seen(stage: Mak
 
 
 async def test_what_a_sandboxs_host_is_told_stands_in_the_trajectorys_trace(stage: Make) -> None:
-    async def answer(_: web.Request) -> web.Response:
-        return web.json_response({})
+    async def answer(request: web.Request) -> web.Response:
+        if request.match_info["rest"].startswith("t1"):
+            return web.json_response({})
+        raise web.HTTPNotFound  # it has a sandbox of t1 alone
 
     app = web.Application()
     app.router.add_route("*", "/sessions/{rest:.*}", answer)
@@ -266,12 +268,16 @@ async def test_what_a_sandboxs_host_is_told_stands_in_the_trajectorys_trace(stag
         async with stage(traces=collector.endpoint, sandbox_hosts={"": (host,)}) as s:
             await s.engine("a", token_seconds=0.02)
             body = {"input_ids": [3, 1], "sampling_params": {"max_new_tokens": 20}}
-            async with s.post("/generate", body | {"session_id": "t1"}) as reply:
-                assert reply.status == 200
+            for session in ("t1", "t2"):
+                async with s.post("/generate", body | {"session_id": session}) as reply:
+                    assert reply.status == 200
             told = s.router.service.sandboxes
             assert isinstance(told, TurnClock)
             await until(lambda: not told._lines)
-        (root,) = collector.named("rl.sample")
+        roots = {
+            values(one.attributes)["rl.trajectory.id"]: one for one in collector.named("rl.sample")
+        }
+        root = roots["t1"]
         steps = [*collector.named("rose.checkpoint"), *collector.named("rose.sandbox ready")]
         assert [values(one.attributes)["rose.sandbox.step"] for one in steps] == ["turn", "ready"]
         assert {(one.trace_id, one.parent_span_id) for one in steps} == {

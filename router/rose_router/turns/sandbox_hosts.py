@@ -90,13 +90,16 @@ class SandboxHosts:
 
     async def tell(
         self, job: str, session: str, step: str, body: Callable[[], dict[str, Any]]
-    ) -> bool:
-        """Tell the session's host a step; False: it has none, or none took it. Never raises."""
+    ) -> bool | None:
+        """Tell the session's host a step: whether it took it, None where no host has it.
+
+        Never raises.
+        """
         name = (job, session)
         try:
             url = await self.find(job, session)
             if url is None:
-                return False
+                return None
             status, said = await self._call(url, (session, step), body(), CALL_SECONDS)
         except RouterError as error:
             LOG.info("session %s: %s", session, error)

@@ -47,8 +47,11 @@ class Hosts(Protocol):
         """Whether turns of the job have hosts."""
         ...
 
-    async def tell(self, job: str, session: str, step: str, body: Body) -> bool:
-        """Tell the session's host a step; False: it has none, or none took it. Never raises."""
+    async def tell(self, job: str, session: str, step: str, body: Body) -> bool | None:
+        """Tell the session's host a step: whether it took it, None where no host has it.
+
+        Never raises.
+        """
         ...
 
 
@@ -234,11 +237,12 @@ class TurnClock:
         tracing = self._tracing
         span = tracing.begin_step(named(*name), step) if tracing is not None else None
         took = await self._hosts.tell(*name, step, body)
-        if span is not None:
+        if span is not None and took is not None:
+            # One that is never ended is never exported: most trajectories have no sandbox.
             span.set_attribute("rose.sandbox.took", took)
             span.end()
         metrics.SANDBOX_STEPS.labels(step, "told" if took else "untold").inc()
-        return took
+        return bool(took)
 
     def _tidy(self, name: tuple[str, str], line: _Line) -> None:
         idle = not line.live and not line.steps and line.task is None
