@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.record import Figure, record
-from bench.rounds.parts import RUN, RunningLease, lease
+from bench.rounds.parts import RunningLease, lease, trainer_command
 from rose_wire import flags
 
 _COUNT = re.compile(
@@ -74,11 +73,7 @@ def train(running: RunningLease, given: argparse.Namespace, folder: Path) -> lis
     Raises:
         CalledProcessError: training failed.
     """
-    # What a benchmark started that is killed goes with it.
-    command = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
-    command += [sys.executable, "-m", "examples.grpo.train", f"--url={running.url}"]
-    command += [f"--store={running.store}", f"--run={RUN}", f"--model={running.model}"]
-    command += [f"--out={folder / 'run'}", f"--seed={given.seed}", f"--seconds={given.seconds}"]
+    command = trainer_command(running, folder / "run", given.seed, given.seconds)
     found = [_read(running)]
     ended = threading.Event()
 
@@ -89,7 +84,7 @@ def train(running: RunningLease, given: argparse.Namespace, folder: Path) -> lis
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        subprocess.run([*command, "--quiet"], check=True)
+        subprocess.run(command, check=True)
     finally:
         ended.set()
         watching.join()

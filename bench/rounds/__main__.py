@@ -18,7 +18,7 @@ import msgspec
 
 from bench.record import record
 from bench.rounds.curves import PLAIN, ROUNDS, Curve, curve_of, figures, table
-from bench.rounds.parts import RUN, RunningLease, lease
+from bench.rounds.parts import RunningLease, lease, trainer_command
 from rose_wire import flags
 
 
@@ -47,9 +47,7 @@ def train(
         CalledProcessError: it failed.
     """
     out = folder / f"{arm}-{seed}"
-    command = [sys.executable, "-m", "examples.grpo.train", f"--url={running.url}"]
-    command += [f"--store={running.store}", f"--run={RUN}", f"--model={running.model}"]
-    command += [f"--out={out}", f"--seed={seed}", f"--seconds={given.seconds}", "--quiet"]
+    command = trainer_command(running, out, seed, given.seconds)
     command += [f"--evaluate-seconds={given.evaluate_seconds}"]
     sys.stderr.write(f"{arm}, seed {seed}\n")
     subprocess.run([*command, *(["--rounds"] if arm == ROUNDS else [])], check=True)

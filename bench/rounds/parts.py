@@ -42,13 +42,25 @@ class RunningLease:
     model: Path
 
 
+def _guard() -> list[str]:
+    """What a benchmark started that is killed goes with it."""
+    return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+
+
+def trainer_command(running: RunningLease, out: Path, seed: int, seconds: float) -> list[str]:
+    """The example's training on a lease, which writes to ``out`` and says little."""
+    return [
+        *(*_guard(), sys.executable, "-m", "examples.grpo.train", "--quiet"),
+        *(f"--url={running.url}", f"--store={running.store}", f"--run={RUN}"),
+        *(f"--model={running.model}", f"--out={out}", f"--seed={seed}", f"--seconds={seconds}"),
+    ]
+
+
 @contextmanager
 def process(folder: Path, *command: str) -> Iterator[None]:
     """One command of ``rose``; its output goes to a file in the folder."""
     name = "-".join(word for word in command[:2] if not word.startswith("-"))
-    # What a benchmark started that is killed goes with it.
-    guard = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
-    words = [*guard, sys.executable, "-m", "rose_cli.main", *command]
+    words = [*_guard(), sys.executable, "-m", "rose_cli.main", *command]
     with (folder / f"{name}.log").open("wb") as log:
         child = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
     try:

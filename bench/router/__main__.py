@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -99,7 +100,17 @@ async def turns(
         return Result(seconds, first, time.perf_counter() - began)
 
 
-_ADDED_MS = {50: 1.0, 99: 3.0}
+def _first(result: Result) -> list[float]:
+    return result.first
+
+
+def _whole(result: Result) -> list[float]:
+    return result.seconds
+
+
+_PARTS = (("first event", _first), ("turn", _whole))
+_ADDED_MS: Mapping[int, float | None] = {50: 1.0, 99: 3.0}
+_ADDED_MS_LONG: Mapping[int, float | None] = {50: None, 99: 30.0}
 _LONG_TOKEN_SECONDS = 0.02
 
 
@@ -137,7 +148,15 @@ async def _routes(
     if has_sglang_router(given.sglang_router_python):
         other = sglang_router(given.sglang_router_python, engine.url)
         routes["sglang-router"] = await stack.enter_async_context(other)
-    routes["bytes passed on"] = stack.enter_context(passer(engine.url))
+    return routes
+
+
+async def _paced_routes(
+    stack: AsyncExitStack, given: argparse.Namespace, token_seconds: float
+) -> dict[str, Route]:
+    """For streams, also what passing on costs that looks at nothing."""
+    routes = await _routes(stack, given, token_seconds)
+    routes["bytes passed on"] = stack.enter_context(passer(routes["direct"].url))
     return routes
 
 
@@ -145,9 +164,8 @@ async def throughput(given: argparse.Namespace) -> list[Figure]:
     """Turns that are answered at once, 32 at a time; routes take turns, so that load hits all."""
     async with AsyncExitStack() as stack:
         single = await _routes(stack, given, 0)
-        del single["bytes passed on"]
         routes: dict[str, list[Route]] = {name: [route] for name, route in single.items()}
-        pinned = stack.enter_context(stub(0, tls=True))
+        pinned = stack.enter_context(stub(0, cumulative=given.cumulative, tls=True))
         again = await stack.enter_async_context(rose(pinned, cap=4096))
         routes["two of rose"] = [*routes["rose"], again]
         rates: dict[str, list[float]] = {name: [] for name in routes}
@@ -260,7 +278,7 @@ def _allow_files(wanted: int) -> None:
 async def latency(given: argparse.Namespace) -> list[Figure]:
     """Streams at a set pace: how much later first events and ends come than without a router."""
     async with AsyncExitStack() as stack:
-        routes = await _routes(stack, given, given.token_seconds)
+        routes = await _paced_routes(stack, given, given.token_seconds)
         found: dict[str, list[Result]] = {name: [] for name in routes}
         for _ in range(given.stream_rounds):
             for name, route in routes.items():
@@ -284,7 +302,7 @@ async def long_prompts(given: argparse.Namespace) -> list[Figure]:
     if not count:
         return []
     async with AsyncExitStack() as stack:
-        routes = await _routes(stack, given, _LONG_TOKEN_SECONDS)
+        routes = await _paced_routes(stack, given, _LONG_TOKEN_SECONDS)
         found: dict[str, list[Result]] = {name: [] for name in routes}
         for _ in range(given.stream_rounds):
             for name, route in routes.items():
@@ -292,53 +310,58 @@ async def long_prompts(given: argparse.Namespace) -> list[Figure]:
                     *(route.url,), count=count, at_once=2, tokens=4, prompt=prompt, stream=True
                 )
                 found[name].append(result)
-    rows = []
-    for name, results in found.items():
-        if name == "direct":
-            continue
-        for percent in (50, 99):
-            pairs = zip(results, found["direct"], strict=True)
-            share = percent / 100
-            added = [quantile(a.first, share) - quantile(b.first, share) for a, b in pairs]
-            aim = 30.0 if name == "rose" and percent == 99 else None
-            title = f"prompts of {prompt} tokens: added first event p{percent}, {name}"
-            rows.append(figure(title, 1000 * statistics.median(added), "ms", at_most=aim))
-    return rows
+    base, prefix = found.pop("direct"), f"prompts of {prompt} tokens: "
+    return [
+        row
+        for name, results in found.items()
+        for row in _against(
+            name, results, base, prefix=prefix, most=_ADDED_MS_LONG, parts=_PARTS[:1]
+        )
+    ]
 
 
 def _beside(found: dict[str, list[Result]]) -> list[Figure]:
     """How much later the slowest hundredth is than through sglang-router, inside each round."""
     rows = []
-    for what, of in (("first event", _first), ("turn", _whole)):
-        pairs = zip(found["rose"], found["sglang-router"], strict=True)
+    for name, (what, of) in itertools.product(("rose", "rose, plain text"), _PARTS):
+        pairs = zip(found[name], found["sglang-router"], strict=True)
         later = [quantile(of(ours), 0.99) - quantile(of(theirs), 0.99) for ours, theirs in pairs]
-        title = f"{what} p99, rose less sglang-router"
+        title = f"{what} p99, {name} less sglang-router"
         rows.append(figure(title, 1000 * statistics.median(later), "ms", at_most=0))
     return rows
 
 
-def _against(name: str, results: list[Result], base: list[Result]) -> list[Figure]:
-    """Medians over the rounds; what is added is compared inside each round."""
+def _against(
+    name: str,
+    results: list[Result],
+    base: list[Result],
+    *,
+    prefix: str = "",
+    most: Mapping[int, float | None] = _ADDED_MS,
+    parts: Sequence[tuple[str, Callable[[Result], list[float]]]] = _PARTS,
+) -> list[Figure]:
+    """Medians over the rounds; what is added is compared inside each round.
+
+    Args:
+        name: of the route.
+        results: of its rounds.
+        base: of the route that they are compared with, which may be the same.
+        prefix: of the figures' names.
+        most: what ``rose`` may add in ms, by percentile.
+        parts: of a turn, with their times.
+    """
     figures = []
-    for percent, most in _ADDED_MS.items():
-        for what, of in (("first event", _first), ("turn", _whole)):
+    for percent, aim in most.items():
+        for what, of in parts:
             values = [quantile(of(one), percent / 100) for one in results]
             if results is not base:
                 without = (quantile(of(one), percent / 100) for one in base)
                 values = [with_ - alone for with_, alone in zip(values, without, strict=True)]
             word = "" if results is base else "added "
-            aim = most if name == "rose" else None
-            title = f"{word}{what} p{percent}, {name}"
-            figures.append(figure(title, 1000 * statistics.median(values), "ms", at_most=aim))
+            title = f"{prefix}{word}{what} p{percent}, {name}"
+            held = aim if name == "rose" else None
+            figures.append(figure(title, 1000 * statistics.median(values), "ms", at_most=held))
     return figures
-
-
-def _first(result: Result) -> list[float]:
-    return result.first
-
-
-def _whole(result: Result) -> list[float]:
-    return result.seconds
 
 
 async def run(given: argparse.Namespace) -> list[Figure]:

@@ -32,6 +32,7 @@ from rose_core.delta.bits import Bits
 from rose_core.delta.digest import Digest, digest_run, total
 from rose_engines.errors import CommitRefused
 from rose_engines.handover import BoundaryWork
+from rose_engines.live import zero
 from rose_engines.session import WeightSession
 from rose_engines.sglang.calls import (
     Activate,
@@ -129,6 +130,9 @@ class AdapterSession(WeightSession):
 
     def _first_digest(self) -> Digest:
         """The base was measured when its tensor was made: once for all adapters over it."""
+        return self._digest_over_known_base()
+
+    def _digest_over_known_base(self) -> Digest:
         return total(
             tensor.known if isinstance(tensor, BaseDigest) else tensor.digest()
             for tensor in self._live.values()
@@ -168,13 +172,9 @@ class AdapterSession(WeightSession):
         if left := self._end_requests():
             return Refused("Busy", f"{left} requests of run {self.run} end first; ask again")
         for tensor in self._live.values():
-            bits = tensor.all_bits()
             if not isinstance(tensor, BaseDigest):
-                tensor.put(slice(0, bits.size), np.zeros_like(bits))
-        found = total(
-            tensor.known if isinstance(tensor, BaseDigest) else tensor.digest()
-            for tensor in self._live.values()
-        )
+                zero(tensor)
+        found = self._digest_over_known_base()
         if found != self._base_digest:
             return self._broken(f"the adapter of {self.run} could not be zeroed")
         self._digest, self._version = found, self._base

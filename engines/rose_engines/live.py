@@ -31,12 +31,18 @@ from rose_core.delta.tiles import Tiling
 from rose_engines import fused_scatter
 from rose_engines.errors import BrokenWeights, CommitRefused
 from rose_engines.staging import StagedUpdate
-from rose_engines.tensors import HostTensor, Live
+from rose_engines.tensors import HostTensor, Live, LiveTensor
 
 
 def digest_live(live: Live) -> Digest:
     """Digest of everything that is held here, read from the live weights."""
     return total(tensor.digest() for tensor in live.values())
+
+
+def zero(tensor: LiveTensor) -> None:
+    """Write zeros over all of it."""
+    bits = tensor.all_bits()
+    tensor.put(slice(0, bits.size), np.zeros_like(bits))
 
 
 def readable(live: Live) -> tuple[int, ...]:

@@ -61,10 +61,14 @@ class CostCorrect:
         return sum(price * self.share[tier] for tier, price in self.per_million.items())
 
     @property
+    def tokens(self) -> float:
+        """Tokens sampled per correct answer."""
+        return self.answer_tokens * self.reasoning * self.rollout_ratio / self.accept_rate
+
+    @property
     def total(self) -> float:
         """Micro-units per correct answer."""
-        tokens = self.answer_tokens * self.reasoning * self.rollout_ratio / self.accept_rate
-        return self.blended / _MILLION * tokens
+        return self.blended / _MILLION * self.tokens
 
     def borrowed_threshold(self, other: float) -> float | None:
         """Price of a million borrowed tokens up to which a correct answer costs ``other`` at most.
@@ -74,11 +78,8 @@ class CostCorrect:
         borrowed = self.share.get(Tier.BORROWED, 0.0)
         if not borrowed:
             return None
-        tokens = self.total / self.blended if self.blended else 0.0
-        if not tokens:
-            return None
         rest = self.blended - self.per_million.get(Tier.BORROWED, 0.0) * borrowed
-        return (other / tokens - rest) / borrowed
+        return (other / self.tokens * _MILLION - rest) / borrowed
 
 
 def taken_apart(bill: Cost, tokens: Sampled, accepted: int, correct: int) -> CostCorrect | None:

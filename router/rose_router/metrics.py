@@ -197,7 +197,7 @@ DRAFTS = Counter(
 )
 DRAFT_CORPORA = Counter(
     "rose_router_draft_corpora",
-    "Tokens to draft from that engines were sent: sent, refused (not taken; sent again).",
+    "Corpora (tokens to draft from) for engines: sent, refused (not taken; sent again).",
     ["outcome"],
     registry=REGISTRY,
 )

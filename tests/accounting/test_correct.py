@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,6 +83,8 @@ def test_the_threshold_is_the_price_at_which_borrowing_makes_no_difference() -> 
     free = found.borrowed_threshold(found.total * 0.5)
     assert free is not None
     assert free < 0, "half the cost cannot be had even if borrowing is free"
+    gift = replace(found, per_million=dict.fromkeys(found.per_million, 0.0))
+    assert gift.borrowed_threshold(0.0) == 0, "also where nothing has cost anything"
 
 
 def test_prices_of_a_late_request_and_of_the_reserve_come_from_the_pools_own_gpus() -> None:

@@ -16,8 +16,9 @@ from rose_core.rollouts.transcript import Leg, StreamEvent, Transcript
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until
 from rose_router.http.history import routing_of
+from rose_router.http.replies import sglang
 from rose_router.turns.request import TurnRequest
-from rose_router.turns.turn import Turn
+from rose_router.turns.turn import Turn, TurnState
 from tests.router.conftest import Stage
 from tests.router.scripts import Follows, folder
 
@@ -100,7 +101,8 @@ async def test_a_row_with_a_turn_that_did_not_ask_has_none_until_one_asks_again(
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_rows_of_tokens_that_a_turn_does_not_have_are_left_out(more: int) -> None:
-    turn = Turn(TurnRequest("r", (1, 2, 3), {}), 0.0, Transcript((1, 2, 3)))
+    request = TurnRequest("r", (1, 2, 3), {}, passed={"return_routed_experts": True})
+    turn = Turn(request, 0.0, Transcript((1, 2, 3)))
     leg = Leg("a", EngineKind.DEDICATED, "r", "run@1.0", 0)
     rows = base64.b64encode(bytes(8 * (4 + 2 * more))).decode()
     ids, said = [7, 8, 9, 10][: 2 + 2 * more], {"type": "stop"}
@@ -111,6 +113,10 @@ def test_rows_of_tokens_that_a_turn_does_not_have_are_left_out(more: int) -> Non
     turn.last_meta = leg.meta
     found = routing_of(turn)
     assert found == Routing(bytes(32), 0, 8)
+    turn.state, turn.finish = TurnState.DONE, said
+    told = sglang(turn, None)["meta_info"]["routed_experts"]
+    assert base64.b64decode(told) == bytes(32)
+    assert (told is rows) is (not more), "what the engine said is handed on where nothing is cut"
 
 
 async def test_a_turn_that_moved_between_borrowed_engines_has_the_rows_of_all_its_tokens(

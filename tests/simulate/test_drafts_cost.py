@@ -8,7 +8,9 @@ from pydantic import ValidationError
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.costs import costs
+from rose_simulate.model.curves import dedicated_tokens_per_s
 from rose_simulate.model.scenario import RolloutJob
+from rose_simulate.model.workload import Turn
 from tests.simulate.worlds import scenario
 
 PLAIN = costs("H100", "Qwen3-8B", 1.0)
@@ -25,6 +27,14 @@ def test_a_step_pays_for_what_it_verifies_and_gives_several_tokens() -> None:
 def test_drafts_that_are_never_right_only_cost() -> None:
     lost = costs("H100", "Qwen3-8B", 1.0, draft_nodes=8)
     assert lost.step(16, 1000)[0] > PLAIN.step(16, 1000)[0]
+
+
+def test_a_fleets_own_engines_draft_as_its_lent_ones_do() -> None:
+    job = scenario().jobs[0]
+    told = job.model_copy(update={"draft_nodes": 8, "tokens_per_step": 2.0})
+    pool = [(Turn(1000, 400, 0.0),)]
+    plain, drafts = (dedicated_tokens_per_s(one, 0.5, pool) for one in (job, told))
+    assert drafts > 1.2 * plain
 
 
 def test_a_stop_may_have_to_wait_for_a_whole_step() -> None:

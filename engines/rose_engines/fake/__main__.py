@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from aiohttp import web
 
 from rose_core.identity import BASE_LABEL
@@ -28,6 +27,7 @@ from rose_engines.fake.ranks import lead
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
 from rose_engines.fake.sleep import FakeSleep
+from rose_engines.live import zero
 from rose_engines.multi_rank import LeaderSession
 from rose_engines.permit import Permit
 from rose_engines.safetensors import read_checkpoint
@@ -125,8 +125,7 @@ def adapter_slots(
     for number in range(flags.adapter_slots):
         live = load_weights(flags.model)
         for tensor in live.values():
-            bits = tensor.all_bits()
-            tensor.put(slice(0, bits.size), np.zeros_like(bits))
+            zero(tensor)
         end = partial(end_slot, number)
         sessions.append(AdapterSession(live, flags.weight_version, wake=wake, end_requests=end))
     return AdapterSlots(sessions)

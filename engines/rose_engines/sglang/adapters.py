@@ -24,7 +24,7 @@ from rose_core.adapters import BASE, SCALE, STACKS, engine_name, tensor_name
 from rose_core.wire.sync import AdapterSpec
 from rose_engines.adapters import BaseDigest, scale_tensor
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.live import digest_live
+from rose_engines.live import digest_live, zero
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.sglang import layout, parameters
 from rose_engines.tensors import LiveTensor
@@ -79,10 +79,10 @@ def read_pool(scheduler: Any, folder: Path, spec: AdapterSpec) -> AdapterPool:  
         for own, bits in zip(names, given, strict=True)
     ]
     measured = BaseDigest(lambda: digest_live(base))
-    for own, bits, tensors in zip(names, given, live, strict=True):
+    for own, tensors in zip(names, live, strict=True):
         _check_rest(manager, tensors, manager.memory_pool.get_buffer_id(own))
-        for name, tensor in tensors.items():
-            tensor.put(slice(0, bits[name].numel()), np.zeros_like(_bits(bits[name])))
+        for tensor in tensors.values():
+            zero(tensor)
         adapter = manager.loras[own]
         for layer in adapter.layers:
             layer.weights.clear()  # the slot is pinned: nothing is loaded from here again

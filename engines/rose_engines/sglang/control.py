@@ -145,7 +145,8 @@ class ControlClient:
 
     Args:
         reader, writer: connected to it.
-        run: whose adapter all calls are about; empty where the engine has one alone.
+        run: whose adapter calls about weights mean, as long as they name none themselves; empty
+            where the engine has one alone.
     """
 
     def __init__(

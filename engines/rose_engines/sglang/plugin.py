@@ -179,8 +179,7 @@ class SchedulerPlugin:
         self._wake = -1
         adapter = os.environ.get(ADAPTER_VARIABLE)
         self._adapter = msgspec.json.decode(adapter, type=AdapterSpec) if adapter else None
-        self._labels: list[str] = []
-        self._numbers: dict[str, int] = {}
+        self._labels: dict[str, str] = {}  # of each adapter, by SGLang's name of it
 
     @property
     def adapters(self) -> int:
@@ -266,7 +265,7 @@ class SchedulerPlugin:
 
     def label_of(self, request: Any) -> str:  # noqa: ANN401
         """Version label of the adapter that a request is computed with."""
-        return self._labels[self._numbers[request.lora_id]]
+        return self._labels[request.lora_id]
 
     def before_abort(self, scheduler: Any, *_: object, **__: object) -> None:  # noqa: ANN401
         """Hook: requests are looked for; those held back must be found."""
@@ -350,8 +349,7 @@ class SchedulerPlugin:
             )
         pool = adapters.read_pool(scheduler, control.parent, spec)
         version = scheduler.server_args.weight_version
-        self._labels = [version] * spec.slots
-        self._numbers = {engine_name(number): number for number in range(spec.slots)}
+        self._labels = {engine_name(number): version for number in range(spec.slots)}
         move, wake = self._hooks(scheduler)
         sessions = []
         for number, live in enumerate(pool.adapters):
@@ -414,13 +412,14 @@ class SchedulerPlugin:
             record_weight_version_events,
         )
 
-        slots, name, before = self._session, engine_name(number), self._labels[number]
+        slots, name = self._session, engine_name(number)
         if not isinstance(slots, AdapterSlots):
             return 0
+        before = self._labels[name]
         mine = [request for request in _live(scheduler) if request.lora_id == name]
         if version != before:
             record_weight_version_events(mine, old_version=before)
-            self._labels[number] = version
+            self._labels[name] = version
         for request in _waiting(scheduler):
             if request.lora_id == name:
                 request.extra_key = self._cache_key(request.extra_key, slots[number])

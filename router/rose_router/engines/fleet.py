@@ -106,7 +106,7 @@ class Engine:
         kept: it takes no other turn until one that must be alone has come.
         solo: that one runs there.
         died_with: legs of its last death, and those of them that may have caused it.
-        together: all adapters of its process, itself among them; empty = it is the only one.
+        together: all adapters of its process, itself among them.
         head: newest version of its run, where that is not the lease's first.
     """
 
@@ -128,29 +128,40 @@ class Engine:
     kept: bool = False
     solo: bool = False
     died_with: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    together: tuple[Engine, ...] = ()
     head: WeightVersion | None = None
+    together: tuple[Engine, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.together = (self,)
+
+    @property
+    def leads(self) -> bool:
+        """It is the first of its process, which speaks for all of it."""
+        return self.together[0] is self
 
     @property
     def occupied(self) -> int:
         """Turns that its process has."""
-        return sum(one.reserved for one in self.together) if self.together else self.reserved
+        return sum([one.reserved for one in self.together])  # asked at every token
+
+    @property
+    def excess(self) -> int:
+        """By how many the legs of its process are more than the cap, which was cut then."""
+        return max(0, sum(len(one.legs) for one in self.together) - self.cap)
 
     def beyond_cap(self) -> frozenset[str]:
-        """The youngest legs of its process that are more than the cap, which was cut."""
-        if not self.together and len(self.legs) <= self.cap:
-            return frozenset()  # nearly always, and asked of every engine at every look
-        legs = [leg for one in self.together or (self,) for leg in one.legs.values()]
-        if len(legs) <= self.cap:
+        """The youngest legs of its process, as many as are more than the cap."""
+        excess = self.excess
+        if not excess:
             return frozenset()
+        legs = [leg for one in self.together for leg in one.legs.values()]
         legs.sort(key=lambda leg: -leg.began)
-        return frozenset(leg.rid for leg in legs[: len(legs) - self.cap])
+        return frozenset(leg.rid for leg in legs[:excess])
 
     @property
     def places(self) -> int:
         """Turns that its process could take more; told once, by the first of its adapters."""
-        first = not self.together or self.together[0] is self
-        return max(0, self.cap - self.occupied) if first else 0
+        return max(0, self.cap - self.occupied) if self.leads else 0
 
     @property
     def bounds(self) -> Bounds:
@@ -165,7 +176,7 @@ class Engine:
         """
         with_it, blamed = self.died_with
         if rid not in with_it:
-            legs = [leg for one in self.together or (self,) for leg in one.legs.values()]
+            legs = [leg for one in self.together for leg in one.legs.values()]
             blamed = suspects({leg.rid: leg.tokens for leg in legs})
             self.died_with = (frozenset(leg.rid for leg in legs), blamed)
         return blamed
@@ -206,7 +217,7 @@ class Engine:
             live=self.occupied,
             leaving=self.update.leaving,
             fencing=bool(self.fences),
-            kept=self.kept or any(one.solo for one in self.together or (self,)),
+            kept=self.kept or any(one.solo for one in self.together),
             backing_off_until=self.backing_off_until,
             speed=self.speed or usual,
             hazard=self.hazard,
@@ -270,8 +281,7 @@ class Fleet:
 
     def processes(self) -> list[EngineView]:
         """One view of each process, whatever number of adapters it has."""
-        firsts = [e for e in self._engines.values() if not e.together or e.together[0] is e]
-        return [engine.view(self.expected(engine)) for engine in firsts]
+        return [one.view(self.expected(one)) for one in self._engines.values() if one.leads]
 
     def expected(self, engine: Engine) -> Speed:
         """What to expect of an engine not seen working yet: what its class does, else all."""
@@ -318,7 +328,10 @@ class Fleet:
         return dict(self._heads)
 
     def head_of(self, run: str) -> WeightVersion | None:
-        """The newest version of a run; of the lease's first without a name."""
+        """The newest version of a run.
+
+        The lease's first's without a name, and for a run that no engine has told of.
+        """
         return self._heads.get(run) or self.head
 
     def apply(self, update: EngineUpdate, stream: int) -> None:
@@ -356,6 +369,8 @@ class Fleet:
         if engine is None:
             engine = Engine(update, stream, now, part=self._part)
             self._engines[update.engine] = engine
+            if update.run:
+                self._join(engine)
             was_open = engine.gate_open
         elif update.relayed and not engine.update.relayed and engine.detached_at is None:
             return  # its owner speaks to this replica itself
@@ -368,8 +383,6 @@ class Fleet:
         self.residents.set_pool(update.engine, update.kv_tokens)
         before = engine.version
         engine.version = versions.parse(update.version) if update.version else None
-        if update.run:
-            self._join(engine)
         if update.named:
             self._raise_own_head(engine)
         else:
@@ -417,7 +430,7 @@ class Fleet:
     def _drop(self, engine: Engine) -> None:
         self._bounds = None
         del self._engines[engine.name]
-        if engine.together:
+        if engine.update.run:
             self._join(engine)
         self.residents.drop_engine(engine.name)
         for leg in list(engine.legs.values()):

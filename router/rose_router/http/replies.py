@@ -172,7 +172,11 @@ def _experts(turn: Turn) -> dict[str, Any]:
     found = routing_of(turn)
     if found is None:
         return {EXPERTS: None, "routed_experts_recomputed": None}
-    rows = base64.b64encode(found.rows).decode()
+    given = turn.last_meta
+    if given["completion_tokens"] == len(turn.transcript.legs[-1].ids):
+        rows = given[EXPERTS]  # nothing was cut
+    else:
+        rows = base64.b64encode(found.rows).decode()
     return {EXPERTS: rows, "routed_experts_recomputed": found.recomputed}
 
 

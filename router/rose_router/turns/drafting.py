@@ -165,7 +165,7 @@ class Drafter:
         found: dict[str, list[Engine]] = defaultdict(list)
         for one in self._fleet:
             if one.update.drafts and one.gate_open and not one.update.relayed:
-                found[one.together[0].name if one.together else one.name].append(one)
+                found[one.process].append(one)
         return found
 
     def _seen(self, processes: Mapping[str, Sequence[Engine]]) -> tuple[dict[str, set[str]], _Said]:

@@ -117,9 +117,11 @@ class Ledger:
             while len(self._finished) > REPLAYABLE:
                 self._finished.popitem(last=False)
 
-    def count_tokens(self, kind: EngineKind, count: int) -> None:
-        """So many tokens of a turn are held that an engine of this kind made."""
+    def count_tokens(self, kind: EngineKind, count: int, run: str = "") -> None:
+        """So many tokens of a turn are held that an engine of this kind made, for this run."""
         _tokens(kind).inc(count)
+        if run:
+            _run_tokens(run).inc(count)
         self.totals.tokens += count
         self.totals.borrowed_tokens += count if kind is EngineKind.BORROWED else 0
 
@@ -148,6 +150,11 @@ class Ledger:
 def _tokens(kind: EngineKind) -> Counter:
     """Looked up once: finding a metric by its labels costs more than counting."""
     return metrics.TOKENS.labels(kind.value.lower())
+
+
+@lru_cache(64)
+def _run_tokens(run: str) -> Counter:
+    return metrics.RUN_TOKENS.labels(run)
 
 
 @lru_cache(64)

@@ -29,9 +29,8 @@ class LegReader:
         clock: monotonic seconds.
 
     Attributes:
-        says_more: the engine's last word is wanted also where a stop string ends the turn before
-            it: experts of all tokens come with it.
-        halt: called then, to have the engine say it.
+        wants_last_word: of the engine, also where a stop string ends the turn before it: experts of
+            all tokens come with it.
     """
 
     def __init__(
@@ -42,11 +41,15 @@ class LegReader:
         self._crossing = _crossing(turn)
         self._over = False
         wanted = turn.request.passed.get("return_routed_experts")
-        self.says_more = bool(wanted) and self._crossing is not None
-        self.halt: Callable[[], None] = _nothing
+        self.wants_last_word = bool(wanted) and self._crossing is not None
 
-    def take(self, events: Iterable[StreamEvent]) -> bool:
+    def take(self, events: Iterable[StreamEvent], halt: Callable[[], None] | None = None) -> bool:
         """Take events that came together; listeners are told once.
+
+        Args:
+            events: in their order.
+            halt: has the engine say its last word, called where the turn ends before it; ``None`` =
+                no more is wanted then.
 
         Returns:
             False when no more is wanted.
@@ -56,14 +59,14 @@ class LegReader:
         """
         now, before = self._clock(), self._leg.placed
         try:
-            return all(self._took(event, now) for event in events)
+            return all(self._took(event, now, halt) for event in events)
         finally:
             if self._leg.placed > before:
                 self._clear()
                 self._note_first(now)
                 self._turn.changed.fire()
 
-    def _took(self, event: StreamEvent, now: float) -> bool:
+    def _took(self, event: StreamEvent, now: float, halt: Callable[[], None] | None) -> bool:
         leg, handle = self._leg, self._handle
         if self._over:
             if event.finish is not None:
@@ -80,10 +83,10 @@ class LegReader:
             kept.update([(name, meta[name]) for name in _PROMPT_META if name in meta])
         if self._crossing is None or not _stopped(leg, self._crossing):
             return True
-        if not self.says_more or leg.ended:
+        if halt is None or leg.ended:
             return False
         self._over = True
-        self.halt()
+        halt()
         return True
 
     def _clear(self) -> None:
@@ -117,10 +120,6 @@ class LegReader:
             return
         waited = now - handle.began
         self._fleet.learn_speed(engine, lambda speed: speed.saw_first_token(waited, uncached))
-
-
-def _nothing() -> None:
-    return
 
 
 def _crossing(turn: Turn) -> Crossing | None:

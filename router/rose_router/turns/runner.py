@@ -269,7 +269,7 @@ class TurnRunner:
         target = Target.of(engine.update, trace)
         body = turn.request.leg_body(turn.transcript.context, turn.held, leg.rid, leg.version)
         reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
-        if not reader.says_more:
+        if not reader.wants_last_word:
             await self._client.stream(target, body, reader.take)
         else:
             await self._read_to_the_end(target, body, reader, engine, leg)
@@ -289,8 +289,7 @@ class TurnRunner:
                     limit.reschedule(asyncio.get_running_loop().time() + _LAST_WORD_SECONDS)
                     self._fences.raise_for(engine, leg.rid)
 
-                reader.halt = halt
-                await self._client.stream(target, body, reader.take)
+                await self._client.stream(target, body, partial(reader.take, halt=halt))
         except (LegLost, TimeoutError):
             if not leg.complete:
                 raise
@@ -304,9 +303,7 @@ class TurnRunner:
         turn.last_meta = leg.meta or turn.last_meta
         turn.redone_tokens += folded.dropped
         engine.tokens += folded.kept
-        self._ledger.count_tokens(engine.kind, folded.kept)
-        if engine.update.run:
-            metrics.RUN_TOKENS.labels(engine.update.run).inc(folded.kept)
+        self._ledger.count_tokens(engine.kind, folded.kept, engine.update.run)
         metrics.REDONE.inc(folded.dropped)
         context = len(turn.transcript.prompt) + turn.held
         self._sessions.settle(turn.request.trajectory, Home(engine.name, context, leg.version))

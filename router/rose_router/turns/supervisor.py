@@ -80,7 +80,7 @@ class Supervisor:
 
     def _at_ease(self, engine: Engine, now: float) -> bool:
         """Whether no leg can be judged to end: all may go on, and all have spoken lately."""
-        if not engine.gate_open or engine.beyond_cap():
+        if not engine.gate_open or engine.excess:
             return False
         spoke = min(leg.last_event for leg in engine.legs.values())
         return now - spoke < self._patience.stall_seconds

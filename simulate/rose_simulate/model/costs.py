@@ -16,6 +16,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rose_simulate.model.scenario import RolloutJob
 
 SATURATED = 32
 _PARALLEL_EFFICIENCY = 0.8
@@ -98,7 +102,7 @@ class Costs:
         first, growth = self._step(batch, context)
         if not self.draft_nodes:
             return first, growth
-        verified = self.draft_nodes * batch / self.fit.prefill_tokens_per_s * self._scale * 1e3
+        verified = self._reading(self.draft_nodes * batch)
         return (first + verified) / self.tokens_per_step, growth / self.tokens_per_step
 
     def _step(self, batch: int, context: int) -> tuple[float, float]:
@@ -110,8 +114,10 @@ class Costs:
 
     def prefill(self, tokens: int, pairs: float) -> float:
         """Time to prefill so many tokens, which attend to so many pairs (``pairs``)."""
-        work = tokens + pairs * self.fit.tokens_per_pair
-        return work / self.fit.prefill_tokens_per_s * self._scale * 1e3 + 0.6e-3
+        return self._reading(tokens + pairs * self.fit.tokens_per_pair) + 0.6e-3
+
+    def _reading(self, work: float) -> float:
+        return work / self.fit.prefill_tokens_per_s * self._scale * 1e3
 
 
 def costs(
@@ -141,6 +147,21 @@ def costs(
     per_pair = 4 * layers * width / (weights * 1e9) if attention else 0.0
     fit = Fit(*_STEPS[device, model], weights, kv_bytes, prefill, per_pair)
     return Costs(fit, derate, gpus, draft_nodes, tokens_per_step)
+
+
+def costs_of(
+    job: RolloutJob, device: str, gpus: int, derate: float, *, attention: bool = False
+) -> Costs:
+    """The cost model of a job's engine, with its drafts; ``costs`` has the arguments."""
+    return costs(
+        device,
+        job.model,
+        derate,
+        gpus,
+        attention=attention,
+        draft_nodes=job.draft_nodes,
+        tokens_per_step=job.tokens_per_step,
+    )
 
 
 def pairs(new: int, before: int = 0) -> float:

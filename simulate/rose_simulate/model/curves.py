@@ -15,7 +15,7 @@ from functools import partial
 from rose_core.guard.certificate import Certificate, CertificateCount
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import costs, kv_tokens
+from rose_simulate.model.costs import costs_of, kv_tokens
 from rose_simulate.model.gates import ServingRequest
 from rose_simulate.model.guarded import GuardedGate
 from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
@@ -138,10 +138,13 @@ def _requests(load: float, trace: Rows[Arrival], seed: int) -> list[Row]:
 def dedicated_tokens_per_s(
     job: RolloutJob, derate: float, pool: Rows[Episode], seed: int = 1
 ) -> float:
-    """Rollout tokens per second of one dedicated engine with a full batch."""
+    """Rollout tokens per second of one dedicated engine with a full batch, with the job's drafts.
+
+    Prefill pays for no attention, as nowhere in a fleet but on lent replicas (``Scenario``).
+    """
     clock = Clock()
     room = kv_tokens(job.device, job.model, 0.9, job.gpus_per_engine)
-    own = costs(job.device, job.model, derate, job.gpus_per_engine)
+    own = costs_of(job, job.device, job.gpus_per_engine, derate)
     engine = BatchEngine(clock, own, room, lambda: None)
     draw = random.Random(f"{seed}/dedicated")  # noqa: S311  # a model's randomness
     for number in range(max(1, min(job.dedicated_cap, room // USUAL_CONTEXT))):

@@ -27,7 +27,7 @@ from rose_core.lending import Lease, Memory, Pool, Replica, Slot, Snapshot, plan
 from rose_core.lending.demand import ReceivedNote, together
 from rose_core.rollouts.rhythm import Rhythm, Traffic, note, observe
 from rose_core.wire.sync import SignalSource
-from rose_simulate.model.costs import costs, kv_tokens
+from rose_simulate.model.costs import costs_of, kv_tokens
 from rose_simulate.model.curves import USUAL_CONTEXT, Curve
 from rose_simulate.model.fleet_scenario import FleetScenario
 from rose_simulate.model.fluid_job import EngineSupply, Floats, FluidJob, FluidWork, active_share
@@ -133,7 +133,7 @@ class Fleet:
         ]
         job = told.jobs.job
         lengths = np.array([sum(t.output for t in one) for one in episodes], dtype=float)
-        own = costs(job.device, job.model, told.derate, job.gpus_per_engine)
+        own = costs_of(job, job.device, job.gpus_per_engine, told.derate)
         work = FluidWork(job, own, lengths, active_share(episodes, job))
         self._tanks = [FluidJob(work, self._draw) for _ in range(told.jobs.count)]
         self._sums = dict.fromkeys(

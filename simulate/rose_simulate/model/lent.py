@@ -10,7 +10,7 @@ from rose_core.guard.predictor import Profile
 from rose_core.guard.slack import Objective
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import Costs, costs, kv_tokens, pairs
+from rose_simulate.model.costs import Costs, costs, costs_of, kv_tokens, pairs
 from rose_simulate.model.device import Device, Sharing
 from rose_simulate.model.gates import Gate, Host, ServingRequest, Timings
 from rose_simulate.model.guarded import BYTES_PER_TOKEN, GuardedGate
@@ -152,15 +152,7 @@ class LentReplica:
         assert job is not None  # noqa: S101  # a slot was granted to a job
         gpus = service.gpus_per_replica
         derate, pays = self._scenario.derate, self._scenario.prefill_attention
-        own = costs(
-            service.device,
-            job.model,
-            derate,
-            gpus,
-            attention=pays,
-            draft_nodes=job.draft_nodes,
-            tokens_per_step=job.tokens_per_step,
-        )
+        own = costs_of(job, service.device, gpus, derate, attention=pays)
         pool = kv_tokens(service.device, job.model, service.rollout_memory_share, gpus)
         engine = BatchEngine(self._clock, own, pool, self.device.update, quantum=QUANTUM)
         engine.set_speed(0.0)

@@ -19,7 +19,7 @@ from rose_core.wire.sync import SignalSource
 from rose_simulate.model.balancer import Balancer
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import costs, kv_tokens
+from rose_simulate.model.costs import costs, costs_of, kv_tokens
 from rose_simulate.model.demand import Demands
 from rose_simulate.model.gates import ServingRequest
 from rose_simulate.model.job import Job, JobFacts
@@ -198,15 +198,7 @@ class Simulation:
         )
         self.routers[job.name] = router
         derate, pays = self.scenario.derate, self.scenario.prefill_attention
-        own = costs(
-            job.device,
-            job.model,
-            derate,
-            job.gpus_per_engine,
-            attention=pays,
-            draft_nodes=job.draft_nodes,
-            tokens_per_step=job.tokens_per_step,
-        )
+        own = costs_of(job, job.device, job.gpus_per_engine, derate, attention=pays)
         pool = kv_tokens(job.device, job.model, _DEDICATED_MEMORY, job.gpus_per_engine)
         cap = max(1, min(job.dedicated_cap, pool // _USUAL_CONTEXT))
         for number in range(job.dedicated):
