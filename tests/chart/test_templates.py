@@ -14,7 +14,18 @@ import yaml
 
 from rose_dev.errors import CommandFailed
 from rose_dev.shell import run
-from tests.chart.rendering import CHART, EVERYTHING, HELM, LENDING, Object, Rendered, render
+from tests.chart.rendering import (
+    BATCHES,
+    CHART,
+    EVERYTHING,
+    HELM,
+    LENDING,
+    RELAY,
+    SANDBOXES,
+    Object,
+    Rendered,
+    render,
+)
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build")
 
@@ -174,13 +185,37 @@ def test_stores_reach_the_operator() -> None:
     assert yaml.safe_load(data["stores.yaml"]) == {"main": "weights.research.svc:7446"}
 
 
-def test_a_changed_store_restarts_the_operator() -> None:
-    def stamp(values: Object) -> str:
-        pod = render(values).one("Deployment", "rose-operator")["spec"]["template"]
+READ_ONCE: dict[str, tuple[Object, str]] = {
+    "store": ({"stores": [{"name": "main", "address": "a:1"}]}, "stores.yaml"),
+    "relay": ({"relay": RELAY}, "stores.yaml"),
+    "sandboxes": ({"sandboxes": SANDBOXES}, "router-template.yaml"),
+    "batches": ({"batches": BATCHES}, "router-template.yaml"),
+    "pull secret": ({"imagePullSecrets": [{"name": "mine"}]}, "router-template.yaml"),
+    "template": ({"router": {"template": {"podLabels": {"a": "b"}}}}, "router-template.yaml"),
+}
+
+
+@pytest.mark.parametrize("case", READ_ONCE)
+def test_whatever_changes_what_the_operator_reads_once_restarts_it(case: str) -> None:
+    values, file = READ_ONCE[case]
+
+    def stamp(rendered: Rendered) -> str:
+        pod = rendered.one("Deployment", "rose-operator")["spec"]["template"]
         found: str = pod["metadata"]["annotations"]["rose-gpu.dev/configuration"]
         return found
 
-    assert stamp({}) != stamp({"stores": [{"name": "main", "address": "a:1"}]})
+    before, after = render(), render(values)
+    files = [one.one("ConfigMap", "rose-config")["data"][file] for one in (before, after)]
+    assert files[0] != files[1]
+    assert stamp(before) != stamp(after)
+
+
+def test_what_the_operator_does_not_read_does_not_restart_it() -> None:
+    pods = [
+        render(values).one("Deployment", "rose-operator")["spec"]["template"]
+        for values in ({}, {"agent": {"staticGpus": [{"uuid": "GPU-0", "memoryBytes": 1}]}})
+    ]
+    assert pods[0] == pods[1]
 
 
 def test_crds_are_the_generated_ones_and_stay_on_uninstall() -> None:

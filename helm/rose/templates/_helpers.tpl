@@ -277,20 +277,33 @@ securityContext:
 {{- define "rose.mpsRights" -}}["SYS_PTRACE","DAC_OVERRIDE","KILL","SETUID","SETGID","FOWNER"]{{- end }}
 
 {{/*
-Name of what belongs to a lease's sandbox hosts; argument: an entry of sandboxes.leases. Joined names of
-a-b/c and a/b-c are one, so the name ends with a hash (lease_digest of rose_core.wire.enrolment).
+What tells leases apart whose joined names are one, a-b/c and a/b-c: lease_digest of
+rose_core.wire.enrolment; argument: {namespace, name}.
 */}}
+{{- define "rose.leaseDigest" -}}
+{{- printf "%s/%s" .namespace .name | sha256sum | trunc 8 }}
+{{- end }}
+
+{{/* Name of what belongs to a lease's sandbox hosts; argument: an entry of sandboxes.leases. */}}
 {{- define "rose.sandboxes" -}}
 {{- $namespace := required "sandboxes.leases: each names the namespace of its lease" .namespace }}
 {{- $lease := required "sandboxes.leases: each names its lease (name)" .name }}
 {{- if contains "." $lease }}{{ fail (printf "sandboxes.leases: %s/%s has a point in its name: no Service can be called so" $namespace $lease) }}{{ end }}
-{{- $digest := printf "%s/%s" $namespace $lease | sha256sum | trunc 8 }}
-{{- $name := printf "rose-sandboxes-%s-%s-%s" $namespace $lease $digest }}
+{{- $name := printf "rose-sandboxes-%s-%s-%s" $namespace $lease (include "rose.leaseDigest" .) }}
 {{- if gt (len $name) 58 }}{{ fail (printf "sandboxes.leases: %s/%s is too long: a Service is called rose-sandboxes-NAMESPACE-NAME-DIGEST, 58 characters at most" $namespace $lease) }}{{ end }}
 {{- $name }}
 {{- end }}
 
-{{/* Probes of a process that serves /healthz: {root, port (its name)}. */}}
+{{/* Peers of a NetworkPolicy that read metrics, beside ROSE's own; YAML of a list. */}}
+{{- define "rose.metricsReaders" -}}
+{{- $readers := list }}
+{{- range .Values.networkPolicy.metricsNamespaces }}
+{{- $readers = append $readers (dict "namespaceSelector" (dict "matchLabels" (dict "kubernetes.io/metadata.name" .))) }}
+{{- end }}
+{{- toYaml $readers }}
+{{- end }}
+
+{{/* Probes of a process that serves /healthz: {root, port (its name), ready (seconds; none = no such probe)}. */}}
 {{- define "rose.probes" -}}
 startupProbe:
   httpGet: {path: /healthz, port: {{ .port }}}
@@ -298,6 +311,12 @@ startupProbe:
 livenessProbe:
   httpGet: {path: /healthz, port: {{ .port }}}
   {{- toYaml .root.Values.probes.liveness | nindent 2 }}
+{{- if .ready }}
+readinessProbe:
+  httpGet: {path: /healthz, port: {{ .port }}}
+  periodSeconds: {{ .ready }}
+  timeoutSeconds: 5
+{{- end }}
 {{- end }}
 
 {{/* Where models are: a folder of the node, or image volumes below /models; argument: an engine host's values. */}}
