@@ -3,8 +3,8 @@
 #   docker build --target operator -t rose-operator .
 #   docker build --target engine --build-arg ENGINE_BASE=lmsysorg/sglang:v0.5.23 -t rose-engine .
 #
-# BASE is any image with Python >= 3.11, venv and pip. ENGINE_BASE is an image of the rollout engine, whose
-# Python and packages stay as they are (docs/engine-image.md).
+# BASE is any image with Python >= 3.11, venv and pip; the target sandbox also needs Debian's apt in it. ENGINE_BASE
+# is an image of the rollout engine, whose Python and packages stay as they are (docs/engine-image.md).
 ARG BASE=python:3.11-slim-bookworm
 ARG ENGINE_BASE=lmsysorg/sglang:v0.5.23
 
