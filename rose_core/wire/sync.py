@@ -286,6 +286,11 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     adapter: AdapterSpec | None = None
     drafts: bool = False
 
+    @property
+    def shares_adapters(self) -> bool:
+        """Whether it holds the adapters of several runs."""
+        return self.adapter is not None and self.adapter.shared
+
 
 class WeightSource(msgspec.Struct, frozen=True):
     """Where the slot's weights come from; the address is the platform's, never the lease's.
@@ -308,6 +313,11 @@ class WeightSource(msgspec.Struct, frozen=True):
     def frozen(self) -> bool:
         """Whether the engine keeps the checkpoint that it was started from."""
         return not self.endpoint
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Every run whose weights the engine holds, its first one first."""
+        return (self.run, *self.others)
 
 
 class RouterProof(msgspec.Struct, frozen=True, omit_defaults=True):

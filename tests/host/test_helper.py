@@ -72,7 +72,11 @@ async def hands(request: pytest.FixtureRequest, rundir: Path, python: Path) -> A
         yield direct(parsed)
     else:
         helper = begun(rundir, python, "--engine-pids", "64")
-        made = (helper.freezer(), helper.limiter(limits_of(parsed)), HelpedAccounts(helper, FIRST))
+        made = (
+            helper.freezer(),
+            helper.limiter(limits_of(parsed)),
+            HelpedAccounts(helper, FIRST, kernel_caches.UNKNOWN),
+        )
         yield Hands(*made, helper.forget, helper)
         helper.close()
     sweep(rundir, "auto")
@@ -159,7 +163,12 @@ def refused(helper: Helper, request: object, log: int | None = None) -> str:
 
 @pytest.mark.parametrize("name", ["", "../slot", "/sys/fs/cgroup", "a/b", ".hidden", "a" * 200])
 def test_a_name_that_could_leave_its_place_is_refused(helper: Helper, name: str) -> None:
-    requests = (Take(name), Steer(name, Move.KILL), Quota(name, True), Forget(name, True))
+    requests = (
+        Take(name, kernel_caches.UNKNOWN),
+        Steer(name, Move.KILL),
+        Quota(name, True),
+        Forget(name, True),
+    )
     for request in (*requests, Spawn(name, (), {}), Reap(name), Release(name)):
         assert "is no name of an engine" in refused(helper, request)
 
@@ -170,7 +179,7 @@ def test_only_engines_are_started_and_only_with_a_user(
     fake = (str(python), "-m", "rose_engines.fake")
     assert "no user was taken" in refused(helper, Spawn("slot-1", fake, {}), 1)
     slot_of_host(rundir)
-    helper.ask(Take("slot-1"))
+    helper.ask(Take("slot-1", kernel_caches.UNKNOWN))
     for argv in (
         ("/bin/sh", "-c", "id"),
         (str(python), "-c", "0"),
@@ -188,7 +197,7 @@ def test_nothing_but_its_own_engines_is_steered(helper: Helper, rundir: Path) ->
     assert "no user was taken" in refused(helper, Steer("slot-1", Move.KILL))
     assert "no user was taken" in refused(helper, Reap("slot-1"))
     slot_of_host(rundir)
-    helper.ask(Take("slot-1"))
+    helper.ask(Take("slot-1", kernel_caches.UNKNOWN))
     assert "no engine slot-1 runs" in refused(helper, Steer("slot-1", Move.KILL))
     assert "no engine slot-1 runs" in refused(helper, Reap("slot-1"))
 
@@ -197,7 +206,7 @@ def test_an_engine_is_not_started_twice_nor_forgotten_while_it_runs(
     helper: Helper, rundir: Path, python: Path
 ) -> None:
     slot = slot_of_host(rundir)
-    helper.ask(Take("slot-1"))
+    helper.ask(Take("slot-1", kernel_caches.UNKNOWN))
     order = Spawn("slot-1", (str(python), "-m", "rose_engines.fake"), {})
     with (slot.folder / "log").open("wb") as log:
         _, pidfd = helper.ask(order, log.fileno())
@@ -214,16 +223,16 @@ def test_links_of_a_hostile_host_are_not_followed(helper: Helper, rundir: Path) 
     slot = slot_of_host(rundir)
     slot.own.rmdir()
     slot.own.symlink_to(target)
-    assert refused(helper, Take("slot-1"))
+    assert refused(helper, Take("slot-1", kernel_caches.UNKNOWN))
     RunDir(rundir).slot("slot-2").folder.symlink_to(target)
-    assert refused(helper, Take("slot-2"))
+    assert refused(helper, Take("slot-2", kernel_caches.UNKNOWN))
     helper.ask(Forget("slot-2", False))
     helper.ask(Forget("slot-2", True))
     helper.ask(Forget("slot-1", True))
     assert (target / "bundles").is_dir()
     assert target.stat().st_uid == 0
     (RunDir(rundir).slots / "slot-3").mkdir()
-    assert "is not the engine host's" in refused(helper, Take("slot-3"))
+    assert "is not the engine host's" in refused(helper, Take("slot-3", kernel_caches.UNKNOWN))
 
 
 def test_what_is_no_request_is_refused(helper: Helper) -> None:
@@ -251,9 +260,9 @@ def test_it_does_not_begin_with_what_cannot_be(
 def test_all_users_may_be_taken(helper: Helper, rundir: Path) -> None:
     for number in range(COUNT):
         slot_of_host(rundir, f"slot-{number}")
-        helper.ask(Take(f"slot-{number}"))
+        helper.ask(Take(f"slot-{number}", kernel_caches.UNKNOWN))
     slot_of_host(rundir, "one-more")
-    assert f"all {COUNT} users" in refused(helper, Take("one-more"))
+    assert f"all {COUNT} users" in refused(helper, Take("one-more", kernel_caches.UNKNOWN))
     for number in range(COUNT):
         helper.ask(Release(f"slot-{number}"))
 

@@ -176,7 +176,6 @@ def update_of(
 
 def _runs_of(grant: Grant) -> tuple[AdapterVersion, ...]:
     """Runs whose adapters the engine will hold: its host has said nothing of them yet."""
-    adapter, source = grant.engine.adapter, grant.weights
-    if adapter is None or not adapter.shared:
+    if not grant.engine.shares_adapters:
         return ()
-    return tuple(AdapterVersion(run) for run in (source.run, *source.others))
+    return tuple(map(AdapterVersion, grant.weights.runs))

@@ -85,8 +85,7 @@ class NodeFacts:
         except DeviceError as error:
             _log.warning("the driver does not say its version, so kernels are made anew: %s", error)
             return UNKNOWN
-        driver = f"{version.driver}" if version is not None else None
-        return made_by(self.arguments.engine_python, driver)
+        return made_by(self.arguments.engine_python, version.driver if version else None)
 
     def logs(self) -> Path:
         """Folder of the engines' logs, made."""

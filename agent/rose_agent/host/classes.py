@@ -43,8 +43,9 @@ def fake(order: EngineOrder) -> EngineProgram:
 
 def _adapters(spec: EngineSpec) -> tuple[str, ...]:
     """Where requests say which run they are for, the fake looks there."""
-    shared = spec.adapter is not None and spec.adapter.shared
-    return ("--adapter-slots", str(spec.adapter.slots)) if spec.adapter and shared else ()
+    if spec.adapter is None or not spec.shares_adapters:
+        return ()
+    return ("--adapter-slots", str(spec.adapter.slots))
 
 
 def sglang(order: EngineOrder) -> EngineProgram:

@@ -114,10 +114,10 @@ class DualShareEngine:
 
     def status(self, endpoint: str) -> EngineStatus:
         """The slot's status: that of the engine which the permit names, with sums over both."""
-        told = self.current.status(endpoint)
-        if len(self._lives) == 1:
-            return told
         every = [life.status(endpoint) for life in self.lives]
+        told = every[self.lives.index(self.current)]
+        if len(every) == 1:
+            return told
         serving = (lane for lane, life in self._lives.items() if life.state is EngineState.SERVING)
         return msgspec.structs.replace(
             told,

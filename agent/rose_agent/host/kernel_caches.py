@@ -35,6 +35,8 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
+from rose_engines.bake import MANIFEST
+
 _log = logging.getLogger(__name__)
 
 BAKED = Path("/opt/rose/kernels")
@@ -65,7 +67,6 @@ _READ_ONLY = frozenset(
 _LOCKS = frozenset({".lock"})
 # Triton names a kernel's files by their whole paths, and takes none where one of them is missing.
 _LISTS = "__grp__"
-_MANIFEST = "baked.json"
 _PACKAGES = """
 import importlib.metadata as found, sys
 print(sys.version, *sorted({f"{one.name}=={one.version}" for one in found.distributions()}))
@@ -112,7 +113,7 @@ def _listed(baked: Path) -> bytes:
     library names its kernels by what they were made of, and most are used through links: of two
     images with the same names and sizes, one's copies serve the other.
     """
-    manifest = baked / _MANIFEST
+    manifest = baked / MANIFEST
     files = sorted(
         f"{path.relative_to(baked)} {path.lstat().st_size}"
         for path in baked.rglob("*")

@@ -22,7 +22,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -42,6 +43,8 @@ from rose_engines.errors import EngineError
 from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
 
 _log = logging.getLogger(__name__)
+
+_OfRun: TypeAlias = tuple[str, WeightsFile]
 
 _KILL_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
@@ -117,8 +120,9 @@ class EngineLife:
 
     def status(self, endpoint: str) -> EngineStatus:
         """The engine's status; address and version only while it serves."""
-        weights = read_json(self.folder.weights, WeightsFile) or WeightsFile()
-        fresh = weights.attested and weights.engine_started_ns == self._body.started_ns
+        found = tuple(self._each_run())
+        weights = found[0][1]
+        version, digest = self._usable(weights)
         serving = self._state is EngineState.SERVING
         elastic = self._sharing.elastic
         return EngineStatus(
@@ -127,14 +131,14 @@ class EngineLife:
             holders=self.watched.holders,
             pids=self._body.pids(),
             endpoint=endpoint if serving else "",
-            version=weights.version if fresh and serving else "",
-            digest=weights.digest if fresh and serving else "",
+            version=version,
+            digest=digest,
             head=weights.head,
             generated_tokens=self.generated_tokens,
-            weight_bytes=self._count_fetched(),
+            weight_bytes=self._count_fetched(found),
             restarts=self.restarts,
             reason=self._reason or self.watched.reason,
-            message=self._message or self.rest.refusal or weights.error or self._complaint(),
+            message=self._message or self.rest.refusal or weights.error or _complaint(found),
             can_dormant=self.rest.is_possible,
             residue_bytes=self.rest.residue_bytes,
             released_bytes=self.rest.released_bytes,
@@ -146,42 +150,39 @@ class EngineLife:
             measuring=self._sharing.measuring,
             kv_permille=elastic.permille if elastic is not None else None,
             kv_held_bytes=elastic.held_bytes if elastic is not None else None,
-            adapters=self._adapters(serving=serving),
+            adapters=self._adapters(found),
         )
 
-    def _adapters(self, *, serving: bool) -> tuple[AdapterVersion, ...]:
-        """What each run's adapter is, where the engine holds several."""
-        adapter = self.order.engine.adapter
-        if adapter is None or not adapter.shared:
-            return ()
-        found = []
-        for run, weights in self._each_run():
-            fresh = weights.attested and weights.engine_started_ns == self._body.started_ns
-            known = (weights.version, weights.digest) if fresh and serving else ("", "")
-            found.append(AdapterVersion(run, *known, weights.head))
-        return tuple(found)
+    def _usable(self, weights: WeightsFile) -> tuple[str, str]:
+        """Version and digest as attested on this very process; empty unless it serves."""
+        fresh = weights.attested and weights.engine_started_ns == self._body.started_ns
+        serving = self._state is EngineState.SERVING
+        return (weights.version, weights.digest) if fresh and serving else ("", "")
 
-    def _each_run(self) -> Iterator[tuple[str, WeightsFile]]:
+    def _adapters(self, found: Sequence[_OfRun]) -> tuple[AdapterVersion, ...]:
+        """What each run's adapter is, where the engine holds several."""
+        if not self.order.engine.shares_adapters:
+            return ()
+        return tuple(AdapterVersion(run, *self._usable(one), one.head) for run, one in found)
+
+    def _each_run(self) -> Iterator[_OfRun]:
+        """What weight-sync has written of each run, the engine's first one first."""
         source = self.order.weights
-        for run in (source.run, *source.others):
+        for run in source.runs:
             path = self.folder.weights_of("" if run == source.run else run)
             yield run, read_json(path, WeightsFile) or WeightsFile()
 
-    def _count_fetched(self) -> int:
+    def _count_fetched(self, found: Sequence[_OfRun]) -> int:
         """What was fetched for this process; a run that goes takes nothing of it along."""
         if self._fetched_by_ns != self._body.started_ns:
             self._fetched, self._fetched_of = 0, {}
             self._fetched_by_ns = self._body.started_ns
-        for run, weights in self._each_run():
+        for run, weights in found:
             if weights.engine_started_ns == self._body.started_ns:
                 told, seen = weights.fetched_bytes, self._fetched_of.get(run, 0)
                 self._fetched += told - seen if told >= seen else told
                 self._fetched_of[run] = told
         return self._fetched
-
-    def _complaint(self) -> str:
-        """Why a run of several is not served at its head."""
-        return next((f"run {run}: {one.error}" for run, one in self._each_run() if one.error), "")
 
     async def end(self, *, seconds: float, reason: HostReason) -> bool:
         """Kill the tree and close the permit.
@@ -324,6 +325,11 @@ class EngineLife:
         self.order = order
         self._sharing.room = room_of(order)
         write_json(self.folder.slot, msgspec.to_builtins(order))
+
+
+def _complaint(found: Sequence[_OfRun]) -> str:
+    """Why a run of several is not served at its head."""
+    return next((f"run {run}: {one.error}" for run, one in found if one.error), "")
 
 
 def _reason_of(error: Exception) -> HostReason:

@@ -66,8 +66,7 @@ def forget_slot(slot: SlotDir, permit: bool) -> None:
     if permit:
         shutil.rmtree(slot.folder, ignore_errors=True)
         return
-    others = slot.folder.glob(slot.weights_of("*").name)
-    for path in (slot.engine, slot.weights, *others, slot.plugin_socket, slot.slot):
+    for path in (slot.engine, *slot.every_weights(), slot.plugin_socket, slot.slot):
         path.unlink(missing_ok=True)
     for folder in (slot.bundles, slot.own):
         shutil.rmtree(folder, ignore_errors=True)

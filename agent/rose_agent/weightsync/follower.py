@@ -274,7 +274,7 @@ class Follower:
 
     async def _round(self, store: WeightsClient | None) -> float:
         """Look, decide, act; returns how long to wait for news. Frozen weights have no store."""
-        engine = await self._look()
+        engine = await self._look() if await self._let_others_go() else None
         if complaint := self._truth.complaint():
             self._fail(WrongAnswers(complaint))
         now = self._options.clock()
@@ -304,13 +304,25 @@ class Follower:
         self._write(await self._look(), "")
         return 0.0 if self._progress.retry_at <= self._options.clock() else 0.05
 
+    async def _let_others_go(self) -> bool:
+        """Take away what the engine and the disk hold of runs that nobody follows any more.
+
+        Returns:
+            False while the engine does not answer.
+        """
+        if self._others_gone:
+            return True
+        try:
+            self._others_gone = await self._plugin.unbind_others(self._follows.runs)
+        except EngineUnavailable:
+            return False
+        if self._others_gone:
+            await asyncio.to_thread(_forget_others, self._slot, self._follows.runs)
+        return True
+
     async def _look(self) -> Engine | None:
         """What is live; None while the engine does not answer."""
         try:
-            if not self._others_gone:
-                self._others_gone = await self._plugin.unbind_others(self._follows.runs)
-                if self._others_gone:
-                    await asyncio.to_thread(_forget_others, self._slot, self._follows.runs)
             engine = await self._plugin.look()
         except EngineUnavailable:
             return None

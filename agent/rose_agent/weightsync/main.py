@@ -48,14 +48,13 @@ def subjects(rundir: RunDir) -> frozenset[FollowedSlot]:
         order = read_json(slot.slot, EnsureEngine)
         record = read_json(slot.engine, EngineFile)
         if order is not None and record is not None:
-            adapter, source = order.engine.adapter, order.weights
-            runs = (source.run, *source.others)
-            if adapter is None or not adapter.shared:
+            source = order.weights
+            if not order.engine.shares_adapters:
                 found.add(FollowedSlot(slot, source, record.started_ns))
                 continue
-            for run in runs:
+            for run in source.runs:
                 first = run == source.run
-                follows = FollowedRun(run, first=first, runs=runs if first else ())
+                follows = FollowedRun(run, first=first, runs=source.runs if first else ())
                 own = msgspec.structs.replace(source, run=run, others=())
                 found.add(FollowedSlot(slot, own, record.started_ns, follows))
     return frozenset(found)

@@ -100,7 +100,7 @@ class Plugin:
         first: requests that name no run are its.
     """
 
-    def __init__(self, slot: SlotDir, run: str = "", *, first: bool = False) -> None:
+    def __init__(self, slot: SlotDir, run: str = "", *, first: bool) -> None:
         self.gate = Gate(slot.permit)
         self._run, self._first = run, first
         self._bound = not run

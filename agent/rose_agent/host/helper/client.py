@@ -255,7 +255,7 @@ class HelpedLimiter(Limiter):
 class HelpedAccounts(Accounts):
     """Users that the helper hands out."""
 
-    def __init__(self, helper: Helper, first: int, made_by: str = kernel_caches.UNKNOWN) -> None:
+    def __init__(self, helper: Helper, first: int, made_by: str) -> None:
         super().__init__(first, made_by)
         self._helper = helper
 

@@ -35,7 +35,7 @@ class Take(msgspec.Struct, tag=True, frozen=True):
     """
 
     name: str
-    made_by: str = "0" * 16
+    made_by: str
 
 
 class Spawn(msgspec.Struct, tag=True, frozen=True):
