@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from rose_core import lending
 from rose_core.api import Reason, RolloutLease, RolloutSlot, ServingPool, TenantPolicy
-from rose_core.lending.tenancy import Tenancy
 from rose_core.wire.routing import DemandNote
 from rose_operator.apply.router_needs import RouterNeeds
 from rose_operator.apply.router_writes import RouterWrites
@@ -29,7 +28,7 @@ from rose_operator.metrics import PLAN_CPU_SECONDS, PLAN_SECONDS
 from rose_operator.notices import Notices
 from rose_operator.plan.admission import Offer
 from rose_operator.plan.cluster_facts import ClusterFacts
-from rose_operator.plan.cluster_state import ClusterState, look, tenancy_of, utc
+from rose_operator.plan.cluster_state import ClusterState, look, utc
 from rose_operator.plan.load_history import LoadHistory
 from rose_operator.plan.snapshot import Knowledge, Snapshots
 from rose_operator.plan.telemetry import Telemetry
@@ -40,6 +39,7 @@ from rose_operator.status import events
 from rose_operator.status.event_limits import EventLimiter
 from rose_operator.status.pass_metrics import drop_node
 from rose_operator.status.report import Reporter
+from rose_operator.tenancy import tenancy_of
 
 # Passes between two clean-ups of what is kept about objects.
 _KEEP_EVERY = 20
@@ -221,17 +221,11 @@ class Reconciler:
             offer=Offer(
                 frozenset(self.settings.stores), self.settings.engine_classes, self.settings.runs
             ),
-            tenancy=self._tenancy(),
+            tenancy=tenancy_of(self._policies, self.stores),
             now=utc(self.wall()),
             monotonic=self.clock(),
             notes={key: said for key in leases.good if (said := self.notes(key))},
         )
-
-    def _tenancy(self) -> Tenancy | None:
-        """The platform's policies as they are now; None where it has switched them off."""
-        if self._policies is None:
-            return None
-        return tenancy_of(self._policies.read().good.values(), self.stores[Kind.NAMESPACE])
 
     def _revisions(self) -> tuple[int, ...]:
         return tuple(store.revision for store in self.stores.values())

@@ -111,9 +111,23 @@ def router_audience(lease: str) -> str:
 def lease_digest(namespace: str, name: str) -> str:
     """What tells leases apart whose joined names are one: ``a-b``/``c`` and ``a``/``b-c``.
 
-    The chart makes the same eight digits (``rose.sandboxes`` in its helpers).
+    The chart makes the same eight digits (``rose.leaseDigest`` in its helpers).
     """
     return hashlib.sha256(f"{namespace}/{name}".encode()).hexdigest()[:8]
+
+
+def named_for(text: str, namespace: str, name: str) -> str:
+    """A text for all leases with one lease's names in it; other braces stay as they are.
+
+    Args:
+        text: may hold ``{namespace}``, ``{lease}`` and ``{digest}``.
+        namespace: the lease's.
+        name: the lease's.
+    """
+    words = {"namespace": namespace, "lease": name, "digest": lease_digest(namespace, name)}
+    for word, meant in words.items():
+        text = text.replace(f"{{{word}}}", meant)
+    return text
 
 
 AUDIENCE = "rose-operator"

@@ -15,7 +15,7 @@ from rose_core.rollouts.quorum import Quorum
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.rollouts.views import BIASED
 from rose_core.rollouts.watch import LegPatience
-from rose_core.wire.enrolment import lease_digest
+from rose_core.wire.enrolment import named_for
 from rose_router.config import Enrolment, Settings
 from rose_router.listener import ConnectionLimits
 from rose_router.replicas.peers import Link, by_dns
@@ -296,18 +296,16 @@ def _of_lease(flag: str, url: str, lease: str) -> str:
         ValueError: something else stands between its braces, or it is no web address.
     """
     namespace, _, name = lease.partition("/")
-    try:
-        made = url.rstrip("/").format(
-            namespace=namespace, lease=name, digest=lease_digest(namespace, name)
-        )
-        return made and web(made)
-    except argparse.ArgumentTypeError as error:
-        message = f"{flag}: {error}"
-        raise ValueError(message) from error
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
+    made = named_for(url.rstrip("/"), namespace, name)
+    if "{" in made or "}" in made:
         message = (
             f"{flag}: {url!r} may hold {{namespace}}, {{lease}} and {{digest}} between braces only"
         )
+        raise ValueError(message)
+    try:
+        return made and web(made)
+    except argparse.ArgumentTypeError as error:
+        message = f"{flag}: {error}"
         raise ValueError(message) from error
 
 

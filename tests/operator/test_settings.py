@@ -15,6 +15,8 @@ from rose_operator.weight_stores import may_follow
 from rose_router.flags import parser as router_parser
 from rose_router.flags import settings as router_settings
 from tests.api.objects import LEASE, changed
+from tests.chart.rendering import HELM, SANDBOXES, render
+from tests.chart.test_sandboxes import template_of
 from tests.operator.bench import SETTINGS
 
 
@@ -102,21 +104,15 @@ def test_with_turn_secrets_no_router_starts_without_its_callers_tokens() -> None
     assert "turns" not in {one["name"] for one in open_to_all["volumes"]}
 
 
+@pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build")
 def test_a_template_names_each_leases_own_sandbox_hosts_and_secret() -> None:
     """What the chart writes for all routers (``helm/rose/templates/config.yaml``)."""
     name = "rose-sandboxes-{namespace}-{lease}-{digest}"
-    at = "/var/run/rose-sandboxes"
-    secret = {"secretName": name, "optional": True}
-    template = {
-        "container": {
-            "args": [
-                f"--sandbox-host=http://{name}.rose-system.svc:7600",
-                f"--sandbox-token-file={at}/token",
-            ],
-            "volumeMounts": [{"name": "sandboxes", "mountPath": at, "readOnly": True}],
-        },
-        "podSpec": {"volumes": [{"name": "sandboxes", "secret": secret}]},
-    }
+    template = template_of(render({"sandboxes": SANDBOXES}))
+    (secret,) = [
+        one["secret"] for one in template["podSpec"]["volumes"] if one["name"] == "rose-sandboxes"
+    ]
+    assert secret["secretName"] == name
     lease = RolloutLease.model_validate(LEASE)
     pod = deployment_pod(lease, replace(SETTINGS, router_template=template))
     (container,) = pod["containers"]
@@ -126,8 +122,11 @@ def test_a_template_names_each_leases_own_sandbox_hosts_and_secret() -> None:
     assert found.sandbox_hosts == {"": (f"http://{own}.rose-system.svc:7600",)}
     assert callable(found.sandbox_token)
     assert found.sandbox_token() == "", "its Secret may come later"
-    (volume,) = [one for one in pod["volumes"] if one["name"] == "sandboxes"]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "rose-sandboxes"]
     assert volume["secret"] == {**secret, "secretName": own}
+    assert volume["secret"]["optional"] is True
+    (mount,) = [one for one in container["volumeMounts"] if one["name"] == "rose-sandboxes"]
+    assert f"--sandbox-token-file={mount['mountPath']}/token" in container["args"]
     assert secret["secretName"] == name, "the template itself is all leases'"
 
 

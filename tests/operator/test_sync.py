@@ -12,15 +12,31 @@ from rose_operator.weight_stores import Runs
 from tests.operator.bench import SETTINGS, Bench, running
 
 
+def lock_of(bench: Bench) -> LeaderLock:
+    return LeaderLock(
+        bench.api, identity="me", duration=15, offline_seconds=600, clock=lambda: bench.now
+    )
+
+
+def service_of(bench: Bench, lock: LeaderLock) -> SyncService:
+    of_tenancy = set() if bench.settings.tenancy else {Kind.POLICY, Kind.NAMESPACE}
+    return SyncService(
+        bench.settings,
+        {kind: store for kind, store in bench.stores.items() if kind not in of_tenancy},
+        bench.telemetry,
+        lock,
+        clock=lambda: bench.now,
+        wake=lambda: None,
+    )
+
+
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("leads", [True, False])
 async def test_sync_answers_completely_only_as_a_leader_that_knows_everything(
     known: bool, leads: bool
 ) -> None:
     bench = await running()
-    lock = LeaderLock(
-        bench.api, identity="me", duration=15, offline_seconds=600, clock=lambda: bench.now
-    )
+    lock = lock_of(bench)
     if leads:
         await lock.step()
     if not known:
@@ -31,17 +47,12 @@ async def test_sync_answers_completely_only_as_a_leader_that_knows_everything(
 
 
 async def ask(bench: Bench, lock: LeaderLock, highest_term: int = 0) -> SyncReply:
-    service = SyncService(
-        SETTINGS, bench.stores, bench.telemetry, lock, clock=lambda: bench.now, wake=lambda: None
-    )
-    return await service.sync(SyncRequest("n1", "t", highest_term))
+    return await service_of(bench, lock).sync(SyncRequest("n1", "t", highest_term))
 
 
 async def test_sync_offline_renews_and_a_higher_term_silences() -> None:
     bench = await running()
-    lock = LeaderLock(
-        bench.api, identity="me", duration=15, offline_seconds=600, clock=lambda: bench.now
-    )
+    lock = lock_of(bench)
     await lock.step()
     bench.now += 100
     reply = await ask(bench, lock)
@@ -56,13 +67,7 @@ async def test_sync_offline_renews_and_a_higher_term_silences() -> None:
 
 async def test_sync_forgets_what_it_derived_when_an_object_changes() -> None:
     bench = await running()
-    lock = LeaderLock(
-        bench.api, identity="me", duration=15, offline_seconds=600, clock=lambda: bench.now
-    )
-    await lock.step()
-    service = SyncService(
-        SETTINGS, bench.stores, bench.telemetry, lock, clock=lambda: bench.now, wake=lambda: None
-    )
+    service = await leading(bench)
     request = SyncRequest("n1", "t", 0)
     assert len((await service.sync(request)).grants) == 1
     assert (await service.sync(SyncRequest("n2", "t", 0))).grants == ()
@@ -103,18 +108,9 @@ async def test_runs_that_a_lease_gains_and_loses_are_in_the_next_grant_of_the_sa
 
 
 async def leading(bench: Bench) -> SyncService:
-    lock = LeaderLock(
-        bench.api, identity="me", duration=15, offline_seconds=600, clock=lambda: bench.now
-    )
+    lock = lock_of(bench)
     await lock.step()
-    return SyncService(
-        bench.settings,
-        bench.stores,
-        bench.telemetry,
-        lock,
-        clock=lambda: bench.now,
-        wake=lambda: None,
-    )
+    return service_of(bench, lock)
 
 
 @pytest.mark.parametrize("by", ["store", "policy"])

@@ -19,7 +19,7 @@ from rose_core.api import GROUP, RolloutLease
 from rose_core.api.arguments import ROUTED_EXPERTS
 from rose_core.lending.routers import RouterState
 from rose_core.rollouts.router_size import MIB, RouterSize, kept, size_of
-from rose_core.wire.enrolment import lease_digest, router_audience
+from rose_core.wire.enrolment import lease_digest, named_for, router_audience
 from rose_operator.kube.api import MANAGED
 from rose_operator.kube.object_cache import Raw
 from rose_operator.settings import Gateway, Settings
@@ -159,19 +159,11 @@ def deployment(
 
 def _of_lease(pod: dict[str, Any], lease: RolloutLease) -> dict[str, Any]:
     """The pod with the lease's names in its Secrets' names: a template serves all leases."""
-    namespace, lease_name = lease.metadata.namespace, lease.metadata.name
-    words = {
-        "{namespace}": namespace,
-        "{lease}": lease_name,
-        "{digest}": lease_digest(namespace, lease_name),
-    }
     volumes = []
     for volume in pod.get("volumes", ()):
         secret = volume.get("secret")
         if secret and "{" in secret.get("secretName", ""):
-            name = secret["secretName"]
-            for word, meant in words.items():
-                name = name.replace(word, meant)
+            name = named_for(secret["secretName"], lease.metadata.namespace, lease.metadata.name)
             volume = {**volume, "secret": {**secret, "secretName": name}}  # noqa: PLW2901
         volumes.append(volume)
     return {**pod, "volumes": volumes}

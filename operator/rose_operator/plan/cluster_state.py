@@ -6,16 +6,15 @@ Pure. ``snapshot`` translates it for the planner.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from rose_core.api import Desired, RolloutLease, RolloutSlot, ServingPool, TenantPolicy
+from rose_core.api import Desired, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.rolloutslot import Tier
 from rose_core.lending.tenancy import Tenancy
 from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import ReplicaReport
-from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.plan.admission import (
     Offer,
     Parsed,
@@ -135,14 +134,6 @@ def look(
         monotonic=monotonic,
         notes=notes or {},
     )
-
-
-def tenancy_of(policies: Iterable[TenantPolicy], namespaces: ObjectCache) -> Tenancy:
-    """What these policies allow the namespaces that are known."""
-    labels = {
-        raw["metadata"]["name"]: raw["metadata"].get("labels") or {} for raw in namespaces.all()
-    }
-    return Tenancy(policies, labels)
 
 
 def labels_of(lease: RolloutLease, tenancy: Tenancy | None) -> Mapping[str, str] | None:

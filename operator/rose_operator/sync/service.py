@@ -16,19 +16,18 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool, TenantPolicy
-from rose_core.lending.tenancy import Tenancy
 from rose_core.wire.sync import Notice, NoticeRequest, PoolPolicy, SyncReply, SyncRequest
 from rose_operator.kube.api import Kind
 from rose_operator.kube.leader import LeaderLock
 from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.metrics import GRANTS, LISTENERS, SYNCS
 from rose_operator.notices import Notices
-from rose_operator.plan.cluster_state import tenancy_of
 from rose_operator.plan.telemetry import Telemetry
 from rose_operator.plan.typed_objects import TypedReader
 from rose_operator.settings import Settings
 from rose_operator.sync import authorization
 from rose_operator.sync.grants import adapter_runs, grants_of, policy_of
+from rose_operator.tenancy import tenancy_of
 from rose_wire import tls
 from rose_wire.rpc import peer
 
@@ -37,7 +36,7 @@ _SYNCS_PER_SECOND = 250.0
 _RENEWALS_PER_TTL = 6.0
 # A file read for each of thousands of answers a second would be felt.
 _AUTHORITY_SECONDS = 10.0
-_KNOWN = (Kind.POOL, Kind.LEASE, Kind.SLOT)
+_LENT = (Kind.SLOT, Kind.POOL)
 _OF_TENANCY = (Kind.POLICY, Kind.NAMESPACE)
 
 
@@ -70,12 +69,14 @@ class SyncService:
         self._wake = wake
         self._authority, self._authority_due = b"", float("-inf")
         self._lease_reader = TypedReader(RolloutLease, stores[Kind.LEASE])
-        self._needed = (*_KNOWN, *(_OF_TENANCY if settings.tenancy else ()))
+        # They say which runs leases may follow beside their first.
+        self._following = (Kind.LEASE, *(_OF_TENANCY if settings.tenancy else ()))
         self._policy_reader = (
             TypedReader(TenantPolicy, stores[Kind.POLICY]) if settings.tenancy else None
         )
         self._others: Mapping[str, tuple[str, ...]] = {}
-        self._revisions: tuple[int, ...] = ()
+        self._followed: tuple[int, ...] = ()
+        self._lent: tuple[int, ...] = ()
         self._slots: Mapping[str, Sequence[RolloutSlot]] = {}
         self._policies: tuple[PoolPolicy, ...] = ()
 
@@ -113,7 +114,7 @@ class SyncService:
             LISTENERS.dec()
 
     def _complete(self, highest_term: int) -> bool:
-        known = all(self._stores[kind].complete for kind in self._needed)
+        known = all(self._stores[kind].complete for kind in (*_LENT, *self._following))
         return known and self._lock.may_renew and highest_term <= self._lock.term
 
     def _period(self) -> float:
@@ -130,19 +131,19 @@ class SyncService:
         return SyncReply(term=self._lock.term, complete=False, sync_period_seconds=period)
 
     def _full(self, node: str) -> SyncReply:
-        slots, policies = self._derived()
+        self._derive()
         return SyncReply(
             term=self._lock.term,
             complete=True,
             grants=grants_of(
                 node,
-                slots.get(node, ()),
+                self._slots.get(node, ()),
                 self._lock.term,
                 self._settings,
                 self._routers_authority(),
                 others=self._others,
             ),
-            pools=policies,
+            pools=self._policies,
             sync_period_seconds=self._period(),
         )
 
@@ -155,23 +156,20 @@ class SyncService:
                 self._authority_due = now + _AUTHORITY_SECONDS
         return self._authority
 
-    def _tenancy(self) -> Tenancy | None:
-        """The platform's policies as they are now; None where it has switched them off."""
-        if self._policy_reader is None:
-            return None
-        return tenancy_of(self._policy_reader.read().good.values(), self._stores[Kind.NAMESPACE])
-
-    def _derived(self) -> tuple[Mapping[str, Sequence[RolloutSlot]], tuple[PoolPolicy, ...]]:
-        """Slots by node and pool policies, read anew only after a change."""
-        revisions = tuple(self._stores[kind].revision for kind in self._needed)
-        if revisions != self._revisions:
+    def _derive(self) -> None:
+        """Slots by node, pool policies and runs beside leases' first, each after a change alone."""
+        if (lent := self._revisions(_LENT)) != self._lent:
             by_node: dict[str, list[RolloutSlot]] = defaultdict(list)
             for slot in self._slot_reader.read().good.values():
                 by_node[slot.spec.member.node].append(slot)
-            readable = self._pool_reader.read().good.values()
             self._slots = by_node
-            self._policies = tuple(map(policy_of, readable))
+            self._policies = tuple(map(policy_of, self._pool_reader.read().good.values()))
+            self._lent = lent
+        if (followed := self._revisions(self._following)) != self._followed:
+            tenancy = tenancy_of(self._policy_reader, self._stores)
             leases = self._lease_reader.read().good.values()
-            self._others = adapter_runs(leases, self._settings, self._tenancy())
-            self._revisions = revisions
-        return self._slots, self._policies
+            self._others = adapter_runs(leases, self._settings, tenancy)
+            self._followed = followed
+
+    def _revisions(self, kinds: tuple[Kind, ...]) -> tuple[int, ...]:
+        return tuple(self._stores[kind].revision for kind in kinds)
