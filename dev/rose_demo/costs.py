@@ -22,7 +22,7 @@ from rose_core.accounting.correct import (
 from rose_core.accounting.cost import Cost, Prices, cost
 from rose_core.accounting.ledger import GpuTime, Ledger, ServingImpact, Tier, Trajectories
 from rose_demo.records import Recording
-from rose_demo.statistics import Attainment, growth
+from rose_demo.statistics import LENT_WINDOWS, WITHHELD_WINDOWS, Attainment, growth
 
 MICRO: Final = 1_000_000
 # The demo's parts: two serving replicas, of which one lends, a dedicated engine and the trainer.
@@ -61,8 +61,7 @@ class CostSummary:
 
 def late_requests(attainments: Mapping[str, Attainment]) -> int:
     """Requests of the lent replica that are late beyond what is late while nothing is lent."""
-    lent = next((a for n, a in attainments.items() if n == "lent, lent windows"), None)
-    held = next((a for n, a in attainments.items() if n == "lent, withheld windows"), None)
+    lent, held = attainments.get(LENT_WINDOWS), attainments.get(WITHHELD_WINDOWS)
     if lent is None or held is None or lent.met is None or held.met is None:
         return 0
     return max(0, round((held.met - lent.met) * lent.count))

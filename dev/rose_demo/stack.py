@@ -63,6 +63,7 @@ Say = Callable[[str], None]
 _READY_SECONDS = 420.0
 _TRACES_SECONDS = 30.0
 _GUARD_PORT = 9101
+_SANDBOX_HOSTS = f"rose-gpu.dev/sandboxes={SANDBOXES}"
 
 
 @dataclass(frozen=True)
@@ -313,19 +314,13 @@ class Stack:
 
     def sandbox_host(self) -> str:
         """URL of the host of sandboxes; empty while none is ready."""
-        ready = [
-            pod
-            for pod in self._pods(SYSTEM, "-l", f"rose-gpu.dev/sandboxes={SANDBOXES}")
-            if pod.ready
-        ]
+        ready = [pod for pod in self._pods(SYSTEM, "-l", _SANDBOX_HOSTS) if pod.ready]
         return f"http://{ready[0].address}:7600" if ready else ""
 
     def kill_sandbox_host(self) -> None:
         """End it without a word; its DaemonSet begins another one."""
-        selector = f"--selector=rose-gpu.dev/sandboxes={SANDBOXES}"
-        self._kubectl(
-            "delete", "pods", "-n", SYSTEM, selector, "--grace-period=0", "--force", "--wait=false"
-        )
+        at_once = ("--grace-period=0", "--force", "--wait=false")
+        self._kubectl("delete", "pods", "-n", SYSTEM, "-l", _SANDBOX_HOSTS, *at_once)
 
     def turn_token(self) -> Path:
         """A token of the RL team's service account for its lease, in a file of ours, made anew."""

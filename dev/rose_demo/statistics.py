@@ -69,6 +69,15 @@ class Attainment:
     tpot_s: float | None
 
 
+def class_name(role: Role, window: Window) -> str:
+    """What a class of requests is called."""
+    return f"{role.value}, {window.value} windows"
+
+
+LENT_WINDOWS = class_name(Role.LENT, Window.LENT)
+WITHHELD_WINDOWS = class_name(Role.LENT, Window.WITHHELD)
+
+
 def windows(samples: Sequence[Sample]) -> list[tuple[float, float, Window]]:
     """Intervals in which the guard said lent or withheld; unknown stretches are left out."""
     result: list[tuple[float, float, Window]] = []

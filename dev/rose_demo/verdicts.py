@@ -19,11 +19,14 @@ import numpy as np
 
 from rose_demo.records import Agents, Recording, Role, Window
 from rose_demo.statistics import (
+    LENT_WINDOWS,
     SAMPLE_FLOOR,
+    WITHHELD_WINDOWS,
     Attainment,
     Comparison,
     Estimate,
     attainment,
+    class_name,
     compare,
     growth,
     open_share,
@@ -99,7 +102,7 @@ def judge(recording: Recording) -> Findings:
         compare(lent, control, latency, q) for latency in ("ttft", "tpot") for q in QUANTILES
     )
     classes = {
-        f"{role.value}, {kind.value} windows": parts[kind]
+        class_name(role, kind): parts[kind]
         for role, parts in ((Role.LENT, lent), (Role.CONTROL, control))
         for kind in Window
     }
@@ -171,8 +174,8 @@ def serving_checks(
 
 def _slo_check(recording: Recording, attainments: Mapping[str, Attainment]) -> Check:
     settings = recording.settings
-    lent = attainments["lent, lent windows"]
-    alone = attainments["lent, withheld windows"]
+    lent = attainments[LENT_WINDOWS]
+    alone = attainments[WITHHELD_WINDOWS]
     if lent.met is None or lent.count < SAMPLE_FLOOR:
         return Check(
             CheckResult.UNPROVEN, f"{lent.count} requests in lent windows, {SAMPLE_FLOOR} needed"

@@ -104,12 +104,25 @@ def fetch_kinds(say: Say = print) -> None:
             _timed(f"kinds of {kinds.name}", kinds.version, partial(_fetch_kinds, kinds), say)
 
 
+def downloaded(module: str, version: str, cwd: Path, seconds: float = _BUILD_SECONDS) -> Path:
+    """The folder of a published Go module's sources, in Go's own cache; read-only.
+
+    Raises:
+        CommandFailed: it cannot be had.
+    """
+    answer = run(
+        ["go", "mod", "download", "-json", f"{module}@{version}"],
+        seconds=seconds,
+        env={**_environment(), "GOFLAGS": ""},
+        cwd=cwd,
+    )
+    return Path(json.loads(answer.stdout)["Dir"])
+
+
 def _fetch_kinds(kinds: Kinds) -> None:
-    environment, folder = {**_environment(), "GOFLAGS": ""}, kinds.place
+    folder = kinds.place
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = ["go", "mod", "download", "-json", f"{kinds.module}@{kinds.version}"]
-    answer = run(command, seconds=_BUILD_SECONDS, env=environment, cwd=folder.parent)
-    there = Path(json.loads(answer.stdout)["Dir"]) / kinds.folder
+    there = downloaded(kinds.module, kinds.version, folder.parent) / kinds.folder
     making = folder.with_name(f".making-{kinds.version}")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir()
@@ -170,14 +183,8 @@ def _kubernetes_workspace() -> Path:
     workspace = bin_directory().parent / "module"
     workspace.mkdir(parents=True, exist_ok=True)
     (workspace / "go.sum").unlink(missing_ok=True)
-    answer = run(
-        ["go", "mod", "download", "-json", f"k8s.io/kubernetes@{KUBERNETES}"],
-        seconds=_BUILD_SECONDS,
-        env={**_environment(), "GOFLAGS": ""},
-        cwd=cache_root(),
-    )
-    upstream = Path(json.loads(answer.stdout)["GoMod"]).read_text()
-    (workspace / "go.mod").write_text(module_file(upstream))
+    upstream = downloaded("k8s.io/kubernetes", KUBERNETES, cache_root()) / "go.mod"
+    (workspace / "go.mod").write_text(module_file(upstream.read_text()))
     (workspace / "tools.go").write_text("//go:build tools\n\npackage tools\n")
     # With no version given, Go would take the newest there is.
     tools = [f"{part.package}@{part.version}" for part in EVERYTHING if part.in_kubernetes]

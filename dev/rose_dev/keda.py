@@ -8,7 +8,6 @@ admission webhooks, which only say early what is wrong with an object, are left 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from rose_dev.build import build
+from rose_dev.build import build, downloaded
 from rose_dev.errors import BuildFailed, CommandFailed, DevelopmentError
 from rose_dev.image import write_archive
 from rose_dev.node import Node
@@ -64,15 +63,9 @@ def provide(say: Say = print) -> Path:
     making.mkdir(parents=True)
     environment = {key: value for key, value in os.environ.items() if key != "GOBIN"}
     try:
-        answer = run(
-            ["go", "mod", "download", "-json", f"{MODULE}@{KEDA}"],
-            seconds=_BUILD_SECONDS,
-            env={**environment, "GOFLAGS": ""},
-            cwd=making,
-        )
         # A copy: Go does not build a module whose go.mod replaces others, but as the main one.
         source = making / "source"
-        shutil.copytree(json.loads(answer.stdout)["Dir"], source)
+        shutil.copytree(downloaded(MODULE, KEDA, making, _BUILD_SECONDS), source)
         for path in (source, *source.rglob("*")):
             path.chmod(path.stat().st_mode | 0o200)
         flags = {"GOFLAGS": "-mod=mod -buildvcs=false", "CGO_ENABLED": "0"}

@@ -181,11 +181,6 @@ CERT_MANAGER_KINDS = Kinds(
 """Its commands are modules of their own that no Go proxy serves: its kinds are all that is had."""
 
 
-def gateway_kinds() -> Path:
-    """Where the definitions of Gateway API's kinds are kept, for tests of routes."""
-    return GATEWAY_KINDS.place
-
-
 def place_of(part: Part) -> Path:
     """Where its binary is kept; what is not of Kubernetes' release has its own version's folder."""
     if part.version in {CONTAINERD, TOOLKIT} or part.source is not None:

@@ -237,11 +237,11 @@ class Gateway:
         """Start what may start; whoever makes room in the pool calls it."""
         if self._closed:  # ending what ran makes room too
             return
-        while True:
-            room = {
-                name: self.pool.room(name, self._verifying)
-                for name in {one.reward.function for one in self._waiting.values()}
-            }
+        while self._waiting:
+            # By the list, which is short: thousands may wait, and mostly every place is taken.
+            room = {name for name in self.functions if self.pool.room(name, self._verifying)}
+            if not room:
+                break
             chosen = first(
                 WaitingReward(
                     number,
@@ -249,7 +249,7 @@ class Gateway:
                     one.deadline,
                 )
                 for number, one in self._waiting.items()
-                if room[one.reward.function]
+                if one.reward.function in room
             )
             if chosen is None:
                 break

@@ -35,7 +35,8 @@ LOG = logging.getLogger(__name__)
 BEAT_SECONDS = 5.0
 # Beside the time limit, which the worker keeps: starting a process and importing a library.
 _START_SECONDS = 60.0
-_LARGEST = 8 << 20
+MESSAGE_BYTES = 8 << 20
+"""Of the largest message, either way."""
 
 
 class Verification(msgspec.Struct, frozen=True):
@@ -132,7 +133,8 @@ class LinkedWorkers:
                 raise WorkerEnded(message) from error
         finally:
             link.running.pop(number, None)
-            self._tell()
+            # Not on_room: the gateway counts this one until it has heard, and then looks itself.
+            self._changed.set()
         if said.ended:
             raise WorkerEnded(said.ended)
         if said.overran:
@@ -164,7 +166,7 @@ class LinkedWorkers:
         places = request.query.get("places", "1")
         if not places.isascii() or not places.isdigit() or not 1 <= int(places) <= 1024:
             raise web.HTTPBadRequest(text=f"places={places}: expected 1 to 1024")
-        socket = web.WebSocketResponse(heartbeat=BEAT_SECONDS, max_msg_size=_LARGEST)
+        socket = web.WebSocketResponse(heartbeat=BEAT_SECONDS, max_msg_size=MESSAGE_BYTES)
         await socket.prepare(request)
         link = _Link(team, int(places), socket)
         self._links.append(link)

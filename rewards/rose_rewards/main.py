@@ -98,11 +98,8 @@ def application(
             nobody; empty lets everybody serve those.
     """
 
-    def caller(request: web.Request) -> str | None:
-        return caller_of(request, teams)
-
     async def score(request: web.Request) -> web.Response:
-        team = caller(request)
+        team = caller_of(request, teams)
         if team is None:
             return _said(401, "send Authorization: Bearer TOKEN of your team (--token-file)")
         try:
@@ -115,7 +112,7 @@ def application(
         return web.Response(body=msgspec.json.encode(result), content_type="application/json")
 
     async def queue(request: web.Request) -> web.Response:
-        if caller(request) is None:
+        if caller_of(request, teams) is None:
             return _said(401, "send Authorization: Bearer TOKEN of your team (--token-file)")
         wanted = gateway.wish(target)
         said = {"queue": gateway.queue, "p50_seconds": gateway.p50(), "wish": wanted}
@@ -138,7 +135,7 @@ def _work(
             return _said(401, "this gateway has workers of its own (--workers 0 takes others)")
         team = caller_of(request, teams)
         if team is None:
-            return _said(401, "send Authorization: Bearer TOKEN of your team (--work-token-file)")
+            return _said(401, f"send Authorization: Bearer TOKEN of your team ({_WORK})")
         return await workers.serve(request, "" if team == SHARED else team)
 
     return work

@@ -36,7 +36,7 @@ WORKERS = Gauge(
 )
 WISH = Gauge(
     "rose_rewards_wish",
-    "Verifications at a time that KEDA was last told to make room for, by team.",
+    "Verifications at a time that were wished for when KEDA's scaler last looked, by team.",
     ["team"],
     registry=REGISTRY,
 )

@@ -25,14 +25,15 @@ from rose_rewards import functions
 from rose_rewards.errors import BadFunctions, RewardsError, WorkerEnded
 from rose_rewards.functions import RewardFunction
 from rose_rewards.homes import homes
-from rose_rewards.links import BEAT_SECONDS, Verification, VerificationResult
+from rose_rewards.links import BEAT_SECONDS, MESSAGE_BYTES, Verification, VerificationResult
 from rose_rewards.pool import WorkerPool
 from rose_wire import flags
 from rose_wire.daemon import stop_signal
 
 LOG = logging.getLogger(__name__)
 _LEAST_PAUSE, _MOST_PAUSE = 0.1, 2.0
-_LARGEST = 8 << 20
+# So long, what the gateway sent before it heard that this worker leaves may take to arrive.
+_LAST_GIVEN_SECONDS = 0.1
 
 
 def own(listed: Mapping[str, RewardFunction], team: str) -> dict[str, RewardFunction]:
@@ -81,7 +82,7 @@ class RemoteWorker:
             f"{url.rstrip('/')}/v1/work?places={self.places}",
             headers=shown,
             heartbeat=BEAT_SECONDS,
-            max_msg_size=_LARGEST,
+            max_msg_size=MESSAGE_BYTES,
         ) as socket:
             LOG.info("serves %s", url)
             leave = asyncio.create_task(self._leave(socket))
@@ -102,8 +103,7 @@ class RemoteWorker:
         await self.stop.wait()
         with contextlib.suppress(ConnectionError):
             await socket.send_bytes(msgspec.json.encode(VerificationResult(leaving=True)))
-            # What was given before the gateway heard of it comes with the next beat at the latest.
-            await asyncio.sleep(_LEAST_PAUSE)
+            await asyncio.sleep(_LAST_GIVEN_SECONDS)
             while self._running:
                 await asyncio.wait(self._running)
             await socket.close()

@@ -130,7 +130,7 @@ class ServingTraffic:
 def application(
     host: Host,
     traffic: ServingTraffic,
-    token: str | Callable[[], str],
+    token: Callable[[], str],
     traffic_token: Callable[[], str] = str,
 ) -> web.Application:
     """The routes over a host.
@@ -138,8 +138,7 @@ def application(
     Args:
         host: that they are over.
         traffic: what guards tell it.
-        token: that callers must show; none where this text is empty. Or what reads it at each
-            call: while that gives nothing, nobody is heard.
+        token: reads at each call what callers must show; empty: nobody is heard.
         traffic_token: reads what opens ``POST /traffic`` and nothing else; empty: nothing does.
     """
     api = _Api(host, traffic)
@@ -188,13 +187,12 @@ async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
         return web.json_response(body, status=STATUS[kind])
 
 
-def _guarded(token: str | Callable[[], str], traffic_token: Callable[[], str]) -> Middleware:
+def _guarded(token: Callable[[], str], traffic_token: Callable[[], str]) -> Middleware:
     def may(request: web.Request) -> bool:
         header = request.headers.get("Authorization", "")
-        if request.path in {"/healthz", "/metrics"} or token == "":  # they say nothing of sessions
+        if request.path in {"/healthz", "/metrics"}:  # they say nothing of sessions
             return True
-        wanted = token() if callable(token) else token
-        words = [wanted, *([traffic_token()] if request.path == "/traffic" else [])]
+        words = [token(), *([traffic_token()] if request.path == "/traffic" else [])]
         return any(is_bearer(header, word) for word in words if word)
 
     @web.middleware

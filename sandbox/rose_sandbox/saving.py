@@ -90,7 +90,7 @@ class Saver:
         began = self._now()
         box.clock, box.decision, box.unsaved = box.clock.saving(), decision, ""
         try:
-            async with self.folder() as folder:
+            async with self._folder() as folder:
                 suspends = decision.action is Action.SUSPEND
                 if suspends:  # its parts stay where ``resume`` looks for them
                     kept = self._scratch / box.spec.key
@@ -191,7 +191,7 @@ class Saver:
             CannotRestore: the parts do not give a sandbox back.
         """
         specs = [read_spec(record.spec, key) for key in keys]
-        async with self.folder() as folder:
+        async with self._folder() as folder:
             found: dict[str, Part | None] = {}
             for name, part in (("files", record.files), ("processes", record.processes)):
                 found[name] = None
@@ -205,7 +205,7 @@ class Saver:
             return list(zip(handles, specs, strict=True))
 
     @asynccontextmanager
-    async def folder(self) -> AsyncIterator[Path]:
+    async def _folder(self) -> AsyncIterator[Path]:
         """For parts on their way; gone when the block ends."""
         made = Path(tempfile.mkdtemp(dir=self._scratch))
         try:

@@ -36,7 +36,7 @@ class Served:
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     world, traffic = World(tmp_path), ServingTraffic()
-    runner = web.AppRunner(application(world.host, traffic, "word"))
+    runner = web.AppRunner(application(world.host, traffic, lambda: "word"))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield Served(f"http://127.0.0.1:{runner.addresses[0][1]}", traffic)

@@ -66,7 +66,7 @@ async def rewards(folder: Path) -> AsyncIterator[int]:
 
 
 async def sandboxes(folder: Path) -> AsyncIterator[int]:
-    runner = web.AppRunner(application(World(folder).host, ServingTraffic(), "word"))
+    runner = web.AppRunner(application(World(folder).host, ServingTraffic(), lambda: "word"))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:

@@ -18,6 +18,7 @@ from rose_demo import manifests
 from rose_demo.agents import KILLED_AFTER, LOG, TASK, Agent, Counted, NotYet, play
 from rose_demo.main import run
 from rose_demo.options import parse
+from rose_demo.pieces import SANDBOXES
 from rose_demo.records import Agents, Recording
 from rose_demo.report import page, summary
 from rose_demo.verdicts import CheckResult, judge
@@ -25,6 +26,8 @@ from rose_dev.errors import CommandFailed
 from rose_sandbox.client import RemoteHost
 from rose_sandbox.errors import HostAway, SandboxError
 from rose_sandbox.runtimes.runtime import ExecResult
+from tests.chart.rendering import HELM, render
+from tests.demo.test_parts import ENGINES
 
 DONE = Agents(
     agents=3,
@@ -160,7 +163,6 @@ class Counting(Host):
     def __init__(self, place: Place) -> None:
         super().__init__()
         self.place = place
-        self.made = 0
 
     async def exec(self, _session: str, command: str, *_: object, **__: object) -> ExecResult:
         if self.place.killed and _session not in self.lost:
@@ -169,13 +171,13 @@ class Counting(Host):
         return await super().exec(_session, command)
 
     async def create(self, *_: object, **__: object) -> None:
-        self.made += 1
+        pass
 
     async def end(self, *_: object, **__: object) -> None:
         raise HostAway("has gone")
 
     async def close(self) -> None:
-        self.made = 0
+        pass
 
 
 async def played(place: Place, monkeypatch: pytest.MonkeyPatch) -> Agents:
@@ -317,7 +319,18 @@ def test_the_report_shows_turns_by_class_bytes_saved_and_time_hidden(
 
 
 def test_hosts_come_with_the_chart_where_this_machine_has_their_parts(tmp_path: Path) -> None:
-    assert manifests.sandboxes(None) == {}
-    made = manifests.sandboxes(tmp_path)
+    assert manifests.chart_values(parse([]), ENGINES)["sandboxes"] == {}
+    made = manifests.chart_values(parse([]), ENGINES, tmp_path)["sandboxes"]
     assert made["partsPath"] == str(tmp_path)
     assert made["leases"] == [{"namespace": "research", "name": "grpo", "run": "grpo"}]
+
+
+@pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build")
+def test_the_charts_hosts_are_those_that_the_demo_looks_for_and_kills(tmp_path: Path) -> None:
+    rendered = render(manifests.chart_values(parse([]), ENGINES, tmp_path))
+    (made,) = [one for one in rendered.all("DaemonSet") if "sandbox" in one["metadata"]["name"]]
+    assert made["metadata"]["name"] == SANDBOXES
+    labels = made["spec"]["template"]["metadata"]["labels"]
+    assert labels["rose-gpu.dev/sandboxes"] == SANDBOXES
+    none = render(manifests.chart_values(parse([]), ENGINES))
+    assert not [one for one in none.objects if "sandbox" in one["metadata"]["name"]]

@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 
 from rose_core.api import RolloutLease
-from rose_dev.parts import gateway_kinds
+from rose_dev.parts import GATEWAY_KINDS
 from rose_operator.apply import routers
 from rose_operator.errors import ConfigurationError
 from rose_operator.kube.api import Kind
@@ -115,9 +115,9 @@ def test_half_a_gateway_is_told_at_the_start(tmp_path: Path, given: list[str], w
 @pytest.fixture(scope="module")
 def gateway_cluster(cluster: Cluster) -> Iterator[Cluster]:
     """The API server with Gateway API's own definitions."""
-    if not gateway_kinds().is_dir():
+    if not GATEWAY_KINDS.place.is_dir():
         pytest.skip("Gateway API's kinds are not there: rose dev build")
-    files = [f"--filename={path}" for path in sorted(gateway_kinds().glob("*routes.yaml"))]
+    files = [f"--filename={path}" for path in sorted(GATEWAY_KINDS.place.glob("*routes.yaml"))]
     cluster.plane.kubectl("apply", "--server-side", *files)
     names = [f"crd/{kind}.gateway.networking.k8s.io" for kind in ("httproutes", "grpcroutes")]
     cluster.plane.kubectl("wait", "--for=condition=Established", "--timeout=60s", *names)

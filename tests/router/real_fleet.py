@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from rose_core.wire.routing import EngineKind
 from rose_dev.engine_testing import RealEngine
-from rose_dev.owners import owner
+from rose_dev.owners import Owner, owner
 from rose_dev.waiting import until
 from rose_router.config import Settings
 from rose_router.main import RunningRouter, running
@@ -113,6 +113,23 @@ async def pushed_to(engine: RealEngine, store: RunningStore, folder: Path) -> As
         made = await stack.enter_async_context(fleet)
         await made.ready()
         yield made
+
+
+@asynccontextmanager
+async def before_two(
+    engine: RealEngine, other: RealEngine
+) -> AsyncIterator[tuple[RunningRouter, aiohttp.ClientSession, tuple[Owner, Owner]]]:
+    """A lease's router before two engines, and their owners; the second's gate is closed."""
+    settings = Settings(lease="team/grpo", attach_token="secret", tokenizer=engine.model)
+    closed = msgspec.structs.replace(update_of(other, "second"), gate_open=False)
+    async with (
+        aiohttp.ClientSession(raise_for_status=True) as http,
+        running(settings) as router,
+        owner(router.attach_port, update_of(engine, "first"), "secret") as first,
+        owner(router.attach_port, closed, "secret") as second,
+    ):
+        await until(lambda: len(router.service.fleet) == 2)
+        yield router, http, (first, second)
 
 
 def weights_of(model: Path) -> dict[str, torch.Tensor]:

@@ -17,26 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 import torch
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
-from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.models import make_named
-from rose_dev.owners import Owner, owner
-from rose_dev.waiting import until
-from rose_router.config import Settings
+from rose_dev.owners import Owner
 from rose_router.http.tokenization import Tokenizer
-from rose_router.main import RunningRouter, running
+from rose_router.main import RunningRouter
+from tests.router.real_fleet import before_two
+from tests.router.test_real_engines import PROMPT, VERSION
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.asyncio]
 
-VERSION = "run@1.0"
-PROMPT = [5, 17, 42, 99, 7]
 MOST = 60
 LAYERS, EACH = 2, 2
 ROW = LAYERS * EACH * 4
@@ -177,25 +173,8 @@ class Lease:
 
 @pytest.fixture
 async def lease(engines: list[RealEngine]) -> AsyncIterator[Lease]:
-    settings = Settings(lease="team/grpo", attach_token="secret", tokenizer=engines[0].model)
-    said = EngineUpdate(
-        engine="first",
-        kind=EngineKind.BORROWED,
-        lease="team/grpo",
-        url=engines[0].url,
-        gate_open=True,
-        cap=4,
-        version=VERSION,
-    )
-    other = msgspec.structs.replace(said, engine="second", url=engines[1].url, gate_open=False)
-    async with (
-        aiohttp.ClientSession(raise_for_status=True) as http,
-        running(settings) as router,
-        owner(router.attach_port, said, "secret") as first,
-        owner(router.attach_port, other, "secret") as second,
-    ):
-        await until(lambda: len(router.service.fleet) == 2)
-        yield Lease(router, http, engines, (first, second))
+    async with before_two(*engines) as (router, http, owners):
+        yield Lease(router, http, engines, owners)
 
 
 def rows_of(answer: dict[str, Any]) -> list[bytes]:

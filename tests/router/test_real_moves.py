@@ -15,22 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 
-from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
-from rose_dev.owners import Owner, owner
-from rose_dev.waiting import until
-from rose_router.config import Settings
+from rose_dev.owners import Owner
 from rose_router.http.tokenization import Tokenizer
-from rose_router.main import RunningRouter, running
+from rose_router.main import RunningRouter
+from tests.router.real_fleet import before_two
+from tests.router.test_real_engines import PROMPT, VERSION
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.asyncio]
 
-VERSION = "run@1.0"
-PROMPT = [5, 17, 42, 99, 7]
 MOST = 60
 BEGIN, END = 20, 44  # the tokens whose text is the stop string
 MIDDLE = 30
@@ -96,25 +92,8 @@ class Lease:
 
 @pytest.fixture
 async def lease(engine: RealEngine) -> AsyncIterator[Lease]:
-    settings = Settings(lease="team/grpo", attach_token="secret", tokenizer=engine.model)
-    said = EngineUpdate(
-        engine="first",
-        kind=EngineKind.BORROWED,
-        lease="team/grpo",
-        url=engine.url,
-        gate_open=True,
-        cap=4,
-        version=VERSION,
-    )
-    other = msgspec.structs.replace(said, engine="second", gate_open=False)
-    async with (
-        aiohttp.ClientSession(raise_for_status=True) as http,
-        running(settings) as router,
-        owner(router.attach_port, said, "secret") as first,
-        owner(router.attach_port, other, "secret") as second,
-    ):
-        await until(lambda: len(router.service.fleet) == 2)
-        yield Lease(router, http, engine, first, second)
+    async with before_two(engine, engine) as (router, http, owners):
+        yield Lease(router, http, engine, *owners)
 
 
 @asynccontextmanager

@@ -259,7 +259,7 @@ async def test_all_replicas_know_the_sessions_that_one_has_forked(
     pair: Callable[..., AbstractAsyncContextManager[list[Stage]]], tmp_path: Path
 ) -> None:
     host = World(tmp_path)
-    runner = web.AppRunner(application(host.host, ServingTraffic(), "word"))
+    runner = web.AppRunner(application(host.host, ServingTraffic(), lambda: "word"))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"

@@ -58,7 +58,7 @@ async def host_at(tmp_path: Path) -> AsyncIterator[Callable[[str], Any]]:
 
         async def start(name: str) -> At:
             world = World(tmp_path, name)
-            runner = web.AppRunner(application(world.host, ServingTraffic(), "word"))
+            runner = web.AppRunner(application(world.host, ServingTraffic(), lambda: "word"))
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             stack.push_async_callback(world.host.close)

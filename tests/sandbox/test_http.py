@@ -37,7 +37,7 @@ class Served:
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     world, traffic = World(tmp_path), ServingTraffic()
-    app = application(world.host, traffic, "word")
+    app = application(world.host, traffic, lambda: "word")
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -80,6 +80,14 @@ class World:
         record = read_json(self.rundir.slot("slot-1").engine, EngineFile)
         return record.started_ns if record is not None else 0
 
+    async def starts_anew(self, before: int) -> None:
+        """Wait for a process that is not the one of before."""
+
+        async def another() -> bool:
+            return self.process() not in {0, before}
+
+        await until(another, "another process is there")
+
 
 @contextlib.asynccontextmanager
 async def world(rundir: Path, models: Path, store: Path, *runs: str) -> AsyncIterator[World]:
@@ -155,11 +163,7 @@ async def test_a_killed_engine_gets_all_its_adapters_again(
         before = here.process()
         for pid in (await status_of(here.host)).pids:
             os.kill(pid, signal.SIGKILL)
-
-        async def another() -> bool:
-            return here.process() not in {0, before}
-
-        await until(another, "another process is there")
+        await here.starts_anew(before)
         found = await here.serves(a=0, b=0)
         assert all(one.digest for one in found.values())
         assert [span.version for span in (await here.turn("b@1.0")).spans] == ["b@1.0"]
@@ -251,11 +255,7 @@ async def test_bytes_and_broken_weights_of_every_run_count(
         other = read_json(slot.weights_of("b"), WeightsFile)
         assert other is not None
         write_json(slot.weights_of("b"), msgspec.structs.replace(other, broken=True))
-
-        async def another() -> bool:
-            return here.process() not in {0, process}
-
-        await until(another, "the engine was started anew")
+        await here.starts_anew(process)
         await here.serves(a=0, b=0)
 
 

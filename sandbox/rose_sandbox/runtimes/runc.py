@@ -163,7 +163,6 @@ class RuncRuntime:
         self._opening = asyncio.Lock()
         self._is_open = False
         self._next = 0
-        self._held: dict[str, tuple[OpenFile, ...]] = {}
 
     # --- the host ---------------------------------------------------------------------------
 
@@ -600,10 +599,10 @@ class RuncRuntime:
         self._next += 1
         cut = f"{handle.key}.{self._next}"
         try:
-            frozen = await self._cut(handle.key, kind, cut)
+            frozen, held = await self._cut(handle.key, kind, cut)
             files = processes = None
             if kind.has_files:
-                await self._volume.pack(cut, into / FILES, self._held.pop(handle.key, ()))
+                await self._volume.pack(cut, into / FILES, held)
                 files = _part(into / FILES)
             if kind.has_processes:
                 await self._pack_images(handle.key, into / PROCESSES)
@@ -616,9 +615,14 @@ class RuncRuntime:
             await self._volume.remove(cut)
         return CheckpointParts(record.spec, files, processes, frozen, time.monotonic() - started)
 
-    async def _cut(self, key: str, kind: Kind, cut: str) -> float:
-        """Save into a cut and the folder ``images``; returns the seconds that it stood still."""
+    async def _cut(self, key: str, kind: Kind, cut: str) -> tuple[float, tuple[OpenFile, ...]]:
+        """Save into a cut and the folder ``images``.
+
+        Returns:
+            The seconds that it stood still, and the files that it had open.
+        """
         home = self._home(key)
+        held: tuple[OpenFile, ...] = ()
         images, work = home / "images", home / "dump"
         await self._clear(images, work)
         await self._runc(key, "pause")
@@ -627,7 +631,7 @@ class RuncRuntime:
         try:
             if kind.has_files:
                 upper = self._volume.upper(key)
-                self._held[key] = await self._in_thread(held_by, self._pids(key), upper)
+                held = await self._in_thread(held_by, self._pids(key), upper)
                 await self._volume.cut(key, cut)
             if kind.has_processes:
                 await self._runc(
@@ -644,7 +648,7 @@ class RuncRuntime:
         finally:
             frozen = time.monotonic() - started
             await self._runc(key, "resume")
-        return frozen
+        return frozen, held
 
     async def _pack_images(self, key: str, into: Path) -> None:
         images = self._home(key) / "images"

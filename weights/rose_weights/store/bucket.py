@@ -49,6 +49,8 @@ class Bucket:
 
     def record_blocks(self, run: str) -> BucketBlocks:
         """Blocks of a run's records; one object for each, since it remembers what it used."""
+        if (known := self._of_records.get(run)) is not None:
+            return known
         made = BucketBlocks(self._objects, root=f"{_RECORDS}{run}/", pool=self.blocks.pool)
         return self._of_records.setdefault(run, made)
 

@@ -36,6 +36,8 @@ class Folder:
 
     def record_blocks(self, run: str) -> Blocks:
         """Blocks of a run's records; one object for each, since it remembers what it checked."""
+        if (known := self._of_records.get(run)) is not None:
+            return known
         made = Blocks(self.root / "record-blocks" / run, self._disk)
         return self._of_records.setdefault(run, made)
 

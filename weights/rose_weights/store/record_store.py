@@ -151,7 +151,7 @@ class StoredRecords:
 
     def put(self, run: str, session: str, fence: int, data: bytes) -> bytes:
         """See ``RecordStore``."""
-        _check(self.look(run, session), session, fence)
+        check_fence(self.look(run, session), session, fence)
         return self._store.put_record_block(run, data)
 
     def commit(self, run: str, session: str, fence: int, data: bytes) -> SessionState:
@@ -160,7 +160,7 @@ class StoredRecords:
         listed = ListedRecord(record.turn, hashlib.sha256(data).hexdigest())
 
         def list_(state: RunState) -> RunState:
-            _check(_said(state), session, fence)
+            check_fence(_said(state), session, fence)
             kept = tuple(one for one in state.recorded if one.turn < record.turn)
             return msgspec.structs.replace(state, records=(*kept, listed))
 
@@ -171,7 +171,7 @@ class StoredRecords:
         """See ``RecordStore``."""
 
         def empty(state: RunState) -> RunState:
-            _check(_said(state), session, fence)
+            check_fence(_said(state), session, fence)
             return msgspec.structs.replace(state, records=())
 
         return _said(self._store.change(place_of(run, session), empty, "forget"))
@@ -185,7 +185,12 @@ def _said(state: RunState) -> SessionState:
     return SessionState(state.fence, state.publisher, turns)
 
 
-def _check(state: SessionState, session: str, fence: int) -> None:
+def check_fence(state: SessionState, session: str, fence: int) -> None:
+    """Whether a session is still the host's that took it over under ``fence``.
+
+    Raises:
+        Fenced: another host has taken it over since.
+    """
     if state.fence != fence:
         raise Fenced(
             f"session {session} is {state.owner}'s under fence {state.fence}; this host "

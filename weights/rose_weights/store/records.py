@@ -30,9 +30,9 @@ from typing import Any
 import msgspec
 
 from rose_core.sandboxes.pages import PACK, Data, Piece, TornPart, pack, pages, unpack
-from rose_weights.errors import Damaged, Fenced, Incomplete, UnknownVersion
+from rose_weights.errors import Damaged, Incomplete, UnknownVersion
 from rose_weights.store.record import Command, OutsideEffect, Record, SavedPart
-from rose_weights.store.record_store import RecordStore, StoredRecords, unknown_turn
+from rose_weights.store.record_store import RecordStore, StoredRecords, check_fence, unknown_turn
 from rose_weights.store.store import Store
 
 __all__ = [
@@ -160,12 +160,7 @@ class Records:
         Raises:
             Fenced: another host has taken it over.
         """
-        state = self._store.look(self._run, owned.session)
-        if state.fence != owned.fence:
-            raise Fenced(
-                f"session {owned.session} is {state.owner}'s under fence {state.fence}; this host "
-                f"had {owned.fence} and must end its sandbox"
-            )
+        check_fence(self._store.look(self._run, owned.session), owned.session, owned.fence)
 
     def turns(self, session: str) -> tuple[int, ...]:
         """Turns with a record, in order; none of an unknown session."""

@@ -8,6 +8,7 @@ never over the vocabulary. Next step: ``rose_engines.sglang.drafts`` samples.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import torch
 
@@ -87,11 +88,8 @@ def assign_extend_cache_locs_cpu(  # noqa: PLR0917  # the kernel's own
     pool_len: int,  # noqa: ARG001  # the kernel's own
 ) -> None:
     """Places of the KV of each request's tokens from ``start_offset`` to ``end_offset``."""
-    begin = 0
-    rows = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
-    for row, start, end in rows:
-        out_cache_loc[begin : begin + end - start] = req_to_token[row, start:end]
-        begin += end - start
+    for row, tokens, places in _spans(req_pool_indices, start_offset, end_offset):
+        out_cache_loc[places] = req_to_token[row, tokens]
 
 
 def assign_req_to_token_pool_cpu(  # noqa: PLR0917  # the kernel's own
@@ -103,11 +101,17 @@ def assign_req_to_token_pool_cpu(  # noqa: PLR0917  # the kernel's own
     pool_len: int,  # noqa: ARG001  # the kernel's own
 ) -> None:
     """Write places of KV into each request's row from ``start_offset`` to ``end_offset``."""
+    for row, tokens, places in _spans(req_pool_indices, start_offset, end_offset):
+        req_to_token[row, tokens] = out_cache_loc[places].to(req_to_token.dtype)
+
+
+def _spans(
+    rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
+) -> Iterator[tuple[int, slice, slice]]:
+    """Each request's row, its tokens there, and where their places lie, all after one another."""
     begin = 0
-    rows = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
-    for row, start, end in rows:
-        places = out_cache_loc[begin : begin + end - start]
-        req_to_token[row, start:end] = places.to(req_to_token.dtype)
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        yield row, slice(start, end), slice(begin, begin + end - start)
         begin += end - start
 
 
