@@ -3,7 +3,8 @@
 | part | on |
 |---|---|
 | how busy workers are that follow the wish, beside a fixed pool | virtual time |
-| what rewards add to a step | virtual time |
+| groups with and without a second worker for what is late | virtual time |
+| what rewards add to a step, by part and by how the trainer takes groups | virtual time |
 | 10,000 rewards while gateway and workers are killed | real processes |
 | 10,000 lines while router, batches and engines are killed | real processes, fake engines |
 
@@ -17,16 +18,8 @@ import asyncio
 import sys
 
 from bench.record import Figure, figure, record
-from bench.rewards import killed, scaling
-from rose_simulate.model.clock import SECOND
-from rose_simulate.model.job import JobCounts
-from rose_simulate.model.regimes import RULES
-from rose_simulate.model.scenario import Regime, Scenario
-from rose_simulate.model.simulation import Simulation
-from rose_simulate.reading import read_material, read_scenario
-from rose_simulate.studies import SCENARIOS
+from bench.rewards import hedging, killed, scaling, steps
 
-_REWARD_S = 10.0
 _TARGETS_S, _COLD_S, _MOST = (15.0, 30.0), 3.0, 512
 
 
@@ -37,32 +30,15 @@ def flags() -> argparse.ArgumentParser:
     add("--rewards", type=int, default=10_000, help="under kills; 0 leaves them out")
     add("--lines", type=int, default=10_000, help="of the batch; 0 leaves it out")
     add("--seconds", type=float, default=1800.0, help="simulated; 0 leaves virtual time out")
-    add("--seed", type=int, default=1)
+    add("--seed", type=int, default=1, help="of what is killed, and of how busy workers are")
+    add("--step-seeds", type=int, nargs="+", default=[1, 2, 3], help="of what is added to a step")
     return parser
 
 
-def _played(seconds: float, seed: int, reward_s: float) -> JobCounts:
-    path = SCENARIOS / "tail-whole.yaml"
-    told = read_scenario(path)
-    if not isinstance(told, Scenario):
-        raise TypeError(path)
-    jobs = tuple(job.model_copy(update={"reward_s": reward_s}) for job in told.jobs)
-    told = told.model_copy(update={"jobs": jobs, "seconds": seconds})
-    world = Simulation(told, RULES[Regime.OURS], seed, read_material(path, told))
-    world.clock.run(round(seconds * SECOND))
-    return world.jobs[jobs[0].name].counts
-
-
-def virtual(seconds: float, seed: int) -> list[Figure]:
-    """What rewards add to a step, and how busy workers are."""
-    without, given = (_played(seconds, seed, one) for one in (0.0, _REWARD_S))
-    # The same rounds of both: rounds differ by a factor of three, and one more or less of them
-    # would show as time that rewards add.
-    rounds = min(len(without.step_s), len(given.step_s))
-    steps = [sum(one.step_s[:rounds]) / rounds for one in (without, given)]
-    added = steps[1] - steps[0]
-    ends = sorted(given.finish_s)
-    takes = scaling.lengths(len(ends), _REWARD_S, seed)
+def scaled(seconds: float, seed: int) -> list[Figure]:
+    """How busy workers are that follow the wish, when trajectories end as those of a job."""
+    ends = sorted(steps.played("whole", seconds, seed, steps.REWARD_S).finish_s)
+    takes = scaling.lengths(len(ends), steps.REWARD_S, seed)
     found: list[Figure] = []
     for target in _TARGETS_S:
         ours = scaling.followed(ends, takes, target_s=target, cold_s=_COLD_S, most=_MOST)
@@ -77,13 +53,7 @@ def virtual(seconds: float, seed: int) -> list[Figure]:
             figure(f"{told}most workers at a time", ours.most, "workers"),
             figure(f"{told}fixed pool", pool.most, "workers"),
         ]
-    return [
-        *found,
-        figure(f"a reward of {_REWARD_S:g} s hidden", 1 - added / _REWARD_S, "share", at_least=0.9),
-        figure("added to a step", added / steps[0], "share", at_most=0.01),
-        figure("steps without rewards that take time", len(without.step_s), "steps"),
-        figure("steps with them", len(given.step_s), "steps"),
-    ]
+    return found
 
 
 def _told(name: str, found: killed.Killed, wrong: tuple[str, ...]) -> list[Figure]:
@@ -110,7 +80,9 @@ def main(argv: list[str] | None = None) -> int:
         wrong += found.wrong.total()
         figures += _told("lines", found, ("lost", "doubled"))
     if given.seconds:
-        figures += virtual(given.seconds, given.seed)
+        figures += scaled(given.seconds, given.seed)
+        figures += hedging.figures(given.seed)
+        figures += steps.figures(given.seconds, given.step_seeds)
     record("rewards", figures)
     return int(bool(wrong))
 

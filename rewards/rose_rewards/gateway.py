@@ -3,10 +3,12 @@
 | a reward is | from | left by |
 |---|---|---|
 | waiting | ``score``, while every worker is busy | ``rose_core.rewards.order`` picks it |
-| running | a worker, or a judge, has it | its result |
+| running | a worker, two of them or a judge have it | its result |
 | known | scored or masked | asked again under its trajectory: the same result |
 
-A lost one is forgotten, so that asking again tries anew. Judges run in an engine and take no
+``rose_core.rewards.hedging`` says which late one is given to a second worker: the first verdict is
+the result, and the other worker is stopped. A lost one is forgotten, so that asking again tries
+anew. Judges run in an engine and take no
 worker. With a journal a result is on the disk before anybody is told it, and known to the next
 gateway; without one that computes anew what it is asked again.
 """
@@ -26,6 +28,8 @@ from typing import Annotated, Any, Protocol
 import aiohttp
 import msgspec
 
+from rose_core.rewards.groups import GroupProgress
+from rose_core.rewards.hedging import RunningReward, hedge, next_late
 from rose_core.rewards.limits import TimeLimits
 from rose_core.rewards.order import WaitingReward, first
 from rose_core.rewards.results import Lost, Masked, Result, Scored, result_of
@@ -38,6 +42,8 @@ from rose_rewards.journal import KnownResult, ResultJournal
 # Results that are remembered, and groups of which members are missing: some steps of a large run.
 REMEMBERED = 200_000
 _REMEMBERED_TIMES = 256
+# Below it a clock's rounding would have a reward that is just not late looked at for ever.
+_LEAST_LOOK_SECONDS = 0.001
 
 
 class Pool(Protocol):
@@ -46,8 +52,18 @@ class Pool(Protocol):
     def room(self, name: str, verifying: Counter[str]) -> bool:
         """Whether one more of this function may begin; ``verifying`` counts by owner's team."""
 
-    async def verify(self, name: str, body: bytes, seconds: float) -> tuple[object, float]:
-        """What the function said, and its seconds; raises WorkerEnded or TimeoutError."""
+    async def verify(
+        self, name: str, body: bytes, seconds: float, apart: set[object] | None = None
+    ) -> tuple[object, float]:
+        """What the function said, and its seconds; raises WorkerEnded or TimeoutError.
+
+        Args:
+            name: of the function.
+            body: the object that it takes.
+            seconds: that it may take.
+            apart: machines that had it before, which are not taken where there is another; its
+                own is added. None = nothing is known of other tries.
+        """
 
     async def close(self) -> None:
         """End what runs."""
@@ -62,6 +78,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         answer, expected: what the function compares, any JSON.
         task: which verifications take about as long as each other; empty = unknown.
         group, members: its group and how many trajectories that has; 0 = unknown.
+        keep: of these its trainer trains on, the first that are scored; 0 = all.
         data: more that the function is given.
         deadline_seconds: from now; earlier ones go first.
     """
@@ -73,6 +90,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     task: str = ""
     group: str = ""
     members: Annotated[int, msgspec.Meta(ge=0)] = 0
+    keep: Annotated[int, msgspec.Meta(ge=0)] = 0
     data: Any = None
     deadline_seconds: float | None = None
 
@@ -100,6 +118,45 @@ class _Waiting:
         return f"{self.key[0]}/{self.reward.task}" if self.reward.task else ""
 
 
+class _Verification:
+    """One try of a reward, by one worker or by two: the first verdict is its result.
+
+    Attributes:
+        began: when the first worker was given it.
+        copies: those that were given it, in that order.
+        verdict: what the function said and its seconds, and which copy that was of.
+    """
+
+    def __init__(self, one: _Waiting, body: bytes, seconds: float, apart: set[object]) -> None:
+        self.one, self.body, self.seconds, self.apart = one, body, seconds, apart
+        self.began = 0.0
+        self.copies: list[asyncio.Task[None]] = []
+        self.verdict: asyncio.Future[tuple[object, float, int]] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._open = 0
+
+    def start(self, pool: Pool) -> asyncio.Task[None]:
+        """Give it to one more worker."""
+        self._open += 1
+        copy = asyncio.create_task(self._copy(pool, len(self.copies)))
+        self.copies.append(copy)
+        return copy
+
+    async def _copy(self, pool: Pool, number: int) -> None:
+        name = self.one.reward.function
+        try:
+            said, took = await pool.verify(name, self.body, self.seconds, self.apart)
+        except Exception as error:  # noqa: BLE001  # whoever waits for the verdict is told
+            self._open -= 1
+            # While another copy runs there may be a verdict yet.
+            if not self._open and not self.verdict.done():
+                self.verdict.set_exception(error)
+        else:
+            if not self.verdict.done():
+                self.verdict.set_result((said, took, number))
+
+
 @dataclass
 class Gateway:
     """The rewards of one process.
@@ -120,12 +177,16 @@ class Gateway:
     journal: ResultJournal | None = None
     limits: TimeLimits = field(default_factory=TimeLimits)
     _known: OrderedDict[tuple[str, str], _Known] = field(default_factory=OrderedDict)
-    _groups: OrderedDict[tuple[str, str], int] = field(default_factory=OrderedDict)
+    _groups: OrderedDict[tuple[str, str], GroupProgress] = field(default_factory=OrderedDict)
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _verifying: Counter[str] = field(default_factory=Counter)
     _under_way: dict[tuple[str, str], _Waiting] = field(default_factory=dict)
+    _verifications: dict[int, _Verification] = field(default_factory=dict)
+    _copies: set[asyncio.Task[None]] = field(default_factory=set)
+    _look: asyncio.TimerHandle | None = None
     _arrivals: int = 0
+    _tries: int = 0
     _closed: bool = False
     _unwritten: list[tuple[KnownResult, asyncio.Future[None]]] = field(default_factory=list)
     _writing: asyncio.Task[None] | None = None
@@ -206,6 +267,12 @@ class Gateway:
         if not reward.trajectory:
             message = "trajectory is empty; send the trajectory's session key"
             raise BadReward(message)
+        if reward.keep > reward.members:
+            message = (
+                f"keep is {reward.keep} of {reward.members} members; send how many of a group's "
+                "members are trained on, and members with it"
+            )
+            raise BadReward(message)
 
     def _admit(self, key: tuple[str, str], reward: Reward, digest: bytes) -> _Known:
         if self._closed:
@@ -218,7 +285,8 @@ class Gateway:
         while len(self._known) > REMEMBERED and next(iter(self._known.values())).result.done():
             self._known.popitem(last=False)
         if reward.group and reward.members:
-            self._groups.setdefault((key[0], reward.group), reward.members)
+            begun = GroupProgress(reward.members, reward.keep)
+            self._groups.setdefault((key[0], reward.group), begun)
             while len(self._groups) > REMEMBERED:
                 self._groups.popitem(last=False)
         seconds = reward.deadline_seconds
@@ -243,11 +311,7 @@ class Gateway:
             if not room:
                 break
             chosen = first(
-                WaitingReward(
-                    number,
-                    self._groups.get((one.key[0], one.reward.group)),
-                    one.deadline,
-                )
+                WaitingReward(number, self._left(one), one.deadline)
                 for number, one in self._waiting.items()
                 if one.reward.function in room
             )
@@ -257,7 +321,59 @@ class Gateway:
             self._verifying[self.functions[one.reward.function].team] += 1
             self._under_way[one.key] = one
             self._start(one)
+        self._hedge()
         metrics.BUSY.set(self._verifying.total())
+
+    def _left(self, one: _Waiting) -> int | None:
+        progress = self._groups.get((one.key[0], one.reward.group))
+        return None if progress is None else progress.left
+
+    def _hedge(self) -> None:
+        """Give what is late to a second worker where one is free, and look again in time."""
+        while late := hedge(self._running_rewards()):
+            found = self._verifications[late.number]
+            self._verifying[self.functions[found.one.reward.function].team] += 1
+            self._watch(found.start(self.pool))
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+        due = next_late(self._running_rewards())
+        if due is not None:
+            wait = max(due, _LEAST_LOOK_SECONDS)
+            self._look = asyncio.get_running_loop().call_later(wait, self.fill)
+
+    def _running_rewards(self) -> list[RunningReward]:
+        """What runs, as ``hedging`` sees it."""
+        now = self.clock()
+        # Where one is free nothing waits that it could do: ``fill`` has been before.
+        room = {name for name in self.functions if self.pool.room(name, self._verifying)}
+        found = []
+        for number, given in self._verifications.items():
+            if given.verdict.done():
+                continue
+            name, key = given.one.reward.function, (given.one.key[0], given.one.reward.group)
+            progress = self._groups.get(key)
+            found.append(
+                RunningReward(
+                    number,
+                    now - given.began,
+                    self.limits.late_after(name, given.one.task),
+                    None if progress is None else key,
+                    1 if progress is None else progress.left,
+                    len(given.copies) > 1,
+                    name in room,
+                )
+            )
+        return found
+
+    def _watch(self, copy: asyncio.Task[None]) -> None:
+        self._copies.add(copy)
+        copy.add_done_callback(self._copies.discard)
+
+    def _leave(self, team: str) -> None:
+        """A copy has ended, and with it the place that it held."""
+        self._verifying[team] -= 1
+        self.fill()
 
     def _start(self, one: _Waiting) -> None:
         task = asyncio.create_task(self._run(one))
@@ -274,8 +390,7 @@ class Gateway:
             if function.judge is None:
                 self._verifying[function.team] -= 1
                 self._under_way.pop(one.key, None)
-        if not isinstance(result, Lost):
-            self._count_member(one)
+        self._count_member(one, result)
         self.fill()  # the disk is waited for without a worker
         if self.journal is not None and not isinstance(result, Lost):
             result = await self._kept(KnownResult(one.key, self._known[one.key].digest, result))
@@ -311,12 +426,12 @@ class Gateway:
                 else:
                     written.set_exception(failure)
 
-    def _count_member(self, one: _Waiting) -> None:
+    def _count_member(self, one: _Waiting, result: Result) -> None:
         """One more of its group has a result."""
         group = (one.key[0], one.reward.group)
         if group in self._groups:
-            self._groups[group] -= 1
-            if self._groups[group] <= 0:
+            self._groups[group] = self._groups[group].after(result)
+            if self._groups[group].ended:
                 del self._groups[group]
 
     def _conclude(self, one: _Waiting, result: Result) -> None:
@@ -343,9 +458,10 @@ class Gateway:
         )
         seconds = self.limits.limit(reward.function, one.task, function.seconds)
         said = "it was not tried"
+        apart = set[object]()
         for attempt in range(function.tries):
             try:
-                found, took = await self.pool.verify(reward.function, body, seconds)
+                found, took = await self._verdict(_Verification(one, body, seconds, apart))
             except TimeoutError:
                 self._times[function.team].append(seconds)
                 return Masked(f"TimedOut: no verdict after {seconds:.3g} s", seconds)
@@ -355,6 +471,29 @@ class Gateway:
             self._times[function.team].append(took)
             return result_of(found, function.correct_from, took)
         return Lost(f"WorkerEnded: {said}")
+
+    async def _verdict(self, given: _Verification) -> tuple[object, float]:
+        """The first verdict; raises what the last of its copies raised where there is none."""
+        name, team = given.one.reward.function, self.functions[given.one.reward.function].team
+        number = self._tries = self._tries + 1
+        given.began = self.clock()
+        self._watch(given.start(self.pool))
+        self._verifications[number] = given
+        self._hedge()
+        kept, winner = 0, "none"
+        try:
+            found, took, kept = await given.verdict
+            winner = "second" if kept else "first"
+            return found, took
+        finally:
+            del self._verifications[number]
+            if len(given.copies) > 1:
+                metrics.HEDGED.labels(name, winner).inc()
+            # The reward goes on to hold one place; another is free once its worker has ended.
+            for other, copy in enumerate(given.copies):
+                copy.cancel()
+                if other != kept:
+                    copy.add_done_callback(lambda _: self._leave(team))
 
     async def _judged(self, function: RewardFunction, reward: Reward) -> Result:
         began = self.clock()
@@ -372,9 +511,12 @@ class Gateway:
         """End what runs; who waits for it gets no result, and asks the next gateway."""
         self._closed = True  # the port is open a little longer, and its callers ask again
         self._waiting.clear()
+        if self._look is not None:
+            self._look.cancel()
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*self._copies, return_exceptions=True)
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
         for known in self._known.values():

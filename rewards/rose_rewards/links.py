@@ -40,12 +40,17 @@ MESSAGE_BYTES = 8 << 20
 
 
 class Verification(msgspec.Struct, frozen=True):
-    """What a worker is given; ``body`` is the object that the function takes."""
+    """What a worker is given; ``body`` is the object that the function takes.
+
+    Attributes:
+        stop: no verification: nobody waits for that of this number any more.
+    """
 
     number: int
     function: str
     body: msgspec.Raw
     seconds: float
+    stop: bool = False
 
 
 class VerificationResult(msgspec.Struct, frozen=True):
@@ -107,14 +112,24 @@ class LinkedWorkers:
         team = self.functions[name].team
         return verifying[team] < self.places(team)
 
-    async def verify(self, name: str, body: bytes, seconds: float) -> tuple[object, float]:
+    async def verify(
+        self, name: str, body: bytes, seconds: float, apart: set[object] | None = None
+    ) -> tuple[object, float]:
         """Run one verification on a worker of its team, when one is free.
+
+        Args:
+            name: of the function.
+            body: the object that it takes.
+            seconds: that it may take.
+            apart: links that had it before: another is taken where there is one. Its own is added.
 
         Raises:
             WorkerEnded: the worker is gone, or the function failed; the text says how.
             TimeoutError: it took longer than ``seconds``.
         """
-        link = await self._free(self.functions[name].team)
+        had = set[object]() if apart is None else apart
+        link = await self._free(self.functions[name].team, had)
+        had.add(link)
         number = next(self._numbers)
         answer: asyncio.Future[VerificationResult] = asyncio.get_running_loop().create_future()
         link.running[number] = answer
@@ -131,6 +146,12 @@ class LinkedWorkers:
                 await link.socket.close()
                 message = "the worker's pod was lost"
                 raise WorkerEnded(message) from error
+            except asyncio.CancelledError:
+                # Its place is another's from now on: what it is still doing must end there.
+                stopped = Verification(number, name, msgspec.Raw(b"null"), 0.0, stop=True)
+                with contextlib.suppress(ConnectionError):
+                    await link.socket.send_bytes(msgspec.json.encode(stopped))
+                raise
         finally:
             link.running.pop(number, None)
             # Not on_room: the gateway counts this one until it has heard, and then looks itself.
@@ -143,12 +164,12 @@ class LinkedWorkers:
         most = min(seconds, time.monotonic() - began)
         return said.said, min(max(said.seconds, 0.0), most)
 
-    async def _free(self, team: str) -> _Link:
-        """The link with most room; waits for one."""
+    async def _free(self, team: str, apart: set[object]) -> _Link:
+        """The link with most room, of those that had it before the last; waits for one."""
         while True:
             found = [one for one in self._links if one.team == team and one.free > 0]
             if found:
-                return max(found, key=lambda one: one.free)
+                return max(found, key=lambda one: (one not in apart, one.free))
             self._changed.clear()
             await self._changed.wait()
 

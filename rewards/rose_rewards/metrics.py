@@ -20,6 +20,13 @@ SECONDS = Histogram(
     registry=REGISTRY,
     buckets=(0.001, 0.01, 0.1, 0.5, 1, 5, 20, 60, 300),
 )
+HEDGED = Counter(
+    "rose_rewards_hedged_total",
+    "Verifications that two workers were given because the first was late, by whose verdict it "
+    "was: first, second or none.",
+    ["function", "winner"],
+    registry=REGISTRY,
+)
 QUEUE = Gauge("rose_rewards_queue", "Rewards that wait or run.", registry=REGISTRY)
 BUSY = Gauge("rose_rewards_busy_workers", "Workers that verify now.", registry=REGISTRY)
 ENDED = Counter(

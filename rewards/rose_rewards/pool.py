@@ -192,8 +192,12 @@ class WorkerPool:
         """Whether one more verification may begin."""
         return verifying.total() < self.most
 
-    async def verify(self, name: str, body: bytes, seconds: float) -> tuple[object, float]:
+    async def verify(
+        self, name: str, body: bytes, seconds: float, _apart: set[object] | None = None
+    ) -> tuple[object, float]:
         """Run one verification; whoever calls it sees to it that no more than may run do.
+
+        Two of the same reward are in two processes, whatever was said of other tries.
 
         Returns:
             What the function said, and its seconds; the start of a worker is not among them.

@@ -69,7 +69,7 @@ class RemoteWorker:
     pool: WorkerPool
     places: int
     stop: asyncio.Event
-    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     async def work(self, session: aiohttp.ClientSession, url: str, token: str) -> None:
         """Serve one connection until it ends, or until all is answered after ``stop``.
@@ -89,15 +89,21 @@ class RemoteWorker:
             try:
                 async for message in socket:
                     if message.type is aiohttp.WSMsgType.BINARY:
-                        given = msgspec.json.decode(message.data, type=Verification)
-                        task = asyncio.create_task(self._answer(socket, given))
-                        self._running.add(task)
-                        task.add_done_callback(self._running.discard)
+                        self._hear(socket, msgspec.json.decode(message.data, type=Verification))
             finally:
                 leave.cancel()
-                for task in self._running:  # its caller has been told that there is no answer
+                running = list(self._running.values())
+                for task in running:  # its caller has been told that there is no answer
                     task.cancel()
-                await asyncio.gather(leave, *self._running, return_exceptions=True)
+                await asyncio.gather(leave, *running, return_exceptions=True)
+
+    def _hear(self, socket: aiohttp.ClientWebSocketResponse, given: Verification) -> None:
+        if not given.stop:
+            task = asyncio.create_task(self._answer(socket, given))
+            self._running[given.number] = task
+            task.add_done_callback(lambda _: self._running.pop(given.number, None))
+        elif given.number in self._running:
+            self._running[given.number].cancel()
 
     async def _leave(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         await self.stop.wait()
@@ -105,7 +111,7 @@ class RemoteWorker:
             await socket.send_bytes(msgspec.json.encode(VerificationResult(leaving=True)))
             await asyncio.sleep(_LAST_GIVEN_SECONDS)
             while self._running:
-                await asyncio.wait(self._running)
+                await asyncio.wait(self._running.values())
             await socket.close()
 
     async def _answer(self, socket: aiohttp.ClientWebSocketResponse, given: Verification) -> None:

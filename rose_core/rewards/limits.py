@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
+from rose_core.stats import quantile
+
 # So many correct answers of a task are seen before a limit is drawn from them.
 LEAST = 8
 _REMEMBERED = 64
@@ -15,6 +17,8 @@ _REMEMBERED = 64
 _ROOM = 2.0
 # Under a second the noise of the machine is larger than the answer's own time.
 _FLOOR_SECONDS = 1.0
+# Dean and Barroso's: a copy of what takes longer than this share costs the rest in work, 5 %.
+_LATE = 0.95
 _MOST_TASKS = 10_000
 
 
@@ -36,6 +40,17 @@ class TimeLimits:
         if seen is None or len(seen) < LEAST:
             return most
         return min(most, max(_FLOOR_SECONDS, _ROOM * max(seen)))
+
+    def late_after(self, function: str, task: str) -> float | None:
+        """Seconds after which a verification is late: 95 of 100 correct answers took no longer.
+
+        At least a second, because the start of another worker may take that. None while too
+        little is known.
+        """
+        seen = self._seen.get((function, task))
+        if seen is None or len(seen) < LEAST:
+            return None
+        return max(_FLOOR_SECONDS, quantile(seen, _LATE))
 
     def learn(self, function: str, task: str, seconds: float) -> None:
         """A correct answer took so long to be verified; without a task it tells of no other."""

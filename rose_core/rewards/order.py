@@ -2,6 +2,7 @@
 
 A trainer waits for whole groups. The members of one that lacks few are worth more than those of
 one that has just begun; among equals the earlier deadline goes first, then the earlier arrival.
+Last go those whose group is decided without them (``groups``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class WaitingReward:
 
     Attributes:
         number: of its arrival.
-        left: members of its group without a result, itself included; None = it has no group.
+        left: results until its group is decided; 0 = it is; None = it has no group.
         deadline: monotonic seconds; None = none.
     """
 
@@ -30,6 +31,6 @@ def first(waiting: Iterable[WaitingReward]) -> WaitingReward | None:
     return min(waiting, key=_rank, default=None)
 
 
-def _rank(one: WaitingReward) -> tuple[int, float, int]:
+def _rank(one: WaitingReward) -> tuple[bool, int, float, int]:
     deadline = float("inf") if one.deadline is None else one.deadline
-    return 1 if one.left is None else one.left, deadline, one.number
+    return one.left == 0, 1 if one.left is None else one.left, deadline, one.number

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose_core.rewards.groups import GroupProgress
+from rose_core.rewards.hedging import RunningReward, hedge, next_late
 from rose_core.rewards.limits import LEAST, TimeLimits
 from rose_core.rewards.order import WaitingReward, first
 from rose_core.rewards.results import Lost, Masked, Scored, result_of
@@ -106,3 +109,72 @@ def test_the_member_that_completes_a_group_goes_first() -> None:
     assert first([early, WaitingReward(2, left=7)]) is early
     assert first([early, WaitingReward(5)]) == WaitingReward(5)
     assert first([]) is None
+
+
+def test_a_decided_groups_members_go_last() -> None:
+    unneeded = WaitingReward(1, left=0, deadline=0.0)
+    assert first([unneeded, WaitingReward(2, left=7)]) == WaitingReward(2, left=7)
+    assert first([unneeded]) is unneeded
+
+
+def test_a_group_is_decided_by_the_last_it_keeps_or_by_its_last_member() -> None:
+    good, no_verdict, gone = Scored(1.0, True, 1.0), Masked("TimedOut", 1.0), Lost("away")
+    whole = GroupProgress(members=3)
+    assert [whole.left, whole.after(good).left, whole.after(good).after(no_verdict).left] == [
+        3,
+        2,
+        1,
+    ]
+    assert whole.after(gone) == whole, "it is tried anew"
+    some = GroupProgress(members=4, keep=2).after(good)
+    assert some.left == 1
+    assert some.after(no_verdict).left == 1, "what is masked is none of those that are kept"
+    assert some.after(good).left == 0
+    assert not some.after(good).ended, "its other members still come"
+    short = some.after(no_verdict).after(no_verdict)
+    assert (short.left, short.after(no_verdict).left, short.after(no_verdict).ended) == (1, 0, True)
+
+
+def test_what_is_late_and_decides_its_group_is_hedged_once_the_latest_first() -> None:
+    late = RunningReward(1, age=5.0, late_after=4.0, group=("a", "g"), left=1)
+    later = RunningReward(2, age=9.0, late_after=4.0)
+    others = [
+        RunningReward(3, age=90.0, late_after=4.0, group=("a", "other"), left=2),
+        RunningReward(4, age=90.0, late_after=None),
+        RunningReward(5, age=90.0, late_after=4.0, hedged=True),
+        RunningReward(6, age=90.0, late_after=4.0, free=False),
+        RunningReward(7, age=90.0, late_after=4.0, group=("a", "decided"), left=0),
+    ]
+    assert hedge([late, later, *others]) is later
+    assert hedge([late, *others]) is late
+    assert hedge(others) is None
+    assert next_late([late, *others]) is None
+
+
+def test_late_ones_that_decide_their_group_together_are_both_hedged() -> None:
+    one, other = (
+        RunningReward(n, age=5.0 + n, late_after=4.0, group=("a", "g"), left=2) for n in range(2)
+    )
+    assert hedge([one]) is None, "the other is in time, and hides it"
+    assert hedge([one, other]) is other
+    assert hedge([one, replace(other, hedged=True)]) is one
+    assert hedge([one, replace(other, group=("b", "g"))]) is None, "another team's group"
+
+
+def test_the_next_look_is_when_the_next_becomes_late() -> None:
+    soon = RunningReward(1, age=1.0, late_after=4.0, group=("a", "g"), left=3)
+    assert hedge([soon]) is None
+    assert next_late([soon, RunningReward(2, age=0.0, late_after=4.0)]) == 3.0
+    assert next_late([replace(soon, left=0)]) is None, "its group is decided"
+
+
+def test_late_is_what_ninety_five_of_a_hundred_correct_answers_are_not() -> None:
+    limits = TimeLimits()
+    for number in range(LEAST):
+        assert limits.late_after("f", "t") is None
+        limits.learn("f", "t", 2.0 + number)
+    assert limits.late_after("f", "t") == pytest.approx(2.0 + 0.95 * (LEAST - 1))
+    assert limits.late_after("f", "other") is None
+    for _ in range(64):
+        limits.learn("f", "t", 0.01)
+    assert limits.late_after("f", "t") == 1.0, "a second worker takes as long to start"

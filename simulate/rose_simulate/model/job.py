@@ -72,14 +72,34 @@ class Fate:
     stale: int
 
 
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What a step was made of, in seconds; from one publish to the next.
+
+    Attributes:
+        rollout_s: to the last token that the step waited for.
+        reward_s: from there to the end of the round: the reward that nothing of the round hides.
+        train_s: from there to the publish.
+    """
+
+    rollout_s: float
+    reward_s: float
+    train_s: float
+
+
 @dataclass(eq=False)
 class Group:
-    """A group under way; ``members`` are (session, output tokens) of those that ended."""
+    """A group under way; ``members`` are (session, output tokens) of those that ended.
+
+    Attributes:
+        last_token_s: when the latest of them had its last token.
+    """
 
     number: int
     left: int
     oldest: int
     tokens: int = 0
+    last_token_s: float = 0.0
     members: list[tuple[str, int]] = field(default_factory=list)
     episodes: tuple[Episode, ...] = ()
     under_way: list[Trajectory] = field(default_factory=list)
@@ -99,6 +119,7 @@ class JobCounts:
     cut: int = 0
     steps: int = 0
     step_s: list[float] = field(default_factory=list)
+    step_parts: list[StepParts] = field(default_factory=list)
     finish_s: list[float] = field(default_factory=list)
     fates: list[Fate] = field(default_factory=list)
 
@@ -126,6 +147,7 @@ class Job:
         self._under_way: dict[int, int] = {}  # group -> version it began with
         self._training = self._awaiting = False
         self._step_ns = 0
+        self._step_waited_s = (0.0, 0.0)  # for the last token, and for the end of the round
         self._added_until_s = 0.0  # a trainer that streams is busy with groups that were ready
         self.counts = JobCounts()
 
@@ -200,6 +222,11 @@ class Job:
         """Trajectories that are at an engine, in the queue, or in their environment."""
         return self._in_gap + self._router.inside
 
+    @property
+    def now_s(self) -> float:
+        """Virtual time."""
+        return self._clock.now_s
+
     def on_last_turn(self, end: Callable[[], None], session: str) -> None:
         """A trajectory has its last token; it ends when it has its reward."""
         self._router.end_trajectory(session)
@@ -223,6 +250,7 @@ class Job:
         one.tokens += tokens
         one.members.append((session, tokens))
         one.oldest = min(one.oldest, oldest)
+        one.last_token_s = max(one.last_token_s, trajectory.last_token_s)
         self.counts.finished += 1
         self.counts.finish_s.append(self._clock.now_s)
         if self._rounds is not None:
@@ -284,6 +312,10 @@ class Job:
             self.counts.accepted_tokens += sum(one.tokens for one in chosen)
             for one in chosen:
                 self._conclude(one, trained=True)
+            now = self._clock.now_s
+            # A trainer that was busy waited for no token of what it takes now.
+            last = max(self._step_ns / SECOND, *(one.last_token_s for one in chosen))
+            self._step_waited_s = (last, now)
             self._training = True
             self._clock.after(self._step_left_s(), self._trained)
         if self._rounds is None:
@@ -317,6 +349,10 @@ class Job:
         now = self._clock.now_ns
         self.counts.steps += 1
         self.counts.step_s.append((now - self._step_ns) / SECOND)
+        token_s, end_s = self._step_waited_s
+        self.counts.step_parts.append(
+            StepParts(token_s - self._step_ns / SECOND, end_s - token_s, now / SECOND - end_s)
+        )
         self._step_ns = now
         self._awaiting = self._facts.awaits_weights
         self._publish(self.version)
@@ -346,6 +382,7 @@ class Trajectory:
         self._oldest = one.oldest
         self._turn: Turn | None = None
         self._withdrawn = False
+        self.last_token_s = 0.0
 
     @property
     def planned(self) -> int:
@@ -359,6 +396,7 @@ class Trajectory:
             self._tokens += self._turn.output
         if self._index >= len(self._episode):
             self._turn = None
+            self.last_token_s = self._job.now_s
             self._job.on_last_turn(self._end, self.session)
             return
         planned = self._episode[self._index]

@@ -1,0 +1,151 @@
+"""What rewards that take time add to a training step, and what of it is which wait.
+
+The simulator plays the same job with rewards that take no time and with rewards that take
+``_REWARD_S``, paired by seed and over the rounds that both have. A step of a job is the sum of its
+parts (``rose_simulate.model.job.StepParts``), so what is added is told by part, and not guessed.
+
+| a trainer | begins with a group | begins the next step's rollouts |
+|---|---|---|
+| whole | when the whole round is there | after its step |
+| streams | as soon as it is ready (``Batches(stream=True)``) | after its step |
+| overlaps by n | when a step's groups are there, the oldest first | up to n versions ahead of it |
+
+A step of the first two ends after its last reward, which no rollout of that step can hide. A job
+that overlaps has the next steps' rollouts to hide it behind, as far as its bound lets them begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from bench.record import Figure, figure
+from rose_core.stats import mean_of
+from rose_simulate.model.clock import SECOND
+from rose_simulate.model.job import JobCounts, StepParts
+from rose_simulate.model.regimes import RULES
+from rose_simulate.model.scenario import Regime, Scenario
+from rose_simulate.model.simulation import Simulation
+from rose_simulate.reading import read_material, read_scenario
+from rose_simulate.studies import SCENARIOS
+
+REWARD_S: Final = 10.0
+_AIM: Final = 0.01
+_TRAINERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "whole": {},
+    "streams": {"streams": True},
+    # The first is what trainers call one-step off-policy.
+    **{
+        f"overlaps by {versions}": {
+            "surplus": None,
+            "member_surplus": 0.0,
+            "staleness": versions,
+            "oldest_first": True,
+        }
+        for versions in (1, 3)
+    },
+}
+_PARTS: Final[Mapping[str, Callable[[StepParts], float]]] = {
+    "rollouts, to their last token": lambda part: part.rollout_s,
+    "the last reward": lambda part: part.reward_s,
+    "training after it": lambda part: part.train_s,
+}
+
+
+@dataclass(frozen=True)
+class Added:
+    """What rewards added to the steps of one seed, as means over the rounds that both runs have.
+
+    Attributes:
+        before_s, after_s: a step without rewards that take time, and with them.
+        parts: seconds that were added, by part.
+    """
+
+    before_s: float
+    after_s: float
+    parts: Mapping[str, float]
+
+    @property
+    def share(self) -> float:
+        """Of a step."""
+        return (self.after_s - self.before_s) / self.before_s
+
+    @property
+    def last_reward(self) -> float:
+        """What its part adds, of a step; chance in the rollouts of the two runs is not in it."""
+        return self.parts["the last reward"] / self.before_s
+
+    @property
+    def hidden(self) -> float:
+        """Of the time that a reward takes, what a step does not become longer by."""
+        return 1 - (self.after_s - self.before_s) / REWARD_S
+
+
+def played(trainer: str, seconds: float, seed: int, reward_s: float) -> JobCounts:
+    """One run of ``tail-whole``'s job; ``trainer`` as in the table above."""
+    path = SCENARIOS / "tail-whole.yaml"
+    told = read_scenario(path)
+    if not isinstance(told, Scenario):
+        raise TypeError(path)
+    changes = {**_TRAINERS[trainer], "reward_s": reward_s}
+    jobs = tuple(job.model_copy(update=changes) for job in told.jobs)
+    told = told.model_copy(update={"jobs": jobs, "seconds": seconds})
+    world = Simulation(told, RULES[Regime.OURS], seed, read_material(path, told))
+    world.clock.run(round(seconds * SECOND))
+    return world.jobs[jobs[0].name].counts
+
+
+def compared(without: Sequence[StepParts], given: Sequence[StepParts]) -> Added:
+    """Over the rounds that both have: one more or less of them would look like added time."""
+    rounds = min(len(without), len(given))
+    means = [
+        {name: sum(map(part, steps[:rounds])) / rounds for name, part in _PARTS.items()}
+        for steps in (without, given)
+    ]
+    before, after = (sum(one.values()) for one in means)
+    return Added(before, after, {name: means[1][name] - means[0][name] for name in _PARTS})
+
+
+def figures(seconds: float, seeds: Sequence[int]) -> list[Figure]:
+    """What rewards add under each trainer; needs a step of each run."""
+    rows: list[Figure] = []
+    whole: list[float] = []
+    for trainer in _TRAINERS:
+        found = []
+        for seed in seeds:
+            without, given = (
+                played(trainer, seconds, seed, one).step_parts for one in (0.0, REWARD_S)
+            )
+            found.append(compared(without, given))
+        whole = whole or [one.before_s for one in found]
+        told = f"{trainer}, rewards of {REWARD_S:g} s: "
+        rows += [
+            _mean(f"{told}added to a step", [one.share for one in found], "share", at_most=_AIM),
+            _mean(
+                f"{told}the last reward alone, of a step",
+                [one.last_reward for one in found],
+                "share",
+                at_most=_AIM,
+            ),
+            _mean(f"{told}hidden", [one.hidden for one in found], "share", at_least=0.9),
+            *(
+                _mean(f"{told}added by {part}", [one.parts[part] for one in found], "s")
+                for part in _PARTS
+            ),
+            _mean(f"{trainer}: a step without rewards", [one.before_s for one in found], "s"),
+            _mean(
+                f"{told}a step, x the whole batch without rewards",
+                [one.after_s / base for one, base in zip(found, whole, strict=True)],
+                "x",
+            ),
+        ]
+    step_s = sum(whole) / len(whole)
+    name = "whole: a last reward as long as this adds 1 %"
+    return [*rows, figure(name, _AIM * step_s, "s")]
+
+
+def _mean(name: str, values: Sequence[float], unit: str, **aim: float) -> Figure:
+    found = mean_of(values)
+    ends = None if found.low is None or found.high is None else (found.low, found.high)
+    return figure(name, found.mean, unit, interval=ends, **aim)
