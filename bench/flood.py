@@ -39,6 +39,8 @@ import uvloop
 
 from bench.record import Figure, figure, record
 from bench.router.routes import Route, process, rose, stub
+from rose_core.api.rolloutlease import LeaseSpec, RouterSettings
+from rose_core.rollouts.router_size import RouterSize, size_of
 from rose_core.stats import paired_ratio, quantile
 
 MIB = 1 << 20
@@ -55,8 +57,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--per-second", type=float, default=40.0, help="turns of all tenants")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each window")
     parser.add_argument("--rounds", type=int, default=6, help="pairs of windows per flood")
-    parser.add_argument("--memory-mebibytes", type=int, default=2048, help="limit of the router")
     parser.add_argument("--context-tokens", type=int, default=32_768, help="of the lease")
+    parser.add_argument("--slots", type=int, default=16, help="of the lease; else as by default")
     parser.add_argument("--only", nargs="*", choices=sorted(FLOODS), default=sorted(FLOODS))
     parser.add_argument("--flood", choices=sorted(FLOODS), help=argparse.SUPPRESS)
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
@@ -193,12 +195,29 @@ def peak(route: Route) -> int:
     return int(found[1]) * 1024
 
 
+def _size(given: argparse.Namespace) -> RouterSize:
+    """What the operator gives the router of such a lease."""
+    turns = LeaseSpec.model_fields["max_trajectories_per_slot"].default
+    waiting = RouterSettings.model_fields["queue_limit"].default
+    return size_of(
+        context_tokens=given.context_tokens,
+        turns=given.slots * turns,
+        waiting=waiting,
+        replicas=1,
+    )
+
+
 async def measure(given: argparse.Namespace) -> list[Figure]:
     """Every flood, against a router of its own."""
     figures: list[Figure] = []
     for name in given.only:
-        limit = given.memory_mebibytes * MIB
-        own = (f"--memory-bytes={limit}", f"--context-tokens={given.context_tokens}")
+        size = _size(given)
+        limit = size.memory_bytes
+        own = (
+            f"--memory-bytes={limit}",
+            f"--max-connections={size.connections}",
+            f"--context-tokens={given.context_tokens}",
+        )
         with stub(0.001) as engine:
             async with rose(engine, 4096, *own) as route:
                 figures += await _one(name, route, limit, given)

@@ -2,7 +2,8 @@
 
 | a caller that | meets |
 |---|---|
-| opens more connections than all together may | 503 with ``Retry-After``, closed |
+| opens more connections than all together may | closes the oldest that has sent no whole request |
+| does so while each of them has | 503 with ``Retry-After``, closed |
 | connects and sends no whole request head in time | the connection is closed |
 | sends its body slower than ``body_seconds`` allow | 408 |
 | reads its stream slower than ``write_seconds`` per event allow | is taken for gone |
@@ -16,9 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -32,6 +34,8 @@ from rose_wire.tls import CERTIFICATE, KEY
 
 HEAD_BYTES = 16 * 1024
 _LOOK_SECONDS = 1.0
+_BACKLOG = 512
+"""Connections that libuv accepts in one go, which takes 30 us each, while everybody waits."""
 _FULL_BODY = b'{"type":"Connections","code":503,"message":"too many connections"}'
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
@@ -61,17 +65,17 @@ class LimitedConnection(asyncio.Protocol):
     """One connection: passes everything on to aiohttp's protocol, and counts.
 
     Attributes:
+        make: aiohttp's protocol, which a connection without a word is not worth.
         opened: when it was made, on the clock of all doors.
         named: what the caller's certificate must name; empty = anything.
-        spoken: a whole request head has come; from then on aiohttp's keep-alive watches it.
     """
 
-    inner: asyncio.Protocol
+    make: Callable[[], asyncio.Protocol]
     doors: ConnectionLimiter
     opened: float
     named: str = ""
     transport: asyncio.Transport | None = None
-    spoken: bool = False
+    inner: asyncio.Protocol | None = None
     refused: bool = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -86,31 +90,36 @@ class LimitedConnection(asyncio.Protocol):
             self.refused = True
             self.transport.write(_FULL)
             self.transport.close()
-            return
-        self.inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the caller."""
-        if not self.refused:
-            self.inner.data_received(data)
+        if self.refused or self.transport is None:
+            return
+        if self.inner is None:
+            self.inner = self.make()
+            self.inner.connection_made(self.transport)
+        self.inner.data_received(data)
 
     def eof_received(self) -> bool | None:
         """The caller sends no more."""
-        return None if self.refused else self.inner.eof_received()
+        return None if self.inner is None else self.inner.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The caller is gone."""
         if not self.refused:
             self.doors.leave(self)
+        if self.inner is not None:
             self.inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
         """The caller reads too slowly."""
-        self.inner.pause_writing()
+        if self.inner is not None:
+            self.inner.pause_writing()
 
     def resume_writing(self) -> None:
         """It has caught up."""
-        self.inner.resume_writing()
+        if self.inner is not None:
+            self.inner.resume_writing()
 
 
 def _names(transport: asyncio.Transport) -> set[str]:
@@ -133,40 +142,60 @@ class ConnectionLimiter:
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self.clock = 0.0
-        self._open: dict[asyncio.BaseTransport, LimitedConnection] = {}
+        self._open: dict[asyncio.Transport, LimitedConnection] = {}
+        self._silent: dict[asyncio.Transport, LimitedConnection] = {}  # the oldest first
 
     def __len__(self) -> int:
         return len(self._open)
 
     def enter(self, door: LimitedConnection) -> bool:
-        """Whether there is room for one more."""
-        if len(self._open) >= self._limits.connections or door.transport is None:
+        """Whether there is room for one more; the oldest that has said nothing gives way."""
+        if door.transport is None or not self._room():
             metrics.REFUSED.labels("Connections").inc()
             return False
-        self._open[door.transport] = door
+        self._open[door.transport] = self._silent[door.transport] = door
         metrics.CONNECTIONS.set(len(self._open))
+        return True
+
+    def _room(self) -> bool:
+        if len(self._open) < self._limits.connections:
+            return True
+        oldest = next(iter(self._silent), None)
+        if oldest is None:
+            return False
+        self._forget(oldest)
+        oldest.abort()
         return True
 
     def leave(self, door: LimitedConnection) -> None:
         """It has ended."""
         if door.transport is not None:
-            self._open.pop(door.transport, None)
+            self._forget(door.transport)
         metrics.CONNECTIONS.set(len(self._open))
 
+    def _forget(self, transport: asyncio.Transport) -> None:
+        self._open.pop(transport, None)
+        self._silent.pop(transport, None)
+
     def note_head(self, transport: asyncio.BaseTransport | None) -> None:
-        """Note that a whole request head has come over this connection."""
-        door = self._open.get(transport) if transport is not None else None
-        if door is not None:
-            door.spoken = True
+        """A whole request head has come over it: from now on aiohttp's keep-alive watches it."""
+        self._silent.pop(cast("asyncio.Transport", transport), None)
 
     def close_silent(self) -> int:
         """Close those that have not sent a whole request head in time; their number."""
         limit = self.clock - self._limits.head_seconds
-        late = [one for one in self._open.values() if not one.spoken and one.opened < limit]
-        for door in late:
-            if door.transport is not None:
-                door.transport.abort()
-        return len(late)
+        late = itertools.takewhile(lambda one: one[1].opened < limit, self._silent.items())
+        return self._close([transport for transport, _ in late])
+
+    def close_all_silent(self) -> None:
+        """Close those that sent no whole request head: aiohttp knows only of the others."""
+        self._close(list(self._silent))
+
+    @staticmethod
+    def _close(transports: list[asyncio.Transport]) -> int:
+        for transport in transports:
+            transport.abort()
+        return len(transports)
 
     async def watch(self) -> None:
         """Close silent ones until cancelled."""
@@ -250,10 +279,10 @@ async def listening(
     """
     certificate = Certificate(tls_dir, client_ca) if tls_dir else None
 
-    def door() -> asyncio.BaseProtocol:
+    def door() -> LimitedConnection:
         if certificate is not None:
             certificate.refresh()
-        return LimitedConnection(server(), doors, doors.clock, named)
+        return LimitedConnection(server, doors, doors.clock, named)
 
     host, port = address.rsplit(":", 1)
     loop = asyncio.get_running_loop()
@@ -261,7 +290,7 @@ async def listening(
         door,
         host.strip("[]"),
         int(port),
-        backlog=4096,
+        backlog=_BACKLOG,
         ssl=certificate.context if certificate else None,
         ssl_handshake_timeout=10.0 if certificate else None,
     )
@@ -271,3 +300,4 @@ async def listening(
     finally:
         watch.cancel()
         listener.close()
+        doors.close_all_silent()

@@ -143,22 +143,46 @@ async def test_a_body_that_does_not_come_is_408(stage: Make) -> None:
         writer.close()
 
 
+async def _asked(port: int) -> asyncio.StreamWriter:
+    """A connection over which a request was answered; it stays open."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b" 200 " in await reader.readline()
+    return writer
+
+
 async def test_a_connection_too_many_is_503(stage: Make) -> None:
     async with stage(limits=ConnectionLimits(connections=1)) as s:
-        _, held = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        held = await _asked(s.router.http_port)
         async with aiohttp.ClientSession() as http:
 
             async def status() -> int:
                 async with http.get(s.url + "/health", headers={"Connection": "close"}) as reply:
                     return reply.status
 
-            found = 200
-            while found == 200:  # the first connection may not have been counted yet
-                found = await status()
+            found = await status()
             assert found == 503
             held.close()
             while found == 503:
                 found = await status()
+
+
+async def test_who_says_nothing_shuts_nobody_out(stage: Make) -> None:
+    async with stage(limits=ConnectionLimits(connections=8)) as s:
+        held = [await _asked(s.router.http_port) for _ in range(4)]
+        silent = [await asyncio.open_connection("127.0.0.1", s.router.http_port) for _ in range(30)]
+        held.append(await _asked(s.router.http_port))
+        async with asyncio.timeout(30):
+            for reader, _ in silent[:26]:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""  # the oldest gave way
+        for writer in held:
+            writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+            await writer.drain()
+            writer.close()
+        assert not silent[-1][0].at_eof()
+        for _, writer in silent:
+            writer.close()
 
 
 async def test_a_head_above_the_limit_is_refused(stage: Make) -> None:

@@ -14,13 +14,17 @@ import pytest
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.engines.engine_client import _encoded
+from rose_router.errors import TooLarge
 from rose_router.http.dialects.common import (
     MOST_HISTORY,
+    LargeBodies,
     _begins_with_text,
+    _check_objects,
     _in_slices,
     json_object,
     token_ids,
 )
+from rose_router.http.loop_share import LoopShare
 from rose_router.http.tokenization import Tokenizer
 from tests.router.conftest import Stage
 from tests.router.scripts import Follows, folder
@@ -30,6 +34,7 @@ pytestmark = pytest.mark.asyncio
 Staging = Callable[..., AbstractAsyncContextManager[Stage]]
 IDS = list(range(100_000, 180_000))
 LONG = json.dumps(IDS)
+UNPACED = LoopShare(1.0, 60.0)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ LONG = json.dumps(IDS)
     ],
 )
 async def test_a_list_of_ids_is_read_in_slices(body: str) -> None:
-    assert await _in_slices(body.encode()) == json.loads(body)
+    assert await _in_slices(body.encode(), UNPACED) == json.loads(body)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,7 @@ async def test_a_list_of_ids_is_read_in_slices(body: str) -> None:
     ],
 )
 async def test_what_is_unusual_is_read_whole_and_never_as_something_else(body: str) -> None:
-    assert await _in_slices(body.encode()) is None
+    assert await _in_slices(body.encode(), UNPACED) is None
 
 
 async def test_other_work_goes_on_between_slices() -> None:
@@ -81,9 +86,53 @@ async def test_other_work_goes_on_between_slices() -> None:
 
     working = asyncio.create_task(work())
     raw = msgspec.json.encode({"input_ids": IDS * 4})
-    assert await _in_slices(raw) == json_object(raw)
+    assert await _in_slices(raw, UNPACED) == json_object(raw)
     working.cancel()
     assert done >= len(raw) // (1 << 16)
+
+
+async def test_bodies_that_come_all_the_time_have_a_share_of_the_loop() -> None:
+    """Eight of 2 MiB at once: what is beyond the burst comes no faster than the share allows."""
+    share, paid = LoopShare(1 / 8, 0.01), list[float]()
+    raw = msgspec.json.encode({"input_ids": IDS * 4})
+
+    class Counted(LoopShare):
+        async def pay(self, seconds: float) -> None:
+            paid.append(seconds)
+            await share.pay(seconds)
+
+    began = asyncio.get_running_loop().time()
+    await asyncio.gather(*(_in_slices(raw, Counted(1.0, 1.0)) for _ in range(8)))
+    took = asyncio.get_running_loop().time() - began
+    assert took >= (sum(paid) - 0.01) * 8 * 0.99
+    assert took >= 2 * sum(paid)
+
+
+@pytest.mark.parametrize("field", ["x", "messages", "tools"])
+async def test_more_objects_than_any_request_needs_are_refused_before_they_are_made(
+    stage: Staging, field: str
+) -> None:
+    raw = b'{"input_ids":[1],"%b":[%b{}]}' % (field.encode(), b"{}," * 300_000)
+    async with (
+        stage() as s,
+        s.http.post(s.url + "/generate", data=io.BytesIO(raw)) as reply,
+    ):
+        assert reply.status == 413
+        assert "more than 200,000 lists and objects" in (await reply.json())["message"]
+
+
+async def test_brackets_in_texts_are_no_objects() -> None:
+    code = json.dumps([{"content": 'x = {"a": [1]}; ' * 150_000}, "\\", '"{'] + [[]] * 1000)
+    assert code.count("{") + code.count("[") > 200_000
+    await _check_objects(code.encode(), UNPACED)
+    with pytest.raises(TooLarge):
+        await _check_objects(code.encode() + b"[" * 200_000, UNPACED)
+
+
+async def test_a_body_that_held_the_loop_keeps_the_next_one_waiting() -> None:
+    large = LargeBodies()
+    assert large.holds.charge(0.05, now=10.0) == 0
+    assert large.holds.charge(0.01, now=10.0) == pytest.approx(1.0)
 
 
 async def test_a_legs_long_prompt_is_written_as_a_short_one_is() -> None:

@@ -51,7 +51,7 @@ from rose_router.http import (
     trajectories,
     virtual,
 )
-from rose_router.http.dialects.common import BODY_SECONDS
+from rose_router.http.dialects.common import BODY_SECONDS, LARGE_BODIES, LargeBodies
 from rose_router.http.handlers import TurnHandlers
 from rose_router.http.memory import MemoryLimiter, limit_of_process
 from rose_router.http.message_replies import error_json
@@ -114,6 +114,7 @@ def create(
     app.cleanup_ctx.append(running.watch)
     app[bearer.RUNNING] = running
     app[BODY_SECONDS] = settings.limits.body_seconds
+    app[LARGE_BODIES] = LargeBodies()
     kept = int(room.limit * _KEPT_PART)
     tree = MessageTree(kept // _TOKEN_BYTES, kept // _TURN_BYTES)
     answering = TurnHandlers(service, words, tree, StoredResponses(kept))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import time
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -16,6 +17,7 @@ from rose_core.rollouts.prospects import Deadline, Hint
 from rose_core.rollouts.versions import Pin, read_pin
 from rose_core.unreadable import UNREADABLE
 from rose_router.errors import BadRequest, SlowCaller, TooLarge
+from rose_router.http.loop_share import LoopShare
 from rose_router.http.tokenization import Tokenizer
 
 # Header names of the trainers' session keys, first match wins.
@@ -120,18 +122,23 @@ async def raw_body(request: web.Request) -> bytes:
     if kept is not None:
         return kept
     length = request.content_length
-    if length is None or length <= MOST_HISTORY or request.path not in _IDS_OR_TEXT:
+    if length is not None and length <= _WHOLE:
         return await request.read()
+    share = request.app[LARGE_BODIES].slices
+    long = length if length and length > MOST_HISTORY and request.path in _IDS_OR_TEXT else 0
     pieces, size, looked = [], 0, False
     async for piece in request.content.iter_any():
         pieces.append(piece)
         size += len(piece)
         if size > request.client_max_size:
             raise web.HTTPRequestEntityTooLarge(request.client_max_size, size)
-        if not looked and size >= _BEGINNING:
+        if long and not looked and size >= _BEGINNING:
             looked = True
             if _begins_with_text(b"".join(pieces)[:_BEGINNING]):
-                raise too_long(length)
+                raise too_long(long)
+        if size > _WHOLE:
+            # While this waits aiohttp reads no more of the body, and its sender is held back.
+            await share.pay(len(piece) * _RECEIVED_SECONDS)
     request[_ARRIVED] = whole = b"".join(pieces)
     return whole
 
@@ -175,11 +182,37 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     except TimeoutError:
         message = "the body did not come in time; send it faster, or in smaller requests"
         raise SlowCaller("SlowCaller", message) from None
-    return await _in_slices(raw) or json_object(raw)
+    if len(raw) <= _WHOLE:
+        return json_object(raw)
+    large = request.app[LARGE_BODIES]
+    return await _in_slices(raw, large.slices) or await _at_once(raw, large)
 
+
+class LargeBodies:
+    """The shares of the event loop that bodies above ``_WHOLE`` have: callers send them for free.
+
+    Attributes:
+        slices: what is received, looked at and decoded a millisecond at a time.
+        holds: what is decoded at once, for which everybody waits; so little that the turns that do
+            are beyond the 99th percentile.
+    """
+
+    def __init__(self) -> None:
+        self.slices = LoopShare(1 / 8, 0.1)
+        self.holds = LoopShare(1 / 100, 0.05)
+
+
+LARGE_BODIES = web.AppKey("large_bodies", LargeBodies)
+"""One for all routes of a router."""
 
 _WHOLE = 1 << 18
 """Bytes of a body that are decoded at once: ids take 9 ns a byte, so a loop is held for 2 ms."""
+_RECEIVED_SECONDS = 4e-9
+"""Of the loop's time, that a byte takes to be received."""
+_MOST_OBJECTS = 200_000
+"""Lists and objects of a body: msgspec makes them in 20 ms. 16 MiB have room for five million."""
+_OPENED = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[{]', re.DOTALL)
+_LOOKED_AT = 4096  # texts and brackets: a millisecond
 _SLICE = 1 << 16
 _LONG_NUMBERS = re.compile(rb'":\s*\[\s*-?\d')
 _FIELD = re.compile(rb'(?<=[{,])\s*"([A-Za-z_]+)$')
@@ -187,7 +220,36 @@ _MOST_LISTS = 256  # that are looked at before a body counts as usual
 _numbers = msgspec.json.Decoder(list[int | float]).decode
 
 
-async def _in_slices(raw: bytes) -> dict[str, Any] | None:
+async def _at_once(raw: bytes, large: LargeBodies) -> dict[str, Any]:
+    """A body that is decoded whole, once it is known not to hold the loop for long."""
+    if raw.count(b"{") + raw.count(b"[") > _MOST_OBJECTS:  # in texts, too
+        await _check_objects(raw, large.slices)
+    began = time.perf_counter()
+    try:
+        return json_object(raw)
+    finally:
+        await large.holds.pay(time.perf_counter() - began)
+
+
+async def _check_objects(raw: bytes, share: LoopShare) -> None:
+    """Raises ``TooLarge`` where a body has more lists and objects than any request needs."""
+    opened, found = 0, _OPENED.finditer(raw)
+    while True:
+        began = time.perf_counter()
+        marks = list(itertools.islice(found, _LOOKED_AT))
+        opened += sum(len(mark[0]) == 1 for mark in marks)
+        if opened > _MOST_OBJECTS:
+            message = (
+                f"the body holds more than {_MOST_OBJECTS:,} lists and objects; "
+                "send what it asks for in several requests"
+            )
+            raise TooLarge("TooLarge", message)
+        if len(marks) < _LOOKED_AT:
+            return
+        await share.pay(time.perf_counter() - began)
+
+
+async def _in_slices(raw: bytes, share: LoopShare) -> dict[str, Any] | None:
     """A body with one long list of numbers, decoded a slice at a time; ``None``: no such body.
 
     What is found between two quotes may be no field's name but stand in a text: it counts only if
@@ -203,9 +265,10 @@ async def _in_slices(raw: bytes) -> dict[str, Any] | None:
         while place < end:
             cut = end if end - place <= _SLICE else raw.find(b",", place + _SLICE, end)
             cut = end if cut < 0 else cut
+            began = time.perf_counter()
             numbers += _numbers(b"[%b]" % raw[place:cut])
             place = cut + 1
-            await asyncio.sleep(0)
+            await share.pay(time.perf_counter() - began)
         body = json_object(raw[:begin] + raw[end:])
     except (*UNREADABLE, BadRequest):
         return None
