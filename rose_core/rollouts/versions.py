@@ -179,7 +179,7 @@ def check_pin(
     Args:
         pin: the request's.
         head: newest version known.
-        live: attested versions of the engines that are attached.
+        live: versions that the engines attached attest, or attested last where they attest none.
         held: runs that they hold adapters of, attested at the moment or not; such runs come and go.
 
     Raises:

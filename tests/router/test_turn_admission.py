@@ -8,6 +8,7 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.admission import QueueLimits
+from rose_core.rollouts.errors import VersionGone
 from rose_core.rollouts.fields import Bounds
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.rollouts.versions import Pin
@@ -226,6 +227,29 @@ async def test_an_exact_pin_cuts_at_the_commit_and_ends_typed_when_the_version_i
         assert {s.version for s in turn.transcript.spans} == {V(0)}
         assert turn.held >= 5
         judge(turn)
+
+
+async def test_an_exact_pin_waits_for_an_engine_that_attests_nothing_for_a_moment() -> None:
+    old, new = SimEngine("old", version=V(0)), SimEngine("new", version=V(1))
+    async with world(old, new) as w:
+        w.commit(old, "")
+        turn = w.ask(5, pin=Pin(exact=WeightVersion("run", 1, 0)))
+        await asyncio.sleep(5)
+        assert turn.state is TurnState.WAITING
+        w.commit(old, V(0))
+        judge_whole(await over(turn))
+        assert {s.version for s in turn.transcript.spans} == {V(0)}
+
+
+async def test_an_exact_pin_ends_when_the_engine_comes_back_with_another_version() -> None:
+    old, new = SimEngine("old", version=V(0)), SimEngine("new", version=V(1))
+    async with world(old, new) as w:
+        w.commit(old, "")
+        turn = w.ask(5, pin=Pin(exact=WeightVersion("run", 1, 0)))
+        await asyncio.sleep(5)
+        w.commit(old, V(1))
+        await over(turn)
+        assert isinstance(turn.error, VersionGone)
 
 
 async def test_an_exact_pin_goes_on_where_the_version_still_is() -> None:

@@ -108,6 +108,7 @@ class Engine:
         died_with: legs of its last death, and those of them that may have caused it.
         together: all adapters of its process, itself among them.
         head: newest version of its run, where that is not the lease's first.
+        last_version: what its process attested last; it may do so again in a moment.
     """
 
     update: EngineUpdate
@@ -129,6 +130,7 @@ class Engine:
     solo: bool = False
     died_with: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     head: WeightVersion | None = None
+    last_version: WeightVersion | None = None
     together: tuple[Engine, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -320,8 +322,9 @@ class Fleet:
             VersionGone: nobody will.
         """
         held = {engine.update.run for engine in self._engines.values()} - {""}
-        head, live = self.head_of(pin.run), self.live_versions()
-        versions.check_pin(pin, head, live, held=held)
+        last = (engine.last_version for engine in self._engines.values())
+        head, had = self.head_of(pin.run), [version for version in last if version]
+        versions.check_pin(pin, head, had, held=held)
 
     def heads(self) -> dict[str, WeightVersion]:
         """The newest versions of runs beside the lease's first."""
@@ -378,11 +381,13 @@ class Fleet:
             was_open = engine.gate_open
             if engine.update.url != update.url:
                 engine.fences.clear()  # another process: no leg of ours lives there
+                engine.last_version = None
                 self.residents.drop_engine(engine.name)
             engine.update, engine.stream, engine.detached_at = update, stream, None
         self.residents.set_pool(update.engine, update.kv_tokens)
         before = engine.version
         engine.version = versions.parse(update.version) if update.version else None
+        engine.last_version = engine.version or engine.last_version
         if update.named:
             self._raise_own_head(engine)
         else:
