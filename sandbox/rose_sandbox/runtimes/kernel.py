@@ -32,6 +32,7 @@ _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_IDMAP = 0x1, 0x100000
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_IN_ROOT = 0x02, 0x10
 _CLONE_NEWNET = 0x40000000
+_MNT_DETACH = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -42,6 +43,44 @@ def _call(number: int, *arguments: object) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return result
+
+
+def control(descriptor: int, request: int, arguments: bytes) -> None:
+    """``ioctl``, beside which other threads go on, however large its arguments and slow its work.
+
+    Raises:
+        OSError: as the request.
+    """
+    buffer = ctypes.create_string_buffer(arguments, len(arguments))
+    if _libc.ioctl(descriptor, ctypes.c_ulong(request), buffer) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def mount_overlay(options: str, target: Path) -> None:
+    """Mount layers at a folder.
+
+    Args:
+        options: ``lowerdir=...,upperdir=...,workdir=...``.
+        target: the folder.
+
+    Raises:
+        OSError: a layer is not there, or cannot be one.
+    """
+    if _libc.mount(b"overlay", os.fsencode(target), b"overlay", 0, os.fsencode(options)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(target))
+
+
+def unmount(target: Path) -> None:
+    """Take a mount away; who still uses it keeps it until the end.
+
+    Raises:
+        OSError: nothing is mounted there.
+    """
+    if _libc.umount2(os.fsencode(target), _MNT_DETACH):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(target))
 
 
 def open_in(root: int, path: str, flags: int, mode: int = 0) -> int:

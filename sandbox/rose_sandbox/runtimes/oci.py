@@ -55,8 +55,9 @@ namespace (vsock leads to the machine's own hypervisor) and what CRIU cannot sav
 # runc restores into an empty network, whose loopback nobody has switched on.
 LOOPBACK = """\
 #!/bin/sh
-pid=$(sed 's/.*"pid":\\([0-9]*\\).*/\\1/')
-exec nsenter --target "$pid" --net ip link set lo up
+read -r state
+pid=${state##*\\"pid\\":}
+exec nsenter --target "${pid%%[!0-9]*}" --net ip link set lo up
 """
 
 

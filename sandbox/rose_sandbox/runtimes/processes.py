@@ -15,11 +15,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from rose_sandbox.errors import RuntimeFailed
+
 TOP = Path("/sys/fs/cgroup")
 BESIDE = "rose-host"
 """The group of a container's own processes, beside those of its sandboxes."""
 _MACHINES_OWN = 0xEFFFFFFC
 """``PROC_PID_INIT_INO``: every kernel's first namespace of process ids has this number."""
+FREEZE_SECONDS = 10.0
+"""A process that waits for its disk stands still when the disk has answered."""
+EMPTY_SECONDS = 1.0
+"""A killed process is gone when what it last asked of the kernel is done."""
 POLL_SECONDS = (0.002, 0.03)
 """The first and the longest pause between two looks."""
 
@@ -160,19 +166,59 @@ def delegate(top: Path = TOP, own: str | None = None, *, contained: bool | None 
     return own
 
 
-def empty(groups: Sequence[Path]) -> None:
-    """Kill what is in groups of the same processes, and remove them."""
-    for group in groups:  # all of them first: one that stands still holds the others' processes
+def freeze(groups: Sequence[Path]) -> None:
+    """Let what is in groups of the same processes stand still; returns when it does.
+
+    As runc looks for it: by the hierarchy of the freezer where there is one.
+
+    Raises:
+        RuntimeFailed: it moves still after ``FREEZE_SECONDS``, or there is nothing.
+    """
+    ends = time.monotonic() + FREEZE_SECONDS
+    for pause in pauses():
+        # Written anew each time: a process that was being born is caught by the next one.
+        if _stands_still(groups):
+            return
+        if time.monotonic() > ends:
+            thaw(groups)
+            raise RuntimeFailed(f"what is in {groups[0]} does not stand still")
+        time.sleep(pause)
+
+
+def _stands_still(groups: Sequence[Path]) -> bool:
+    for name, word, seen, still in (
+        ("freezer.state", "FROZEN", "freezer.state", "FROZEN"),
+        ("cgroup.freeze", "1", "cgroup.events", "frozen 1"),
+    ):
+        for group in groups:
+            if (group / name).exists():
+                try:
+                    (group / name).write_text(word)
+                except OSError as error:
+                    raise RuntimeFailed(f"{group / name}: {error.strerror}") from error
+                return still in text_of(group / seen).splitlines()
+    raise RuntimeFailed(f"no group of {', '.join(map(str, groups)) or 'a sandbox'} can be frozen")
+
+
+def thaw(groups: Sequence[Path]) -> None:
+    """Let what is in groups go on; those that do not stand still are no error."""
+    for group in groups:
         for name, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
             with suppress(OSError):
                 if (group / name).exists():
                     (group / name).write_text(word)
+
+
+def empty(groups: Sequence[Path]) -> None:
+    """Kill what is in groups of the same processes, and remove them."""
+    thaw(groups)  # all of them first: one that stands still holds the others' processes
     for group in groups:
         _empty(group)
 
 
 def _empty(group: Path) -> None:
-    for _ in range(50):
+    ends = time.monotonic() + EMPTY_SECONDS
+    for pause in pauses():
         pids = text_of(group / "cgroup.procs").split()
         for pid in map(int, pids):
             if pid:  # of another namespace it reads as 0, to which a signal is for ourselves
@@ -181,9 +227,9 @@ def _empty(group: Path) -> None:
         with suppress(OSError):
             group.rmdir()
             return
-        if not group.exists():
+        if not group.exists() or time.monotonic() > ends:
             return
-        time.sleep(0.02)
+        time.sleep(pause)
 
 
 def pauses() -> Iterator[float]:

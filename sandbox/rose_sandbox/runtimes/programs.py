@@ -1,4 +1,4 @@
-"""Runs a program and says what it said when it fails.
+"""Runs a program or a call, to its end, and says what was said when it fails.
 
 Next step: ``volume`` and ``runc`` call it.
 """
@@ -8,9 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import TypeVar
 
 from rose_sandbox.errors import RuntimeFailed
+
+_T = TypeVar("_T")
 
 SECONDS = 120.0
 """The longest that a program of the runtime may take: tar of a full disk on a busy machine."""
@@ -27,7 +31,24 @@ async def run(path: str, *arguments: str | Path, quiet: bool = False) -> bytes:
     Raises:
         RuntimeFailed: it failed or took over ``SECONDS``.
     """
-    running = asyncio.create_task(_run(path, *arguments, quiet=quiet))
+    return await _whole(_run(path, *arguments, quiet=quiet))
+
+
+async def call(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function of the kernel's in a thread. A cancelled call ends when the function has.
+
+    Raises:
+        RuntimeFailed: it raised ``OSError``.
+    """
+    try:
+        await _whole(asyncio.to_thread(function, *arguments))
+    except OSError as error:
+        doing = " ".join(map(str, (function.__name__, *arguments)))
+        raise RuntimeFailed(f"{doing}: {error.strerror or error}") from error
+
+
+async def _whole(doing: Coroutine[None, None, _T]) -> _T:
+    running = asyncio.create_task(doing)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

@@ -11,7 +11,7 @@ anew over the same folder finds what an earlier one left, running or suspended.
 All mounts lie below ``/run/GROUP``: a sandbox's root is another user, who must get there, and a
 folder of state can be removed without a walk into what is mounted.
 
-A frozen instant: ``runc pause``, snapshot, CRIU's dump, ``runc resume``. Packing comes after it.
+A frozen instant: its groups stand still, snapshot, CRIU's dump, they go on. Packing comes after it.
 Next step: ``inside`` is what a command talks to.
 """
 
@@ -24,9 +24,9 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,13 +47,14 @@ from rose_sandbox.errors import (
     UnknownImage,
     UnknownSandbox,
 )
-from rose_sandbox.runtimes import inside, kernel, oci
+from rose_sandbox.runtimes import criu, inside, kernel, oci
 from rose_sandbox.runtimes.files import is_gone, look, put, read, runner_of, write
 from rose_sandbox.runtimes.held import OpenFile, held_by
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.processes import (
     POLL_SECONDS,
     empty,
+    freeze,
     group_of,
     hierarchies,
     inner_pid,
@@ -61,6 +62,7 @@ from rose_sandbox.runtimes.processes import (
     stat_of,
     stop_anew,
     text_of,
+    thaw,
     ticks,
 )
 from rose_sandbox.runtimes.programs import run
@@ -88,32 +90,6 @@ GRACE_SECONDS = 1.0
 """For a session's shell to notice that what it waited for was killed, before it is killed too."""
 SETTLE_TRIES = 250
 """Half a second on a busy machine; a runner that has answered ends within its next slice."""
-# CRIU's: connections inside are saved, none leads out; deleted files up to what a log may have.
-_CRIU = """\
-tcp-established
-network-lock skip
-manage-cgroups ignore
-file-locks
-link-remap
-ghost-limit 67108864
-"""
-# What CRIU says of things it cannot save -> the word for it.
-_UNDUMPABLE = (
-    (r"io_uring", "io_uring"),
-    (r"userfaultfd", "userfaultfd"),
-    (r"perf_event", "perf_event"),
-    (r"bpf", "bpf"),
-    (r"[Gg]host file.*(big|limit)|Can't dump ghost file", "large deleted file"),
-    (r"unix: (Ext|.*external|.*peer)", "external socket"),
-    (r"sk unix|unix: ", "unix socket"),
-    (r"packet|Unknown socket|unsupported.*socket|sockets?: ", "socket"),
-    (r"tty: |Can't dump.*tty|terminal", "terminal"),
-    (r"is in the different (pid|net|mnt|user|ipc|uts) ?n", "nested namespace"),
-    (r"mnt: ", "mount"),
-    (r"Can't lookup mount|Can't open file|files-reg", "file"),
-    (r"ptrace|Unable to (seize|interrupt)|traced", "traced process"),
-    (r"Zombie|zombie|dead", "dying process"),
-)
 _T = TypeVar("_T")
 
 
@@ -127,6 +103,21 @@ class _Record:
 
 
 _RECORDS = TypeAdapter(_Record)
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """What sandboxes begin as; of none, the bare image.
+
+    Attributes:
+        files: packed; None: there are none, or they are in ``cut``.
+        cut: files as a subvolume.
+        images: CRIU's, of processes, in a folder.
+    """
+
+    files: Part | None = None
+    cut: str | None = None
+    images: Path | None = None
 
 
 class RuncRuntime:
@@ -157,6 +148,7 @@ class RuncRuntime:
         self._criu = self._folder / "criu.conf"
         self._loopback = self._folder / "loopback"
         self._roots = Path("/run") / self.group
+        self._images = self._folder / "images"
         # No key begins with a point.
         self._volume = Volume(self._folder, self._roots / ".host", self.parts, disk_bytes)
         self._threads = ThreadPoolExecutor(thread_name_prefix="sandbox")
@@ -170,10 +162,14 @@ class RuncRuntime:
         async with self._opening:
             if not self._is_open:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._criu.write_text(_CRIU)
+                self._criu.write_text(criu.CONFIGURATION)
                 self._loopback.write_text(oci.LOOPBACK)
                 self._loopback.chmod(0o755)
                 self._roots.mkdir(mode=0o711, exist_ok=True)
+                await self._clear(self._images)
+                self._images.chmod(0o700)
+                with suppress(RuntimeFailed):  # CRIU is slower then, and says what is wrong
+                    await criu.learn_kernel(self.parts.path)
                 await self._volume.open()
                 # A host that was killed while it made one left a half behind; while it saved one,
                 # a cut and a sandbox that stands still.
@@ -182,8 +178,7 @@ class RuncRuntime:
                     if not (home / "sandbox.json").exists():
                         await self._remove(home.name)
                     else:
-                        with suppress(RuntimeFailed):  # most are not paused
-                            await self._runc(home.name, "resume")
+                        thaw(self._groups(home.name))
                 self._is_open = True
 
     async def images(self) -> tuple[str, ...]:
@@ -212,6 +207,11 @@ class RuncRuntime:
 
     def _home(self, key: str) -> Path:
         return self._folder / "sandboxes" / key
+
+    def _name(self, key: str) -> str:
+        """Of a cut; no key has a point."""
+        self._next += 1
+        return f"{key}.{self._next}"
 
     def _container(self, key: str) -> str:
         return f"{self.group}-{key}"
@@ -246,11 +246,9 @@ class RuncRuntime:
 
     async def create(self, spec: SandboxSpec) -> Handle:
         """See ``Runtime``."""
-        return await self._begin(spec, None)
+        return await self._begin(spec, _Beginning())
 
-    async def _begin(
-        self, spec: SandboxSpec, parts: CheckpointParts | None, cut: str | None = None
-    ) -> Handle:
+    async def _begin(self, spec: SandboxSpec, beginning: _Beginning) -> Handle:
         check_spec(spec)
         await self._open()
         if spec.image not in await self.images():
@@ -264,23 +262,23 @@ class RuncRuntime:
             raise AlreadyThere(f"sandbox {spec.key} is there; end it or take another key") from None
         record = _Record(spec)
         try:
-            await self._raise(record, parts, cut)
+            await self._raise(record, beginning)
             self._keep(record)
         except BaseException:  # also when cancelled: half a sandbox would keep its key
             await self._remove(spec.key)
             raise
         return Handle(spec.key, record.incarnation)
 
-    async def _raise(self, record: _Record, parts: CheckpointParts | None, cut: str | None) -> None:
+    async def _raise(self, record: _Record, beginning: _Beginning) -> None:
         """Make a sandbox run whose folder is there."""
         spec = record.spec
         key, home = spec.key, self._home(spec.key)
-        if cut is not None:
-            await self._volume.copy(cut, key, spec.limits.disk_bytes)
+        if beginning.cut is not None:
+            await self._volume.copy(beginning.cut, key, spec.limits.disk_bytes)
         else:
             await self._volume.make(key, spec.limits.disk_bytes)
-            if parts is not None and parts.files is not None:
-                await self._fill(parts.files, key)
+            if beginning.files is not None:
+                await self._fill(beginning.files, key)
         await self._volume.mount(key, spec.image, self._roots / key)
         bundle = home / "bundle"
         bundle.mkdir(exist_ok=True)
@@ -292,8 +290,8 @@ class RuncRuntime:
             self._loopback,
         )
         (bundle / "config.json").write_text(json.dumps(config))
-        if parts is not None and parts.processes is not None:
-            await self._restore_processes(parts.processes, key)
+        if beginning.images is not None:
+            await self._restore_processes(beginning.images, key)
         else:
             await self._runc(key, "run", "--detach", "--bundle", bundle, quiet=True)
         await self._wait_until_it_listens(key)
@@ -305,20 +303,41 @@ class RuncRuntime:
         except RuntimeFailed as error:
             raise CannotRestore(f"files of {key} cannot be unpacked: {error}") from error
 
-    async def _restore_processes(self, part: Part, key: str) -> None:
-        home = self._home(key)
-        images, work = home / "images", home / "restore"
-        await self._clear(images, work)
+    @asynccontextmanager
+    async def _unpacked(
+        self, parts: CheckpointParts, specs: Sequence[SandboxSpec]
+    ) -> AsyncIterator[_Beginning]:
+        """Parts, unpacked once for all that begin as them."""
+        name = self._name(specs[0].key)
+        images, cut = self._images / name, None
         try:
-            _check(part)
-            await run(
-                self.parts.path,
-                *("tar", "--extract", "--file", part.path, "--directory", images),
+            if parts.processes is not None:
+                images.mkdir()
+                try:
+                    _check(parts.processes)
+                    await criu.unpack_images(self.parts.path, parts.processes.path, images)
+                except RuntimeFailed as error:
+                    raise CannotRestore(
+                        f"processes of {specs[0].key} cannot be unpacked: {error}"
+                    ) from error
+            if len(specs) > 1 and parts.files is not None:
+                # A snapshot of it costs milliseconds, whatever its size.
+                cut = name
+                await self._volume.make(cut, specs[0].limits.disk_bytes)
+                await self._fill(parts.files, cut)
+            yield _Beginning(
+                parts.files if cut is None else None,
+                cut,
+                images if parts.processes is not None else None,
             )
-            # Tasks read them that are not yet, or already, another user. The folder above is shut.
-            for path in images.iterdir():
-                path.chmod(0o644)
-            images.chmod(0o755)
+        finally:
+            await self._volume.remove(name)
+            shutil.rmtree(images, ignore_errors=True)
+
+    async def _restore_processes(self, images: Path, key: str) -> None:
+        home = self._home(key)
+        await self._clear(work := home / "restore")
+        try:
             await self._runc(
                 key,
                 *("restore", "--detach", "--bundle", home / "bundle"),
@@ -326,11 +345,10 @@ class RuncRuntime:
                 quiet=True,
             )
         except RuntimeFailed as error:
+            said = criu.errors_of(work / "restore.log")
             raise CannotRestore(
-                f"processes of {key} cannot be restored: {_errors(work / 'restore.log') or error}"
+                f"processes of {key} cannot be restored: {said or error}"
             ) from error
-        finally:
-            shutil.rmtree(images, ignore_errors=True)
 
     async def _wait_until_it_listens(self, key: str) -> None:
         ends = time.monotonic() + START_SECONDS
@@ -357,10 +375,10 @@ class RuncRuntime:
 
     async def _stop(self, key: str) -> None:
         """Its processes and its root, not its files."""
-        with suppress(RuntimeFailed):
-            await self._runc(key, "delete", "--force")
-        # A restore that failed leaves some behind, of which runc knows nothing.
+        # Also what a restore that failed left behind, of which runc knows nothing. ``runc delete``
+        # looks whether a killed process is gone every 0.1 s; what it would do then is this.
         await self._in_thread(empty, self._groups(key))
+        shutil.rmtree(self._folder / "runc" / self._container(key), ignore_errors=True)
         await self._volume.unmount(self._roots / key)
         with suppress(OSError):
             (self._roots / key).rmdir()
@@ -596,8 +614,7 @@ class RuncRuntime:
         record = self._running(handle)
         await self._open()
         started = time.monotonic()
-        self._next += 1
-        cut = f"{handle.key}.{self._next}"
+        cut = self._name(handle.key)
         try:
             frozen, held = await self._cut(handle.key, kind, cut)
             files = processes = None
@@ -605,7 +622,8 @@ class RuncRuntime:
                 await self._volume.pack(cut, into / FILES, held)
                 files = _part(into / FILES)
             if kind.has_processes:
-                await self._pack_images(handle.key, into / PROCESSES)
+                images = self._home(handle.key) / "images"
+                await criu.pack_images(self.parts.path, images, into / PROCESSES)
                 processes = _part(into / PROCESSES)
         except BaseException:  # also when cancelled: half a checkpoint is none
             for name in (FILES, PROCESSES):
@@ -625,7 +643,7 @@ class RuncRuntime:
         held: tuple[OpenFile, ...] = ()
         images, work = home / "images", home / "dump"
         await self._clear(images, work)
-        await self._runc(key, "pause")
+        await self._in_thread(freeze, self._groups(key))
         await self._in_thread(stop_anew, self._pids(key))
         started = time.monotonic()
         try:
@@ -640,24 +658,15 @@ class RuncRuntime:
                     *("--image-path", images, "--work-path", work),
                 )
         except RuntimeFailed as error:
-            said = _errors(work / "dump.log")
+            said = criu.errors_of(work / "dump.log")
             raise CannotCheckpoint(
-                _what(said) if said else "runtime",
+                criu.undumpable(said) if said else "runtime",
                 f"sandbox {key} cannot be saved: {said or error}",
             ) from error
         finally:
             frozen = time.monotonic() - started
-            await self._runc(key, "resume")
+            await self._in_thread(thaw, self._groups(key))
         return frozen, held
-
-    async def _pack_images(self, key: str, into: Path) -> None:
-        images = self._home(key) / "images"
-        await run(
-            self.parts.path,
-            *("tar", "--create", "--sort=name", "--format=pax", "--sparse", "--numeric-owner"),
-            *("--file", into, "--directory", images, "."),
-        )
-        shutil.rmtree(images, ignore_errors=True)
 
     async def restore(self, parts: CheckpointParts, spec: SandboxSpec) -> Handle:
         """See ``Runtime``."""
@@ -671,18 +680,10 @@ class RuncRuntime:
         for spec in specs:
             if (spec.image, spec.folder) != (parts.spec.image, parts.spec.folder):
                 raise CannotRestore(f"{spec.key} has another image or folder than {parts.spec.key}")
-        if len(specs) == 1 or parts.files is None:
-            return await self._all(self._begin(spec, parts) for spec in specs)
+            check_spec(spec)
         await self._open()
-        self._next += 1
-        cut = f"{specs[0].key}.{self._next}"
-        try:
-            # Unpacked once: a snapshot of it costs milliseconds, whatever its size.
-            await self._volume.make(cut, specs[0].limits.disk_bytes)
-            await self._fill(parts.files, cut)
-            return await self._all(self._begin(spec, parts, cut) for spec in specs)
-        finally:
-            await self._volume.remove(cut)
+        async with self._unpacked(parts, specs) as beginning:
+            return await self._all(self._begin(spec, beginning) for spec in specs)
 
     async def _all(self, begun: Iterable[Coroutine[None, None, Handle]]) -> tuple[Handle, ...]:
         """Sandboxes that begin beside each other: all of them or none."""
@@ -703,19 +704,19 @@ class RuncRuntime:
             check_spec(SandboxSpec(key))
             if keys.count(key) > 1 or self._home(key).exists():
                 raise AlreadyThere(f"sandbox {key} is there; end it or take another key")
-        self._next += 1
-        cut = f"{handle.key}.{self._next}"
-        packed = self._home(handle.key) / "fork.tar"
+        cut = self._name(handle.key)
+        images = self._images / cut
         try:
             await self._cut(handle.key, Kind.FULL, cut)
-            await self._pack_images(handle.key, packed)
-            parts = CheckpointParts(record.spec, processes=_part(packed))
+            (self._home(handle.key) / "images").rename(images)
+            criu.open_images(images)
+            beginning = _Beginning(cut=cut, images=images)
             return await self._all(
-                self._begin(replace(record.spec, key=key), parts, cut) for key in keys
+                self._begin(replace(record.spec, key=key), beginning) for key in keys
             )
         finally:
             await self._volume.remove(cut)
-            packed.unlink(missing_ok=True)
+            shutil.rmtree(images, ignore_errors=True)
 
     async def suspend(self, handle: Handle, into: Path) -> CheckpointParts:
         """See ``Runtime``."""
@@ -737,7 +738,8 @@ class RuncRuntime:
         await self._volume.remove(handle.key)
         running = _Record(record.spec, record.incarnation + 1)
         try:
-            await self._raise(running, record.suspended, None)
+            async with self._unpacked(record.suspended, [record.spec]) as beginning:
+                await self._raise(running, beginning)
         except BaseException:  # also when cancelled: it stays suspended, whole
             await self._stop(handle.key)
             await self._volume.remove(handle.key)
@@ -777,17 +779,3 @@ def _check(part: Part) -> None:
         raise CannotRestore(f"{part.path} is not there") from error
     if size != part.bytes:
         raise CannotRestore(f"{part.path} has {size} bytes and not {part.bytes}")
-
-
-def _errors(log: Path) -> str:
-    """What CRIU says went wrong, first things first."""
-    found = re.findall(r"Error \(([^)]*)\): (.*)", text_of(log))
-    told = [f"{where.partition(':')[0]}: {text}" for where, text in found if "rlimit" not in text]
-    return "; ".join(told[:4])
-
-
-def _what(said: str) -> str:
-    for pattern, word in _UNDUMPABLE:
-        if re.search(pattern, said):
-            return word
-    return "process"

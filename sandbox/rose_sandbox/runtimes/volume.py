@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from rose_sandbox.errors import RuntimeFailed
+from rose_sandbox.runtimes import btrfs
 from rose_sandbox.runtimes.held import HELD, OpenFile, give_numbers, write_held
-from rose_sandbox.runtimes.kernel import FIRST_ID, mount_mapped
+from rose_sandbox.runtimes.kernel import FIRST_ID, mount_mapped, mount_overlay, unmount
 from rose_sandbox.runtimes.parts import Parts
-from rose_sandbox.runtimes.programs import run
+from rose_sandbox.runtimes.programs import call, run
 
 VOLUME_BYTES = 1 << 40
 """Of the sparse file where nobody names a size: the disk below is the real bound then."""
@@ -97,24 +99,12 @@ class Volume:
 
     async def make(self, name: str, disk_bytes: int) -> None:
         """A fresh subvolume of limited size."""
-        folder = self.subvolume(name)
-        await self._run("btrfs", "subvolume", "create", folder)
-        upper = folder / "upper"
-        upper.mkdir()
-        os.chown(upper, FIRST_ID, FIRST_ID)
-        await self._finish(name, disk_bytes)
+        await call(_make, self.subvolume(name), disk_bytes)
 
     async def copy(self, cut: str, name: str, disk_bytes: int) -> None:
         """A subvolume that begins as a cut."""
         await self.cut(cut, name)
-        await self._finish(name, disk_bytes)
-
-    async def _finish(self, name: str, disk_bytes: int) -> None:
-        folder = self.subvolume(name)
-        # An overlay's work folder belongs to one mount and is never taken over.
-        await self._run("rm", "-rf", folder / "work")
-        (folder / "work").mkdir()
-        await self._run("btrfs", "qgroup", "limit", str(disk_bytes), folder)
+        await call(_finish, self.subvolume(name), disk_bytes)
 
     async def remove_cuts(self) -> None:
         """What a host that was killed between a cut and its end left."""
@@ -123,12 +113,12 @@ class Volume:
 
     async def cut(self, name: str, cut: str) -> None:
         """A subvolume's files as they are now."""
-        await self._run("btrfs", "subvolume", "snapshot", self.subvolume(name), self.subvolume(cut))
+        await call(btrfs.snapshot, self.subvolume(name), self.subvolume(cut))
 
     async def remove(self, name: str) -> None:
         """A subvolume or cut; none is no error."""
         if self.subvolume(name).exists():
-            await self._run("btrfs", "subvolume", "delete", self.subvolume(name))
+            await call(btrfs.delete, self.subvolume(name))
 
     async def pack(self, name: str, into: Path, held: Iterable[OpenFile] = ()) -> None:
         """A cut's files as one file, the same bytes for the same files.
@@ -175,22 +165,39 @@ class Volume:
                 ("workdir", self.subvolume(name) / "work"),
             )
         )
-        await self._run("mount", "-t", "overlay", "-o", layers, "overlay", root)
+        await call(mount_overlay, layers, root)
 
     async def unmount(self, root: Path) -> None:
         """A sandbox's root; one that is not mounted is no error."""
         if is_mounted(root):
-            await self._run("umount", "--lazy", root)
+            await call(unmount, root)
 
     async def close(self) -> None:
         """Unmount everything; only where no sandbox runs, for its root would not hold a mount."""
         lowers = sorted(self._lowers.iterdir()) if self._lowers.exists() else []
         for folder in (*lowers, self._mount):
             if is_mounted(folder):
-                await self._run("umount", "--lazy", folder)
+                await call(unmount, folder)
         for folder in (*lowers, self._lowers, self._mount, self._mounts):
             with suppress(OSError):
                 folder.rmdir()
 
     async def _run(self, *arguments: str | Path) -> bytes:
         return await run(self._parts.path, *arguments)
+
+
+def _make(folder: Path, disk_bytes: int) -> None:
+    btrfs.create(folder)
+    upper = folder / "upper"
+    upper.mkdir()
+    os.chown(upper, FIRST_ID, FIRST_ID)
+    _finish(folder, disk_bytes)
+
+
+def _finish(folder: Path, disk_bytes: int) -> None:
+    # An overlay's work folder belongs to one mount and is never taken over.
+    work = folder / "work"
+    if work.exists():
+        shutil.rmtree(work)
+    work.mkdir()
+    btrfs.limit(folder, disk_bytes)
