@@ -21,8 +21,9 @@ from typing import NoReturn
 
 import msgspec
 
+from rose_core.accounting.breakdown import CostBreakdown, money
 from rose_demo.agents import play_on
-from rose_demo.costs import CostSummary, costs, money
+from rose_demo.costs import costs
 from rose_demo.errors import AlreadyRunning, DemoError
 from rose_demo.measure import measure
 from rose_demo.options import Options, parse
@@ -56,7 +57,7 @@ def write(recording: Recording, findings: Findings, out: Path) -> None:
     (out / "recording.json").write_bytes(msgspec.json.encode(recording))
 
 
-def conclusion(findings: Findings, out: Path, found: CostSummary | None = None) -> list[str]:
+def conclusion(findings: Findings, out: Path, found: CostBreakdown | None = None) -> list[str]:
     """Last lines of the run."""
     lines = []
     for verdict in findings.verdicts:

@@ -155,6 +155,18 @@ CORRECT_ANSWERS = Gauge(
     ["lease"],
     registry=REGISTRY,
 )
+DEDICATED_TOKENS = Gauge(
+    "rose_lease_dedicated_tokens",
+    "Output tokens that dedicated engines made for the lease since it was applied.",
+    ["lease"],
+    registry=REGISTRY,
+)
+TRAINED_TOKENS = Gauge(
+    "rose_lease_trained_tokens",
+    "Output tokens of the trajectories that the lease's trainer said it trained on.",
+    ["lease"],
+    registry=REGISTRY,
+)
 LENT_SECONDS = Gauge(
     "rose_lease_lent_seconds",
     "GPU time under a grant since the lease was applied.",

@@ -5,10 +5,12 @@ Equal statements give equal pages. Next step: ``charts`` draws.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Final
 
+from rose_core.accounting.breakdown import CostBreakdown, money
+from rose_core.accounting.breakdown import lines as told_lines
 from rose_core.accounting.charts import Line, intervals, lines
 from rose_core.accounting.charts import Row as Bar
 from rose_core.accounting.statement import Statement
@@ -17,8 +19,13 @@ MICRO: Final = 1_000_000
 GIGABYTE: Final = 10**9
 
 
-def html(found: Sequence[Statement]) -> str:
-    """As a page that stands alone."""
+def html(found: Sequence[Statement], parts: Mapping[str, CostBreakdown] | None = None) -> str:
+    """As a page that stands alone.
+
+    Args:
+        found: what is told of.
+        parts: by a statement's name, its bill taken apart.
+    """
     priced = [one for one in found if one.per_accepted is not None]
     plots = ""
     if priced:
@@ -58,15 +65,27 @@ def html(found: Sequence[Statement]) -> str:
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>ROSE cost</title>"
         f"<style>{style}</style><h1>What was lent, and what it cost</h1>"
-        f"<table>{head}{rows}</table>{plots}</html>\n"
+        f"<table>{head}{rows}</table>{plots}{_sections(parts or {})}</html>\n"
     )
+
+
+def _sections(parts: Mapping[str, CostBreakdown]) -> str:
+    return "".join(
+        f"<h2>What a correct answer cost {escape(name)}</h2>{table(one)}"
+        for name, one in parts.items()
+    )
+
+
+def table(found: CostBreakdown) -> str:
+    """A bill taken apart, as a table."""
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
+        for line in told_lines(found)
+    )
+    top = "<tr><th></th><th>figure</th><th></th></tr>"
+    return f"<table><thead>{top}</thead><tbody>{body}</tbody></table>"
 
 
 def percent(share: float | None) -> str:
     """A share."""
     return "unknown" if share is None else f"{share:.1%}"
-
-
-def money(micros: float | None) -> str:
-    """Micro-units as units of the currency."""
-    return "unknown" if micros is None else f"{micros / MICRO:.4g}"

@@ -430,6 +430,15 @@ class RouterTotals(ApiModel):
     instance: str = Field(max_length=64, description="The process's own name for itself.")
     accepted_trajectories: int = Field(default=0, ge=0, le=2**53, description="Trained on.")
     correct_answers: int = Field(default=0, ge=0, le=2**53, description="Correct among them.")
+    dedicated_tokens: int = Field(
+        default=0, ge=0, le=2**53, description="Output tokens of dedicated engines."
+    )
+    trained_tokens: int = Field(
+        default=0, ge=0, le=2**53, description="Output tokens that were trained on."
+    )
+    reasoning_tokens: int = Field(
+        default=0, ge=0, le=2**53, description="Of these, before the answers."
+    )
 
 
 class Totals(ApiModel):
@@ -467,6 +476,15 @@ class Totals(ApiModel):
     )
     correct_answers: int = Field(
         default=0, ge=0, le=2**53, description="Correct answers among them, as it said."
+    )
+    dedicated_tokens: int = Field(
+        default=0, ge=0, le=2**53, description="Output tokens made by dedicated engines."
+    )
+    trained_tokens: int = Field(
+        default=0, ge=0, le=2**53, description="Output tokens of the trajectories trained on."
+    )
+    reasoning_tokens: int = Field(
+        default=0, ge=0, le=2**53, description="Of these, before the answers, as the trainer said."
     )
     routers: tuple[RouterTotals, ...] = Field(
         default=(),

@@ -159,6 +159,9 @@ class DemandNote(msgspec.Struct, frozen=True, omit_defaults=True):
         instance: a name of its own that the replica's process made up; counts are of this process.
         accepted: trajectories that the trainer said it trained on.
         correct: correct answers among them.
+        dedicated_tokens: output tokens that dedicated engines made.
+        trained_tokens: output tokens of the trajectories trained on.
+        reasoning_tokens: of these, before the answers, as the trainer said.
     """
 
     live_turns: int = 0
@@ -175,3 +178,6 @@ class DemandNote(msgspec.Struct, frozen=True, omit_defaults=True):
     instance: str = ""
     accepted: int = 0
     correct: int = 0
+    dedicated_tokens: int = 0
+    trained_tokens: int = 0
+    reasoning_tokens: int = 0

@@ -191,3 +191,85 @@ def test_a_page_without_a_lease_says_what_is_missing(
     monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(Objects(other)))
     assert report.main(["--html", str(tmp_path / "page.html")]) == 0
     assert "1 of the leases are not on the page" in capsys.readouterr().err
+
+
+class Counted(Objects):
+    """The same, whose router has counted tokens too; 900 requests, three of them late."""
+
+    def objects(self, kind: type[Any], *, everywhere: bool = False) -> list[Any]:
+        found = super().objects(kind, everywhere=everywhere)
+        if kind is not RolloutLease:
+            return found
+        told = {
+            "acceptedTrajectories": 100,
+            "correctAnswers": 40,
+            "dedicatedTokens": 12_000,
+            "harvestedTokens": 4_000,
+            "trainedTokens": 8_000,
+            "reasoningTokens": 6_000,
+            "servingRequests": 900,
+            "sloViolations": 3,
+            "lentMilliseconds": 8 * 3_600_000,
+            "openMilliseconds": 4 * 3_600_000,
+        }
+        return [lease("grpo", 8, 4000, status={"totals": told})]
+
+
+def _lines(text: str) -> dict[str, str]:
+    """Figures of a lease's bill by what they are."""
+    rows = [line.strip().split("  ") for line in text.split("default/grpo\n")[1].splitlines()]
+    return {row[0]: next(cell.strip() for cell in row[1:] if cell.strip()) for row in rows}
+
+
+def test_the_report_takes_a_correct_answers_cost_apart_and_the_parts_give_the_bill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(Counted()))
+    told = ["--dedicated-gpu-hours", "default/grpo=6", "--dedicated-hour", "2"]
+    page = tmp_path / "page.html"
+    assert report.main([*told, "--html", str(page)]) == 0
+    said = _lines(capsys.readouterr().out)
+    # A late request is worth 8 lent hours at 2, by 900 requests: 0.01778.
+    assert said["price of a late request"] == "0.01778"
+    assert said["requests made late"] == "0.05333"
+    # 6 h at 2, 4 open h at the pool's 2, and the late ones.
+    assert said["bill"] == "20.05"
+    assert said["a million dedicated tokens"] == "1000"
+    assert said["a million borrowed tokens"] == "2013"
+    assert said["late requests, for a million borrowed tokens"] == "13.33"
+    assert (said["answer"], said["reasoning multiplier"]) == ("20.0 tokens", "4.00")
+    assert (said["rollout ratio"], said["accept rate"]) == ("2.00", "40.0%")
+    product = float(said["a million tokens"]) / 1e6 * 20.0 * 4.0 * 2.0 / 0.4
+    assert product == pytest.approx(float(said["cost of a correct answer"]), rel=0.01)
+    assert product * 40 == pytest.approx(20.05, rel=0.01), "the bill, within 1 %"
+    assert said["borrowing pays up to"] == "1000"
+    # 4,000 borrowed tokens stand for two of the six hours that 12,000 dedicated ones took.
+    assert said["a lent GPU-hour brings"] == "0.5 GPU-hours"
+    assert said["won for each late request"] == "0.667 GPU-hours"
+    assert said["price of the reserve, at most"] == "1.6"
+    assert "What a correct answer cost default/grpo" in page.read_text()
+    assert report.main([*told, "-o", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    parts = row["cost_correct"]
+    assert parts["cost_per_correct"] * 40 == pytest.approx(parts["bill"], rel=1e-9)
+    assert parts["cost_per_correct"] == pytest.approx(row["cost_per_correct"], abs=1e-6)
+
+
+def test_tokens_of_gpus_that_nobody_told_of_are_not_free(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(Counted()))
+    assert report.main([]) == 0
+    said = _lines(capsys.readouterr().out)
+    assert said["dedicated GPUs"] == said["a million dedicated tokens"] == "unknown"
+    assert said["borrowing pays up to"] == said["a lent GPU-hour brings"] == "unknown"
+    assert report.main(["--violation", "0"]) == 0
+    assert _lines(capsys.readouterr().out)["requests made late"] == "0", "what is asked counts"
+
+
+def test_a_lease_without_counted_tokens_has_no_such_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(Reported()))
+    assert report.main([]) == 0
+    assert "accept rate" not in capsys.readouterr().out

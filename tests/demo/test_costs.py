@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rose_core.accounting.ledger import Tier
-from rose_demo.costs import costs, late_requests, rows, section
+from rose_demo.costs import costs, late_requests, section
 from rose_demo.records import Recording
 from rose_demo.statistics import Attainment
 from rose_demo.verdicts import judge
@@ -50,10 +50,9 @@ def test_the_section_says_each_factor_and_what_it_costs_serving(recording: Recor
         "accept rate",
         "price of a late request",
         "price of the reserve",
-        "the trainer&#x27;s GPU in it",
+        "the trainer&#x27;s GPUs in it",
     ):
         assert words in text
-    assert len(rows(found)) > 12
 
 
 def test_what_was_not_recorded_is_unknown(recording: Recording) -> None:

@@ -100,6 +100,18 @@ def test_replicas_are_added_up_and_none_counts_back() -> None:
     assert _answers(lease)[0] == 10
 
 
+def test_tokens_that_routers_count_are_added_likewise() -> None:
+    lease = RolloutLease.model_validate(objects.LEASE)
+    said = {"dedicated_tokens": 500, "trained_tokens": 300, "reasoning_tokens": 900}
+    one = DemandNote(instance="one", **said)
+    lease = _told(lease, one)
+    lease = _told(lease, one, DemandNote(instance="two", dedicated_tokens=50))
+    found = lease.status.totals
+    assert (found.dedicated_tokens, found.trained_tokens) == (550, 300)
+    assert found.reasoning_tokens == 300, "no more than was trained on"
+    assert [entry.dedicated_tokens for entry in found.routers] == [500, 50]
+
+
 def test_processes_that_are_gone_make_room_and_what_they_counted_stays() -> None:
     lease = RolloutLease.model_validate(objects.LEASE)
     for number in range(MOST_ROUTERS + 5):

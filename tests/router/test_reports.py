@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from aiohttp import web
@@ -111,9 +112,31 @@ async def test_a_trainer_says_which_answers_are_correct_or_their_rewards_do(
         assert await report_async(s.url, trained, {"c": 1.0}, correct=correct)
         assert s.router.service.ledger.totals.accepted == 2
         assert s.router.service.ledger.totals.correct == count
+        totals = s.router.service.ledger.totals
+        written = totals.trained_tokens
+        assert 0 < written < totals.tokens, "the tokens of two of three trajectories"
         again = await asyncio.to_thread(lambda: report(s.url, trained, correct=correct))
         assert again
-        assert s.router.service.ledger.totals.correct == count, "each counts once"
+        assert totals.correct == count, "each counts once"
+        assert totals.trained_tokens == written
+        await client._turns.close()
+
+
+async def test_a_trainer_says_which_tokens_come_before_an_answer(stage: Make) -> None:
+    async with stage() as s:
+        await s.engine()
+        client = client_of(s)
+        await verl.reported(client, "uid-1", loop(client, "a", "b", "c"), validate=False)
+        said = {"a": 3, "b": 10**6, "c": 3}
+        assert await report_async(s.url, {"a": 1.0, "b": 1.0}, {"c": 1.0}, reasoning=said)
+        totals = s.router.service.ledger.totals
+        assert 3 < totals.reasoning_tokens < totals.trained_tokens, "at most a trajectory's own"
+        body = {"trained": ["a"], "reasoning": {"a": "many"}}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{s.url}/trajectories", json=body) as reply,
+        ):
+            assert (reply.status, "reasoning: expected" in await reply.text()) == (400, True)
         await client._turns.close()
 
 

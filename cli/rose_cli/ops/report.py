@@ -5,7 +5,8 @@ what was promised and what came of it can be laid side by side. Accepted traject
 answers are those that trainers report to their lease's router; ``--accepted`` and ``--correct``
 count instead where they are given. What only the trainer knows (``--dedicated-gpu-hours``,
 ``--alone-gpu-hours``) is named with its lease. With any of it, and always in JSON and CSV, a row
-says what an accepted trajectory cost.
+says what an accepted trajectory cost. Below the table stands for each lease whose trainer reports
+what a correct answer cost and what drives it; in JSON it is ``cost_correct``.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rose_cli.ops.cluster import Cluster, connection_flags, run
 from rose_cli.ops.errors import NotFound
 from rose_cli.ops.tables import output_flag, shown
 from rose_cli.ops.top import pools_by_key
-from rose_cli.ops.usage import statements, summed, usage_rows, usages
+from rose_cli.ops.usage import breakdowns, statements, summed, usage_rows, usages
+from rose_core.accounting.breakdown import CostBreakdown, figures, lines
 from rose_core.accounting.cost import Prices
 from rose_core.accounting.leases import OutsideLeases
 from rose_core.accounting.page import MICRO, html
@@ -48,7 +51,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--html", type=Path, help="write a page with plots there")
     for name, default, what in (
         ("dedicated-hour", 1.0, "price of a dedicated GPU-hour"),
-        ("violation", 0.0, "the owner's price of a request late beside rollouts"),
+        (
+            "violation",
+            None,
+            "price of a request late beside rollouts; by default what its GPUs cost by the "
+            "requests that they served",
+        ),
         ("gigabyte", 0.0, "price of a gigabyte of weights"),
     ):
         parser.add_argument(f"--{name}", type=amount, default=default, help=what)
@@ -91,26 +99,44 @@ def _show(cluster: Cluster, given: argparse.Namespace) -> int:
     asked = Prices(
         dedicated_hour=round(given.dedicated_hour * MICRO),
         lent_hour=0,
-        violation=round(given.violation * MICRO),
+        violation=round((given.violation or 0.0) * MICRO),
         gigabyte=round(given.gigabyte * MICRO),
     )
     beside = _beside(given)
     if unknown := sorted(beside.keys() - {lease.metadata.key for lease in leases}):
         message = f"no lease {', '.join(unknown)} {cluster.where}; name it as NAMESPACE/LEASE"
         raise NotFound(message)
-    found = usages(leases, pools, asked, beside)
+    found = usages(leases, pools, asked, beside, price_violations=given.violation is None)
     known = any(one.beside.accepted for one in found)
     made = bool(beside) or known or given.output != "table"
     by_lease = given.by == "lease"
     rows = usage_rows(found, made=made) if by_lease else summed(found, given.by, made=made)
+    parts = breakdowns(found)
+    if by_lease and given.output == "json":
+        apart = {name: figures(one) for name, one in parts.items()}
+        rows = [{**row, "cost_correct": apart.get(str(row["lease"]))} for row in rows]
     sys.stdout.write(shown(rows, given.output, f"no leases {cluster.where}"))
+    if by_lease and given.output == "table":
+        sys.stdout.write("".join(_taken_apart(name, one) for name, one in parts.items()))
     if given.html:
-        _write_page(given.html, len(leases), statements(found))
+        _write_page(given.html, len(leases), statements(found), parts)
     return 0
 
 
-def _write_page(path: Path, leases: int, told: list[Statement]) -> None:
-    path.write_text(html(told))
+def _taken_apart(lease: str, found: CostBreakdown) -> str:
+    """A lease's bill and what drives it, as lines."""
+    told = lines(found)
+    width = max(len(what) for what, _, _ in told)
+    body = "".join(
+        f"  {what:<{width}}  {value:<16}  {of}".rstrip() + "\n" for what, value, of in told
+    )
+    return f"\n{lease}\n{body}"
+
+
+def _write_page(
+    path: Path, leases: int, told: list[Statement], parts: Mapping[str, CostBreakdown]
+) -> None:
+    path.write_text(html(told, parts))
     if left_out := leases - len(told):
         sys.stderr.write(
             f"{left_out} of the leases are not on the page: their pool is gone, and with it its "

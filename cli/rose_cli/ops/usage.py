@@ -14,9 +14,17 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from rose_cli.ops.tables import Row
+from rose_core.accounting.breakdown import RESERVE_SHARE, CostBreakdown, breakdown
+from rose_core.accounting.correct import Sampled, reserve_price, violation_price
 from rose_core.accounting.cost import Cost, Prices, cost
 from rose_core.accounting.leases import OutsideLeases, ledger_of
-from rose_core.accounting.ledger import Ledger, ServingImpact, allowed_hundredths, total
+from rose_core.accounting.ledger import (
+    Ledger,
+    ServingImpact,
+    Tier,
+    allowed_hundredths,
+    total,
+)
 from rose_core.accounting.page import GIGABYTE, MICRO
 from rose_core.accounting.statement import Statement, statement
 from rose_core.api import RolloutLease, ServingPool
@@ -35,6 +43,7 @@ class Usage:
             say which of them gave what.
         ledger: with what the trainer has told of it.
         prices: what it is charged; None where its pool is gone, and with it its price.
+        tokens: by kind of engine and use, as its router and its trainer said.
     """
 
     lease: str
@@ -42,6 +51,7 @@ class Usage:
     slots: int
     ledger: Ledger
     prices: Prices | None
+    tokens: Sampled
     beside: OutsideLeases = field(default_factory=OutsideLeases)
 
     @property
@@ -55,6 +65,8 @@ def usages(
     pools: Mapping[str, ServingPool],
     asked: Prices = _FREE,
     beside: Mapping[str, OutsideLeases] = _UNTOLD,
+    *,
+    price_violations: bool = False,
 ) -> list[Usage]:
     """Every lease, the largest use of GPUs first.
 
@@ -63,8 +75,13 @@ def usages(
         pools: by namespace and name.
         asked: every price but that of a lent hour, which is the pool's.
         beside: by lease, what only the trainer knows.
+        price_violations: a late request costs what its GPUs cost by the requests that they served
+            (``accounting.correct.violation_price``), in place of the price asked.
     """
-    found = [_usage(lease, pools, asked, beside.get(lease.metadata.key)) for lease in leases]
+    found = [
+        _usage(lease, pools, asked, beside.get(lease.metadata.key), price_violations)
+        for lease in leases
+    ]
     return sorted(found, key=lambda one: (-one.ledger.borrowed.held_milliseconds, one.lease))
 
 
@@ -80,6 +97,7 @@ def _usage(
     pools: Mapping[str, ServingPool],
     asked: Prices,
     told: OutsideLeases | None,
+    price_violations: bool,  # see ``usages``
 ) -> Usage:
     totals, beside = lease.status.totals, told or OutsideLeases()
     # What was typed counts before what the lease's router was told.
@@ -100,12 +118,24 @@ def _usage(
     )
     price = _price(lease, pools)
     prices = None if price is None else replace(asked, lent_hour=price)
+    if prices is not None and price_violations:
+        hours, requests = totals.lent_milliseconds / _MILLISECONDS_PER_HOUR, totals.serving_requests
+        late = violation_price(asked.dedicated_hour, 1, hours, requests)
+        prices = replace(prices, violation=round(late or 0))
     return Usage(
         lease.metadata.key,
         ", ".join(ref.key for ref in lease.spec.pools),
         lease.status.slots_granted,
         used,
         prices,
+        Sampled(
+            {
+                Tier.DEDICATED: totals.dedicated_tokens,
+                Tier.BORROWED: totals.harvested_tokens,
+            },
+            totals.trained_tokens,
+            totals.reasoning_tokens,
+        ),
         beside,
     )
 
@@ -127,6 +157,29 @@ def statements(found: Sequence[Usage]) -> list[Statement]:
         for one in sorted(found, key=lambda one: one.lease)
         if one.prices is not None
     ]
+
+
+def breakdowns(found: Sequence[Usage]) -> dict[str, CostBreakdown]:
+    """By lease, its bill taken apart; one without a price, or without tokens trained on, has none.
+
+    A lease whose pool says nothing of requests has no price of a late one.
+    """
+    return {
+        one.lease: breakdown(
+            one.ledger,
+            one.prices,
+            one.tokens,
+            violation=one.prices.violation or None,
+            reserve=reserve_price(
+                one.prices.dedicated_hour,
+                1,
+                one.ledger.borrowed.held_milliseconds / _MILLISECONDS_PER_HOUR,
+                RESERVE_SHARE,
+            ),
+        )
+        for one in sorted(found, key=lambda one: one.lease)
+        if one.prices is not None and one.tokens.trained
+    }
 
 
 # --- rows

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from rose_dev.dashboards.model import Dashboard, Panel, Row, quantiles, rates, stat
 
+_SAMPLED = (
+    "(sum by (lease) (rose_lease_harvested_tokens{$here}) + "
+    "sum by (lease) (rose_lease_dedicated_tokens{$here}))"
+)
 DASHBOARD = Dashboard(
     name="harvested",
     title="ROSE / Harvested capacity",
@@ -94,6 +98,24 @@ DASHBOARD = Dashboard(
                     {
                         "3600 * sum by (lease) (rose_lease_correct_answers{$here}) / "
                         "sum by (lease) (rose_lease_lent_seconds{$here} > 0)": "{{lease}}",
+                    },
+                ),
+                Panel(
+                    "What a correct answer takes",
+                    "Tokens sampled for each that was trained on, trajectories trained on for each "
+                    "correct answer, and thousands of tokens sampled for each of these. The price "
+                    "of a token times the last is what a correct answer cost.",
+                    "short",
+                    {
+                        _SAMPLED + " / sum by (lease) (rose_lease_trained_tokens{$here} > 0)": (
+                            "{{lease}} sampled"
+                        ),
+                        "sum by (lease) (rose_lease_accepted_trajectories{$here}) / "
+                        "sum by (lease) (rose_lease_correct_answers{$here} > 0)": "{{lease}} tried",
+                        _SAMPLED + " / 1000 / "
+                        "sum by (lease) (rose_lease_correct_answers{$here} > 0)": (
+                            "{{lease}} thousand tokens"
+                        ),
                     },
                 ),
                 Panel(

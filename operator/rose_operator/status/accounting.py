@@ -29,6 +29,13 @@ _COUNTERS = (
     "serving_requests",
     "slo_violations",
 )
+_OF_ROUTERS = (
+    "accepted_trajectories",
+    "correct_answers",
+    "dedicated_tokens",
+    "trained_tokens",
+    "reasoning_tokens",
+)
 
 
 def totals(lease: RolloutLease, slots: Sequence[RolloutSlot], world: ClusterState) -> Totals:
@@ -50,28 +57,33 @@ def totals(lease: RolloutLease, slots: Sequence[RolloutSlot], world: ClusterStat
 
 
 def _concluded(lease: RolloutLease, world: ClusterState) -> dict[str, Any]:
-    """Trajectories, by what the processes of the lease's router say that its trainer said."""
+    """What the processes of the lease's router count: tokens, and what its trainer said."""
     old = lease.status.totals
-    accepted, correct = old.accepted_trajectories, old.correct_answers
+    sums = {name: int(getattr(old, name)) for name in _OF_ROUTERS}
     entries = {entry.instance: entry for entry in old.routers}
     for note in world.notes.get(lease.metadata.key, ()):
         if not 0 < len(note.instance) <= _LONGEST_NAME or _is_older(note, lease, world):
             continue
         # A process only ever counts up; it stands last, so that those that are gone go first.
         before = entries.pop(note.instance, RouterTotals(instance=note.instance))
-        now = RouterTotals(
-            instance=note.instance,
-            accepted_trajectories=max(before.accepted_trajectories, min(note.accepted, _MOST)),
-            correct_answers=max(before.correct_answers, min(note.correct, note.accepted, _MOST)),
-        )
-        accepted += now.accepted_trajectories - before.accepted_trajectories
-        correct += now.correct_answers - before.correct_answers
-        if now.accepted_trajectories:
+        counted = {name: max(getattr(before, name), said) for name, said in _said(note).items()}
+        now = RouterTotals(instance=note.instance, **counted)
+        for name in _OF_ROUTERS:
+            sums[name] += getattr(now, name) - getattr(before, name)
+        if any(counted.values()):
             entries[note.instance] = now
+    bounded = {name: min(value, _MOST) for name, value in sums.items()}
+    return {**bounded, "routers": tuple(entries.values())[-MOST_ROUTERS:]}
+
+
+def _said(note: DemandNote) -> dict[str, int]:
+    """The counts of a note, none above what it is a part of."""
     return {
-        "accepted_trajectories": min(accepted, _MOST),
-        "correct_answers": min(correct, _MOST),
-        "routers": tuple(entries.values())[-MOST_ROUTERS:],
+        "accepted_trajectories": min(note.accepted, _MOST),
+        "correct_answers": min(note.correct, note.accepted, _MOST),
+        "dedicated_tokens": min(note.dedicated_tokens, _MOST),
+        "trained_tokens": min(note.trained_tokens, _MOST),
+        "reasoning_tokens": min(note.reasoning_tokens, note.trained_tokens, _MOST),
     }
 
 

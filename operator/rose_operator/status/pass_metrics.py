@@ -61,6 +61,8 @@ class PassMetrics:
         accepted, correct = status.totals.accepted_trajectories, status.totals.correct_answers
         self._set(metrics.ACCEPTED_TRAJECTORIES, accepted, key)
         self._set(metrics.CORRECT_ANSWERS, correct, key)
+        self._set(metrics.DEDICATED_TOKENS, status.totals.dedicated_tokens, key)
+        self._set(metrics.TRAINED_TOKENS, status.totals.trained_tokens, key)
         self._set(metrics.LENT_SECONDS, status.totals.lent_milliseconds / 1000, key)
 
     def end(self) -> None:

@@ -3,7 +3,9 @@
     POST {"trained": ["key", ...], "dropped": [...], "withdrawn": [...], "rewards": {"key": 1.0}}
 
 Which of those trained on are correct answers, ``correct`` lists; where it is left out, those whose
-reward is 1 or more. Both numbers come into the lease's totals (``DEMAND``), each trajectory once.
+reward is 1 or more. ``reasoning`` says how many of a trajectory's tokens come before its answers;
+none where it is left out. These numbers come into the lease's totals (``DEMAND``), each trajectory
+once, with the tokens that were trained on.
 
 What was withdrawn (a run that ends, a member that nobody needed) is neither and is not counted.
 
@@ -42,7 +44,8 @@ def routes(service: Service) -> list[web.RouteDef]:
     async def report(request: web.Request) -> web.Response:
         body = await read_body(request)
         job = request.get(JOB, "") or Hints(body, request.headers).job
-        rewards = _rewards(body)
+        rewards = _numbers(body, "rewards")
+        reasoning = _numbers(body, "reasoning")
         correct = _correct(body, rewards)
         unknown: list[str] = []
         for word, trained in (("trained", True), ("dropped", False)):
@@ -59,8 +62,8 @@ def routes(service: Service) -> list[web.RouteDef]:
                 else:
                     kind = "borrowed" if outcome.borrowed else "dedicated"
                     metrics.CONCLUDED.labels(word, kind).inc()
-                    service.ledger.totals.accepted += trained
-                    service.ledger.totals.correct += trained and name in correct
+                    before = int(reasoning.get(name, 0))
+                    service.ledger.count_outcome(outcome, correct=name in correct, reasoning=before)
         for name in _names(body, "withdrawn"):
             prospects.forget(named(job, name))
             service.over(named(job, name))
@@ -142,14 +145,15 @@ def _correct(body: Mapping[str, Any], rewards: Mapping[str, float]) -> frozenset
     return frozenset(name for name, reward in rewards.items() if reward >= _CORRECT_FROM)
 
 
-def _rewards(body: Mapping[str, Any]) -> dict[str, float]:
-    rewards = body.get("rewards") or {}
-    if not isinstance(rewards, dict) or not all(
-        isinstance(value, int | float) and not isinstance(value, bool) for value in rewards.values()
+def _numbers(body: Mapping[str, Any], word: str) -> dict[str, float]:
+    found = body.get(word) or {}
+    if not isinstance(found, dict) or not all(
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        for value in found.values()
     ):
-        message = "rewards: expected an object of session keys and numbers"
+        message = f"{word}: expected an object of session keys and numbers"
         raise InvalidTurn(message)
-    return rewards
+    return found
 
 
 def _json(body: object) -> web.Response:

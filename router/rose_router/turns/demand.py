@@ -85,6 +85,9 @@ class DemandFeed:
             instance=self._instance,
             accepted=totals.accepted,
             correct=totals.correct,
+            dedicated_tokens=totals.tokens - totals.borrowed_tokens,
+            trained_tokens=totals.trained_tokens,
+            reasoning_tokens=totals.reasoning_tokens,
         )
 
     async def listen(self, request: DemandRequest) -> AsyncIterator[DemandNote]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
+from rose_core.rollouts.inclusion import Fate, TrajectoryOutcome
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
 from rose_router.errors import BadRequest
@@ -35,6 +36,7 @@ class Totals:
         usual_tokens: output tokens of a turn, weighted to the last hundred or so.
         accepted: trajectories that the trainer said it trained on; ``correct``: correct answers
             among them.
+        trained_tokens: output tokens of these trajectories; ``reasoning_tokens``: before answers.
     """
 
     turns: int = 0
@@ -49,6 +51,8 @@ class Totals:
     usual_tokens: float = 128.0
     accepted: int = 0
     correct: int = 0
+    trained_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class Ledger:
@@ -124,6 +128,15 @@ class Ledger:
             _run_tokens(run).inc(count)
         self.totals.tokens += count
         self.totals.borrowed_tokens += count if kind is EngineKind.BORROWED else 0
+
+    def count_outcome(self, outcome: TrajectoryOutcome, *, correct: bool, reasoning: int) -> None:
+        """The trainer has said what became of it; ``reasoning``: tokens before its answers."""
+        if outcome.fate is not Fate.TRAINED:
+            return
+        self.totals.accepted += 1
+        self.totals.correct += correct
+        self.totals.trained_tokens += outcome.tokens
+        self.totals.reasoning_tokens += min(max(0, reasoning), outcome.tokens)
 
     def _expire(self, now: float) -> None:
         limit = now - self._replay_seconds

@@ -51,6 +51,7 @@ def report(
     *,
     withdrawn: Sequence[str] = (),
     correct: Collection[str] | None = None,
+    reasoning: Mapping[str, int] | None = None,
     token: str = "",
 ) -> bool:
     """Say what became of trajectories; blocks for 16 s per 4096 keys at most, and never raises.
@@ -62,6 +63,8 @@ def report(
         withdrawn: keys of trajectories that were never meant for a step, such as evaluations.
         correct: keys of those trained on whose answer is correct; ``None`` = where the reward is at
             least 1.
+        reasoning: by key, tokens of those trained on before their answers; ``None`` = the turns are
+            answers.
         token: bearer token of the lease's callers.
 
     Returns:
@@ -69,7 +72,7 @@ def report(
     """
     target = f"{url.rstrip('/')}/trajectories"
     taken = True
-    for body in _bodies(trained, dropped or {}, withdrawn, correct):
+    for body in _bodies(trained, dropped or {}, withdrawn, correct, reasoning or {}):
         for attempt in range(ATTEMPTS):
             time.sleep(_PAUSE_SECONDS if attempt else 0.0)
             answer = _asked(target, body, token)
@@ -86,12 +89,13 @@ async def report_async(
     *,
     withdrawn: Sequence[str] = (),
     correct: Collection[str] | None = None,
+    reasoning: Mapping[str, int] | None = None,
     token: str = "",
 ) -> bool:
     """``report`` for trainers whose step runs in an event loop."""
     target = f"{url.rstrip('/')}/trajectories"
     taken = True
-    for body in _bodies(trained, dropped or {}, withdrawn, correct):
+    for body in _bodies(trained, dropped or {}, withdrawn, correct, reasoning or {}):
         taken = await _posted(target, body, {}, token) and taken
     return taken
 
@@ -163,6 +167,7 @@ def _bodies(
     dropped: Outcomes,
     withdrawn: Sequence[str],
     correct: Collection[str] | None,
+    reasoning: Mapping[str, int],
 ) -> Iterator[dict[str, Any]]:
     said = [(key, "trained", reward) for key, reward in trained.items()]
     said += [(key, "dropped", reward) for key, reward in dropped.items()]
@@ -175,6 +180,8 @@ def _bodies(
                 body["rewards"][key] = float(reward)
         if correct is not None:
             body["correct"] = [key for key in body["trained"] if key in correct]
+        if reasoning:
+            body["reasoning"] = {k: reasoning[k] for k in body["trained"] if k in reasoning}
         yield body
 
 
