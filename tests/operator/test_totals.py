@@ -102,8 +102,7 @@ def test_replicas_are_added_up_and_none_counts_back() -> None:
 
 def test_tokens_that_routers_count_are_added_likewise() -> None:
     lease = RolloutLease.model_validate(objects.LEASE)
-    said = {"dedicated_tokens": 500, "trained_tokens": 300, "reasoning_tokens": 900}
-    one = DemandNote(instance="one", **said)
+    one = DemandNote(instance="one", dedicated_tokens=500, trained_tokens=300, reasoning_tokens=900)
     lease = _told(lease, one)
     lease = _told(lease, one, DemandNote(instance="two", dedicated_tokens=50))
     found = lease.status.totals
