@@ -15,7 +15,7 @@ ARGS ?=
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
-.PHONY: atlas help venv engine vllm cluster keda sandbox demo test test-computing test-engines test-cluster test-sandboxes test-gpu-node test-keda test-long unit check format generate docs crds clean \
+.PHONY: atlas help venv engine vllm cluster keda sandbox demo test test-computing test-engines test-cluster test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal sandbox-adapters test-clients
 
@@ -38,7 +38,7 @@ venv: $(VENV)/.stamp  ## the Python environment everything else runs in
 engine: venv  ## the environment of the real SGLang engine (cached)
 	@$(BIN)/python -m rose_dev.engine_environment
 
-vllm: venv  ## the environment of a real vLLM on CPU, as another serving engine (cached)
+vllm: venv  ## the environment of a real vLLM on CPU (cached; about 6 GB)
 	@$(BIN)/python -m rose_dev.vllm_environment
 
 cluster: venv  ## the parts of the one-node Kubernetes (cached; about 12 minutes the first time)
@@ -86,6 +86,10 @@ test-sandboxes:
 test-long: engine cluster  ## what make test leaves out: failures and modes of the GPU node, speeds of real engines
 	$(CONTAINED) $(BIN)/pytest -v -n 0 -m long $(ARGS)
 
+# Not part of `make test`: its environment is 6 GB, and it starts engines that import everything anew.
+test-vllm: engine vllm  ## real vLLM on CPU as a rollout engine, alone and beside SGLang
+	$(CONTAINED) --limit 900 $(BIN)/pytest -v -n 0 -m vllm tests/engines tests/host tests/router $(ARGS)
+
 test-keda: keda  ## rewards of the chart, scaled from zero by KEDA itself
 	$(CONTAINED) --limit 1200 $(BIN)/pytest -v -s -n 0 tests/rewards/test_keda.py $(ARGS)
 
@@ -94,7 +98,7 @@ test-gpu-node: cluster engine  ## the chart on a node with eight GPUs that are n
 
 # One worker more than CI has cores: many tests wait for processes, and two left half of both cores idle.
 unit: venv  ## what needs neither engine nor cluster
-	$(CONTAINED) --limit 2100 $(BIN)/pytest -n 3 --dist loadfile -m "not engine and not cluster and not sandbox and not long" $(AGAIN) $(ARGS)
+	$(CONTAINED) --limit 2100 $(BIN)/pytest -n 3 --dist loadfile -m "not engine and not cluster and not sandbox and not vllm and not long" $(AGAIN) $(ARGS)
 
 check: venv  ## lint, types, layers, spelling, drift of generated files
 	$(BIN)/ruff check .

@@ -110,7 +110,8 @@ _PUSHES = (
     *("POST /pause_generation", "POST /pause", "POST /continue_generation", "POST /resume"),
     *("POST /update_weights_from_disk", "POST /update_weights", "POST /pull_weights"),
     *("POST /labels", "POST /init_weight_transfer_engine", "GET /flush_cache"),
-    *("POST /flush_cache", "POST /reset_prefix_cache"),
+    *("POST /flush_cache", "POST /reset_prefix_cache", "POST /start_weight_update"),
+    *("POST /finish_weight_update", "POST /shutdown_weight_transfer_engine"),
 )
 _NOT_HERE = (
     *("POST /update_weights_from_tensor", "POST /update_weights_from_distributed"),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 pytest_plugins = [
     "rose_dev.testing",
     "rose_dev.engine_testing",
+    "rose_dev.vllm_testing",
     "rose_dev.gpu.testing",
     "rose_dev.kernel_cache",
     "rose_dev.lanes",

@@ -159,22 +159,36 @@ def start_engine(
         if template is not None:
             process = _forked(template, line, variables, log.fileno())
         else:
-            # A test that is killed ends nothing: its engine goes with it.
-            guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-            process = subprocess.Popen(
-                [*guard, *line],
-                env=variables,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-    engine = RealEngine(f"http://127.0.0.1:{launch.port}", path, folder, process, holder)
+            process = start_program(line, variables, log.fileno())
+    with until_ended(RealEngine(url_of(launch), path, folder, process, holder)) as engine:
+        yield engine
+
+
+def start_program(
+    line: Sequence[str], variables: Mapping[str, str], log: int
+) -> subprocess.Popen[bytes]:
+    """An engine in a session of its own, its output in an open file."""
+    # A test that is killed ends nothing: its engine goes with it.
+    guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    return subprocess.Popen(
+        [*guard, *line], env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def url_of(launch: Launch) -> str:
+    """Where an engine that is started so answers."""
+    return f"http://127.0.0.1:{launch.port}"
+
+
+@contextmanager
+def until_ended(engine: RealEngine) -> Iterator[RealEngine]:
+    """Wait until it is ready; end its whole process group, and its permit, afterwards."""
     try:
         _wait_ready(engine)
         yield engine
     finally:
-        _end_group(process)
-        holder.end()
+        _end_group(engine.process)
+        engine.holder.end()
 
 
 _templates: list[Template] = []

@@ -172,11 +172,14 @@ def _arguments_section() -> str:
     lines = [
         "## Engine arguments on the allow-list\n",
         "Everything else, whatever names a path, a host or code, is refused "
-        "(`ArgumentNotAllowed`).\n",
-        "| argument | value |",
-        "|---|---|",
+        "(`ArgumentNotAllowed`). An engine of vLLM refuses those that it does not have.\n",
+        "| argument | value | in vLLM |",
+        "|---|---|---|",
     ]
-    lines += [f"| `{name}` | {_cell(argument.takes)} |" for name, argument in ALLOWED.items()]
+    lines += [
+        f"| `{name}` | {_cell(argument.takes)} | {f'`{argument.vllm}`' if argument.vllm else ''} |"
+        for name, argument in ALLOWED.items()
+    ]
     return "\n".join([*lines, ""])
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-MARKERS = ("engine", "cluster", "sandbox", "long")
+MARKERS = ("engine", "cluster", "sandbox", "vllm", "long")
 GPUS = "gpu_session"
 """The fixture behind everything that needs the node with GPUs."""
 _PLAIN = re.compile(r"(not )?\w+( and (not )?\w+)*")

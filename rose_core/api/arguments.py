@@ -6,7 +6,8 @@ the stop rests on (one iteration at a time) are the platform's, set by the engin
 
 The API server refuses names that are not here (a CEL rule of the kind is made from this table), the
 operator refuses values, and the engine host asks again before it starts anything: a node trusts
-nobody's word. ``docs/api.md`` is generated from it. Every name is one of SGLang 0.5.23's.
+nobody's word. ``docs/api.md`` is generated from it. Every name is one of SGLang 0.5.23's. Where
+vLLM 0.32.0 has the same its name stands beside it; engines of vLLM refuse the others.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ class Argument:
     Attributes:
         takes: for people.
         check: whether a value is one of those; must refuse spaces and dashes at the beginning.
+        vllm: the same argument of vLLM; empty = it has none that means the same.
     """
 
     takes: str
     check: Callable[[str], bool]
+    vllm: str = ""
 
 
-def _whole(low: int, high: int) -> Argument:
+def _whole(low: int, high: int, vllm: str = "") -> Argument:
     def check(text: str) -> bool:
         return text.isascii() and text.isdigit() and len(text) < 12 and low <= int(text) <= high
 
-    return Argument(f"{low} to {high}", check)
+    return Argument(f"{low} to {high}", check, vllm)
 
 
-def _words(*words: str) -> Argument:
-    return Argument(", ".join(words), lambda text: text in words)
+def _words(*words: str, vllm: str = "") -> Argument:
+    return Argument(", ".join(words), lambda text: text in words, vllm)
 
 
 def _name(what: str) -> Argument:
@@ -49,18 +52,22 @@ def _share(text: str) -> bool:
     return re.fullmatch(r"0(\.\d{1,6})?|1(\.0{1,6})?", text) is not None
 
 
-_SWITCH = Argument("nothing, or true", lambda text: text in {"", "true"})
+def _switch(vllm: str = "") -> Argument:
+    return Argument("nothing, or true", lambda text: text in {"", "true"}, vllm)
+
+
+_SWITCH = _switch()
 
 ROUTED_EXPERTS = "enable-return-routed-experts"
 
 ALLOWED: Mapping[str, Argument] = {
     "attention-backend": _words("torch_native", "triton", "flashinfer", "fa3", "intel_amx"),
     # A chunk is the longest that serving waits for: 512 tokens take an H200 28 to 60 ms with an 8B.
-    "chunked-prefill-size": _whole(16, 512),
+    "chunked-prefill-size": _whole(16, 512, vllm="max-num-batched-tokens"),
     "disable-cuda-graph": _SWITCH,
-    "disable-radix-cache": _SWITCH,
+    "disable-radix-cache": _switch(vllm="no-enable-prefix-caching"),
     # No 32 bits: an engine's size is told from the files of its weights.
-    "dtype": _words("auto", "bfloat16", "float16"),
+    "dtype": _words("auto", "bfloat16", "float16", vllm="dtype"),
     "enable-deterministic-inference": _SWITCH,
     "enable-fp32-lm-head": _SWITCH,
     "enable-mixed-chunk": _SWITCH,
@@ -71,13 +78,13 @@ ALLOWED: Mapping[str, Argument] = {
     "kv-cache-dtype": _words("auto", "bf16", "bfloat16"),
     "max-prefill-tokens": _whole(16, 1 << 20),
     "max-queued-requests": _whole(1, 1 << 20),
-    "random-seed": _whole(0, 1 << 31),
+    "random-seed": _whole(0, 1 << 31, vllm="seed"),
     "reasoning-parser": _name("a parser's name"),
     "sampling-backend": _words("pytorch", "flashinfer"),
     # Above 1 is slower and safer, below 1 the other way; what ROSE sizes holds for up to 1.
     "schedule-conservativeness": Argument("0 to 1", _share),
     "schedule-policy": _words("lpm", "fcfs", "lof", "random", "dfs-weight"),
-    "stream-interval": _whole(1, 64),
+    "stream-interval": _whole(1, 64, vllm="stream-interval"),
     "tool-call-parser": _name("a parser's name"),
     "triton-attention-num-kv-splits": _whole(1, 64),
 }

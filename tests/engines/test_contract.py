@@ -1,4 +1,7 @@
-"""One contract, two engines: the fake behaves towards its callers as stock SGLang does."""
+"""One contract, three engines: the fake and vLLM behave towards their callers as stock SGLang does.
+
+What SGLang says of itself (loads, counters) is asked of the fake and of SGLang alone.
+"""
 
 import asyncio
 import os
@@ -52,18 +55,28 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     assert not (folder / "plugin.sock").exists()
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.engine)])
+FAKE_AND_SGLANG = ("fake", pytest.param("real_engine", marks=pytest.mark.engine))
+
+
+def asked_for(request: pytest.FixtureRequest) -> Engine:
+    found: Engine | RealEngine = request.getfixturevalue(request.param)
+    return Engine(found.url, found.control, found.holder)
+
+
+@pytest.fixture(params=[*FAKE_AND_SGLANG, pytest.param("vllm_engine", marks=pytest.mark.vllm)])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    if request.param == "fake":
-        found: Engine = request.getfixturevalue("fake")
-        return found
-    real: RealEngine = request.getfixturevalue("real_engine")
-    return Engine(real.url, real.control, real.holder)
+    return asked_for(request)
 
 
 @pytest.fixture
 async def client(engine: Engine) -> AsyncIterator[SGLangClient]:
     async with SGLangClient(engine.url) as client:
+        yield client
+
+
+@pytest.fixture(params=FAKE_AND_SGLANG)
+async def telling(request: pytest.FixtureRequest) -> AsyncIterator[SGLangClient]:
+    async with SGLangClient(asked_for(request).url) as client:
         yield client
 
 
@@ -153,16 +166,16 @@ async def test_bad_requests_are_refused(client: SGLangClient, prompt: list[int],
     assert await client.ready()
 
 
-async def test_an_engine_says_its_load_and_counts_its_requests(client: SGLangClient) -> None:
-    assert await client.ready()
-    await client.generate([104], {"max_new_tokens": 3, **GREEDY})
-    loads = await client.loads()
+async def test_an_engine_says_its_load_and_counts_its_requests(telling: SGLangClient) -> None:
+    assert await telling.ready()
+    await telling.generate([104], {"max_new_tokens": 3, **GREEDY})
+    loads = await telling.loads()
     for name in ("num_running_reqs", "num_waiting_reqs", "max_total_num_tokens", "token_usage"):
         assert loads[name] >= 0
-    metrics = await client.metrics()
+    metrics = await telling.metrics()
     for name in ("num_requests_total", "generation_tokens_total", "prompt_tokens_total"):
         assert f"sglang:{name}{{" in metrics
-    assert (await client.model_info())["is_generation"] is True
+    assert (await telling.model_info())["is_generation"] is True
 
 
 def _requests(page: str) -> tuple[int, int]:
@@ -178,17 +191,17 @@ def _requests(page: str) -> tuple[int, int]:
 
 
 async def test_one_counter_moves_at_arrival_and_the_other_at_the_end(
-    client: SGLangClient,
+    telling: SGLangClient,
 ) -> None:
     """What compares an engine's count with the wire must know which is which."""
-    await client.generate([104], {"max_new_tokens": 1, **GREEDY})
-    arrived, ended = _requests(await client.metrics())
-    stream = client.stream([104], {"max_new_tokens": 200, **GREEDY})
+    await telling.generate([104], {"max_new_tokens": 1, **GREEDY})
+    arrived, ended = _requests(await telling.metrics())
+    stream = telling.stream([104], {"max_new_tokens": 200, **GREEDY})
     await anext(stream)
-    assert _requests(await client.metrics()) == (arrived + 1, ended)
+    assert _requests(await telling.metrics()) == (arrived + 1, ended)
     async for _ in stream:
         pass
-    assert _requests(await client.metrics()) == (arrived + 1, ended + 1)
+    assert _requests(await telling.metrics()) == (arrived + 1, ended + 1)
 
 
 async def test_a_commit_over_the_socket_changes_weights_digest_and_spans(

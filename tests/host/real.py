@@ -33,9 +33,11 @@ def needed_model() -> Path:
     return make_named("tiny-peaked")
 
 
-def order(model: Path, endpoint: str, ranks: int = 1) -> EnsureEngine:
+def order(
+    model: Path, endpoint: str, ranks: int = 1, engine_class: str = "sglang-cpu"
+) -> EnsureEngine:
     spec = EngineSpec(
-        "sglang-cpu", model.name, context_tokens=8192, kv_tokens=16384, max_running=4, ranks=ranks
+        engine_class, model.name, context_tokens=8192, kv_tokens=16384, max_running=4, ranks=ranks
     )
     return EnsureEngine(
         slot=SlotKey(SlotUid("slot-1"), 1),
@@ -47,12 +49,21 @@ def order(model: Path, endpoint: str, ranks: int = 1) -> EnsureEngine:
 
 
 @asynccontextmanager
-async def syncing_host(rundir: Path, models: Path) -> AsyncIterator[main.RunningHost]:
-    """A host inside this process with weight-sync beside it; both end with the test."""
+async def syncing_host(
+    rundir: Path, models: Path, python: Path | None = None
+) -> AsyncIterator[main.RunningHost]:
+    """A host inside this process with weight-sync beside it; both end with the test.
+
+    Args:
+        rundir: its run directory.
+        models: folder of models.
+        python: of the engines' environment; None = SGLang's.
+    """
     arguments = parser().parse_args(
         [
             *("--rundir", str(rundir), "--models", str(models)),
-            *("--engine-python", str(engine_python()), "--data-port", "0", "--http-port", "0"),
+            *("--engine-python", str(python or engine_python())),
+            *("--data-port", "0", "--http-port", "0"),
         ]
     )
     host = await main.start(arguments, freezers.detect("auto", scope=str(rundir)))

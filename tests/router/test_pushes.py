@@ -121,6 +121,39 @@ async def test_transports_that_need_one_engine_are_refused_by_name(stage: Make, 
         assert path in answer["message"]
 
 
+async def test_vllms_sequence_publishes_the_folder_at_its_finish(
+    stage: Make, ingest: FakeIngest, tmp_path: Path
+) -> None:
+    async with stage(ingest_url=ingest.url) as s:
+        ingest.engines = [await s.engine("ours", kind=EngineKind.DEDICATED)]
+        await json_of(s.post("/init_weight_transfer_engine", {"init_info": {"backend": "rose"}}))
+        await json_of(s.post("/start_weight_update", {}))
+        sent = {"update_info": {"weight_dir": str(tmp_path)}}
+        await json_of(s.post("/update_weights", sent))
+        assert ingest.taken == []
+        done = await json_of(s.post("/finish_weight_update", {"weight_version": "step-1"}))
+        assert done["weight_version"] == "run@1.1"
+        assert ingest.taken == [(str(tmp_path), "step-1", True)]
+        assert (await json_of(generate(s)))["meta_info"]["weight_version"] == "step-1"
+        # The sequence is over: another finish publishes nothing.
+        again = await json_of(s.post("/finish_weight_update", {}), 400)
+        assert again["type"] == "NothingSent"
+        await json_of(s.post("/shutdown_weight_transfer_engine", {}))
+
+
+async def test_vllms_sequence_has_an_order_and_takes_no_handles_of_gpus(
+    stage: Make, tmp_path: Path
+) -> None:
+    async with stage() as s:
+        folder = {"update_info": {"weight_dir": str(tmp_path)}}
+        assert (await json_of(s.post("/update_weights", folder), 400))["type"] == "NotStarted"
+        await json_of(s.post("/start_weight_update", {}))
+        assert (await json_of(s.post("/finish_weight_update", {}), 400))["type"] == "NothingSent"
+        for info in ({"names": ["a"], "dtype_names": ["bfloat16"]}, [{"ipc_handles_pickled": "x"}]):
+            refused = await json_of(s.post("/update_weights", {"update_info": info}), 501)
+            assert "/update_weights" in refused["message"]
+
+
 async def test_a_pause_that_nobody_ends_is_over_after_a_while(stage: Make) -> None:
     async with stage(quorum=Quorum(hold_seconds=0.1)) as s:
         await s.engine()

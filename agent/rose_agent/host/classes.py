@@ -10,6 +10,7 @@ from rose_core.devices.memory import WHOLE
 from rose_core.devices.model_size import WINDOW_PERMILLE
 from rose_core.wire.sync import EngineSpec
 from rose_engines.sglang.arguments import Launch, command, environment, verifies_drafts
+from rose_engines.vllm import arguments as vllm
 
 # Cheap, and no part of the engine's own work.
 _READY = "/ready"
@@ -118,4 +119,32 @@ def sglang_cpu(order: EngineOrder) -> EngineProgram:
     )
 
 
-LAUNCHERS: dict[str, Launcher] = {"fake": fake, "sglang": sglang, "sglang-cpu": sglang_cpu}
+def vllm_cpu(order: EngineOrder) -> EngineProgram:
+    """Stock vLLM on CPU with ROSE's plugin.
+
+    Raises:
+        ArgumentRefused: the lease asks for what an engine of vLLM does not do.
+    """
+    launch = Launch(
+        python=order.python,
+        model=order.model,
+        port=order.port,
+        permit=order.slot.permit,
+        plugin_socket=order.slot.plugin_socket,
+        ranks=order.spec.ranks,
+        kv_policy=order.spec.kv_policy,
+        adapter=order.spec.adapter,
+    )
+    return EngineProgram(
+        argv=tuple(vllm.command(order.spec, launch)),
+        environment=vllm.environment(launch, os.environ),
+        ready_path=_READY,
+    )
+
+
+LAUNCHERS: dict[str, Launcher] = {
+    "fake": fake,
+    "sglang": sglang,
+    "sglang-cpu": sglang_cpu,
+    "vllm-cpu": vllm_cpu,
+}

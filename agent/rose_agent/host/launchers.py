@@ -4,6 +4,7 @@
 |--------------|------------------------------------------------------------------------|
 | sglang       | stock SGLang on GPUs with ROSE's plugin (``rose_engines.sglang.launch``) |
 | sglang-cpu   | the same on CPU                                                         |
+| vllm-cpu     | stock vLLM on CPU with ROSE's plugin (``rose_engines.vllm.launch``)      |
 | fake         | ``rose_engines.fake``: same routes, same permit, no model               |
 
 A launcher turns the slot's order into a program, its environment and the path that answers 200

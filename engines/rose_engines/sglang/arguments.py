@@ -237,8 +237,7 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
         inherited: the starter's environment, of which a few names pass.
         threads: threads of one operation on CPU.
     """
-    chosen = {name: value for name, value in inherited.items() if _INHERITED.match(name)}
-    chosen |= {
+    chosen = inherit(inherited) | {
         "PYTHONPATH": ":".join(map(str, python_path(launch))),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
@@ -264,21 +263,29 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
     return chosen
 
 
+def inherit(starters: Mapping[str, str]) -> dict[str, str]:
+    """What an engine has of its starter's environment."""
+    return {name: value for name, value in starters.items() if _INHERITED.match(name)}
+
+
 def python_path(launch: Launch) -> tuple[Path, ...]:
-    """Folders in front of the engine's own packages.
+    """Folders in front of the engine's own packages."""
+    folders = [_PATHS / "cpu"] if launch.device == "cpu" else []
+    folders += [_PATHS / "plugin"] if launch.plugged else []
+    return (*folders, *own_packages())
+
+
+def own_packages() -> tuple[Path, ...]:
+    """Folders of ROSE's packages, for an engine's Python.
 
     ROSE's packages come from the checkout, or from the image's folder of nothing else. A foreign
     site-packages on the path would replace the engine's libraries; so where ROSE is installed in
     one, its copy in ``packages`` beside the environment is taken, and where there is none, the
     engine's environment must have rose-gpu installed itself.
     """
-    folders = [_PATHS / "cpu"] if launch.device == "cpu" else []
-    folders += [_PATHS / "plugin"] if launch.plugged else []
     engines = Path(rose_engines.__file__).resolve().parents[1]
     if engines.name == "engines":
-        folders += [engines, engines.parent]
-    elif engines.name not in {"site-packages", "dist-packages"}:
-        folders.append(engines)
-    elif (OWN_PACKAGES / "rose_engines").is_dir():
-        folders.append(OWN_PACKAGES)
-    return tuple(folders)
+        return (engines, engines.parent)
+    if engines.name not in {"site-packages", "dist-packages"}:
+        return (engines,)
+    return (OWN_PACKAGES,) if (OWN_PACKAGES / "rose_engines").is_dir() else ()

@@ -8,6 +8,14 @@
 | ``POST /pull_weights`` (slime) | | the folder that the next update means |
 | ``GET/POST /flush_cache`` | ``POST /reset_prefix_cache`` | nothing: caches are apart by version |
 | | ``/get_world_size``, ``/init_weight_transfer_engine`` (SkyRL) | a fixed size; nothing to join |
+| | ``/start_weight_update``, ``/update_weights {update_info}`` | the folder that the finish means |
+| | ``/finish_weight_update`` | ingest, then the quorum |
+| | ``/shutdown_weight_transfer_engine`` | nothing: nothing was joined |
+
+vLLM's own sequence, and what an update may be in it:
+
+    Idle --start--> Started --update: a folder--> Sent --finish: published--> Idle
+    Started or Sent --start--> Started            (a trainer that died begins again)
 
 The trainer may delete its folder as soon as it has its answer. Ways of pushing that need a place in
 a group of GPUs are refused by name (501). Next: ``barrier``.
@@ -63,7 +71,10 @@ def routes(service: Service, barrier: Barrier, tell: Tell | None = None) -> list
         web.post("/init_weight_transfer_engine", _agreed),
         web.get("/get_world_size", calls.world_size),
         web.post("/update_weights_from_disk", calls.update),
-        web.post("/update_weights", calls.update),
+        web.post("/update_weights", calls.update_weights),
+        web.post("/start_weight_update", calls.start_native),
+        web.post("/finish_weight_update", calls.finish_native),
+        web.post("/shutdown_weight_transfer_engine", _nothing_joined),
         web.post("/pull_weights", calls.pull),
         web.post("/labels", calls.label),
     ]
@@ -76,6 +87,7 @@ class _Calls:
         self._barrier = barrier
         self._tell_others = tell
         self._pulled: dict[str, str] = {}
+        self._sent: str | None = None  # folder of vLLM's sequence; empty = started
 
     async def _tell(self, request: web.Request, version: WeightVersion, label: str) -> None:
         if self._tell_others is not None:
@@ -108,9 +120,42 @@ class _Calls:
         """VLLM's question."""
         return _json({"is_paused": self._barrier.held})
 
+    async def update_weights(self, request: web.Request) -> web.Response:
+        """Two callers' word: prime-rl pushes a folder, vLLM's client sends in its sequence."""
+        body = await _body(request)
+        if "update_info" not in body:
+            return await self._update(request, body)
+        info = body["update_info"]
+        folder = info.get("weight_dir") if isinstance(info, dict) else None
+        if not isinstance(folder, str) or not folder:
+            # Names, shapes and handles of tensors that lie in a GPU or come over a group of them.
+            return await _refused(request)
+        if self._sent is None:
+            message = "update_weights: expected start_weight_update before it"
+            raise BadRequest("NotStarted", message)
+        self._sent = folder
+        return _json({"message": "the finish takes this folder"})
+
+    async def start_native(self, _request: web.Request) -> web.Response:
+        """VLLM's sequence begins."""
+        self._sent = ""
+        return _json({"message": "send update_info.weight_dir, then finish_weight_update"})
+
+    async def finish_native(self, request: web.Request) -> web.Response:
+        """VLLM's sequence ends: answers when the folder is safe and the quorum runs it."""
+        label = (await _body(request)).get("weight_version")
+        if not self._sent:
+            message = "finish_weight_update: expected start_weight_update and an update before it"
+            raise BadRequest("NothingSent", message)
+        answer = await self._take(request, self._sent, str(label or ""))
+        self._sent = None
+        return _json(answer)
+
     async def update(self, request: web.Request) -> web.Response:
         """Take a checkpoint; answers when it is safe and the quorum runs it."""
-        body = await _body(request)
+        return await self._update(request, await _body(request))
+
+    async def _update(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         path = body.get("model_path") or body.get("weight_dir")
         if not isinstance(path, str):
             message = "model_path (or weight_dir): expected the folder of a safetensors checkpoint"
@@ -118,11 +163,13 @@ class _Calls:
         path = self._pulled.get(path, path)
         if body.get("abort_all_requests") or body.get("abort_all_request"):
             self._service.abort_all()
-        label = str(body.get("weight_version") or "")
+        return _json(await self._take(request, path, str(body.get("weight_version") or "")))
+
+    async def _take(self, request: web.Request, path: str, label: str) -> dict[str, Any]:
         version = await self._barrier.update(path, label)
         await self._tell(request, version, label)
         answer: dict[str, Any] = {"success": True, "message": f"published as {version}"}
-        return _json(answer | {"num_paused_requests": 0, "weight_version": str(version)})
+        return answer | {"num_paused_requests": 0, "weight_version": str(version)}
 
     async def pull(self, request: web.Request) -> web.Response:
         """Slime's copy to an engine's own disk: nothing is copied here.
@@ -172,8 +219,12 @@ async def _nothing(_request: web.Request) -> web.Response:
     return web.Response()
 
 
+async def _nothing_joined(_request: web.Request) -> web.Response:
+    return _json({"message": "nothing was joined"})
+
+
 async def _agreed(request: web.Request) -> web.Response:
-    """SkyRL's strategy for ROSE has nothing to agree on; every other one joins a group of GPUs."""
+    """A backend named ``rose`` has nothing to agree on; every other one joins a group of GPUs."""
     info = (await _body(request)).get("init_info")
     if isinstance(info, dict) and info.get("backend") == "rose":
         return _json({"status": "ok"})

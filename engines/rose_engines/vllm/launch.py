@@ -1,0 +1,36 @@
+"""Starts stock vLLM in the engine's environment: ``PYTHON -m rose_engines.vllm.launch ...``.
+
+The arguments are vLLM's own (``arguments.command`` makes them). When the environment names a permit
+or a control socket, an engine in which ROSE's plugin did not load is not started: it could not be
+stopped. When it names a key, only the routes of ``rose_engines.exposed_routes`` are there.
+Next step: ``plugin``, ``turns``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rose_engines.exposed_routes import KEY_VARIABLE
+from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
+
+
+def main() -> int:
+    """Run the server until it ends."""
+    from vllm.entrypoints.launchers.api_server.entry import main as serve  # noqa: PLC0415
+    from vllm.plugins import load_general_plugins  # noqa: PLC0415
+
+    from rose_engines.vllm import plugin, turns  # noqa: PLC0415
+
+    load_general_plugins()
+    wanted = any(os.environ.get(name) for name in (PERMIT_VARIABLE, SOCKET_VARIABLE))
+    if wanted and not plugin.registered():
+        sys.stderr.write("rose: vLLM did not load ROSE's plugin; the engine is not started\n")
+        return 3
+    turns.TurnRoutes.key = os.environ.pop(KEY_VARIABLE, "")  # children have no business with it
+    serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""How a running vLLM lets go of its KV cache and weights, and takes them back.
+
+On CPU the kernel takes the pages and the addresses stay, as with SGLang: vLLM's own sleep mode
+answers well there and frees nothing. Requests are ended first, and the prefix cache is forgotten.
+On GPUs it is not built: such an engine cannot become dormant. Weights come back from the model
+folder, and with zeros for padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rose_engines.memory import drop_pages
+from rose_engines.safetensors import read_checkpoint
+from rose_engines.sglang.memory import storages
+from rose_engines.tensors import Live
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CoreMemory:
+    """The memory of one engine core with its worker in the same process; use ``of``.
+
+    Args:
+        core: vLLM's ``EngineCoreProc``.
+        runner: its model runner.
+    """
+
+    def __init__(self, core: Any, runner: Any) -> None:  # noqa: ANN401
+        self._core = core
+        self._runner = runner
+
+    @classmethod
+    def of(cls, core: Any, runner: Any) -> CoreMemory | None:  # noqa: ANN401
+        """The engine's memory; None when this engine cannot let go of it."""
+        return cls(core, runner) if runner.device.type == "cpu" else None
+
+    def release(self) -> int:
+        """End everything, then let go of cache and weights."""
+        from vllm.v1.request import RequestStatus  # noqa: PLC0415  # only inside engines
+
+        core = self._core
+        ended = core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        core._send_abort_outputs(ended)  # noqa: SLF001
+        if not core.scheduler.reset_prefix_cache():
+            raise RuntimeError("the cache cannot be flushed: requests are still under way")
+        places = storages(self._cache()) | storages(self._weights())
+        return sum(drop_pages(*place) for place in places.items())
+
+    def restore(self, live: Live) -> None:
+        """Take both back; weights are written anew, padding is zero."""
+        # Taken now, as on a GPU: a lack of memory shows here and not inside a turn.
+        for buffer in self._cache():
+            buffer.zero_()
+        for parameter in self._weights():
+            parameter.zero_()
+        folder = Path(self._core.vllm_config.model_config.model)
+        for name, (_, _, bits) in read_checkpoint(folder).items():
+            if name in live:  # a tied name is left out
+                live[name].put(slice(0, bits.size), np.asarray(bits))
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in self._runner.get_model().parameters()]
+
+    def _cache(self) -> Iterator[torch.Tensor]:
+        return _tensors(self._runner.kv_caches)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
+    """A layer's cache is a tensor, or several."""
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+    elif hasattr(value, "untyped_storage"):
+        yield value

@@ -1,0 +1,78 @@
+"""The weights of a running vLLM in canonical coordinates.
+
+The layout is found as with SGLang, by watching the engine's own loader load once more
+(``rose_engines.sglang.layout``). vLLM repacks weights and makes tensors of them in a second step,
+``process_weights_after_loading``, so that is watched too: a model that would keep something old of
+it (MLA's absorbed matrices, packed experts) is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from rose_engines.errors import UnsupportedEngine
+from rose_engines.safetensors import read_checkpoint
+from rose_engines.sglang import layout, parameters
+from rose_engines.tensors import LiveTensor
+
+
+class Reloaded(torch.nn.Module):
+    """A running model, loaded the way in which vLLM loads it: weights, then what is made of them.
+
+    Args:
+        model: vLLM's.
+        config: its ``ModelConfig``.
+        device: where it computes.
+    """
+
+    def __init__(self, model: Any, config: Any, device: torch.device) -> None:  # noqa: ANN401
+        super().__init__()
+        self.model: Any = model
+        self._config = config
+        self._device = device
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As ``DefaultModelLoader`` does it."""
+        from vllm.model_executor.layers.attention import attention  # noqa: PLC0415
+        from vllm.model_executor.model_loader.utils import (  # noqa: PLC0415
+            process_weights_after_loading,
+        )
+
+        self.model.load_weights(weights)
+        # Scales of an unquantised cache are one, whatever the weights are: made anew they would
+        # look like something that is made of weights.
+        with mock.patch.object(attention, "set_default_quant_scales"):
+            process_weights_after_loading(self.model, self._config, self._device)
+
+
+def read_live(core: Any, runner: Any, folder: Path) -> dict[str, LiveTensor]:  # noqa: ANN401
+    """The engine's weights.
+
+    Args:
+        core: vLLM's ``EngineCoreProc``.
+        runner: its model runner.
+        folder: where the layout is kept for the next start.
+
+    Raises:
+        UnsupportedEngine: names the tensor whose layout is no permutation.
+    """
+    config = core.vllm_config.model_config
+    model = Reloaded(runner.get_model(), config, runner.device)
+    checkpoint = read_checkpoint(Path(config.model))
+    named = dict(model.named_parameters())
+    engine = f"vllm {version('vllm')}"
+    boxes = layout.derive(model, named, checkpoint, folder / "layout.vllm", engine)
+    missing = list(layout.unplaced(boxes))
+    if missing:
+        raise UnsupportedEngine(
+            f"the engine's loader puts checkpoint tensor {missing[0]!r} nowhere "
+            f"({len(missing)} such tensors)"
+        )
+    renewals = layout.renewals(model, named)
+    return parameters.live_tensors(named, checkpoint, boxes, renewals)

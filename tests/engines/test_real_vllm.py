@@ -1,0 +1,259 @@
+"""Stock vLLM with the plugin: permit, staging, commit, attestation, log-probs, memory."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rose_core.identity import WeightVersion
+from rose_core.rollouts.logprobs import SCALE
+from rose_dev.engine_testing import RealEngine, State, state_of, write_bundle
+from rose_dev.models import RECIPES, make_model, successors
+from rose_engines.errors import CommitRefused, EngineRefused
+from rose_engines.safetensors import read_file
+from rose_engines.sglang.client import Generation, SGLangClient
+from rose_engines.sglang.control import ControlClient
+
+pytestmark = pytest.mark.vllm
+
+PEAKED = RECIPES["tiny-peaked"]
+OTHER = replace(PEAKED, seed=7)
+GREEDY = {"temperature": 0, "ignore_eos": True}
+# BF16 against 32 bits, of a model with 8 bits of mantissa.
+CLOSE = 0.06
+_sequence = itertools.count()
+
+
+def next_version() -> WeightVersion:
+    return WeightVersion("real", int(time.time()), next(_sequence))
+
+
+@pytest.fixture
+async def client(vllm_engine: RealEngine) -> AsyncIterator[SGLangClient]:
+    async with SGLangClient(vllm_engine.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def control(vllm_engine: RealEngine) -> AsyncIterator[ControlClient]:
+    async with await ControlClient.connect(vllm_engine.control) as control:
+        yield control
+
+
+async def make_live(control: ControlClient, folder: Path, state: State) -> WeightVersion:
+    """Commit a full state, whatever was live before."""
+    version = next_version()
+    write_bundle(folder, version, state)
+    await control.stage(folder)
+    await control.commit(str(version))
+    return version
+
+
+async def exported(control: ControlClient, path: Path) -> State:
+    await control.export(path)
+    return dict(read_file(path))
+
+
+def same(left: State, right: State) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name][:2] == right[name][:2] and np.array_equal(left[name][2], right[name][2])
+        for name in left
+    )
+
+
+def cycle(recipe_successors: list[int], last: int, count: int) -> list[int]:
+    tokens = []
+    for _ in range(count):
+        last = recipe_successors[last]
+        tokens.append(last)
+    return tokens
+
+
+def reference(model: Path, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+    """Log-probs of every token but the first, by transformers in 32 bits."""
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = made(torch.tensor([list(ids)])).logits[0, :-1] / temperature
+    scores = logits.log_softmax(-1)
+    return [float(scores[at, token]) for at, token in enumerate(ids[1:])]
+
+
+async def test_closed_permit_stops_computing_within_one_iteration(
+    vllm_engine: RealEngine, client: SGLangClient, control: ControlClient, tmp_path: Path
+) -> None:
+    await make_live(control, tmp_path / "bundle", state_of(PEAKED))
+    received: list[Generation] = []
+    enough = asyncio.Event()
+
+    async def read() -> None:
+        sampling = {"max_new_tokens": 1000, **GREEDY}
+        async for event in client.stream([104], sampling, logprobs=False):
+            received.append(event)
+            if len(event.output_ids) > 20:
+                enough.set()
+
+    reader = asyncio.create_task(read())
+    try:
+        await asyncio.wait_for(enough.wait(), 60)
+        vllm_engine.holder.close()
+        closed = await control.status()
+        await asyncio.sleep(1.0)  # a running engine would make hundreds of iterations
+        later = await control.status()
+        assert closed.permit_open is False
+        assert later.resting
+        assert later.iterations - closed.iterations <= 2
+        assert not reader.done()
+    finally:
+        vllm_engine.holder.open()
+    await asyncio.wait_for(reader, 120)
+    assert list(received[-1].output_ids) == cycle(successors(PEAKED), 104, 1000)
+
+
+async def test_a_commit_is_what_a_fresh_load_would_be(
+    control: ControlClient, client: SGLangClient, tmp_path: Path
+) -> None:
+    """Tensor by tensor, and as the model that it makes: fused parameters hold every part."""
+    old, new = state_of(PEAKED), state_of(OTHER)
+    base = await make_live(control, tmp_path / "base", old)
+    version = next_version()
+    manifest = write_bundle(tmp_path / "delta", version, new, (base, old))
+    assert (await control.stage(tmp_path / "delta")).changed_elements > 0
+    assert (await control.commit(str(version))).digest == manifest.digest
+    assert (await control.attest()).digest == manifest.digest
+    assert same(await exported(control, tmp_path / "live.safetensors"), new)
+
+    prompt = [104, 101, 7, 250, 33, 9]
+    by, told = await client.prompt_logprobs(prompt)
+    assert by == str(version)
+    assert told == pytest.approx(reference(make_model(OTHER), prompt), abs=CLOSE)
+
+
+async def test_refusals_leave_the_old_version_serving(
+    control: ControlClient, client: SGLangClient, tmp_path: Path
+) -> None:
+    old = state_of(PEAKED)
+    base = await make_live(control, tmp_path / "base", old)
+    write_bundle(tmp_path / "wrong-base", next_version(), old, (base, state_of(OTHER)))
+    with pytest.raises(CommitRefused, match="WrongBase"):
+        await control.stage(tmp_path / "wrong-base")
+    with pytest.raises(CommitRefused, match="NotStaged"):
+        await control.commit("real@0.99")
+    assert same(await exported(control, tmp_path / "live.safetensors"), old)
+    reply = await client.generate([104], {"max_new_tokens": 8, **GREEDY})
+    assert [span.version for span in reply.spans] == [str(base)]
+    assert list(reply.output_ids) == cycle(successors(PEAKED), 104, 8)
+
+
+async def test_generation_goes_on_across_a_commit_with_true_spans_and_no_old_keys(
+    control: ControlClient, client: SGLangClient, tmp_path: Path
+) -> None:
+    """Each token follows the weights that its span names: the two have different successors."""
+    first = await make_live(control, tmp_path / "first", state_of(PEAKED))
+    second = next_version()
+    write_bundle(tmp_path / "second", second, state_of(OTHER))
+    await control.stage(tmp_path / "second")
+    prompt = [104, *range(2, 250), *range(2, 50)]
+    once = {"max_new_tokens": 1, **GREEDY}
+    assert (await client.generate(prompt, once)).meta["cached_tokens"] == 0
+    assert (await client.generate(prompt, once)).meta["cached_tokens"] >= 128
+
+    count, fenced, reply = 1500, 0, Generation("", ())
+    async for reply in client.stream([104], {"max_new_tokens": count, **GREEDY}):  # noqa: B007
+        if not fenced:
+            fenced = (await control.commit(str(second))).fenced_requests
+    assert fenced == 1
+    assert [span.version for span in reply.spans] == [str(first), str(second)]
+    cut = reply.spans[0].end
+    assert (reply.spans[0].start, reply.spans[1].start, reply.spans[1].end) == (0, cut, count)
+    before = cycle(successors(PEAKED), 104, cut)
+    assert list(reply.output_ids) == before + cycle(successors(OTHER), before[-1], count - cut)
+    assert len(reply.logprobs) == count
+    # KV of the old weights is not reused: the same prompt starts from nothing.
+    assert (await client.generate(prompt, once)).meta["cached_tokens"] == 0
+
+
+async def test_a_commit_waits_for_an_open_permit_and_an_idle_engine_is_woken_by_it(
+    vllm_engine: RealEngine, control: ControlClient, tmp_path: Path
+) -> None:
+    version = next_version()
+    write_bundle(tmp_path / "bundle", version, state_of(OTHER))
+    await control.stage(tmp_path / "bundle")
+    vllm_engine.holder.close()
+    try:
+        with pytest.raises(CommitRefused, match="Busy"):
+            await control.commit(str(version), timeout_seconds=1.0)
+        assert (await control.status()).staged == str(version)
+        waiting = asyncio.create_task(control.commit(str(version), timeout_seconds=60.0))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+    finally:
+        vllm_engine.holder.open()
+    assert (await asyncio.wait_for(waiting, 60)).version == str(version)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0},
+        {"temperature": 2.0},
+        # Of what is sampled from before tokens are dropped, as SGLang's are.
+        {"temperature": 2.0, "top_k": 3, "top_p": 0.8},
+    ],
+)
+async def test_log_probs_are_of_the_logits_over_the_temperature_before_any_filter(
+    control: ControlClient, client: SGLangClient, tmp_path: Path, sampling: dict[str, float]
+) -> None:
+    await make_live(control, tmp_path / "base", state_of(PEAKED))
+    prompt = [104, 101, 7]
+    reply = await client.generate(prompt, {"max_new_tokens": 24, "ignore_eos": True, **sampling})
+    assert reply.meta[SCALE] == "temperature"
+    ids = [*prompt, *reply.output_ids]
+    wanted = reference(make_model(PEAKED), ids, sampling["temperature"])[len(prompt) - 1 :]
+    assert list(reply.logprobs) == pytest.approx(wanted, abs=CLOSE)
+
+
+async def test_what_sglang_would_sample_differently_is_refused_by_name(
+    client: SGLangClient,
+) -> None:
+    with pytest.raises(EngineRefused, match="repetition_penalty") as refused:
+        await client.generate([104], {"max_new_tokens": 2, "repetition_penalty": 1.2})
+    assert refused.value.status == 400
+    with pytest.raises(EngineRefused, match="vocab"):
+        await client.generate([1 << 20], {"max_new_tokens": 2})
+    assert await client.ready()
+
+
+async def test_memory_is_given_back_and_taken_back_with_the_weights_of_the_folder(
+    vllm_engine: RealEngine, control: ControlClient, client: SGLangClient, tmp_path: Path
+) -> None:
+    """Every request ends, nothing is computed meanwhile, and the digest says what came back."""
+    await make_live(control, tmp_path / "other", state_of(OTHER))
+    core = (await control.status()).pid
+    held = psutil.Process(core).memory_info().rss
+    stream = client.stream([104], {"max_new_tokens": 5000, **GREEDY})
+    await anext(stream)
+    released = await control.release()
+    left = [event async for event in stream]
+    assert left[-1].finish_reason is not None
+    assert left[-1].finish_reason["type"] == "abort"
+    assert released.claimed_bytes > 0
+    assert psutil.Process(core).memory_info().rss < held - released.claimed_bytes // 2
+    assert (await control.status()).phase == "Dormant"
+    active = await control.activate()
+    assert active.version == "base"
+    assert active.digest == (await control.attest()).digest
+    assert same(await exported(control, tmp_path / "live"), state_of(PEAKED))
+    reply = await client.generate([104], {"max_new_tokens": 8, **GREEDY})
+    assert list(reply.output_ids) == cycle(successors(PEAKED), 104, 8)
+    assert os.getpgid(core) == vllm_engine.process.pid

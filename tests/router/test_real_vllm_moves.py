@@ -1,0 +1,91 @@
+"""Turns that move between a real SGLang and a real vLLM: the tokens are those of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rose_dev.engine_testing import RealEngine, start_engine
+from rose_dev.owners import Owner
+from rose_dev.vllm_testing import start_vllm
+from rose_dev.waiting import until
+from rose_router.main import RunningRouter
+from tests.router.pushing import json_of
+from tests.router.real_fleet import before_two
+from tests.router.test_real_engines import PROMPT, VERSION
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio]
+
+MOST = 400
+Engines = dict[str, RealEngine]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with (
+        start_vllm(tmp_path_factory.mktemp("vllm"), version=VERSION) as vllm,
+        start_engine(tmp_path_factory.mktemp("sglang"), version=VERSION) as sglang,
+    ):
+        yield {"sglang": sglang, "vllm": vllm}
+
+
+def turn(**sampling: object) -> dict[str, Any]:
+    given = {"max_new_tokens": MOST, "temperature": 0, "ignore_eos": True, **sampling}
+    return {"input_ids": PROMPT, "sampling_params": given, "return_logprob": True}
+
+
+async def moved_once(
+    router: RunningRouter, http: aiohttp.ClientSession, owners: tuple[Owner, Owner]
+) -> Any:  # noqa: ANN401  # JSON
+    """A turn whose engine is taken back in the middle of its answer."""
+    first, second = owners
+    url = f"http://127.0.0.1:{router.http_port}/generate"
+    asked = asyncio.create_task(json_of(http.post(url, json=turn())))
+
+    def written() -> int:
+        return sum(leg.tokens for one in router.service.fleet for leg in one.legs.values())
+
+    await until(lambda: written() > 20)
+    second.say(gate_open=True)
+    first.say(gate_open=False, leaving=True)
+    return await asked
+
+
+@pytest.mark.parametrize(("begins", "ends"), [("sglang", "vllm"), ("vllm", "sglang")])
+async def test_a_greedy_turn_that_changes_engines_has_the_tokens_of_one(
+    engines: Engines, begins: str, ends: str
+) -> None:
+    async with before_two(engines[begins], engines[ends]) as (router, http, owners):
+        alone = await json_of(http.post(f"{engines[begins].url}/generate", json=turn()))
+        other = await json_of(http.post(f"{engines[ends].url}/generate", json=turn()))
+        answer = await moved_once(router, http, owners)
+    rose = answer["meta_info"]["rose"]
+    assert [leg["engine"] for leg in rose["engines"]] == ["first", "second"]
+    assert 0 < rose["moves"][0]["at_token"] < MOST
+    assert answer["output_ids"] == alone["output_ids"] == other["output_ids"]
+    # One distribution for all tokens, whichever engine sampled them.
+    assert rose["logprob_semantics"].startswith("log_softmax(logits) before")
+    told = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    wanted = [entry[0] for entry in alone["meta_info"]["output_token_logprobs"]]
+    assert told == pytest.approx(wanted, abs=0.06)
+
+
+async def test_a_stop_string_ends_both_at_the_same_token(engines: Engines) -> None:
+    whole = await _of(engines["sglang"], turn(max_new_tokens=60))
+    stop = whole["text"][30:34]
+    ends = [await _of(one, turn(max_new_tokens=60, stop=[stop])) for one in engines.values()]
+    assert ends[0]["output_ids"] == ends[1]["output_ids"]
+    assert len(ends[0]["output_ids"]) < 60
+    assert [one["text"] for one in ends] == [ends[0]["text"]] * 2
+    assert [one["meta_info"]["finish_reason"] for one in ends] == [
+        {"type": "stop", "matched": stop}
+    ] * 2
+
+
+async def _of(engine: RealEngine, body: dict[str, Any]) -> Any:  # noqa: ANN401  # JSON
+    async with aiohttp.ClientSession() as http:
+        return await json_of(http.post(f"{engine.url}/generate", json=body))
