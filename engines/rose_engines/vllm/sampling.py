@@ -49,7 +49,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 _REQUEST_TAKEN = frozenset(
     {"rid", "input_ids", "sampling_params", "stream", "return_logprob", "logprob_start_len"}
-    | {"extra_key", "priority"}
+    | {"extra_key"}
 )
 
 
