@@ -3,7 +3,7 @@
 #   docker build --target operator -t rose-operator .
 #   docker build --target engine --build-arg ENGINE_BASE=lmsysorg/sglang:v0.5.23 -t rose-engine .
 #
-# BASE is any image with Python >= 3.11, venv and pip; the target sandbox also needs Debian's apt in it. ENGINE_BASE
+# BASE is any image with Python >= 3.11, venv and pip; the targets agent and sandbox also need Debian's apt in it. ENGINE_BASE
 # is an image of the rollout engine, whose Python and packages stay as they are (docs/engine-image.md).
 ARG BASE=python:3.11-slim-bookworm
 ARG ENGINE_BASE=lmsysorg/sglang:v0.5.23
@@ -52,6 +52,15 @@ RUN python3 -m venv --without-pip /opt/rose \
  && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[rewards,batches]" \
  && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json
 
+# The program by which the tap counts tokens in the kernel; its compiler stays in this stage.
+FROM ${BASE} AS tap-program
+RUN apt-get update \
+ && apt-get install --no-install-recommends -y clang libbpf-dev libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
+COPY agent/rose_agent/tap/tokens.bpf.c /source/
+RUN clang -target bpf -mcpu=v3 -O2 -g -Wall -Werror -I "/usr/include/$(uname -m)-linux-gnu" \
+      -c /source/tokens.bpf.c -o /source/tokens.o
+
 FROM ${BASE} AS operator
 COPY --from=operator-environment /opt/rose /opt/rose
 ENV PATH=/opt/rose/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1
@@ -66,7 +75,11 @@ ENTRYPOINT ["rose", "router"]
 
 # Guard and tap; the chart gives each container its rights.
 FROM ${BASE} AS agent
+RUN apt-get update \
+ && apt-get install --no-install-recommends -y libbpf1 \
+ && rm -rf /var/lib/apt/lists/*
 COPY --from=agent-environment /opt/rose /opt/rose
+COPY --from=tap-program /source/tokens.o /opt/rose/bpf/tokens.o
 ENV PATH=/opt/rose/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1
 ENTRYPOINT ["rose", "agent"]
 

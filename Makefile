@@ -15,7 +15,7 @@ ARGS ?=
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
-.PHONY: atlas help venv engine vllm cluster keda sandbox demo test test-computing test-engines test-cluster test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
+.PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-computing test-engines test-cluster test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal sandbox-adapters test-clients
 
@@ -50,10 +50,14 @@ keda: cluster  ## KEDA itself, for make test-keda (cached; 2 GB of Go modules th
 sandbox: venv  ## runc, CRIU, an image and the inspector's program for real sandboxes (cached; root, Debian)
 	@$(BIN)/python -m rose_dev.sandbox_parts
 
+tap: venv  ## the program by which the tap counts tokens in the kernel (cached compiler; Debian)
+	@$(BIN)/python -m rose_dev.tap_parts
+
 # Set-up side by side: one compiles while the other downloads.
 demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
 	@$(MAKE) --no-print-directory -j 2 engine cluster
 	@$(MAKE) --no-print-directory sandbox
+	@$(MAKE) --no-print-directory tap
 	@$(BIN)/rose demo $(ARGS)
 
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest
@@ -63,6 +67,7 @@ LANES := test test-computing test-engines test-cluster test-sandboxes
 $(LANES): AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci --durations 15 --durations-min 5
 test: venv  ## everything that CI runs
 	$(MAKE) --no-print-directory -j 3 check engine cluster sandbox
+	$(MAKE) --no-print-directory tap
 	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-cluster test-computing
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
@@ -145,7 +150,7 @@ bench-startup: engine  ## where an engine's start-up time goes, part by part
 bench-gap: engine  ## what a stream loses at a version switch, ours beside SGLang's own ways
 	$(RUN)/python -m bench.gap $(ARGS)
 
-bench-tap: venv  ## cost of the wire tap, and its agreement with a client (root)
+bench-tap: tap  ## both readers of the wire tap: what they cost, and their agreement with a client (root)
 	$(RUN)/python -m bench.tap $(ARGS)
 
 bench-weights: venv  ## wire bytes and speed of the weight plane, peers side by side

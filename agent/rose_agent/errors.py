@@ -4,6 +4,7 @@ AgentError
 ├── AccessChanged       what the container can see of the GPUs has changed; only a new one helps
 ├── BadConfiguration    a flag or a file is missing or malformed
 ├── ApiUnreachable      the Kubernetes API server does not answer or refuses
+├── NoKernelCounts      the kernel cannot count tokens for the tap; it reads them itself
 ├── DeviceError
 │   ├── NoDevices       the driver cannot work on this machine at all
 │   ├── UnknownGpu      no GPU with that UUID here
@@ -44,6 +45,10 @@ class BadConfiguration(AgentError):
 
 class ApiUnreachable(AgentError):
     """The Kubernetes API server does not answer or refuses; trying again may help."""
+
+
+class NoKernelCounts(AgentError):
+    """The kernel cannot count tokens for the tap here; the text says why."""
 
 
 class DeviceError(AgentError):

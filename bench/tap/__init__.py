@@ -2,4 +2,5 @@
 
 - ``traffic``: an answering server and a measuring client in a network namespace of their own.
 - ``watcher``: the real ``rose tap`` beside it, and what it said.
+- ``readers``: guard and tap on a node of busy replicas, tokens read or counted in the kernel.
 """

@@ -1,7 +1,8 @@
 """``python -m bench.tap``: CPU of the tap per 1,000 tokens/s, and agreement with the client.
 
 The real ``rose tap`` follows a server in another network namespace over real packets: token streams
-with every segment read, the same with the kernel sampling them, and thousands of short connections.
+with every segment read, the same sampled, the same counted in the kernel, and thousands of short
+connections. Then a node with guard and tap does, by either reader (``readers``).
 With ``--against URL`` it is a running SGLang or vLLM instead, whose own request count has to agree
 as well. Needs root.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from bench.record import Figure, figure, record
 from bench.tap.against import against
+from bench.tap.readers import TOKENS, compare
 from bench.tap.traffic import Order, Seen
 from bench.tap.watcher import Watched, watching
 from rose_core.stats import quantile
@@ -27,6 +29,11 @@ from rose_core.telemetry.dialects import METRICS
 from rose_core.telemetry.events import EndKind
 
 _STREAMS = 40
+_READERS = {
+    "every segment": ("--tokens", "packets", "--sample-from", "0"),
+    "sampled": ("--tokens", "packets"),
+    "counted in the kernel": ("--tokens", "kernel"),
+}
 
 
 def streaming(tokens_per_second: float, seconds: float) -> Order:
@@ -101,12 +108,12 @@ async def measure(tokens_per_second: float, seconds: float, connections: int) ->
     """Every figure."""
     figures: list[Figure] = []
     order = streaming(tokens_per_second, seconds)
-    for name, sampled in (("every segment", False), ("sampled", True)):
+    for name, flags in _READERS.items():
         with tempfile.TemporaryDirectory(prefix="rose") as folder:
-            async with watching(Path(folder), sampled=sampled) as watcher:
+            async with watching(Path(folder), *flags) as watcher:
                 watched = await watcher.run(order)
                 figures += cost(name, watched) + agreement(name, watched)
-                if sampled:
+                if name == "counted in the kernel":
                     storm = await watcher.run(Order(32, short=connections))
                     figures += short_figures(storm, connections)
     return figures
@@ -134,10 +141,13 @@ def main(argv: list[str] | None = None) -> int:
     if options.against:
         return beside(options.against, options.model, options.engine, options.requests)
     figures = asyncio.run(measure(options.tokens_per_second, options.seconds, options.connections))
+    figures += asyncio.run(compare(options.seconds))
     notes = [
         f"{_STREAMS} streams, {options.tokens_per_second:g} tokens/s offered, one event a segment",
         "server, client and tap share the machine; the client's lateness is in the differences",
-        "CPU is the parser's; the guard's own share is in bench.guard",
+        "CPU of the first rows is the parser's; guard and tap: replicas watched closely,"
+        f" {TOKENS} tokens a request, an idle lent replica beside them",
+        "what the program in the kernel takes is spent by whoever sends, and in no figure here",
     ]
     record("tap", figures, notes=notes)
     return 0

@@ -162,9 +162,8 @@ async def tap_process(
 
 
 @contextlib.asynccontextmanager
-async def watching(folder: Path, *, sampled: bool) -> AsyncIterator[Watcher]:
-    """Start both and connect as the guard does."""
-    more = () if sampled else ("--sample-from", "0")
+async def watching(folder: Path, *more: str) -> AsyncIterator[Watcher]:
+    """Start both and connect as the guard does; ``more`` flags of the tap."""
     async with process("-m", "bench.tap.traffic") as traffic:
         assert traffic.stdout is not None  # noqa: S101  # piped
         port = int((await traffic.stdout.readline()).split()[1])

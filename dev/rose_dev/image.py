@@ -112,7 +112,7 @@ def archive(say: Say = print) -> Path:
         _forget(folder, "base-*.tar", keep=1)
         say("[cluster] making the image's base layer (once per set of versions)")
         _write_layer(base, lambda root: _fill_base(root, needed.values()))
-    sources = code_files(checkout())
+    sources = [*code_files(checkout()), *kernel_programs()]
     code = folder / f"code-{key}-{_digest_files(sources)}.tar"
     if not code.exists():
         _forget(folder, "code-*.tar", keep=4)
@@ -180,6 +180,12 @@ def code_files(root: Path) -> list[tuple[Path, str]]:
         for path in sorted((root / package).rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     ]
+
+
+def kernel_programs() -> list[tuple[Path, str]]:
+    """What ``make tap`` has compiled, as ``code_files``: beside the packages, not among them."""
+    found = sorted((Path(sys.prefix) / "bpf").glob("*"))
+    return [(path, f"../bpf/{path.name}") for path in found]
 
 
 def _write_layer(target: Path, fill: Callable[[Path], None]) -> None:

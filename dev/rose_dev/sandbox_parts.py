@@ -180,7 +180,7 @@ def install(cache: Path) -> Path:
     source = Path(rose_sandbox.inspector.__file__).with_name("effects.bpf.c")
     if source.exists():
         text = source.read_text()
-        _once(folder, "bpf", "the inspector's program", text, lambda: compile_bpf(source, folder))
+        _once(folder, "bpf", "the inspector's program", text, lambda: _effects(source, folder))
     return folder
 
 
@@ -200,6 +200,11 @@ def _own(packages: Packages, folder: Path) -> None:
     packages.refresh()
     packages.unpack("runc", "libseccomp2", "libbpf1", "mmdebstrap", alone=True)
     shutil.copy(packages.root / "usr/sbin/runc", folder / "bin" / "runc")
+    put_libbpf(packages, folder)
+
+
+def put_libbpf(packages: Packages, folder: Path) -> None:
+    """The unpacked library beside the programs that it loads."""
     for library in (packages.root / _LIBRARIES).glob("libbpf.so.1*"):
         shutil.copy(library, folder / "bpf" / "libbpf.so.1")
 
@@ -209,6 +214,15 @@ def _new(packages: Packages, folder: Path) -> None:
     packages.unpack("criu", "btrfs-progs", "clang", "libbpf-dev")
     for program in ("usr/sbin/criu", "usr/bin/btrfs", "usr/sbin/mkfs.btrfs"):
         packages.put(program, folder / "bin")
+    put_clang(packages, folder)
+
+
+def put_clang(packages: Packages, folder: Path) -> None:
+    """The unpacked compiler as a command.
+
+    Raises:
+        Impossible: it is not where the suite has it.
+    """
     clang = next((packages.root / "usr/lib").glob("llvm-*/bin/clang"), None)
     if clang is None:
         raise Impossible(f"clang of {NEWER} has no program llvm-*/bin/clang")
@@ -237,8 +251,16 @@ def _image(folder: Path) -> None:
     new.rename(base)
 
 
-def compile_bpf(source: Path, folder: Path) -> None:
-    """The inspector's program as a BPF object."""
+def _effects(source: Path, folder: Path) -> None:
+    compile_bpf(source, folder, folder / "bpf" / "effects.o")
+
+
+def compile_bpf(source: Path, folder: Path, target: Path) -> None:
+    """A BPF object, by the tools of a folder.
+
+    Raises:
+        Impossible: the compiler refuses it.
+    """
     root = folder / "newer" / "root"
     run(
         [
@@ -246,7 +268,7 @@ def compile_bpf(source: Path, folder: Path) -> None:
             *("-target", "bpf", "-mcpu=v3", "-O2", "-g", "-Wall", "-Werror", "-nostdinc"),
             *("-isystem", str(root / "usr/include")),
             *("-isystem", str(root / "usr/include/x86_64-linux-gnu")),
-            *("-c", str(source), "-o", str(folder / "bpf" / "effects.o")),
+            *("-c", str(source), "-o", str(target)),
         ]
     )
 

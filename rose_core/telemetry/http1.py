@@ -55,6 +55,11 @@ class ChunkedBody:
             position = self._step(data, position)
         return self._look_for_tail(data) if self.lost else position
 
+    @property
+    def between_chunks(self) -> bool:
+        """The next byte begins a chunk."""
+        return not (self._left or self._line or self._trailer or self.lost or self.done)
+
     def skip(self, hole: int) -> None:
         """Note bytes that passed unseen."""
         if hole <= self._left:
@@ -211,6 +216,13 @@ class Reader:
     def lost(self) -> bool:
         """A body is under way whose chunk boundaries were lost; only its tail ends it."""
         return isinstance(self._body, ChunkedBody) and self._body.lost
+
+    @property
+    def between_events(self) -> bool:
+        """A chunked event stream is under way, and its next byte begins a chunk."""
+        body, head = self._body, self._head
+        streams = head is not None and head.stream
+        return streams and isinstance(body, ChunkedBody) and body.between_chunks
 
     def feed(self, data: bytes) -> list[Mark]:
         """Take the next bytes of the stream."""

@@ -143,7 +143,12 @@ class Ledger:
         """Take bytes of a response; events of an event stream among them are its tokens."""
         tokens = data.count(b"data: ") - data.count(b"data: [DONE]")
         if tokens > 0:
-            request.count_tokens(tokens, len(data) / tokens)
+            self.take_tokens(request, tokens, len(data) / tokens, time_ns)
+
+    def take_tokens(self, request: Request, tokens: int, each: float, time_ns: int) -> None:
+        """Take tokens of a response; the newest has ``each`` bytes."""
+        if tokens > 0:
+            request.count_tokens(tokens, each)
             self._tokens(request, time_ns)
 
     def take_message(self, request: Request, time_ns: int) -> None:

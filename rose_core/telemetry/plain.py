@@ -54,6 +54,18 @@ class Plain:
         """A body of known length is under way; chunked ones and closed connections have a mark."""
         return self._answered.needs_every_segment and any(not r.quiet for r in self._open)
 
+    @property
+    def countable(self) -> bool:
+        """Nothing but whole chunks of tokens has to follow: somebody else may count those."""
+        under_way = self._open[0] if self._open else None
+        told = under_way is not None and under_way.first_ns and not under_way.unseen_bytes
+        return bool(told) and self._answered.between_events and not self.garbled
+
+    def take_counted(self, tokens: int, each: float, time_ns: int) -> None:
+        """Take whole chunks that somebody else has counted; the newest token is of that time."""
+        if self._open:
+            self._ledger.take_tokens(self._open[0], tokens, each, time_ns)
+
     # --- client side
 
     def feed_client(self, piece: Piece, time_ns: int) -> None:

@@ -255,6 +255,39 @@ class Tracker:
             self._close(client, connection, segment)
         return self.ledger.take()
 
+    # --- tokens that somebody else counts (``rose_agent.tap.kernel_counts``)
+
+    def position(self, client: Client) -> int | None:
+        """Sequence number of the server's next byte; None where it is not known."""
+        connection = self._connections.get(client)
+        return None if connection is None else connection.server.next
+
+    def is_countable(self, client: Client) -> bool:
+        """Whether the server's next byte begins a chunk of an event stream's later tokens."""
+        connection = self._connections.get(client)
+        talk = None if connection is None else connection.talk
+        return isinstance(talk, Plain) and talk.countable
+
+    def count(
+        self, client: Client, until: int, time_ns: int, *, tokens: int, each: float
+    ) -> list[TapEvent]:
+        """Take whole chunks that somebody else has counted, in place of their segments.
+
+        Args:
+            client: of a connection that was countable at its position, and has not moved since.
+            until: sequence number after them, the connection's new position.
+            time_ns: of the newest token.
+            tokens: events among them.
+            each: bytes of the newest token.
+        """
+        connection = self._connections[client]
+        connection.server.next = until
+        connection.touched_ns = max(connection.touched_ns, time_ns)
+        self._connections.move_to_end(client)
+        if isinstance(connection.talk, Plain):
+            connection.talk.take_counted(tokens, each, time_ns)
+        return self.ledger.take()
+
     def _open(self, client: Client, began: int | None) -> _Connection:
         self._closed.pop(client, None)
         connection = self._connections[client] = _Connection(began)

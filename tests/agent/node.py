@@ -146,6 +146,7 @@ class Node:
     processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     serving_url: str = ""
     agent_flags: tuple[str, ...] = ()
+    tap_flags: tuple[str, ...] = ()
     cgroup: str = "signals"
     module: str = ""
     neighbours: list[dict[str, object]] = field(default_factory=list)
@@ -197,7 +198,7 @@ class Node:
         await self.spawn(
             "tap",
             *("-m", "rose_cli.main", "tap", "--rundir", str(self.root / "run")),
-            *("--http-host", "127.0.0.1", "--http-port", "0"),
+            *("--http-host", "127.0.0.1", "--http-port", "0", *self.tap_flags),
         )
 
     async def start_host(self) -> None:
@@ -355,7 +356,11 @@ class Node:
 
 @contextlib.asynccontextmanager
 async def node(
-    root: Path, *agent_flags: str, cgroup: str = "signals", module: str = ""
+    root: Path,
+    *agent_flags: str,
+    cgroup: str = "signals",
+    module: str = "",
+    tap_flags: tuple[str, ...] = (),
 ) -> AsyncIterator[Node]:
     """Start everything; end everything, whatever happened.
 
@@ -363,6 +368,7 @@ async def node(
         agent_flags: of the guard.
         cgroup: the engine host's.
         module: instead of the command line's; its first argument is a file of the process's name.
+        tap_flags: of the tap.
     """
     model = root / "models" / "small"
     model.mkdir(parents=True)
@@ -370,7 +376,13 @@ async def node(
     operator = FakeOperator()
     await operator.start()
     async with aiohttp.ClientSession() as http:
-        parts = Node(root, operator, http, agent_flags=agent_flags, cgroup=cgroup, module=module)
+        parts = Node(
+            *(root, operator, http),
+            agent_flags=agent_flags,
+            tap_flags=tap_flags,
+            cgroup=cgroup,
+            module=module,
+        )
         try:
             await parts.start_serving()
             for start in (parts.start_tap, parts.start_host, parts.start_agent):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import shutil
 import socket
 import subprocess
@@ -16,12 +17,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from rose_agent.tap import sockets
+import pytest
+
+from rose_agent.tap import kernel_counts, kernel_program, sockets
 from rose_agent.tap.frames import Watch
 from rose_agent.tap.replica import TappedReplica
 from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book, FinishedRequest
 from rose_core.telemetry.events import Health, TapEvent
+from tests.tap.kernel import refusal as kernel_refusal
 
 PORT = 30000
 _HOLD = (
@@ -46,6 +50,17 @@ def refusal() -> str:
     return "network namespaces need root: " + probe.stderr[-80:]
 
 
+READERS = [
+    pytest.param(False, id="packets"),
+    pytest.param(
+        True,
+        id="kernel",
+        marks=pytest.mark.skipif(bool(kernel_refusal()), reason=kernel_refusal() or "can count"),
+    ),
+]
+"""Who counts tokens, for fixtures of namespaces."""
+
+
 def link_refusal() -> str:
     """Why namespaces cannot be linked here; empty when they can."""
     return refusal() or ("" if shutil.which("ip") else "links need the command ip")
@@ -53,9 +68,14 @@ def link_refusal() -> str:
 
 @dataclass
 class Namespace:
-    """A network namespace, held by a child of this process."""
+    """A network namespace, held by a child of this process.
+
+    Attributes:
+        counting: the kernel counts tokens for a tap that follows it.
+    """
 
     holder: subprocess.Popen[str]
+    counting: bool = False
 
     @property
     def path(self) -> str:
@@ -85,7 +105,7 @@ class Namespace:
 
 
 @contextmanager
-def namespace() -> Iterator[Namespace]:
+def namespace(*, counting: bool = False) -> Iterator[Namespace]:
     """A new namespace with loopback only."""
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -93,7 +113,7 @@ def namespace() -> Iterator[Namespace]:
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "ready\n"
-        yield Namespace(holder)
+        yield Namespace(holder, counting)
     finally:
         holder.communicate()
 
@@ -136,12 +156,19 @@ class Tapped:
 def tapped(inside: Namespace, port: int = PORT) -> Iterator[Tapped]:
     """Follow a port of the namespace."""
     with ExitStack() as stack:
-        taps, addresses = sockets.open_all(inside.path, port, ())
+        program = stack.enter_context(kernel_program.loaded(port)) if inside.counting else None
+        taps, addresses = sockets.open_all(inside.path, port, (), program)
         for one in taps:
             stack.callback(one.close)
         numbers = itertools.count(1)
         watch = Watch(PodUid("replica"), inside.holder.pid, port)
-        yield Tapped(TappedReplica(watch, taps, addresses, lambda: next(numbers), 0))
+        streams = kernel_counts.streams(os.dup(program.streams)) if program else None
+        if streams is not None:
+            stack.callback(streams.close)
+        replica = TappedReplica(
+            *(watch, taps, addresses, lambda: next(numbers), 0), streams=streams
+        )
+        yield Tapped(replica)
 
 
 class Wire:

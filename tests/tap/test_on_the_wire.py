@@ -14,6 +14,7 @@ from rose_agent.tap import sockets
 from rose_core.telemetry.events import Arrived, EndKind
 from tests.tap.net import (
     PORT,
+    READERS,
     Namespace,
     Wire,
     link,
@@ -30,9 +31,9 @@ LINKED = pytest.mark.skipif(bool(link_refusal()), reason=link_refusal() or "can 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
-@pytest.fixture(scope="module")
-def inside() -> Iterator[Namespace]:
-    with namespace() as made:
+@pytest.fixture(scope="module", params=READERS)
+def inside(request: pytest.FixtureRequest) -> Iterator[Namespace]:
+    with namespace(counting=request.param) as made:
         yield made
 
 
@@ -175,6 +176,16 @@ def test_a_tap_that_begins_in_the_middle_of_a_response(inside: Namespace) -> Non
         wire.close()
 
 
+def test_events_of_thousands_of_bytes_are_counted_too(wire: Wire) -> None:
+    wire.say(post())
+    wire.answer(HEAD, event(0))
+    wire.tap.look()
+    long = [chunk(b'data: {"text":"' + b"x" * size + b'"}\n\n') for size in (4000, 5000, 60_000)]
+    wire.answer(*long, *[event(1)] * 20, END)
+    wire.tap.look()
+    assert wire.tap.done[0].tokens == 24
+
+
 # --- the sockets themselves
 
 
@@ -292,9 +303,12 @@ def test_both_directions_of_an_ordinary_interface_and_its_end(inside: Namespace)
 
 
 @LINKED
-def test_on_a_namespace_of_many_interfaces_only_the_servers_own_addresses_count() -> None:
+@pytest.mark.parametrize("counting", READERS)
+def test_on_a_namespace_of_many_interfaces_only_the_servers_own_addresses_count(
+    counting: bool,
+) -> None:
     """A pod on the host's network: other pods' traffic to the same port passes by."""
-    with namespace() as host, namespace() as client_pod:
+    with namespace(counting=counting) as host, namespace() as client_pod:
         _, _ = link(host, client_pod, 2)
         for number in range(8):
             host.ip("link", "add", f"cali{number}", "type", "veth", "peer", "name", f"p{number}")
@@ -307,9 +321,15 @@ def test_on_a_namespace_of_many_interfaces_only_the_servers_own_addresses_count(
                 client.sendall(post())
                 engine.recv(4096)
                 assert tap.look().in_flight == 1, address
-                engine.sendall(PLAIN)
-                client.recv(4096)
-                assert tap.look().in_flight == 0, address
+                engine.sendall(HEAD + event(0))
+                read = tap.look().packets
+                for number in range(9):
+                    engine.sendall(event(number))
+                assert (tap.look().packets == read) == counting
+                engine.sendall(END)
+                health = tap.look()
+                assert (health.in_flight, health.lost_ns) == (0, 0), address
+                assert tap.done[-1].tokens == 10
                 client.close()
                 engine.close()
             with client_pod.listen("10.77.2.2") as other:

@@ -27,7 +27,7 @@ from rose_core.telemetry.events import (
     Progress,
     TapEvent,
 )
-from tests.tap.net import Namespace, Wire, namespace, refusal, tapped
+from tests.tap.net import READERS, Namespace, Wire, namespace, refusal, tapped
 from tests.telemetry.wire import END, HEAD, event, post
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "can tap")
@@ -37,9 +37,9 @@ _LONG_SECONDS = 60.0
 _ROUND_SECONDS = 0.02  # the loop goes round and takes what lies ready
 
 
-@pytest.fixture(scope="module")
-def inside() -> Iterator[Namespace]:
-    with namespace() as made:
+@pytest.fixture(scope="module", params=READERS)
+def inside(request: pytest.FixtureRequest) -> Iterator[Namespace]:
+    with namespace(counting=request.param) as made:
         yield made
 
 

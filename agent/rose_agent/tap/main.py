@@ -43,6 +43,12 @@ def arguments() -> argparse.ArgumentParser:
         help="segments per second above which token streams are sampled in the kernel; 0 = never",
     )
     parser.add_argument(
+        "--tokens",
+        choices=("kernel", "packets"),
+        default="kernel",
+        help="who counts them: a program in the kernel where it can be loaded, or packet by packet",
+    )
+    parser.add_argument(
         "--sidecar",
         action="store_true",
         help="run inside a serving pod with NET_RAW only; --rundir is the pod's folder under taps/",
@@ -69,10 +75,10 @@ def main(argv: list[str]) -> int:
         os._exit(_parse(options, theirs, listener, http))
     for unused in (theirs, listener, http):
         unused.close()
-    return _open(mine, child, own=options.sidecar)
+    return _open(mine, child, own=options.sidecar, count=options.tokens == "kernel")
 
 
-def _open(channel: socket.socket, child: int, *, own: bool) -> int:
+def _open(channel: socket.socket, child: int, *, own: bool, count: bool) -> int:
     def end(_number: int, _frame: object) -> None:
         os.kill(child, signal.SIGTERM)
 
@@ -80,7 +86,7 @@ def _open(channel: socket.socket, child: int, *, own: bool) -> int:
     signal.signal(signal.SIGINT, end)
     opener.confine(own=own)
     with contextlib.suppress(ConnectionError):
-        opener.serve(channel, own=own)
+        opener.serve(channel, own=own, count=count)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     return 0 if code in {0, -signal.SIGTERM} else 1

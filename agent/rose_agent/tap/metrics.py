@@ -22,6 +22,19 @@ LAG_SECONDS = Histogram(
     registry=REGISTRY,
 )
 REPLICAS = Gauge("rose_tap_replicas", "Serving replicas that are followed.", registry=REGISTRY)
+COUNTING = Gauge(
+    "rose_tap_counted_replicas",
+    "Replicas whose tokens a program in the kernel counts; of the others the log says why not.",
+    registry=REGISTRY,
+)
+COUNTED = Counter(
+    "rose_tap_counted_tokens", "Tokens that the kernel counted for the tap.", registry=REGISTRY
+)
+NOT_ENTRUSTED = Counter(
+    "rose_tap_not_entrusted",
+    "Times that a stream stayed with the reader because the kernel's map was full.",
+    registry=REGISTRY,
+)
 SAMPLING = Gauge(
     "rose_tap_sampled_replicas",
     "Replicas whose response segments are sampled by the kernel now.",

@@ -4,16 +4,21 @@ It answers ``Watch`` messages of the parser on a socket pair with the sockets th
 (SCM_RIGHTS) and what the parser must know of the namespace, or with the reason why not. It keeps
 three capabilities (NET_RAW, SYS_ADMIN, SYS_PTRACE) and may make no socket that reaches the network.
 In a pod (``rose tap --sidecar``) it keeps NET_RAW and opens sockets where it is, whatever it is
-asked. It ends with the parser. Next step: ``sockets`` opens them, ``parser`` asks.
+asked. With SYS_ADMIN it also loads the program that counts tokens (``kernel_program``). It ends
+with the parser. Next step: ``sockets`` opens them, ``parser`` asks.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+from dataclasses import dataclass
 
 import msgspec
 
+from rose_agent.errors import NoKernelCounts
 from rose_agent.os import kernel, seccomp
+from rose_agent.tap import kernel_program
 from rose_agent.tap.frames import Watch
 from rose_agent.tap.sockets import Taps, open_all
 from rose_core.identity import PodUid
@@ -26,25 +31,65 @@ class Opened(msgspec.Struct, frozen=True):
 
     Attributes:
         addresses: of the namespace, hex digits.
+        uncounted: why the kernel counts no tokens; empty = it does, and its map is the last
+            descriptor.
     """
 
     replica: PodUid
     interfaces: tuple[str, ...] = ()
     addresses: frozenset[str] = frozenset()
     error: str = ""
+    uncounted: str = ""
 
 
-def answer(watch: Watch) -> tuple[Opened, list[Taps]]:
-    """Open the sockets one watch asks for."""
+@dataclass
+class Handles:
+    """What one watch opened: sockets, and the map of the program where there is one."""
+
+    taps: list[Taps]
+    streams: int | None = None
+
+    def descriptors(self) -> list[int]:
+        """In the order of ``Opened``."""
+        sockets = [tap.fileno() for one in self.taps for tap in one.all]
+        return sockets if self.streams is None else [*sockets, self.streams]
+
+    def close(self) -> None:
+        """Close them here; whoever was handed them keeps his."""
+        for one in self.taps:
+            one.close()
+        if self.streams is not None:
+            os.close(self.streams)
+
+
+def answer(watch: Watch, *, count: bool) -> tuple[Opened, Handles]:
+    """Open what one watch asks for; ``count`` tokens in the kernel where it lets us."""
     netns = watch.netns or (f"/proc/{watch.pid}/ns/net" if watch.pid else "")
     try:
-        taps, addresses = open_all(netns, watch.port, watch.interfaces)
+        handles, addresses, uncounted = _open(netns, watch, count=count)
     except OSError as error:
         where = netns or "this namespace"
-        return Opened(watch.replica, error=f"cannot tap port {watch.port} in {where}: {error}"), []
-    if not taps:
-        return Opened(watch.replica, error=f"no interface to tap in {netns or 'here'}"), []
-    return Opened(watch.replica, tuple(one.interface for one in taps), addresses), taps
+        problem = f"cannot tap port {watch.port} in {where}: {error}"
+        return Opened(watch.replica, error=problem), Handles([])
+    if not handles.taps:
+        handles.close()
+        problem = f"no interface to tap in {netns or 'here'}"
+        return Opened(watch.replica, error=problem), Handles([])
+    names = tuple(one.interface for one in handles.taps)
+    return Opened(watch.replica, names, addresses, uncounted=uncounted), handles
+
+
+def _open(netns: str, watch: Watch, *, count: bool) -> tuple[Handles, frozenset[str], str]:
+    reason = "--tokens=packets"
+    if count:
+        try:
+            with kernel_program.loaded(watch.port) as program:
+                taps, addresses = open_all(netns, watch.port, watch.interfaces, program)
+                return Handles(taps, os.dup(program.streams)), addresses, ""
+        except NoKernelCounts as error:
+            reason = str(error)
+    taps, addresses = open_all(netns, watch.port, watch.interfaces)
+    return Handles(taps), addresses, reason
 
 
 def confine(*, own: bool) -> None:
@@ -54,14 +99,13 @@ def confine(*, own: bool) -> None:
     seccomp.confine(seccomp.OPENER)
 
 
-def serve(channel: socket.socket, *, own: bool) -> None:
+def serve(channel: socket.socket, *, own: bool, count: bool) -> None:
     """Answer until the parser is gone."""
     while request := channel.recv(65536):
         watch = msgspec.msgpack.decode(request, type=Watch)
-        reply, taps = answer(Watch(watch.replica, 0, watch.port) if own else watch)
+        asked = Watch(watch.replica, 0, watch.port) if own else watch
+        reply, handles = answer(asked, count=count)
         try:
-            descriptors = [tap.fileno() for one in taps for tap in one.all]
-            socket.send_fds(channel, [msgspec.msgpack.encode(reply)], descriptors)
+            socket.send_fds(channel, [msgspec.msgpack.encode(reply)], handles.descriptors())
         finally:
-            for one in taps:
-                one.close()
+            handles.close()

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from rose_agent.tap import frames, metrics
+from rose_agent.os.bpf_maps import HashMap
+from rose_agent.tap import frames, kernel_counts, metrics
 from rose_agent.tap.frames import Unwatch, Watch
 from rose_agent.tap.opener import Opened
 from rose_agent.tap.relay import Relay, socket_of
@@ -157,30 +158,52 @@ class Parser:
                 gone.set_result(None)
             return
         reply = msgspec.msgpack.decode(data, type=Opened)
-        opened = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        number = 3 * len(reply.interfaces)
+        opened = [socket.socket(fileno=descriptor) for descriptor in descriptors[:number]]
         taps = [Taps(name, *opened[3 * n : 3 * n + 3]) for n, name in enumerate(reply.interfaces)]
+        streams = [kernel_counts.streams(descriptor) for descriptor in descriptors[number:]]
         watch = self._pending.pop(reply.replica, None)
         if watch is None or reply.error:
             for one in taps:
                 one.close()
+            for given in streams:
+                given.close()
             if watch is not None:
                 self._failed[reply.replica] = (watch, reply.error, _REOPEN_BEATS)
             return
         self._failed.pop(reply.replica, None)
-        self._follow(watch, taps, reply.addresses)
-
-    def _follow(self, watch: Watch, taps: list[Taps], addresses: frozenset[str]) -> None:
+        counting = self._usable(watch, streams, reply.uncounted)
         replica = TappedReplica(
-            watch, taps, addresses, lambda: next(self._numbers), self._sample_from
+            *(watch, taps, reply.addresses, lambda: next(self._numbers), self._sample_from),
+            streams=counting,
         )
         self._replicas[watch.replica] = replica
-        metrics.REPLICAS.set(len(self._replicas))
+        self._gauge()
         replica.start(self._tell)
+
+    @staticmethod
+    def _usable(watch: Watch, streams: list[HashMap], reason: str) -> HashMap | None:
+        """The kernel's map, where this process may use it; the log says who counts tokens."""
+        for one in streams:
+            try:
+                one.get(bytes(kernel_counts.KEY_BYTES))
+            except OSError as error:  # before Linux 5.19
+                one.close()
+                reason = f"a map without a capability: {error}"
+            else:
+                _log.info("%s: the kernel counts tokens", watch.replica)
+                return one
+        _log.info("%s: tokens are counted packet by packet: %s", watch.replica, reason)
+        return None
+
+    def _gauge(self) -> None:
+        metrics.REPLICAS.set(len(self._replicas))
+        metrics.COUNTING.set(sum(one.counting for one in self._replicas.values()))
 
     def _drop(self, replica: TappedReplica) -> None:
         replica.close()
         self._replicas.pop(replica.watch.replica, None)
-        metrics.REPLICAS.set(len(self._replicas))
+        self._gauge()
 
     # --- heartbeat
 

@@ -14,6 +14,9 @@ To be woken costs more than to read a dozen segments, so two things are chosen b
 | all stream their tokens | few | every segment |
 | all stream their tokens | ``sample_from``; not watched closely an eighth of it | the sample |
 
+The eighth holds where the kernel counts nothing. Segments of streams that it follows
+(``kernel_counts``) are none of these: it counts their tokens, and each heartbeat takes the counts.
+
 | requests under way | when it is read |
 |---|---|
 | an end may come unmarked: a body of known length, HTTP/2 | at each segment |
@@ -35,8 +38,10 @@ import time
 from collections.abc import Callable
 
 from rose_agent.os import bpf
+from rose_agent.os.bpf_maps import HashMap
 from rose_agent.tap import metrics, packets, sockets, stamps
 from rose_agent.tap.frames import Watch
+from rose_agent.tap.kernel_counts import KernelCounts
 from rose_agent.tap.sockets import SAMPLE_RATE, Taps
 from rose_core.telemetry.events import Arrived, Ended, Health, Progress, TapEvent
 from rose_core.telemetry.tracker import Tracker
@@ -60,6 +65,7 @@ class TappedReplica:
         addresses: of the namespace, as ``packets.decode`` wants them.
         number: gives the next request number.
         sample_from: segments per second from which tokens are sampled; 0 = never.
+        streams: map of the program that counts tokens in the kernel; None = there is none.
     """
 
     def __init__(
@@ -69,9 +75,12 @@ class TappedReplica:
         addresses: frozenset[str],
         number: Callable[[], int],
         sample_from: float,
+        *,
+        streams: HashMap | None = None,
     ) -> None:
         self.watch = watch
         self.tracker = Tracker(watch.replica, number)
+        self._counts = None if streams is None else KernelCounts(streams, self.tracker)
         self.problem = ""
         self._taps = taps
         self._addresses = addresses
@@ -97,6 +106,11 @@ class TappedReplica:
         return self.watch.closely or self._much
 
     @property
+    def counting(self) -> bool:
+        """Whether the kernel counts tokens."""
+        return self._counts is not None
+
+    @property
     def sampled(self) -> bool:
         """Whether response segments are sampled now."""
         return self._sampled
@@ -114,6 +128,8 @@ class TappedReplica:
         self._listen_no_more()
         for taps in self._taps:
             taps.close()
+        if self._counts is not None:
+            self._counts.close()
         self._taps, self._loop = [], None
 
     def _listen(self) -> None:
@@ -194,11 +210,20 @@ class TappedReplica:
                     continue  # it comes in again
                 self._feed(bytes(self._buffer[:size]), stamps.stamp(ancillary, offset), events)
         except BlockingIOError:
-            return True
+            return self._settle()
         except OSError as error:
             self.problem = f"packet socket failed: {error}"
             return True
         return False
+
+    def _settle(self) -> bool:
+        """The socket is empty: the kernel may count from here on."""
+        if self._counts is not None:
+            try:
+                self._counts.settle()
+            except OSError as error:
+                self.problem = f"the kernel's counts failed: {error}"
+        return True
 
     def _empty(self, tap: socket.socket, events: list[TapEvent]) -> bool:
         """Read everything that waits; False if it still had not ended after many batches."""
@@ -208,7 +233,7 @@ class TappedReplica:
         segment = packets.decode(packet, self.watch.port, stamp_ns, self._addresses)
         if segment is None:
             return
-        for event in self.tracker.feed(segment):
+        for event in (self._counts or self.tracker).feed(segment):
             if isinstance(event, Arrived):
                 metrics.REQUESTS.inc()
                 metrics.LAG_SECONDS.observe((time.monotonic_ns() - stamp_ns) / 1e9)
@@ -222,6 +247,7 @@ class TappedReplica:
         events: list[TapEvent] = self._waiting()
         for taps in self._taps:
             self._catch_up(self._chosen(taps), events, now)
+        self._count(now, events)
         # The last packets do not wait there for the next.
         self._buffer[: self._used], self._used = _BLANK[: self._used], 0
         self._much = self.tracker.packets - self._packets_then > _MUCH
@@ -252,6 +278,18 @@ class TappedReplica:
         """Read everything, so that whatever passed before this heartbeat is in its counts."""
         if not self._empty(tap, events):
             self._lost_ns = now_ns
+
+    def _count(self, now_ns: int, events: list[TapEvent], *, last: bool = False) -> None:
+        """Take what the kernel has counted; ``last``: from here on it counts nothing."""
+        counts = self._counts
+        if counts is None:
+            return
+        try:
+            events += counts.stop() if last else counts.beat()
+        except OSError as error:
+            self.problem = f"the kernel's counts failed: {error}"
+        if counts.doubtful:
+            counts.doubtful, self._lost_ns = False, now_ns
 
     def _check(self, now_ns: int) -> None:
         try:
@@ -293,7 +331,9 @@ class TappedReplica:
     def _wants_sample(self) -> bool:
         # Sampled counts are a share of the real rate; the border is crossed downwards when the
         # requests end, not when fewer segments pass.
-        border = self._sample_from if self.watch.closely else self._sample_from / SAMPLE_RATE
+        # What the kernel counts is not among the segments, so few are too few to leave any out.
+        patient = self.watch.closely or self._counts is not None
+        border = self._sample_from if patient else self._sample_from / SAMPLE_RATE
         busy = self._sampled or (border > 0 and self._rate >= border)
         return busy and self.tracker.in_flight > 0 and not self.tracker.needs_every_segment
 
@@ -306,6 +346,7 @@ class TappedReplica:
     def _switch(self, events: list[TapEvent]) -> None:
         """Change to the other sockets without losing or repeating a segment."""
         self._listen_no_more()
+        self._count(time.monotonic_ns(), events, last=True)  # the sample shows those as well
         for taps in self._taps:
             now, then = self._chosen(taps), taps.whole if self._sampled else taps.sampled
             sockets.mute(then, muted=False)
@@ -314,6 +355,8 @@ class TappedReplica:
             self._catch_up(now, events, time.monotonic_ns())
             sockets.mute(now, muted=True)
         self._sampled = not self._sampled
+        if self._counts is not None and not self._sampled:
+            self._counts.go_on()
         self._listen()
 
 

@@ -6,8 +6,9 @@ only with ETH_P_ALL. Traffic from inside the pod (to 127.0.0.1 and to the pod's 
 the namespace it was opened in; the thread goes back at once.
 
 Three sockets per interface, because their filters are locked (``bpf``): one passes every segment,
-one a sample of the server's; one of these two is read, the other is *mute*. The third, the bell,
-passes what is urgent and is read by nobody: it only says that the one that is read should be.
+but those whose tokens the kernel counts (``kernel_program``); one a sample of the server's; one of
+these two is read, the other is *mute*. The third, the bell, passes what is urgent and is read by
+nobody: it only says that the one that is read should be.
 Where a namespace has many interfaces (a node's own, for pods on the host's network) one set hears
 all of them, also those that come later. Next step: ``opener`` calls this, ``replica`` reads.
 """
@@ -15,13 +16,15 @@ all of them, also those that come later. Next step: ``opener`` calls this, ``rep
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rose_agent.os import bpf, kernel
+from rose_agent.tap.kernel_program import Program
 
 ETH_P_ALL = 3
 SOL_PACKET, PACKET_STATISTICS, PACKET_IGNORE_OUTGOING = 263, 6, 23
@@ -82,13 +85,15 @@ def interfaces(wanted: tuple[str, ...]) -> list[str]:
     return [ANY] if len(found) > _MANY_INTERFACES else found
 
 
-def _open(interface: str, code: bytes, *, muted: bool = False) -> socket.socket:
+def _open(
+    interface: str, attach: Callable[[socket.socket], None], *, muted: bool = False
+) -> socket.socket:
     # Filter first, then the protocol: nothing unfiltered is queued. A socket that hears every
     # interface cannot be bound later, so it is emptied instead.
     protocol = socket.htons(ETH_P_ALL) if interface == ANY else 0
     tap = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK, protocol)
     try:
-        bpf.attach(tap, code)
+        attach(tap)
         if interface == ANY:
             discard(tap)
         mute(tap, muted=muted)
@@ -109,33 +114,46 @@ def mute(tap: socket.socket, *, muted: bool) -> None:
     tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
 
 
-def open_taps(interface: str, port: int) -> Taps:
+def open_taps(interface: str, port: int, counting: Program | None = None) -> Taps:
     """Open filtered packet sockets in the current namespace.
 
     The kernel serves the newest socket first: when the bell rings, the segment lies in the others.
 
+    Args:
+        interface: to listen on.
+        port: serving port.
+        counting: filter of the whole, which counts tokens besides; None = the one that does not.
+
     Raises:
         OSError: without CAP_NET_RAW, or the interface is gone.
+        NoKernelCounts: the kernel does not take that filter.
     """
     with contextlib.ExitStack() as opened:
         made = []
         for rate, muted in ((0, True), (1, False), (SAMPLE_RATE, True)):
-            tap = _open(interface, bpf.program(port, rate=rate), muted=muted)
-            made.append(opened.enter_context(tap))
+            attach: Callable[[socket.socket], None]
+            if rate == 1 and counting is not None:
+                attach = counting.attach
+            else:
+                attach = functools.partial(bpf.attach, code=bpf.program(port, rate=rate))
+            made.append(opened.enter_context(_open(interface, attach, muted=muted)))
         opened.pop_all()
         return Taps(interface, *made)
 
 
-def open_all(netns: str, port: int, wanted: tuple[str, ...]) -> tuple[list[Taps], frozenset[str]]:
+def open_all(
+    netns: str, port: int, wanted: tuple[str, ...], counting: Program | None = None
+) -> tuple[list[Taps], frozenset[str]]:
     """The sockets of each interface of the namespace, and the namespace's addresses.
 
     Raises:
         OSError: the namespace or an interface is gone, or a capability is missing.
+        NoKernelCounts: as ``open_taps``.
     """
     opened: list[Taps] = []
     try:
         with namespace(netns):
-            opened.extend(open_taps(name, port) for name in interfaces(wanted))
+            opened.extend(open_taps(name, port, counting) for name in interfaces(wanted))
             return opened, kernel.addresses()
     except BaseException:  # whatever it was, no socket must stay open
         for taps in opened:

@@ -1,0 +1,114 @@
+"""Maps of BPF programs, by the kernel's own calls: what is handed a map needs no library for it.
+
+Since Linux 5.19 whoever holds a map's descriptor may use it without a capability. Next step:
+``rose_agent.tap.kernel_counts`` keeps streams in one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+from collections.abc import Iterator
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_CALLS = {"x86_64": 321, "aarch64": 280}
+_LOOKUP, _UPDATE, _DELETE, _TAKE, _BATCH = 1, 2, 3, 21, 24
+_ELEMENT = struct.Struct("=IIQQQ")
+_MANY = struct.Struct("=QQQQIIQQ")
+_COUNT_AT = 32  # offset of the number of entries in ``_MANY``
+
+
+class HashMap:
+    """A hash map; owns its descriptor.
+
+    Args:
+        descriptor: of the map.
+        key: bytes of a key.
+        value: bytes of a value.
+        most: entries it has room for.
+    """
+
+    def __init__(self, descriptor: int, key: int, value: int, most: int) -> None:
+        self._descriptor = descriptor
+        self._call = _CALLS.get(platform.machine(), -1)
+        self._key = ctypes.create_string_buffer(key)
+        self._value = ctypes.create_string_buffer(value)
+        self._most = most
+        self._keys = ctypes.create_string_buffer(key * most)
+        self._values = ctypes.create_string_buffer(value * most)
+        self._position = ctypes.create_string_buffer(8)
+
+    def close(self) -> None:
+        """Give the map back."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def get(self, key: bytes) -> bytes | None:
+        """A value; None where there is none.
+
+        Raises:
+            OSError: the kernel does not let this process.
+        """
+        return self._value.raw if self._do(_LOOKUP, key) else None
+
+    def take(self, key: bytes) -> bytes | None:
+        """Remove an entry and return what it was at that moment; None where there is none.
+
+        Raises:
+            OSError: as ``get``.
+        """
+        return self._value.raw if self._do(_TAKE, key) else None
+
+    def put(self, key: bytes, value: bytes) -> bool:
+        """Make or replace an entry; False where the map is full.
+
+        Raises:
+            OSError: as ``get``.
+        """
+        self._value.raw = value
+        return self._do(_UPDATE, key)
+
+    def all(self) -> Iterator[tuple[bytes, bytes]]:
+        """Every entry, by one call.
+
+        Raises:
+            OSError: as ``get``.
+        """
+        attributes = ctypes.create_string_buffer(
+            _MANY.pack(
+                *(0, ctypes.addressof(self._position)),
+                *(ctypes.addressof(self._keys), ctypes.addressof(self._values)),
+                *(self._most, self._descriptor, 0, 0),
+            ),
+            _MANY.size,
+        )
+        self._ask(_BATCH, attributes, _MANY.size)
+        (found,) = struct.unpack_from("=I", attributes, _COUNT_AT)
+        key, value = len(self._key), len(self._value)
+        keys, values = self._keys.raw[: found * key], self._values.raw[: found * value]
+        for number in range(found):
+            yield keys[number * key :][:key], values[number * value :][:value]
+
+    def _do(self, command: int, key: bytes) -> bool:
+        self._key.raw = key
+        attributes = ctypes.create_string_buffer(
+            _ELEMENT.pack(
+                *(self._descriptor, 0),
+                *(ctypes.addressof(self._key), ctypes.addressof(self._value), 0),
+            ),
+            _ELEMENT.size,
+        )
+        return self._ask(command, attributes, _ELEMENT.size)
+
+    def _ask(self, command: int, attributes: ctypes.Array[ctypes.c_char], size: int) -> bool:
+        if _libc.syscall(self._call, command, attributes, size) == 0:
+            return True
+        number = ctypes.get_errno()
+        # No such entry (or, of a batch: no more), no room.
+        if number in {errno.ENOENT, errno.E2BIG}:
+            return False
+        raise OSError(number, f"bpf: {os.strerror(number)}")

@@ -1,0 +1,61 @@
+"""The tap's program in the kernel, for this checkout: ``python -m rose_dev.tap_parts``.
+
+Into ``bpf`` of the Python environment, where ``rose_agent.tap.kernel_program`` looks: ``tokens.o``,
+compiled here, and libbpf. The compiler is that of ``make sandbox`` where it is there, else the same
+one, unpacked into ``$ROSE_CACHE/tap``. Where it cannot be had the tap reads packet by packet.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import rose_agent.tap
+from rose_agent.tap.kernel_program import FOLDER
+from rose_dev.environments import cache_folder, say
+from rose_dev.sandbox_parts import NEWER, Impossible, Packages, compile_bpf, put_clang, put_libbpf
+
+
+def install(cache: Path) -> Path:
+    """Compile the program; returns where it is.
+
+    Raises:
+        Impossible: there is no compiler and none can be had.
+    """
+    tools = cache / "sandbox"
+    if not (tools / "bpf" / "clang").exists():
+        tools = cache / "tap"
+        _fetch(tools)
+    FOLDER.mkdir(exist_ok=True)
+    shutil.copy(tools / "bpf" / "libbpf.so.1", FOLDER)
+    source = Path(rose_agent.tap.__file__).with_name("tokens.bpf.c")
+    compile_bpf(source, tools, FOLDER / "tokens.o")
+    return FOLDER
+
+
+def _fetch(tools: Path) -> None:
+    if (tools / "bpf" / "clang").exists():
+        return
+    say(f"tap: clang ({NEWER}) and libbpf")
+    (tools / "bpf").mkdir(parents=True, exist_ok=True)
+    own, newer = Packages(tools / "own", None), Packages(tools / "newer", NEWER)
+    own.refresh()
+    own.unpack("libbpf1", alone=True)
+    put_libbpf(own, tools)
+    newer.refresh()
+    newer.unpack("clang", "libbpf-dev")
+    put_clang(newer, tools)
+
+
+def main() -> int:
+    """Install, or say why not."""
+    try:
+        print(install(cache_folder()))
+    except Impossible as error:
+        print(f"SKIPPED the tap's program in the kernel: {error}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
