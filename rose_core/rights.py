@@ -186,6 +186,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(_L.AGENT, _PAGES, (_P.ANYBODY,)),
     Rule(_L.AGENT, ("GET /report", "GET /trace"), (_P.NODE, _P.PLATFORM)),
+    Rule(
+        _L.AGENT,
+        ("/rose.v1.Guard/Follow",),
+        (_P.NODE,),
+        "of a node that has a pod of the same replica, by that node's certificate",
+    ),
     Rule(_L.TAP, _PAGES, (_P.ANYBODY,)),
     Rule(_L.HOST, (*_PAGES, "GET /readyz", "GET /vacated"), (_P.ANYBODY,)),
     Rule(

@@ -208,8 +208,9 @@ MEANING: dict[Reason, str] = {
     Reason.SIGNAL_NOT_ALLOWED: "the living source is not in `allowedSignals`",
     Reason.SIGNAL_NOT_VERIFIED: "the tap's request count does not (yet) equal the engine's",
     Reason.KV_USE_TOO_HIGH: "recent KV use leaves no room",
-    Reason.MULTI_NODE_REPLICA: "the serving replica is several pods (a LeaderWorkerSet of more "
-    "than one, an engine with `--nnodes`), or several nodes report it",
+    Reason.MULTI_NODE_REPLICA: "the serving replica is several pods, and nobody says which (an "
+    "engine with `--nnodes` without LeaderWorkerSet's labels) or not all of them are reported by "
+    "guards that others may ask; or several nodes report the pod",
     Reason.SPANS_REPLICAS: "the GPU is allocated to several serving replicas",
     Reason.GPU_NOT_OWNED: "the GPU that the replica names is allocated to another pod",
     Reason.GPU_CONTESTED: "several replicas name the same GPU, and nobody proves whose it is",

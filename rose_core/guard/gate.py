@@ -7,6 +7,7 @@
 | never idle | usable idle share below ``on_off_share``, a limit given | a share of each period |
 | saturated | a slack is not positive | closed |
 | capped | the owner's share of this second is used up (``compute``) | closed until it is not |
+| following | another node sees the replica's requests (``following``) | as its guard's word says |
 
 Unknown is never open. ``judge`` is called on every event, every tick and at
 ``GateVerdict.again_ns``, and keeps nothing. Next step: ``slot`` makes orders of the verdict.
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from rose_core.guard.certificate import Certificate
 from rose_core.guard.compute import Compute
+from rose_core.guard.following import Following
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Objective, Slack, measure
@@ -58,6 +60,8 @@ class ReplicaFacts:
         cool_down_ns: emptiness before opening, learned (``regime``); None = ``reopen_ns``.
         compute: what rollouts have had of the GPU lately, and the owner's limit on it.
         certificate: what the next request is promised beside an open gate; None = nothing is asked.
+        following: words of the guard that sees the replica's requests; None = this one does, and
+            ``signal`` says what of.
     """
 
     signal: ServingSignal
@@ -74,6 +78,7 @@ class ReplicaFacts:
     cool_down_ns: int | None = None
     compute: Compute = field(default_factory=Compute)
     certificate: Certificate | None = None
+    following: Following | None = None
     objective: Objective = field(default_factory=Objective)
     predictor: Predictor = field(default_factory=Predictor)
 
@@ -109,6 +114,8 @@ def judge(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
     barred = _barred(facts)
     if barred is not None:
         return closed(barred)
+    if facts.following is not None:
+        return _capped(_followed(facts.following, now_ns), facts.compute, now_ns)
     verdict = (_idle if facts.signal.running == 0 else _busy)(facts, limits, now_ns)
     return bounded(_capped(verdict, facts.compute, now_ns), facts.signal)
 
@@ -144,11 +151,19 @@ def _barred(facts: ReplicaFacts) -> GateReason | None:
         (not facts.settled, GateReason.SERVING_SETTLING),
         (facts.memory_pressure, GateReason.MEMORY_PRESSURE),
         (facts.device_unfit, GateReason.DEVICE_UNFIT),
-        (signal.doubt is not None or signal.running is None, doubt),
+        (facts.following is None and (signal.doubt is not None or signal.running is None), doubt),
         (facts.breaker_open, GateReason.BREAKER_OPEN),
         (facts.withheld, GateReason.WITHHELD),
     )
     return next((reason for applies, reason in rules if applies), None)
+
+
+def _followed(word: Following, now_ns: int) -> GateVerdict:
+    if not word.holds(now_ns):
+        return closed(GateReason.LEADER_SILENT)
+    if not word.is_open:
+        return closed(word.reason)
+    return GateVerdict(True, word.reason, word.until_ns, 1.0)
 
 
 def _idle(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:

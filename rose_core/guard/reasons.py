@@ -43,6 +43,7 @@ class GateReason(StrEnum):
     COOL_DOWN = "CoolDown"
     NOT_CERTIFIED = "NotCertified"
     COMPUTE_LIMIT = "ComputeLimit"
+    LEADER_SILENT = "LeaderSilent"
 
 
 def slot_word(word: str) -> str:

@@ -171,6 +171,8 @@ class Replica:
         gpu_bytes: memory of the tightest of its GPUs, all of it; None = unknown.
         device_class: of its GPUs, empty when unknown.
         models: what lies on its node; None when nobody says.
+        group: of several pods that are one replica together, with a slot each; empty = it is one
+            by itself.
     """
 
     uid: PodUid
@@ -195,6 +197,12 @@ class Replica:
     gpu_bytes: int | None = None
     device_class: str = ""
     models: frozenset[str] | None = None
+    group: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What counts as one replica against the owner's limits."""
+        return self.group or self.uid
 
     @property
     def devices(self) -> frozenset[str]:

@@ -68,14 +68,15 @@ class PlanningPass:
         self._held_by_lease = Counter(slot.lease for slot in staying)
         self._held_by_pool = Counter(slot.pool for slot in staying)
         self._held_there = Counter((slot.lease, slot.pool) for slot in staying)
-        self._lent_by_pool = Counter(slot.pool for slot in self.snapshot.slots)
+        self._lent_units = {(slot.pool, self.unit(slot)) for slot in self.snapshot.slots}
+        self._lent_by_pool = Counter(pool for pool, _ in self._lent_units)
         self.lent_on: Counter[tuple[str, str]] = Counter()
         for slot in self.snapshot.slots:
             self._count(slot.pool, slot.node, self.replicas.get(slot.replica), 1)
         self.zone_size = Counter((replica.pool, replica.zone) for replica in self.snapshot.replicas)
-        self._reporting = Counter(
-            replica.pool for replica in self.snapshot.replicas if not replica.stale
-        )
+        fresh = [replica for replica in self.snapshot.replicas if not replica.stale]
+        self._reporting = Counter(pool for pool, _ in {(one.pool, one.unit) for one in fresh})
+        self._pods = Counter((one.pool, one.unit) for one in self.snapshot.replicas if one.group)
         self._free: dict[str, dict[PodUid, Replica]] = defaultdict(dict)
         self._full: dict[str, dict[PodUid, Replica]] = defaultdict(dict)
         for replica in self.snapshot.replicas:
@@ -94,7 +95,7 @@ class PlanningPass:
         """Only its memory speaks against lending it, and its owner lets it sleep for that."""
         pool = self.pools.get(replica.pool)
         full = self.verdicts[replica.uid].reason is Reason.INSUFFICIENT_MEMORY
-        return full and pool is not None and pool.whole is not None
+        return full and not replica.group and pool is not None and pool.whole is not None
 
     def _count(self, pool: str, node: str, replica: Replica | None, change: int) -> None:
         self.lent_on[pool, f"node/{node}"] += change
@@ -185,10 +186,33 @@ class PlanningPass:
     def awake(self, pool: str) -> int:
         """Replicas of the pool that serve, and go on serving after this pass."""
         sleepers = self._sleepers[pool]
-        return sum(
-            one.ready and not one.stale and one.uid not in sleepers
-            for one in self.members.get(pool, ())
+        return len(
+            {
+                one.unit
+                for one in self.members.get(pool, ())
+                if one.ready and not one.stale and one.uid not in sleepers
+            }
         )
+
+    def size(self, pool: str) -> int:
+        """How many replicas the pool has; pods of one group are one."""
+        return len({one.unit for one in self.members.get(pool, ())})
+
+    def unit(self, slot: Slot) -> str:
+        """The replica that a slot is lent of."""
+        replica = self.replicas.get(slot.replica)
+        return slot.replica if replica is None else replica.unit
+
+    def lends_unit(self, replica: Replica) -> bool:
+        """Whether a slot is on this replica already, on another of its pods."""
+        return (replica.pool, replica.unit) in self._lent_units
+
+    def more_of_a_group(self, pool: Pool) -> bool:
+        """Whether a replica that is lent has another free pod, which no limit counts again."""
+        if not self._pods:
+            return False
+        free = self._free[pool.key].values()
+        return any(one.group and self.lends_unit(one) for one in free)
 
     def is_free(self, replica: Replica) -> bool:
         """Whether ``free`` has it."""
@@ -205,7 +229,8 @@ class PlanningPass:
     def lease_cap(self, pool: Pool) -> int:
         """Most slots of the pool that one lease may hold; at least one where any may be lent."""
         most = most_lent(pool, max(self._reporting[pool.key], pool.remembered_replicas))
-        return max(1, most * pool.per_lease_percent // 100)
+        pods = max((n for (key, _), n in self._pods.items() if key == pool.key), default=1)
+        return max(1, most * pool.per_lease_percent // 100) * pods
 
     def broken(self, pool: Pool) -> float:
         """Seconds for which the pool's breaker stays open; 0 when it is closed."""
@@ -250,7 +275,9 @@ class PlanningPass:
         self._held_by_lease[lease.key] += 1
         self._held_by_pool[pool] += 1
         self._held_there[lease.key, pool] += 1
-        self._lent_by_pool[pool] += 1
+        if not self.lends_unit(replica):
+            self._lent_units.add((pool, replica.unit))
+            self._lent_by_pool[pool] += 1
         self._count(pool, replica.node, replica, 1)
         del (self._full if whole else self._free)[pool][replica.uid]
         self._loans_at[pool] = (*self._loans_at.get(pool, ()), self.now)

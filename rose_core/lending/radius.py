@@ -38,7 +38,7 @@ def blocked(world: PlanningPass, pool: Pool) -> Cause | None:
     shut = closed(world, pool)
     if shut is not None:
         return shut
-    if world.room(pool) <= 0:
+    if world.room(pool) <= 0 and not world.more_of_a_group(pool):
         found = world.limit(pool)
         return found.reason, found.message
     made = world.loans_in_last_minute(pool)
@@ -50,6 +50,9 @@ def blocked(world: PlanningPass, pool: Pool) -> Cause | None:
 
 def refusal(world: PlanningPass, pool: Pool, replica: Replica) -> ReplicaDecision | None:
     """Why this replica may not be lent beside those that are; None when it may."""
+    if replica.group and world.room(pool) <= 0 and not world.lends_unit(replica):
+        full = world.limit(pool)
+        return ReplicaDecision(replica.name, full.reason, full.message)
     on_node = world.lent_on[pool.key, f"node/{replica.node}"]
     if pool.per_node is not None and on_node >= pool.per_node:
         text = f"{on_node} lent on node {replica.node}, limit {pool.per_node}"

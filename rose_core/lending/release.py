@@ -99,12 +99,16 @@ def _above_pool_limits(world: PlanningPass) -> None:
         held = by_pool.get(pool.key, [])
         # A replica that is not known just now may be a silent node, not a smaller pool.
         unseen = sum(slot.replica not in world.replicas for slot in held)
-        known = len(world.members.get(pool.key, ())) + unseen
+        known = world.size(pool.key) + unseen
         found = limit(pool, max(known, pool.remembered_replicas), growing=False)
-        text = f"{len(held)} lent, limit {found.count}"
+        units = list(dict.fromkeys(map(world.unit, world.weakest_first(held))))
+        text = f"{len(units)} lent, limit {found.count}"
         if found.reason is not Reason.POOL_LIMIT_REACHED:
             text = f"{text}: {found.message}"
-        _shrink(world, held, found.count, found.reason, text)
+        # All slots of a replica over several pods go together: one that stays would keep it lent.
+        leaving = set(units[: max(0, len(units) - found.count)])
+        going = [slot for slot in held if world.unit(slot) in leaving]
+        _shrink(world, going, 0, found.reason, text)
         _above_radius(world, pool, [slot for slot in held if slot.name not in world.releases])
 
 

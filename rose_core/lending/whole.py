@@ -65,7 +65,7 @@ def _excess(world: PlanningPass, pool: Pool, held: list[Slot]) -> tuple[Cause, i
     above = len(held) - pool.whole.max_asleep
     returning = len(world.sleepers(pool.key)) - len(held)
     # What agents have not reported yet since the operator started is not taken for lost.
-    unheard = max(0, pool.remembered_replicas - len(world.members.get(pool.key, ())))
+    unheard = max(0, pool.remembered_replicas - world.size(pool.key))
     awake, needed = world.awake(pool.key), _needed(world, pool, 1.0)
     missing = needed - awake - returning - unheard
     if missing > above:
@@ -76,7 +76,7 @@ def _excess(world: PlanningPass, pool: Pool, held: list[Slot]) -> tuple[Cause, i
 
 def _needed(world: PlanningPass, pool: Pool, margin: float) -> int:
     """Replicas that must be awake; all of them while nobody knows the load."""
-    replicas = len(world.members.get(pool.key, ()))
+    replicas = world.size(pool.key)
     if pool.whole is None or pool.outlook is None:
         return replicas
     busy = min(1000.0, pool.outlook.peak_permille * margin)

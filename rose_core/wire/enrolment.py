@@ -34,9 +34,10 @@ class EnrolRequest(msgspec.Struct, frozen=True):
 
 
 class EnrolReply(msgspec.Struct, frozen=True):
-    """The certificate, PEM."""
+    """The certificate, and the authority by which guards know those of other nodes; PEM."""
 
     certificate: bytes
+    authority: bytes = b""
 
 
 class EnrolRouterRequest(msgspec.Struct, frozen=True):

@@ -82,6 +82,20 @@ class Trial(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
+class GroupPlace(msgspec.Struct, frozen=True):
+    """Where a pod stands among the pods that are one replica (a LeaderWorkerSet's group).
+
+    Attributes:
+        group: tells the pool's groups apart: ``NAME/INDEX``.
+        index: of the pod; 0 leads: it alone serves HTTP.
+        size: pods of the group.
+    """
+
+    group: str
+    index: int
+    size: int
+
+
 class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """One serving replica as its node's agent sees it; ``None`` means unknown, never zero.
 
@@ -101,6 +115,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
         requests_total, slow_requests_total: finished requests and those above the pool's SLO.
         certificate: of the pool on this node, None where it names no TTFT.
         trial: the pool's requests on this node by lent and withheld window, None before the first.
+        place: of a pod that is a replica together with others, None where it is one by itself.
     """
 
     pool: str
@@ -126,6 +141,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     slow_requests_total: int = 0
     certificate: CertificateReport | None = None
     trial: Trial | None = None
+    place: GroupPlace | None = None
 
 
 class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -387,6 +403,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
         highest_term: highest leader term this node has obeyed.
         capabilities: word -> empty when available, else the reason why not.
         models: what the node's engine host has found; None when it does not say.
+        guard: ``host:port`` where other nodes' guards ask this one (``leading``); empty: nowhere.
     """
 
     node: str
@@ -396,6 +413,29 @@ class SyncRequest(msgspec.Struct, frozen=True):
     slots: tuple[SlotReport, ...] = ()
     capabilities: dict[str, str] = {}
     models: tuple[NodeModel, ...] | None = None
+    guard: str = ""
+
+
+class FollowerPod(msgspec.Struct, frozen=True):
+    """A pod of a replica whose requests another pod takes, and its node."""
+
+    pod: PodUid
+    node: str
+
+
+class ReplicaGroup(msgspec.Struct, frozen=True):
+    """A replica over several pods, for the guards of their nodes.
+
+    Attributes:
+        leader: the pod that takes its requests; ``node`` is where, ``guard`` where its guard is
+            asked.
+        followers: the others; their nodes' guards alone may ask.
+    """
+
+    leader: PodUid
+    node: str
+    guard: str
+    followers: tuple[FollowerPod, ...]
 
 
 class SyncReply(msgspec.Struct, frozen=True):
@@ -404,6 +444,7 @@ class SyncReply(msgspec.Struct, frozen=True):
     Attributes:
         complete: False while the operator does not know all its objects (it just started or is
             not the leader): the agent keeps what it has until the deadline and starts nothing.
+        groups: replicas over several pods, of which one is on the node.
     """
 
     term: int
@@ -411,6 +452,7 @@ class SyncReply(msgspec.Struct, frozen=True):
     grants: tuple[Grant, ...] = ()
     pools: tuple[PoolPolicy, ...] = ()
     sync_period_seconds: float = 2.0
+    groups: tuple[ReplicaGroup, ...] = ()
 
 
 class NoticeRequest(msgspec.Struct, frozen=True):

@@ -40,6 +40,7 @@ from rose_core.wire.sync import (
     WeightSource,
 )
 from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_wire import tls
 from rose_wire.rpc import Server
 from rose_wire.services import NOTICES, SYNC
 from tests.host.left import sweep
@@ -77,12 +78,14 @@ class FakeOperator:
         self.others: tuple[PoolPolicy, ...] = ()
         self.requests: list[SyncRequest] = []
         self.port = 0
+        self.address = ""
         self._server = Server()
         self._server.unary(SYNC, self._sync)
         self._server.server_stream(NOTICES, self._notices)
 
     async def start(self) -> None:
         self.port = await self._server.start("127.0.0.1:0")
+        self.address = f"127.0.0.1:{self.port}"
 
     async def stop(self) -> None:
         await self._server.stop(0)
@@ -150,6 +153,9 @@ class Node:
     cgroup: str = "signals"
     module: str = ""
     neighbours: list[dict[str, object]] = field(default_factory=list)
+    name: str = "node-1"
+    inside: tuple[str, ...] = ()  # a command that starts the others in another namespace
+    identity: Path | None = None
 
     @property
     def rundir(self) -> RunDir:
@@ -163,7 +169,10 @@ class Node:
             arguments = ("-m", self.module, str(self.root / f"{name}.served"), *rest)
         with (self.root / f"{name}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, *arguments, stdout=log, stderr=log
+                *(*self.inside, sys.executable, *arguments),
+                stdout=log,
+                stderr=log,
+                env=os.environ | ({tls.IDENTITY: str(self.identity)} if self.identity else {}),
             )
         self.processes[name] = process
         return process
@@ -212,8 +221,8 @@ class Node:
     async def start_agent(self) -> None:
         await self.spawn(
             "agent",
-            *("-m", "rose_cli.main", "agent", "--node", "node-1"),
-            *("--rundir", str(self.root / "run"), "--operator", f"127.0.0.1:{self.operator.port}"),
+            *("-m", "rose_cli.main", "agent", "--node", self.name),
+            *("--rundir", str(self.root / "run"), "--operator", self.operator.address),
             *("--http-host", "127.0.0.1", "--http-port", "0", "--devices", "static"),
             *("--static-replicas", str(self.root / "replicas.yaml"), "--settle-seconds", "1"),
             *self.agent_flags,

@@ -22,7 +22,7 @@ from rose_agent.pods.processes import COMPLETE_EVERY, Processes, Watcher, contai
 from rose_agent.pods.static import StaticPods
 from rose_agent.signals.snapshot import Snapshot, mapped, open_snapshot
 from rose_core.identity import GpuUuid, PodUid
-from rose_core.wire.sync import PoolPolicy
+from rose_core.wire.sync import GroupPlace, PoolPolicy
 from rose_dev.waiting import until
 
 POLICY = PoolPolicy("chat/pool", "Lend", {"app": "llm"}, 30000)
@@ -134,6 +134,32 @@ async def test_a_group_of_pods_is_one_replica(
     fake.pods = [pod(metadata={"annotations": {"leaderworkerset.sigs.k8s.io/size": written}})]
     await until(lambda: pods.synced)
     assert pods.pods([POLICY])[UID].group_size == size
+
+
+LWS = "leaderworkerset.sigs.k8s.io"
+
+
+@pytest.mark.parametrize(
+    ("labels", "place"),
+    [
+        ({"name": "llama", "group-index": "3", "worker-index": "1"}, GroupPlace("llama/3", 1, 2)),
+        ({"name": "llama", "group-index": "3", "worker-index": "0"}, GroupPlace("llama/3", 0, 2)),
+        ({"name": "llama", "group-index": "3"}, None),
+        ({"name": "llama", "group-index": "3", "worker-index": "first"}, None),
+        ({}, None),
+    ],
+)
+async def test_a_pods_place_in_its_group_is_what_leaderworkerset_wrote(
+    api: tuple[FakeApi, KubernetesPods], labels: dict[str, str], place: GroupPlace | None
+) -> None:
+    fake, pods = api
+    written = {f"{LWS}/{word}": value for word, value in labels.items()}
+    own = pod()["metadata"]["labels"]
+    fake.pods = [pod(metadata={"labels": own | written, "annotations": {f"{LWS}/size": "2"}})]
+    await until(lambda: pods.synced)
+    found = pods.pods([POLICY])[UID]
+    assert found.place == place
+    assert found.follows is (place is not None and place.index == 1)
 
 
 async def test_other_pods_are_none_of_ours(api: tuple[FakeApi, KubernetesPods]) -> None:

@@ -23,7 +23,7 @@ from rose_core.identity import PodUid
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Arrived, Health
 from rose_core.telemetry.verify import Verification
-from rose_core.wire.sync import PoolPolicy, SignalSource
+from rose_core.wire.sync import GroupPlace, PoolPolicy, SignalSource
 
 POD = PodUid("pod")
 
@@ -87,6 +87,24 @@ async def test_one_pod_of_a_group_is_refused_by_name_whatever_else_is_known_of_i
     assert alone.refusal == "SignalMissing"
     replica.pod = dataclasses.replace(replica.pod, group_size=2)
     assert replica_report(replica, verdict, 100 * S, host_alive=True).refusal == "MultiNodeReplica"
+
+
+async def test_a_pod_whose_place_in_its_group_is_known_is_reported_with_it(
+    replica: GuardedReplica,
+) -> None:
+    silent = closed(GateReason.LEADER_SILENT)
+    leads, follows = GroupPlace("llama/0", 0, 2), GroupPlace("llama/0", 1, 2)
+    replica.pod = dataclasses.replace(replica.pod, group_size=2, place=leads)
+    told = replica_report(replica, silent, 100 * S, host_alive=True)
+    assert (told.place, told.refusal) == (leads, "SignalMissing")
+    # That nothing shows its requests is no fault of a follower's.
+    replica.pod = dataclasses.replace(replica.pod, place=follows)
+    told = replica_report(replica, silent, 100 * S, host_alive=True)
+    assert told.place == follows
+    assert told.refusal != "SignalMissing"
+    replica.reader.machines = 3  # its engine knows better
+    told = replica_report(replica, silent, 100 * S, host_alive=True)
+    assert told.refusal == "MultiNodeReplica"
 
 
 async def test_without_the_tap_a_busy_engine_is_reported_as_busy(replica: GuardedReplica) -> None:

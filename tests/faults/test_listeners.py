@@ -222,11 +222,16 @@ EVERY_VERB = {verb for one in Listener if one not in NO_REQUESTS for verb in rig
 }
 
 
+# Guards ask each other by certificates, which this fleet has none of (tests/agent/test_leading.py).
+UNBOUND = {"agent": {"/rose.v1.Guard/Follow"}}
+
+
 @pytest.mark.timeout(600)
 async def test_each_verb_of_each_process_opens_to_whom_the_table_says(short_dir: Path) -> None:
     async with fleet(short_dir) as found:
         for name, listener in LISTENERS.items():
-            assert found.served(name) == rights.verbs(listener), f"{name}: a verb without a rule"
+            served = found.served(name) | UNBOUND.get(name, set())
+            assert served == rights.verbs(listener), f"{name}: a verb without a rule"
         said: list[str] = []
         for name, word in itertools.product(PORTS, WHO):
             open_to, tried, bodies = await heard(found, name, word)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime as dt
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -204,6 +204,11 @@ def issue(
         .sign(_signing_key(authority[0]), hashes.SHA256())
     )
     return _pem(key), certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def names_node(node: str, names: Collection[str]) -> bool:
+    """Whether these names of a certificate are a node's: its own, or what kubelets' say."""
+    return node in names or f"system:node:{node}" in names
 
 
 def is_signed_by(certificate: bytes, authority: bytes) -> bool:

@@ -7,6 +7,7 @@
 | ``ENROL_ROUTER`` | router | operator | the same port |
 | ``ENSURE``, ``STOP``, ``HOLD``, | guard | engine host | Unix socket on the node |
 | ``DORMANT``, ``LIMIT``, ``STATUS`` | | | |
+| ``FOLLOW`` | guard of a follower's node | guard of the leader's node | pod of that guard |
 | ``ATTACH`` | guard, dedicated engine host | router | Service of the lease's router |
 | ``DEMAND`` | operator | router | the same; each replica where there are several |
 
@@ -30,6 +31,7 @@ from rose_core.wire.host import (
     SetDormant,
     StopEngine,
 )
+from rose_core.wire.leading import Question, Word
 from rose_core.wire.routing import DemandNote, DemandRequest, EngineUpdate, RouterNote
 from rose_core.wire.sync import Notice, NoticeRequest, SyncReply, SyncRequest
 from rose_wire.rpc import Method
@@ -45,6 +47,8 @@ HOLD = Method("rose.v1.EngineHost", "Hold", HoldEngine, Accepted)
 DORMANT = Method("rose.v1.EngineHost", "Dormant", SetDormant, EngineStatus)
 LIMIT = Method("rose.v1.EngineHost", "Limit", LimitMemory, EngineStatus)
 STATUS = Method("rose.v1.EngineHost", "Status", HostStatusRequest, HostStatus)
+
+FOLLOW = Method("rose.v1.Guard", "Follow", Question, Word)
 
 ATTACH = Method("rose.v1.Router", "Attach", EngineUpdate, RouterNote)
 DEMAND = Method("rose.v1.Router", "Demand", DemandRequest, DemandNote)

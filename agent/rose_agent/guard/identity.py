@@ -81,7 +81,8 @@ class Identity:
         finally:
             await channel.close()
         certificates.window(reply.certificate)
-        certificates.keep(self._folder, {tls.KEY: key, tls.CERTIFICATE: reply.certificate})
+        files = {tls.KEY: key, tls.CERTIFICATE: reply.certificate, tls.BUNDLE: reply.authority}
+        certificates.keep(self._folder, files)
 
     def _remaining(self) -> float:
         """Seconds that the certificate in the folder is good for; 0 without one."""

@@ -9,6 +9,7 @@
 | the same, while every slot is at rest | every slot is stepped, every 130 ms |
 | a verdict's own time (a period begins, cool-down) | the replica's slots, or all, are stepped |
 | engine host's status, serving process exit, pod change, Sync reply | every slot is stepped |
+| a word of the guard whose gate a replica follows | the replica's slots are stepped at once |
 | every 500 ms | pods, watches, pollers, slots are matched with what should be |
 
 | there is | then |
@@ -33,13 +34,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.watch import DeviceWatch
 from rose_agent.guard import metrics, report, state
 from rose_agent.guard.blackbox import BlackBox
 from rose_agent.guard.gpus import look_at
+from rose_agent.guard.groups import Groups
 from rose_agent.guard.hostlink import HostLink
+from rose_agent.guard.leading import Leading
 from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.pools import Pools
 from rose_agent.guard.recorder import Recorder
@@ -53,7 +57,7 @@ from rose_agent.pods.processes import Watcher
 from rose_agent.signals.reader import Readers
 from rose_core.devices.memory import BudgetLimits
 from rose_core.guard.crossover import Schedule
-from rose_core.guard.gate import GateLimits, GateVerdict, closed, judge
+from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, closed, judge
 from rose_core.guard.grants import GrantBook
 from rose_core.guard.reasons import GateReason
 from rose_core.identity import PodUid, SlotUid
@@ -142,6 +146,7 @@ class Settings:
     Attributes:
         settle_seconds: Ready and stable for this long after a restart before lending resumes.
         crossover_seconds: length of alternating lent and withheld windows; 0 = always lend.
+        identity: folder with the node's certificate; None = it has none.
     """
 
     node: str
@@ -150,6 +155,7 @@ class Settings:
     crossover_seconds: float = 0.0
     gate: GateLimits = field(default_factory=GateLimits)
     budget: BudgetLimits = field(default_factory=BudgetLimits)
+    identity: Path | None = None
 
 
 __all__ = ["Guard", "Settings"]
@@ -259,6 +265,17 @@ class Guard:
         self._ticked_ns = time.monotonic_ns()
         self._matched, self._matched_s = False, 0.0
         self._pulse = Ticker(self._tick, TICK_SECONDS)
+        self.address = ""  # where guards of other nodes may ask
+        self.leading = Leading(
+            settings.node,
+            self._verdict_of,
+            lambda: self.grants.highest_term,
+            self._group_stopped,
+            time.monotonic_ns,
+        )
+        self.groups = Groups(
+            self.leading, self.slots, settings.token, settings.identity, self._on_word
+        )
 
     # --- events
 
@@ -308,6 +325,8 @@ class Guard:
         metrics.HIGHEST_TERM.set(self.grants.highest_term)
         if reply.pools or reply.complete:
             self.policies = reply.pools
+        if reply.complete:
+            self.groups.take(reply.groups)
         self._save()
         self.match()
 
@@ -366,29 +385,60 @@ class Guard:
 
     def _step_replica(self, uid: PodUid, now_ns: int, arrival_ns: int) -> None:
         replica = self.replicas[uid]
-        # Ranks would have to agree on a chunk before each iteration, so theirs stay whole.
-        grants = (slot.grant for slot in self.slots.values() if slot.grant is not None)
-        whole = any(grant.pod_uid == uid and grant.engine.ranks > 1 for grant in grants)
-        facts = replica.facts(now_ns, stop_pressed=self._stop_pressed, whole_chunks=whole)
+        facts = self._facts_of(replica, now_ns)
         verdict = self._verdicts[uid] = judge(facts, self.settings.gate, now_ns)
-        replica.note_known(known=facts.signal.doubt is None)
+        replica.note_known(known=facts.signal.doubt is None or facts.following is not None)
         until_ns, permitted_ns, counters = 0, 0, replica.outcomes.counters
+        leads = self.leading.leads(uid)
+        beside = leads and any(s.serves(uid) and s.computing(now_ns) for s in self.slots.values())
         for slot in self.slots.values():
             if slot.grant is not None and slot.grant.pod_uid == uid:
                 own = self.whole.judge(uid, facts) if slot.grant.whole else verdict
                 slot.step(own, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
                 slot.totals.note_replica(counters.finished, counters.exposed)
                 for after_ns, chunk_divisor in slot.take_stops():
-                    replica.outcomes.note_stop(after_ns, chunk_divisor)
+                    if not self.groups.takes_stop(uid, after_ns):
+                        replica.outcomes.note_stop(after_ns, chunk_divisor)
                 if slot.computing(now_ns):
                     until_ns = max(until_ns, own.until_ns or now_ns + _TICK_NS)
                     if not slot.grant.whole:
                         permitted_ns = max(permitted_ns, slot.permitted_until_ns)
+        if leads:
+            self.leading.note(uid, verdict, arrival_ns, own=beside)
+            until_ns = max(until_ns, self.leading.computing_until_ns(uid))
         replica.outcomes.open_time.note(until_ns, now_ns)
         replica.note_compute(permitted_ns, now_ns)
         if not self._resting():
             self._pulse.stir()
         self._timers.set(uid, self._due(verdict), now_ns)
+
+    def _facts_of(self, replica: GuardedReplica, now_ns: int) -> ReplicaFacts:
+        # Ranks would have to agree on a chunk before each iteration, and so would engines on
+        # several nodes: theirs stay whole.
+        uid = replica.pod.uid
+        grants = (slot.grant for slot in self.slots.values() if slot.grant is not None)
+        ranks = (grant.engine.ranks for grant in grants if grant.pod_uid == uid)
+        return replica.facts(
+            now_ns,
+            stop_pressed=self._stop_pressed,
+            whole_chunks=self.leading.leads(uid) or any(count > 1 for count in ranks),
+            following=self.groups.following(replica, now_ns),
+        )
+
+    def _verdict_of(self, uid: PodUid, now_ns: int) -> GateVerdict | None:
+        """How a replica's gate stands at this moment, for guards of other nodes."""
+        replica = self.replicas.get(uid)
+        if replica is None:
+            return None
+        return judge(self._facts_of(replica, now_ns), self.settings.gate, now_ns)
+
+    def _group_stopped(self, uid: PodUid, after_ns: int) -> None:
+        if (replica := self.replicas.get(uid)) is not None:
+            replica.outcomes.note_stop(after_ns, 1)
+
+    def _on_word(self, uid: PodUid, arrived_ns: int) -> None:
+        if uid in self.replicas:
+            self._step_replica(uid, time.monotonic_ns(), arrived_ns)
 
     def _resting(self) -> bool:
         return all(slot.at_rest for slot in self.slots.values())
@@ -438,6 +488,7 @@ class Guard:
             for task in tasks:
                 task.cancel()
             self.close()
+            self.groups.close()
             await self.blackbox.settle()
             for slot in self.slots.values():
                 await slot.detach()
@@ -476,6 +527,7 @@ class Guard:
         self._watcher.watch(pid for pod in pods.values() for pid in pod.pids)
         self.pools.match(self.policies)
         self._match_slots()
+        self.groups.match(self.replicas)
         look_at(self.devices, self.replicas, self.slots, self.pods.residents)
         self.whole.match(self.replicas, self.grants, stop=self._stop_pressed)
 
@@ -486,6 +538,7 @@ class Guard:
             for uid, pod in pods.items()
             if SignalSource.WIRE_TAP in self.replicas[uid].policy.allowed_signals
             and (pod.pid or not isinstance(source, KubernetesPods))
+            and not pod.follows  # nobody sends it requests
         }
         self.tap.watch(watched)
         for uid, replica in self.replicas.items():
@@ -497,7 +550,8 @@ class Guard:
         if replica.pod.instance and replica.pod.instance != pod.instance:
             self.mark_gone(replica, "serving-restart")
         replica.update(pod, policy)
-        replica.lent = any(s.serves(uid) for s in self.slots.values())
+        here = any(s.serves(uid) for s in self.slots.values())
+        replica.lent = here or self.leading.lent(uid)
         replica.check_return(self.settings.settle_seconds)
         replica.settled = self.is_settled(pod) and replica.reader.machines is not None
         if isinstance(pods, KubernetesPods):
@@ -517,7 +571,8 @@ class Guard:
             readers=self._readers,
         )
         self.replicas[uid] = replica
-        self.pollers[uid] = asyncio.create_task(replica.run())
+        if not pod.follows:  # nothing there says what its replica is doing
+            self.pollers[uid] = asyncio.create_task(replica.run())
         _log.info("guarding %s/%s of pool %s", pod.namespace, pod.name, pod.pool)
         return replica
 
@@ -607,6 +662,7 @@ class Guard:
                 self.pods.weakness if self.pods is not None else "",
             ),
             models=self.host.models,
+            guard=self.address,
             sleepless=self.whole.refusal,
         )
 

@@ -41,12 +41,14 @@ from rose_core.devices.memory import BudgetLimits
 from rose_engines.rundir import RunDir
 from rose_wire import flags, tls
 from rose_wire.observability import guarded, pages
+from rose_wire.serving import Server
 from rose_wire.token_file import TokenFile
 
 if TYPE_CHECKING:
     from rose_agent.guard.identity import Identity
 
 _log = logging.getLogger("rose.agent")
+_CERTIFICATE_SECONDS = 1.0
 
 Part = Callable[[], Coroutine[Any, Any, None]]
 """What runs as a task of the agent until it is told to end."""
@@ -75,6 +77,13 @@ def arguments() -> argparse.ArgumentParser:
         help="tls://HOST:PORT of the operator; asks for this node's certificate",
     )
     add("--identity-token-file", type=Path, help="the pod's own token, the proof for --enrol")
+    add(
+        "--guard-address",
+        type=flags.listener,
+        help="HOST:PORT on which guards of other nodes ask this one about replicas over several "
+        f"nodes; needs a certificate ({tls.IDENTITY}). Without it no such replica is lent",
+    )
+    add("--guard-host", default="", help="under which they reach it; else the --guard-address's")
     add("--http-host", default="0.0.0.0")  # noqa: S104  # scraped by Prometheus
     add("--http-port", type=flags.port, default=9101, help="0 = any")
     add("--devices", choices=["static", "nvml"], default="nvml")
@@ -154,8 +163,11 @@ async def _run(options: argparse.Namespace, factory: socket.socket) -> None:
         operator = _operator(options, guard) if options.operator else []
         for runner in await _serve(guard, options):
             stack.push_async_callback(runner.cleanup)
+        guards: list[Part] = []
+        if options.guard_address:
+            guards.append(partial(_answer_guards, guard, options))
         access = partial(devices_access.keep, guard.on_no_devices, guard.on_devices, devices)
-        beside = [*operator, *_sandboxes(options, guard.burns)]
+        beside = [*operator, *guards, *_sandboxes(options, guard.burns)]
         parts: tuple[Part, ...] = (guard.run, guard.pods.run, readers.run, access, *beside)
         tasks = [asyncio.create_task(part()) for part in parts]
         stack.push_async_callback(_ended, tasks)
@@ -169,7 +181,32 @@ def _settings(options: argparse.Namespace) -> Settings:
         options.settle_seconds,
         crossover_seconds=options.crossover_seconds,
         budget=BudgetLimits(calm_seconds=options.calm_seconds),
+        identity=tls.own_identity(),
     )
+
+
+async def _answer_guards(guard: Guard, options: argparse.Namespace) -> None:
+    """Answer guards of other nodes, once there is a certificate to be known by."""
+    identity = guard.settings.identity
+    if identity is None:
+        raise BadConfiguration(f"--guard-address needs {tls.IDENTITY} to name a folder")
+    while True:
+        try:
+            credentials = tls.server_credentials(identity, identity / tls.BUNDLE)
+            break
+        except OSError as error:  # the operator has not signed yet
+            _log.debug("no certificate for --guard-address yet: %s", error)
+            await asyncio.sleep(_CERTIFICATE_SECONDS)
+    server = Server(token=guard.settings.token, credentials=credentials)
+    guard.leading.serve_on(server)
+    port = await server.start(options.guard_address)
+    host = (options.guard_host or options.guard_address.rpartition(":")[0]).strip("[]")
+    guard.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        await asyncio.Event().wait()
+    finally:
+        guard.address = ""
+        await server.stop(0)
 
 
 def _operator(options: argparse.Namespace, guard: Guard) -> list[Part]:

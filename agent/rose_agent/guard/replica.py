@@ -21,6 +21,7 @@ from rose_agent.tap.frames import Watch
 from rose_core.devices.memory import LEAST_ENGINE_BYTES
 from rose_core.guard.compute import Compute
 from rose_core.guard.crossover import RELATIVE, Schedule
+from rose_core.guard.following import Following
 from rose_core.guard.gate import GateLimits, ReplicaFacts
 from rose_core.guard.regime import Gaps
 from rose_core.telemetry import signal as signals
@@ -134,9 +135,10 @@ class GuardedReplica:
         )
 
     @property
-    def group_size(self) -> int:
-        """Pods that are one replica: as their controller or engine says, the larger counts."""
-        return max(self.pod.group_size, self.reader.machines or 1)
+    def unplaced(self) -> bool:
+        """It is one of several pods, as controller or engine say, and nobody says which."""
+        size = max(self.pod.group_size, self.reader.machines or 1)
+        return size > (self.pod.place.size if self.pod.place is not None else 1)
 
     def signal(self, now_ns: int) -> ServingSignal:
         """What all sources together say about the requests under way."""
@@ -170,13 +172,21 @@ class GuardedReplica:
         wanted = not self.schedule.seconds and self.policy.max_increase_percent
         return RELATIVE if wanted else self.schedule
 
-    def facts(self, now_ns: int, *, stop_pressed: bool, whole_chunks: bool = False) -> ReplicaFacts:
+    def facts(
+        self,
+        now_ns: int,
+        *,
+        stop_pressed: bool,
+        whole_chunks: bool = False,
+        following: Following | None = None,
+    ) -> ReplicaFacts:
         """What the gate needs to know.
 
         Args:
             now_ns: the time.
             stop_pressed: nothing may be lent on this node.
             whole_chunks: an engine beside it cannot shorten its prefill chunks.
+            following: words of the guard whose gate it follows; None = it follows none.
         """
         return ReplicaFacts(
             signal=self.signal(now_ns),
@@ -194,6 +204,7 @@ class GuardedReplica:
             compute=self._limited(),
             objective=self.outcomes.objective(self.policy),
             predictor=self.outcomes.predictor,
+            following=following,
             certificate=self.outcomes.certificate(self.policy, whole=whole_chunks),
         )
 

@@ -59,11 +59,13 @@ def sync_request(
     host_alive: bool,
     capabilities: Mapping[str, str],
     models: tuple[NodeModel, ...] | None = None,
+    guard: str = "",
     sleepless: Callable[[GuardedReplica], Reason | None] = lambda _: None,
 ) -> SyncRequest:
     """Everything the operator hears of this node; a replica without a verdict is unknown.
 
-    ``sleepless`` says why a replica does not sleep for a loan, or does not serve yet after one.
+    ``guard`` is where other nodes' guards may ask this one; ``sleepless`` says why a replica does
+    not sleep for a loan, or does not serve yet after one.
     """
     now_ns = time.monotonic_ns()
     unknown = closed(GateReason.SIGNAL_MISSING)
@@ -86,6 +88,7 @@ def sync_request(
             "EngineHost": "" if host_alive else "the engine host does not answer",
         },
         models=models,
+        guard=guard,
     )
 
 
@@ -143,10 +146,10 @@ def replica_report(
     """One serving replica."""
     signal = replica.signal(now_ns)
     pod, counters = replica.pod, replica.outcomes.counters
-    spans = Reason.MULTI_NODE_REPLICA if replica.group_size > 1 else None
+    spans = Reason.MULTI_NODE_REPLICA if replica.unplaced else None
     refusal = word or spans or _REFUSALS.get(verdict.reason)
     source = replica.lasting_source(now_ns)
-    if refusal is None and source is None and signal.doubt is not None:
+    if refusal is None and source is None and signal.doubt is not None and not pod.follows:
         refusal = _DOUBTS[signal.doubt]
     if refusal is None and not host_alive:
         refusal = Reason.ENGINE_HOST_UNAVAILABLE
@@ -181,6 +184,7 @@ def replica_report(
         slow_requests_total=counters.slow,
         certificate=_certificate(replica),
         trial=replica.outcomes.pool.trial if replica.outcomes.pool.trial.lent else None,
+        place=pod.place,
     )
 
 

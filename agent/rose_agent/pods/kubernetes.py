@@ -27,7 +27,7 @@ from rose_agent.pods.claims import GPU_ANNOTATION, ClaimingPod, Claims
 from rose_agent.pods.model import Residents, ServingPod
 from rose_agent.pods.processes import PodProcess, Processes
 from rose_core.identity import PodUid
-from rose_core.wire.sync import PoolPolicy
+from rose_core.wire.sync import GroupPlace, PoolPolicy
 
 _log = logging.getLogger(__name__)
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -35,6 +35,10 @@ STOP_ANNOTATION = "rose-gpu.dev/stop"
 FEED_ANNOTATION = "rose-gpu.dev/load-feed-port"
 # What LeaderWorkerSet writes on every pod of a group: how many pods the group has.
 GROUP_SIZE_ANNOTATION = "leaderworkerset.sigs.k8s.io/size"
+# And which group of the set the pod is of, and its place there: 0 leads.
+GROUP_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
+GROUP_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
+WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
 _WATCH_SECONDS = 240
 _SCAN_SECONDS = 2.0
 Json = dict[str, Any]
@@ -167,6 +171,7 @@ class KubernetesPods:
             claim=self._claims.of(asked),
             feed_port=_port(annotations.get(FEED_ANNOTATION, "")),
             group_size=_group_size(annotations.get(GROUP_SIZE_ANNOTATION, "")),
+            place=_place(meta.get("labels") or {}, annotations),
         )
 
     def scheduler(self, uid: PodUid) -> int:
@@ -294,6 +299,15 @@ def _port(text: str) -> int:
 def _group_size(written: str) -> int:
     """Pods that are one replica, as their controller says."""
     return int(written) if written.isdecimal() and len(written) < 7 else 1
+
+
+def _place(labels: Json, annotations: Json) -> GroupPlace | None:
+    """The pod's place in a group of several; None where it is one by itself, or nobody says."""
+    size = _group_size(annotations.get(GROUP_SIZE_ANNOTATION, ""))
+    name, group = labels.get(GROUP_NAME_LABEL, ""), labels.get(GROUP_INDEX_LABEL, "")
+    index = labels.get(WORKER_INDEX_LABEL, "")
+    told = name and group.isdecimal() and index.isdecimal() and len(index) < 7
+    return GroupPlace(f"{name}/{group}", int(index), size) if told and size > 1 else None
 
 
 def _instance(status: Json) -> str:

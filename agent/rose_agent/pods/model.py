@@ -8,7 +8,7 @@ from typing import Protocol
 
 from rose_core.devices.ownership import Claim
 from rose_core.identity import GpuUuid, PodUid
-from rose_core.wire.sync import PoolPolicy
+from rose_core.wire.sync import GroupPlace, PoolPolicy
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class ServingPod:
         claim: its GPUs, and on whose word they are its own.
         feed_port: where its engine publishes its load (``signals.feed``), 0 = nowhere.
         group_size: pods that are one replica together, as their controller says.
+        place: among them, where their controller says that too.
     """
 
     uid: PodUid
@@ -47,6 +48,12 @@ class ServingPod:
     claim: Claim = field(default_factory=Claim)
     feed_port: int = 0
     group_size: int = 1
+    place: GroupPlace | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Another pod takes its replica's requests."""
+        return self.place is not None and self.place.index > 0
 
     @property
     def gpu_uuids(self) -> tuple[GpuUuid, ...]:

@@ -13,6 +13,9 @@ Read again whenever it was changed, so a test can do so under a running agent. F
         ready: true            # optional
         stopped: false         # optional
         feed_port: 5558        # optional; SGLang's load feed
+        group: llama/0         # optional; replica of several pods, with its place among them
+        index: 0
+        size: 2
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from rose_agent.errors import BadConfiguration
 from rose_agent.pods.model import Residents, ServingPod
 from rose_core.devices.ownership import Claim, Proof
 from rose_core.identity import GpuUuid, PodUid
-from rose_core.wire.sync import PoolPolicy
+from rose_core.wire.sync import GroupPlace, PoolPolicy
 from rose_wire import problems
 
 _log = logging.getLogger(__name__)
@@ -52,6 +55,9 @@ class StaticReplica(pydantic.BaseModel):
     ready: bool = True
     stopped: bool = False
     feed_port: int = pydantic.Field(default=0, ge=0, lt=65536)
+    group: str = ""
+    index: int = pydantic.Field(default=0, ge=0)
+    size: int = pydantic.Field(default=1, ge=1)
 
 
 class StaticReplicas(pydantic.BaseModel):
@@ -136,4 +142,6 @@ def _pod(replica: StaticReplica) -> ServingPod:
         interfaces=replica.interfaces,
         claim=Claim(replica.gpus, Proof.WRITTEN),
         feed_port=replica.feed_port,
+        group_size=replica.size,
+        place=GroupPlace(replica.group, replica.index, replica.size) if replica.group else None,
     )

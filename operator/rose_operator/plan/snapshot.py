@@ -19,6 +19,7 @@ from rose_core.devices.capabilities import Capability
 from rose_core.devices.ownership import Proof
 from rose_core.identity import LeaseUid, SlotUid
 from rose_core.lending import tenancy
+from rose_core.lending.groups import Group, unit
 from rose_core.wire.sync import MOST_MODELS, NodeModel, ReplicaReport
 from rose_operator.plan import capabilities
 from rose_operator.plan.admission import created, expiry, lending_pools
@@ -34,6 +35,19 @@ from rose_operator.plan.toggle_costs import ToggleCosts
 _DAYS = list(Day)
 _PERMILLE_PER_PERCENT = 10
 _NOTHING: frozenset[str] = frozenset()
+# Refusals by the leader of a group that are about its serving, not about its own GPU.
+_OF_ALL_PODS = frozenset(
+    {
+        Reason.SERVING_RESTARTED,
+        Reason.REPLICA_NOT_READY,
+        Reason.STOP_REQUESTED,
+        Reason.BREAKER_OPEN,
+        Reason.SIGNAL_MISSING,
+        Reason.SIGNAL_NOT_VERIFIED,
+        Reason.TELEMETRY_STALE,
+        Reason.MULTI_NODE_REPLICA,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -165,6 +179,8 @@ class Snapshots:
             for replica in self._on_node(name, node, place):
                 other = found.get(replica.uid)
                 found[replica.uid] = replica if other is None else _spanning(other, replica, world)
+        for group in world.telemetry.groups.values():
+            _gather(found, group)
         return tuple(found.values())
 
     def _on_node(
@@ -354,7 +370,32 @@ def _replica(
         device_class=report.device_class,
         models=_models(node.request.models),
         stale=place.stale,
+        group=unit(report) if report.place is not None else "",
     )
+
+
+def _gather(found: dict[str, lending.Replica], group: Group) -> None:
+    """What is so of one pod of a group and concerns them all; telemetry is its leader's."""
+    pods = [found[report.pod_uid] for _, report in group.pods]
+    leader = pods[0]
+    for one in pods:
+        # Where several nodes claim it, that stays the word.
+        refusal, text = one.refusal, one.refusal_text
+        if refusal is None and group.refusal:
+            refusal, text = Reason.MULTI_NODE_REPLICA, group.refusal
+        elif refusal is None and leader.refusal in _OF_ALL_PODS:
+            refusal, text = leader.refusal, leader.refusal_text
+        found[one.uid] = replace(
+            one,
+            ready=all(pod.ready for pod in pods),
+            stopped=one.stopped or leader.stopped,
+            stale=one.stale or leader.stale,
+            signal=leader.signal,
+            verified=leader.verified,
+            kv_permille=leader.kv_permille,
+            refusal=refusal,
+            refusal_text=text,
+        )
 
 
 def _spanning(one: lending.Replica, other: lending.Replica, world: ClusterState) -> lending.Replica:

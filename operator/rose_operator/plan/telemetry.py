@@ -5,11 +5,12 @@ Times are seconds of the operator's own monotonic clock, taken when a report arr
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from rose_core.devices.capabilities import Capability, Missing, first_missing
-from rose_core.wire.sync import ReplicaReport, SlotReport, SlotState, SyncRequest
+from rose_core.lending.groups import Group, form
+from rose_core.wire.sync import ReplicaGroup, ReplicaReport, SlotReport, SlotState, SyncRequest
 
 # Recent KV use: the weight of a new report; at a 2 s period half of the past is gone after 14 s.
 _WEIGHT = 0.1
@@ -85,6 +86,26 @@ class Telemetry:
         self.nodes: dict[str, NodeReport] = {}
         self._tallies: dict[str, deque[Tally]] = {}
         self._stopped_since: dict[str, float] = {}
+        self._placed: dict[str, SyncRequest] = {}  # nodes with pods of groups, which few have
+        self._groups: dict[str, Group] | None = {}
+        self._told: dict[str, tuple[ReplicaGroup, ...]] = {}
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """Replicas over several pods, by name."""
+        if self._groups is None:
+            self._groups = form(self._placed.values())
+            told: dict[str, list[ReplicaGroup]] = defaultdict(list)
+            for group in self._groups.values():
+                if group.told is not None:
+                    for node in {node for node, _ in group.pods}:
+                        told[node].append(group.told)
+            self._told = {node: tuple(found) for node, found in told.items()}
+        return self._groups
+
+    def groups_on(self, node: str) -> tuple[ReplicaGroup, ...]:
+        """What a node's guard hears of those that have a pod there."""
+        return self._told.get(node, ()) if self.groups else ()
 
     def record(self, request: SyncRequest, now: float) -> bool:
         """Take a report in.
@@ -96,6 +117,8 @@ class Telemetry:
         kv = _means(old.kv if old else {}, request.replicas)
         node = self.nodes[request.node] = NodeReport(request, now, kv, _essence(request))
         same = old is not None and old.essence == node.essence
+        if not same:
+            self._place(request)
         if old is not None and same:
             node.inherit(old)
         for replica in request.replicas:
@@ -107,6 +130,13 @@ class Telemetry:
                 self._stopped_since.pop(slot.slot.uid, None)
         return not same
 
+    def _place(self, request: SyncRequest) -> None:
+        placed = any(report.place is not None for report in request.replicas)
+        if placed:
+            self._placed[request.node] = request
+        if placed or self._placed.pop(request.node, None) is not None:
+            self._groups = None
+
     def silence(self, node: str, now: float) -> float:
         """Seconds since the node was heard."""
         known = self.nodes.get(node)
@@ -117,6 +147,8 @@ class Telemetry:
         gone = [name for name in self.nodes if self.silence(name, now) > after_seconds]
         for name in gone:
             del self.nodes[name]
+            if self._placed.pop(name, None) is not None:
+                self._groups = None
         pods = {report.pod_uid for node in self.nodes.values() for report in node.request.replicas}
         self._tallies = {uid: kept for uid, kept in self._tallies.items() if uid in pods}
         slots = {uid for node in self.nodes.values() for uid in node.slots}
@@ -178,6 +210,7 @@ def _essence(request: SyncRequest) -> object:
             r.gpu_uuids,
             r.gpu_proof,
             r.device_class,
+            r.place,
             lendable(r),
         )
         for r in request.replicas
@@ -185,7 +218,7 @@ def _essence(request: SyncRequest) -> object:
     slots = tuple(
         (s.slot, calm(s.state), s.version, s.digest, s.needs_bytes) for s in request.slots
     )
-    return replicas, slots, request.capabilities, request.models
+    return replicas, slots, request.capabilities, request.models, request.guard
 
 
 def lendable(report: ReplicaReport) -> int | None:

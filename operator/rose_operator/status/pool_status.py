@@ -20,6 +20,7 @@ from rose_core.api.conditions import Statement
 from rose_core.api.poolstatus import LoadShape, PoolModel
 from rose_core.guard.trial import added
 from rose_core.lending import LendingPlan, Misfit, Policy
+from rose_core.lending.groups import unit
 from rose_core.wire.sync import MOST_MODELS, NodeModel, ReplicaReport, SignalSource, Trial
 from rose_operator.plan import capabilities
 from rose_operator.plan.admission import Refusal
@@ -51,14 +52,14 @@ def pool_status(
     explanation: Explanation | None = None,
 ) -> PoolStatus:
     """Status of one pool."""
-    lent = world.lent_in.get(pool.metadata.key, frozenset())
+    uids = world.lent_in.get(pool.metadata.key, frozenset())
     reports = world.reports_of(pool.metadata.key)
-    mine = {report.pod_uid for _, report in reports}
-    qualified = sum(
-        uid in lent or plan.verdicts[uid].reason is _R.QUALIFIES
-        for uid in mine
-        if uid in plan.verdicts
-    )
+    qualified = {
+        unit(one)
+        for _, one in reports
+        if (found := plan.verdicts.get(one.pod_uid)) is not None
+        and (one.pod_uid in uids or found.reason is _R.QUALIFIES)
+    }
     stale = sum(
         world.telemetry.silence(n, world.monotonic) > policy.stale_seconds for n, _ in reports
     )
@@ -67,9 +68,9 @@ def pool_status(
     return PoolStatus(
         observed_generation=pool.metadata.generation,
         conditions=conditions(pool, statements, world.now),
-        replicas=len(reports),
-        qualified_replicas=qualified,
-        lent_replicas=len(lent),
+        replicas=len({unit(one) for _, one in reports}),
+        qualified_replicas=len(qualified),
+        lent_replicas=lent_replicas(pool, world),
         unwanted_gpus=unwanted_gpus(pool, world, plan),
         device_classes=_classes(reports),
         models=_models(world, {node for node, _ in reports}),
@@ -77,6 +78,14 @@ def pool_status(
         load=load,
         explanation=explanation,
     )
+
+
+def lent_replicas(pool: ServingPool, world: ClusterState) -> int:
+    """How many are lent; several pods of one are one."""
+    reports = world.reports_of(pool.metadata.key)
+    units: dict[str, str] = {report.pod_uid: unit(report) for _, report in reports}
+    lent = world.lent_in.get(pool.metadata.key, frozenset())
+    return len({units.get(uid, uid) for uid in lent})
 
 
 def _classes(reports: Reports) -> tuple[str, ...]:
@@ -134,7 +143,7 @@ def _pool_statements(
         _pool_ready(pool, refusal, len(reports) - stale),
         accepted(refusal),
         _fresh(len(reports), stale),
-        _verified([report for _, report in reports]),
+        _verified([one for _, one in reports if one.place is None or not one.place.index]),
         _protected(pool, world, reports),
         _certified(pool, reports),
         *capabilities.statements(pool, world, misfits),

@@ -51,7 +51,7 @@ from rose_operator.status.events import Thing, news, of_condition, of_unreadable
 from rose_operator.status.explain_requests import answer, asked, lease_summary, pool_summary
 from rose_operator.status.lease_status import lease_status
 from rose_operator.status.pass_metrics import PassMetrics
-from rose_operator.status.pool_status import pool_status
+from rose_operator.status.pool_status import lent_replicas, pool_status
 from rose_operator.status.slot_status import (
     slot_label,
     slot_report,
@@ -143,7 +143,7 @@ class Reporter:
 
     def _pool(self, pool: ServingPool, world: ClusterState, plan: LendingPlan) -> Iterator[Write]:
         key = pool.metadata.key
-        summary = pool_summary(pool, len(world.lent_in.get(key, ())), world.pool_refusals.get(key))
+        summary = pool_summary(pool, lent_replicas(pool, world), world.pool_refusals.get(key))
         status = pool_status(
             pool,
             world,

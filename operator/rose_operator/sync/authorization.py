@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from rose_wire.certificates import names_node
 from rose_wire.errors import Refused
-
-# What a certificate may call the node: its name, or what kubelets' own certificates say.
-_SPELLINGS = ("{node}", "system:node:{node}")
 
 
 def check(node: str, names: Collection[str], *, demanded: bool) -> None:
@@ -26,7 +24,7 @@ def check(node: str, names: Collection[str], *, demanded: bool) -> None:
     Raises:
         Refused: it may not; says for whom it could.
     """
-    if not demanded or any(word.format(node=node) in names for word in _SPELLINGS):
+    if not demanded or names_node(node, names):
         return
     known = ", ".join(sorted(names)) or "nobody"
     message = f"the certificate names {known}, the message speaks for node {node}"

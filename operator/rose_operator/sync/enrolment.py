@@ -150,8 +150,10 @@ class Enrolment:
             status = await self._api.review_token(request.token, AUDIENCE)
             self._check(status, request.node)
             name = f"system:node:{request.node}"
-            certificate = self._authority.sign(request.request, name)
-        return EnrolReply(certificate)
+            # The node's own name as a host: its guard listens to the guards of other nodes.
+            certificate = self._authority.sign(request.request, name, [request.node])
+            authority = self._authority.certificate()
+        return EnrolReply(certificate, authority)
 
     def _check(self, status: dict[str, object], node: str) -> None:
         user = _user(status, AUDIENCE, self._account, "agents")

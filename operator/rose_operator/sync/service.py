@@ -145,6 +145,7 @@ class SyncService:
             ),
             pools=self._policies,
             sync_period_seconds=self._period(),
+            groups=self._telemetry.groups_on(node),
         )
 
     def _routers_authority(self) -> bytes:

@@ -1,0 +1,153 @@
+"""A follower's guard asks the leader's guard, and hears when it closes.
+
+It asks while a slot is granted beside the follower. A stream on which nothing was heard for a
+second is given up for a new one, so that a healed network is used at once; the gate has long been
+closed by then. Next step: ``rose_core.guard.following`` decides what a word is good for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+
+from rose_agent.guard import metrics
+from rose_core.guard.following import ASK_NS, Following
+from rose_core.identity import PodUid
+from rose_core.wire.leading import Question, Word
+from rose_core.wire.sync import ReplicaGroup
+from rose_wire import rpc, tls
+from rose_wire.errors import WireError
+from rose_wire.services import FOLLOW
+
+_log = logging.getLogger(__name__)
+_SILENT_SECONDS = 1.0
+_REDIAL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What runs beside the follower: see ``Question``."""
+
+    lent: bool
+    computing: bool
+
+
+class FollowerLink:
+    """Follows one leader for one pod of this node.
+
+    Args:
+        group: whom to follow.
+        pod: of this node.
+        name: the pod's, for people.
+        beside: asked with every question.
+        on_word: called after each word, with when a request has closed the leader's gate, or 0.
+        token: the installation's.
+        identity: folder with this node's certificate, and the authority of nodes' certificates.
+
+    Attributes:
+        state: what is held of the leader's words.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        pod: PodUid,
+        *,
+        name: str,
+        beside: Callable[[], Beside],
+        on_word: Callable[[int], None],
+        token: str,
+        identity: Path,
+    ) -> None:
+        self.group, self.pod = group, pod
+        self.state = Following(next_number=1 + secrets.randbits(62))
+        self._name, self._beside, self._on_word = name, beside, on_word
+        self._token, self._identity = token, identity
+        self._soon = asyncio.Event()
+        self._closing, self._stopped = 0, 0
+        self._complaint = ""
+
+    def note_stopped(self) -> None:
+        """All engines beside the pod stand still since the leader closed for a request."""
+        self._stopped = self._closing
+        self._soon.set()
+
+    def show_age(self, now_ns: int) -> None:
+        """Show in the metrics how old the leader's word is."""
+        if self.state.sent_ns:
+            age = metrics.LEADER_WORD_AGE.labels(self._name)
+            age.set((now_ns - self.state.sent_ns) / 1e9)
+
+    def forget(self) -> None:
+        """Show nothing any more."""
+        with contextlib.suppress(KeyError):
+            metrics.LEADER_WORD_AGE.remove(self._name)
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        while True:
+            try:
+                channel = self._dial()
+            except OSError as error:  # no certificate yet
+                self._complain(str(error))
+            else:
+                try:
+                    await self._converse(channel)
+                except (WireError, TimeoutError) as error:
+                    self._complain(str(error) or f"silent for {_SILENT_SECONDS:.0f} s")
+                finally:
+                    await channel.close()
+            await asyncio.sleep(_REDIAL_SECONDS)
+
+    def _dial(self) -> grpc.aio.Channel:
+        authority = self._identity / tls.BUNDLE
+        credentials = tls.client_credentials(authority, self._identity)
+        # A connection of its own: one that a partition has stalled is not used again.
+        return rpc.connect(
+            self.group.guard, credentials=credentials, name=self.group.node, own=True
+        )
+
+    async def _converse(self, channel: grpc.aio.Channel) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(_SILENT_SECONDS) as patience:
+            words = rpc.converse(channel, FOLLOW, self._questions(), token=self._token)
+            async for word in words:
+                patience.reschedule(loop.time() + _SILENT_SECONDS)
+                self._complain("")
+                self._hear(word)
+
+    def _hear(self, word: Word) -> None:
+        now_ns = time.monotonic_ns()
+        before, self.state = self.state, self.state.hear(word, now_ns)
+        arrived = word.arrived and before.is_open and before.holds(now_ns)
+        if arrived:
+            self._closing = word.sequence
+        if self.state.eager or (self.state.is_open and not before.is_open):
+            self._soon.set()  # opened: the leader hears at once that engines compute here
+        self._on_word(now_ns if arrived else 0)
+
+    async def _questions(self) -> AsyncIterator[Question]:
+        while True:
+            self._soon.clear()
+            self.state, number = self.state.ask(time.monotonic_ns())
+            beside = self._beside()
+            yield Question(
+                self.group.leader, self.pod, number, beside.computing, beside.lent, self._stopped
+            )
+            # Not `wait_for`: Python 3.11's can lose a cancellation that meets the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ASK_NS / 1e9):
+                    await self._soon.wait()
+
+    def _complain(self, text: str) -> None:
+        if text and text != self._complaint:
+            _log.warning("guard of node %s at %s: %s", self.group.node, self.group.guard, text)
+        self._complaint = text

@@ -1,0 +1,179 @@
+"""Whom a leader's guard answers, by certificates; and how long its followers take to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rose_agent.guard.followerlink import Beside, FollowerLink
+from rose_agent.guard.leading import Leading
+from rose_core.guard.following import LOST_STOP_NS, STOP_WAIT_NS
+from rose_core.guard.gate import GateVerdict
+from rose_core.guard.reasons import GateReason
+from rose_core.identity import PodUid
+from rose_core.wire.leading import Question, Word
+from rose_core.wire.sync import FollowerPod, ReplicaGroup
+from rose_dev.pki import Authority
+from rose_dev.waiting import until
+from rose_wire import rpc, tls
+from rose_wire.errors import Refused, WireError
+from rose_wire.services import FOLLOW
+from tests.agent.pair import identity
+
+LEADER, POD, OTHER = PodUid("leader-pod"), PodUid("follower-pod"), PodUid("other-pod")
+OPEN = GateVerdict(open=True, reason=GateReason.IDLE, duty=1.0)
+SHUT = GateVerdict(open=False, reason=GateReason.SERVING_BUSY)
+MS = 1_000_000
+TOKEN = "word"
+
+
+@dataclass
+class Town:
+    """A leader's guard on loopback, and nodes with certificates."""
+
+    root: Path
+    authority: Authority
+    verdict: GateVerdict | None = OPEN
+    now_ns: int = 0
+    stops: list[tuple[PodUid, int]] = field(default_factory=list)
+    address: str = ""
+    credentials: dict[str, Path] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.leading = Leading(
+            "leader",
+            lambda _uid, _now: self.verdict,
+            lambda: 3,
+            lambda uid, after: self.stops.append((uid, after)),
+            lambda: self.now_ns,
+        )
+
+    def of(self, node: str) -> Path:
+        if node not in self.credentials:
+            self.credentials[node] = identity(self.authority, self.root, node)
+        return self.credentials[node]
+
+    def group(self, node: str = "follower", leads: str = "leader") -> ReplicaGroup:
+        return ReplicaGroup(LEADER, leads, self.address, (FollowerPod(POD, node),))
+
+    async def ask(self, node: str, question: Question, token: str = TOKEN) -> Word:
+        folder = self.of(node)
+        credentials = tls.client_credentials(folder / tls.BUNDLE, folder)
+        channel = rpc.connect(self.address, credentials=credentials, name="leader", own=True)
+
+        async def one() -> AsyncIterator[Question]:
+            yield question
+
+        try:
+            async with asyncio.timeout(20):
+                async for word in rpc.converse(channel, FOLLOW, one(), token=token):
+                    return word
+        finally:
+            await channel.close()
+        raise AssertionError("the stream ended without a word")
+
+    @contextlib.asynccontextmanager
+    async def follows(self, beside: Callable[[], Beside]) -> AsyncIterator[FollowerLink]:
+        """A follower's real link to it."""
+        link = FollowerLink(
+            self.group(),
+            POD,
+            name="pod",
+            beside=beside,
+            on_word=lambda _: None,
+            token=TOKEN,
+            identity=self.of("follower"),
+        )
+        task = asyncio.create_task(link.run())
+        try:
+            yield link
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+async def town(tmp_path: Path) -> AsyncIterator[Town]:
+    found = Town(tmp_path, Authority(tmp_path / "pki"))
+    own = found.of("leader")
+    server = rpc.Server(token=TOKEN, credentials=tls.server_credentials(own, own / tls.BUNDLE))
+    found.leading.serve_on(server)
+    found.address = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
+    found.leading.match([found.group()])
+    yield found
+    await server.stop(0)
+
+
+ASKED = Question(LEADER, POD, 17)
+
+
+async def test_a_follower_hears_how_the_leaders_gate_stands(town: Town) -> None:
+    word = await town.ask("follower", ASKED)
+    assert (word.open, word.reason, word.number, word.term) == (True, "Idle", 17, 3)
+    assert word.lease_ns == 140 * MS
+    town.verdict = SHUT
+    word = await town.ask("follower", ASKED)
+    assert (word.open, word.reason, word.lease_ns) == (False, "ServingBusy", 0)
+    town.verdict = None  # the leader's pod is gone
+    assert not (await town.ask("follower", ASKED)).open
+
+
+async def test_nobody_else_is_answered(town: Town) -> None:
+    with pytest.raises(Refused, match="certificate names stranger"):
+        await town.ask("stranger", ASKED)
+    with pytest.raises(Refused, match="does not follow pod leader-pod"):
+        await town.ask("follower", Question(LEADER, OTHER, 1))
+    with pytest.raises(Refused, match="does not follow pod other-pod"):
+        await town.ask("follower", Question(OTHER, POD, 1))
+    with pytest.raises(Refused, match="bearer token"):
+        await town.ask("follower", ASKED, token="guess")
+    foreign = Town(town.root / "abroad", Authority(town.root / "abroad" / "pki"))
+    foreign.address = town.address
+    with pytest.raises(WireError):  # a certificate of another authority
+        await foreign.ask("follower", ASKED)
+
+
+async def test_a_node_that_does_not_lead_answers_nobody(town: Town) -> None:
+    town.leading.match([town.group(leads="elsewhere")])
+    with pytest.raises(Refused):
+        await town.ask("follower", ASKED)
+    town.leading.match([])
+    with pytest.raises(Refused):
+        await town.ask("follower", ASKED)
+
+
+async def test_a_stop_counts_until_the_follower_says_that_it_stands(town: Town) -> None:
+    computing = Beside(lent=True, computing=True)
+    async with town.follows(lambda: computing) as link:
+        await until(lambda: town.leading.computing_until_ns(LEADER) > town.now_ns)
+        assert town.leading.lent(LEADER)
+        town.leading.note(LEADER, OPEN, 0, own=False)
+        await until(lambda: link.state.is_open)
+        town.verdict, arrived_ns, town.now_ns = SHUT, 1, 2 * MS
+        town.leading.note(LEADER, SHUT, arrived_ns, own=True)
+        assert town.leading.takes_stop(LEADER, 5 * MS)  # the leader's own engine
+        await until(lambda: not link.state.is_open)
+        assert town.stops == []
+        town.now_ns = 30 * MS + arrived_ns
+        link.note_stopped()
+        await until(lambda: bool(town.stops))
+    assert town.stops == [(LEADER, 30 * MS)]
+    assert not town.leading.takes_stop(LEADER, 5 * MS)
+
+
+async def test_a_follower_that_is_lost_counts_as_what_any_death_may_take(town: Town) -> None:
+    computing = Beside(lent=True, computing=True)
+    async with town.follows(lambda: computing):
+        await until(lambda: town.leading.computing_until_ns(LEADER) > town.now_ns)
+        town.leading.note(LEADER, OPEN, 0, own=False)
+        town.verdict = SHUT
+        town.leading.note(LEADER, SHUT, 1, own=False)
+    town.now_ns = STOP_WAIT_NS + 1
+    town.leading.note(LEADER, SHUT, 0, own=False)
+    assert town.stops == [(LEADER, LOST_STOP_NS)]
+    await until(lambda: not town.leading.lent(LEADER))
