@@ -67,7 +67,11 @@ class Groups:
         self._told = {one.pod: group for group in groups for one in group.followers}
 
     def match(self, replicas: Mapping[PodUid, GuardedReplica]) -> None:
-        """Follow whom there is to follow, and nobody else."""
+        """Follow whom there is to follow, and nobody else.
+
+        Raises:
+            Exception: whatever has ended a link; the guard ends with it, as with its own loop.
+        """
         granted = {slot.grant.pod_uid for slot in self._slots.values() if slot.grant is not None}
         wanted = {
             uid: self._told[uid]
@@ -75,6 +79,8 @@ class Groups:
             if replica.pod.follows and uid in self._told and uid in granted
         }
         for uid, held in list(self._links.items()):
+            if held.task.done():
+                held.task.result()
             if wanted.get(uid) != held.link.group:
                 self._links.pop(uid).end()
         for uid in set(wanted) - set(self._links):

@@ -37,7 +37,7 @@ class _Stream:
 
     Attributes:
         computing_until_ns: how far its engines may compute, by what it was told; 0 = they do not.
-        stopped: the closing word for which its engines stand still.
+        closed: sequence of the closing word after which they have not been said to stand; 0 = none.
     """
 
     leader: PodUid = PodUid("")
