@@ -47,7 +47,7 @@ _OPEN_QUESTIONS = WORD_NS // ASK_NS + 2
 
 
 @dataclass(frozen=True)
-class Following:
+class HeldWord:
     """What a follower's guard holds of the leader's words.
 
     Attributes:
@@ -78,13 +78,13 @@ class Following:
         """Whether there is a word; a clock that has gone backwards has none."""
         return self.sent_ns <= now_ns < self.until_ns
 
-    def ask(self, now_ns: int) -> tuple[Following, int]:
+    def ask(self, now_ns: int) -> tuple[HeldWord, int]:
         """With one question more, sent now; and its number."""
         number = self.next_number
         asked = (*self.asked, (number, now_ns))[-_OPEN_QUESTIONS:]
         return replace(self, next_number=number + 1, asked=asked, eager=False), number
 
-    def hear(self, word: Word, now_ns: int) -> Following:
+    def hear(self, word: Word, now_ns: int) -> HeldWord:
         """After a word of the leader's guard."""
         if not word.open:
             return self._close(word, now_ns)
@@ -101,7 +101,7 @@ class Following:
             until_ns=sent_ns + max(0, min(word.lease_ns, WORD_NS)),
         )
 
-    def _close(self, word: Word, now_ns: int) -> Following:
+    def _close(self, word: Word, now_ns: int) -> HeldWord:
         """Any closing word closes; only one that is newer than all others is remembered as such."""
         state = self._took(word) if self._is_newer(word) else self
         sent_ns = dict(self.asked).get(word.number, now_ns)
@@ -120,7 +120,7 @@ class Following:
             return word.sequence > self.sequence
         return word.number > self.answered  # of another process: by what it answers
 
-    def _took(self, word: Word) -> Following:
+    def _took(self, word: Word) -> HeldWord:
         done = max(self.answered, word.number)
         return replace(
             self,

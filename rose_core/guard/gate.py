@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from rose_core.guard.certificate import Certificate
 from rose_core.guard.compute import Compute
-from rose_core.guard.following import Following
+from rose_core.guard.following import HeldWord
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Objective, Slack, measure
@@ -78,7 +78,7 @@ class ReplicaFacts:
     cool_down_ns: int | None = None
     compute: Compute = field(default_factory=Compute)
     certificate: Certificate | None = None
-    following: Following | None = None
+    following: HeldWord | None = None
     objective: Objective = field(default_factory=Objective)
     predictor: Predictor = field(default_factory=Predictor)
 
@@ -158,7 +158,7 @@ def _barred(facts: ReplicaFacts) -> GateReason | None:
     return next((reason for applies, reason in rules if applies), None)
 
 
-def _followed(word: Following, now_ns: int) -> GateVerdict:
+def _followed(word: HeldWord, now_ns: int) -> GateVerdict:
     if not word.holds(now_ns):
         return closed(GateReason.LEADER_SILENT)
     if not word.is_open:

@@ -14,8 +14,8 @@ from rose_core.guard.following import (
     LOST_STOP_NS,
     STOP_WAIT_NS,
     WORD_NS,
-    Following,
     GroupStop,
+    HeldWord,
     answer,
 )
 from rose_core.guard.gate import GateLimits, judge
@@ -36,13 +36,13 @@ def word(
     return Word(boot, term, sequence, number, is_open, reason.value, lease)
 
 
-def opened(now_ns: int = NOW) -> Following:
+def opened(now_ns: int = NOW) -> HeldWord:
     """A follower that asked at NOW and was answered at once."""
-    state, number = Following(next_number=7).ask(NOW)
+    state, number = HeldWord(next_number=7).ask(NOW)
     return state.hear(word(number, 1), now_ns)
 
 
-def gate(state: Following, now_ns: int) -> tuple[bool, GateReason]:
+def gate(state: HeldWord, now_ns: int) -> tuple[bool, GateReason]:
     verdict = judge(facts(UNSEEN, following=state), GateLimits(), now_ns)
     return verdict.open, verdict.reason
 
@@ -61,7 +61,7 @@ def test_a_word_counts_from_the_question_and_not_from_when_it_came() -> None:
 
 
 def test_nobody_has_spoken_yet() -> None:
-    assert gate(Following(), NOW) == (False, GateReason.LEADER_SILENT)
+    assert gate(HeldWord(), NOW) == (False, GateReason.LEADER_SILENT)
 
 
 def test_a_closing_word_closes_at_once_for_the_leaders_reason() -> None:
@@ -122,7 +122,7 @@ def test_no_lease_is_longer_than_a_permit_or_than_the_leaders_own() -> None:
     assert (told(NOW).open, told(NOW).lease_ns) == (False, 0)
     assert (told(0, is_open=False).open, told(0, is_open=False).lease_ns) == (False, 0)
     longer = msgspec.structs.replace(word(7, 1), lease_ns=S)
-    state, _ = Following(next_number=7).ask(NOW)
+    state, _ = HeldWord(next_number=7).ask(NOW)
     assert state.hear(longer, NOW).until_ns == NOW + WORD_NS
 
 
@@ -147,7 +147,7 @@ class Network:
     def __init__(self, offset_ns: int) -> None:
         self.offset_ns = offset_ns  # of the leader's clock
         self.now_ns = NOW
-        self.state = Following(next_number=1000)
+        self.state = HeldWord(next_number=1000)
         self.leader_open, self.boot, self.sequence, self.starts = True, "boot0", 0, 0
         self.given_ns: list[int] = []  # when the leader gave an open word
         self.flying: list[tuple[int, Word | tuple[int, list[int]]]] = []
@@ -180,7 +180,7 @@ class Network:
             self.starts += 1
             self.boot, self.sequence = f"boot{self.starts}", 0
         else:
-            self.state = Following(next_number=1000 * (len(self.given_ns) + 2) + self.now_ns)
+            self.state = HeldWord(next_number=1000 * (len(self.given_ns) + 2) + self.now_ns)
 
     def until(self, then_ns: int) -> None:
         while due := sorted((one for one in self.flying if one[0] <= then_ns), key=lambda x: x[0]):
@@ -219,7 +219,7 @@ def test_no_permit_outlasts_the_last_open_word_in_any_network(
 
 @given(st.lists(st.integers(0, 70), min_size=10, max_size=40))
 def test_a_gate_that_is_open_stays_open_over_any_round_trip_within_75_ms(late: list[int]) -> None:
-    state, heard_ns = Following(), 0
+    state, heard_ns = HeldWord(), 0
     for turn, millis in enumerate(late):
         asked_ns = NOW + turn * ASK_NS
         state, number = state.ask(asked_ns)

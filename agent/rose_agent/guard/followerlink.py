@@ -19,7 +19,7 @@ from pathlib import Path
 import grpc.aio
 
 from rose_agent.guard import metrics
-from rose_core.guard.following import ASK_NS, Following
+from rose_core.guard.following import ASK_NS, HeldWord
 from rose_core.identity import PodUid
 from rose_core.wire.leading import Question, Word
 from rose_core.wire.sync import ReplicaGroup
@@ -68,7 +68,7 @@ class FollowerLink:
         identity: Path,
     ) -> None:
         self.group, self.pod = group, pod
-        self.state = Following(next_number=1 + secrets.randbits(62))
+        self.state = HeldWord(next_number=1 + secrets.randbits(62))
         self._name, self._beside, self._on_word = name, beside, on_word
         self._token, self._identity = token, identity
         self._soon = asyncio.Event()

@@ -19,11 +19,11 @@ from rose_agent.guard.followerlink import Beside, FollowerLink
 from rose_agent.guard.leading import Leading
 from rose_agent.guard.replica import GuardedReplica
 from rose_agent.guard.slot import GuardedSlot
-from rose_core.guard.following import Following
+from rose_core.guard.following import HeldWord
 from rose_core.identity import PodUid, SlotUid
 from rose_core.wire.sync import ReplicaGroup
 
-_SILENT = Following()
+_SILENT = HeldWord()
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Groups:
             computing=any(slot.computing(now_ns) for slot in here),
         )
 
-    def following(self, replica: GuardedReplica, now_ns: int) -> Following | None:
+    def following(self, replica: GuardedReplica, now_ns: int) -> HeldWord | None:
         """What is held of the words of its leader; None = it leads, or is one pod by itself."""
         if not replica.pod.follows:
             return None
