@@ -17,7 +17,7 @@ LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
 .PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-computing test-engines test-cluster test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal sandbox-adapters test-clients
+	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal reasoning-gym sandbox-adapters test-clients
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -223,6 +223,11 @@ areal: venv  ## AReaL's own engine, executor and workflows drive a router; an en
 		hydra-core==1.4.0.dev1 lark omegaconf==2.4.0.dev2 openai orjson pillow pybase64 ray requests tenacity
 	@VIRTUAL_ENV=$(ROSE_CACHE)/areal $(UV) pip install -q --no-deps areal==1.0.4 torchdata
 	$(ROSE_CACHE)/areal/bin/pytest -v -n 0 tests/router/test_areal_client.py $(ARGS)
+
+reasoning-gym: venv  ## reasoning-gym's questions over a lease, its verifier as a reward function; a folder of its own (cached)
+	@test -d $(ROSE_CACHE)/reasoning-gym || $(UV) pip install -q -p $(BIN)/python --target $(ROSE_CACHE)/reasoning-gym reasoning-gym==0.1.25
+	@cp examples/reasoning_gym/checks.py $(ROSE_CACHE)/reasoning-gym/
+	$(BIN)/pytest -v -n 0 tests/examples/test_reasoning_gym.py $(ARGS)
 
 # Their own packages come first: a harness may need an older one of what the tests have.
 sandbox-adapters: venv sandbox  ## harnesses' own modules (SWE-ReX, verifiers) run on real sandboxes (cached; root, Debian)

@@ -7,6 +7,7 @@
 | what rewards add to a step, by part and by how the trainer takes groups | virtual time |
 | 10,000 rewards while gateway and workers are killed | real processes |
 | 10,000 lines while router, batches and engines are killed | real processes, fake engines |
+| 10,000 lines while gates move as bursts make production's guard move them | the same |
 
 Ends with 1 when a reward or a line was lost, doubled or silently 0.
 """
@@ -18,7 +19,7 @@ import asyncio
 import sys
 
 from bench.record import Figure, figure, record
-from bench.rewards import hedging, killed, scaling, steps
+from bench.rewards import bursts, hedging, killed, scaling, steps
 
 _TARGETS_S, _COLD_S, _MOST = (15.0, 30.0), 3.0, 512
 
@@ -66,6 +67,21 @@ def _told(name: str, found: killed.Killed, wrong: tuple[str, ...]) -> list[Figur
     ]
 
 
+def _burst(found: bursts.Burst) -> list[Figure]:
+    told = "lines under bursts: "
+    return [
+        figure(f"{told}asked", found.asked, "times"),
+        *(
+            figure(f"{told}{how}", found.wrong[how], "times", at_most=0)
+            for how in ("lost", "doubled")
+        ),
+        figure(f"{told}gates shut", found.closures, "times"),
+        figure(f"{told}gates shut, of the engines' time", found.shut_share, "share"),
+        figure(f"{told}iterations begun behind a shut gate", found.begun_shut, "times", at_most=0),
+        figure(f"{told}took", found.seconds, "s"),
+    ]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure; 1 when something was lost, doubled or silently 0."""
     given = flags().parse_args(argv)
@@ -79,6 +95,9 @@ def main(argv: list[str] | None = None) -> int:
         found = asyncio.run(killed.batch(given.lines, given.seed))
         wrong += found.wrong.total()
         figures += _told("lines", found, ("lost", "doubled"))
+        met = asyncio.run(bursts.batch(given.lines, given.seed))
+        wrong += met.wrong.total() + met.begun_shut
+        figures += _burst(met)
     if given.seconds:
         figures += scaled(given.seconds, given.seed)
         figures += hedging.figures(given.seed)

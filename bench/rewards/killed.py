@@ -55,7 +55,8 @@ class Killed:
 
 
 @contextlib.asynccontextmanager
-async def _running(*processes: Process) -> AsyncIterator[None]:
+async def running(*processes: Process) -> AsyncIterator[None]:
+    """Start processes, and kill them in the end."""
     async with contextlib.AsyncExitStack() as stack:
         for one in processes:
             stack.push_async_callback(one.kill)
@@ -130,7 +131,7 @@ async def rewards(count: int, seed: int) -> Killed:
             folder, "rewards", f"--functions={_written(folder)}", "--workers=4",
             f"--folder={folder / 'kept'}", f"--address=127.0.0.1:{port}",
         )  # fmt: skip
-        async with _running(gateway), aiohttp.ClientSession() as session:
+        async with running(gateway), aiohttp.ClientSession() as session:
             url = f"http://127.0.0.1:{port}/v1/rewards"
             asking = _Asking(url, gateway, session, found, random.Random(seed))
             killer = asyncio.create_task(asking.kill())
@@ -174,7 +175,7 @@ async def batch(count: int, seed: int) -> Killed:
             f"--address=127.0.0.1:{port}", f"--token-file={secret}", "--lines=128",
         )  # fmt: skip
         async with (
-            _running(router, batches),
+            running(router, batches),
             aiohttp.ClientSession() as http,
             engine_of(attach, "first", 64) as first,
             engine_of(attach, "second", 64) as second,

@@ -18,11 +18,13 @@ from rose_simulate.model.fleet import FleetOutcome
 from rose_simulate.model.outcome import Interval, RunOutcome, paired_ratio
 from rose_simulate.model.run import ledger
 from rose_simulate.model.scenario import Regime
-from rose_simulate.study import PRICES, Result, Row, per_violation
+from rose_simulate.study import PRICES, READINGS, Result, Row, per_violation
 
 # Studies whose scenarios differ in one thing.
 _ACROSS = frozenset({"agents", "attention", "eager", "freshness", "tail", "mps"})
 _KINDS = frozenset({"mixed"})  # studies in which dedicated and borrowed devices differ
+_BRIEF = frozenset({"rewards"})  # studies of many scenarios, of which two tables say it all
+_STREAMS = "-streams"  # how a scenario ends that differs from another one in that alone
 _GATES = frozenset({"attribution"})  # studies that compare at equal harm to serving
 _ORDER = ("fixed", "rose-paper", "rose-paper-dedicated", "ours")
 
@@ -40,6 +42,9 @@ def page(
 ) -> Page:
     """The page of one study; ``chosen`` are the flags that made it."""
     made = Page(f"# Study {title}\n\n{says} Made by `rose simulate study {name}{chosen}`.\n")
+    if name in _BRIEF:
+        _brief([one for one in found if isinstance(one, Result)], made)
+        return made
     for one in found:
         if isinstance(one, FleetResult):
             _fleet(name, one, made)
@@ -49,6 +54,91 @@ def page(
     if len(events) > 1 and name in _ACROSS:
         _across(events, made)
     return made
+
+
+def _brief(found: Sequence[Result], made: Page) -> None:
+    """Production against the paper's rules, and what a trainer that streams brings each regime."""
+    told = {(one.seconds, one.seeds) for one in found}
+    made.text += "".join(
+        f"\n{seconds:g} s counted, seeds {', '.join(map(str, seeds))}.\n" for seconds, seeds in told
+    )
+    made.text += (
+        "\n## `ours`\n\nRatios of useful tokens, paired by seed, with 95 % intervals. Of the "
+        "paper's rules the better reading that was run.\n\n"
+        "| scenario | derate | useful tok/s | step | x fixed | x the paper's rules "
+        "| added violations | TTFT p50, P99 x alone |\n|---|---|---|---|---|---|---|---|\n"
+    )
+    above = below = cells = 0
+    for one in found:
+        for row in one.rows:
+            if row.regime != Regime.OURS:
+                continue
+            cells += 1
+            ours, best = _of(one, row), _paper(one, row)
+            ratio = None if best is None else paired_ratio(_tokens(ours), _tokens(_of(one, best)))
+            above += ratio is not None and (ratio.low or 0.0) > 1
+            below += ratio is not None and ratio.high is not None and ratio.high < 1
+            read = "" if best is None or ratio is None else f"{_shown(ratio)} (`{best.regime}`)"
+            made.text += (
+                f"| {one.scenario} | {row.derate:g} | {row.useful_tokens_per_s:.0f} "
+                f"| {_step(ours)} | {_shown(row.throughput)} | {read} "
+                f"| {row.added_violations} of {row.requests} "
+                f"| {_times(row.ttft_p50_ratio)}, {_times(row.ttft_p99_ratio)} |\n"
+            )
+    made.text += (
+        f"\nMore tokens than the paper's rules are shown in {above} of {cells} rows, fewer in "
+        f"{below}: there the interval does not hold 1.\n"
+    )
+    _streamed(found, made)
+
+
+def _streamed(found: Sequence[Result], made: Page) -> None:
+    """A trainer that streams beside one that does not, regime by regime."""
+    by_name = {one.scenario: one for one in found}
+    regimes = list(dict.fromkeys(row.regime for one in found for row in one.rows))
+    made.text += (
+        "\n## A trainer that streams\n\nUseful tokens, x the same trainer that takes the whole "
+        "batch, paired by seed.\n\n"
+        f"| scenario | derate | {' | '.join(f'`{one}`' for one in regimes)} "
+        f"| step of `ours`, whole and streamed |\n|---|---|{'---|' * len(regimes)}---|\n"
+    )
+    gains = cells = 0
+    for name, whole in by_name.items():
+        parts = by_name.get(name + _STREAMS)
+        if parts is None:
+            continue
+        for derate in dict.fromkeys(row.derate for row in whole.rows):
+            shown, steps = [], ""
+            for regime in regimes:
+                rows = [r for r in whole.rows if (r.regime, r.derate) == (regime, derate)]
+                base, ours = (_of(one, rows[0]) if rows else [] for one in (whole, parts))
+                if not base or len(base) != len(ours):
+                    shown.append("")
+                    continue
+                ratio = paired_ratio(_tokens(ours), _tokens(base))
+                cells, gains = cells + 1, gains + ((ratio.low or 0.0) > 1)
+                shown.append(_shown(ratio))
+                if regime == Regime.OURS:
+                    steps = f"{_step(base)}, {_step(ours)}"
+            made.text += f"| {name} | {derate:g} | {' | '.join(shown)} | {steps} |\n"
+    made.text += f"\nA gain is shown in {gains} of {cells} cells.\n"
+
+
+def _paper(one: Result, row: Row) -> Row | None:
+    """The reading of the paper's rules that gave more useful tokens there; None = none was run."""
+    cell = [r for r in one.rows if (r.derate, r.slowdown) == (row.derate, row.slowdown)]
+    read = [r for r in cell if r.regime in READINGS]
+    return max(read, key=lambda r: r.useful_tokens_per_s, default=None)
+
+
+def _tokens(ones: Sequence[RunOutcome]) -> list[float]:
+    return [_useful(one) for one in ones]
+
+
+def _step(ones: Sequence[RunOutcome]) -> str:
+    """Mean over seeds of the first job's step."""
+    steps = [one.jobs[0].step_s for one in ones if one.jobs[0].step_s]
+    return f"{sum(steps) / len(steps):.0f} s" if steps else ""
 
 
 def _across(found: Sequence[Result], made: Page) -> None:

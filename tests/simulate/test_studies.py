@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rose_core.accounting.charts import Line, Row, intervals, lines, ticks
+from rose_core.stats import paired_ratio
 from rose_simulate.model.scenario import Nodes, Regime
 from rose_simulate.pages import page
 from rose_simulate.reading import read_scenario
@@ -33,6 +34,31 @@ def test_a_page_compares_with_the_paper_and_equal_results_give_equal_pages() -> 
     shown = [float(cell) for cell in costs.split("\n")[0].rstrip(" |").split(" | ")]
     assert shown == sorted(shown)
     assert shown[0] < shown[-1]
+
+
+def test_a_page_of_many_scenarios_says_what_streaming_brings_and_how_often_it_is_shown() -> None:
+    regimes = (Regime.FIXED, Regime.ROSE_PAPER_DEDICATED, Regime.OURS)
+    rounds = {"staleness": 0, "batch_groups": 2, "surplus": 0.5}
+    found = []
+    for name, streams in (("r", False), ("r-streams", True)):
+        told = scenario(seeds=(1, 2), regimes=regimes)
+        jobs = tuple(job.model_copy(update=rounds | {"streams": streams}) for job in told.jobs)
+        changed = told.model_copy(update={"name": name, "jobs": jobs})
+        found.append(study(changed, MATERIAL, [0.5], lambda _one: None))
+    text = page("rewards", "(x)", "Says.", found).text
+    ours = [one.useful_tokens_per_s for one in found[0].outcomes if one.regime == Regime.OURS]
+    assert f"| r | 0.5 | {sum(ours) / 2:.0f} |" in text
+    assert "(`rose-paper-dedicated`)" in text
+    streamed = text.split("## A trainer that streams")[1]
+    (row,) = [line for line in streamed.splitlines() if line.startswith("| r |")]
+    both = [
+        [one.useful_tokens_per_s for one in result.outcomes if one.regime == Regime.OURS]
+        for result in found
+    ]
+    ratio = paired_ratio(both[1], both[0])
+    assert f"{ratio.mean:.2f} [" in row.split(" | ")[4]
+    assert "A gain is shown in" in streamed
+    assert "of 3 cells" in streamed
 
 
 def test_a_page_says_which_kind_of_work_went_to_which_kind_of_engine() -> None:

@@ -1,0 +1,182 @@
+"""A batch on engines whose gates a serving burst shuts, as production's guard would.
+
+The guard of the simulator is production's. It meets the arrivals of ``normal`` (a conversation
+trace) on replicas that lend; when it opens and shuts their gates is played here again, to the
+second, to real processes: a router, ``rose batches``, and fake engines that compute only while
+their gate is open. What lines cost serving is not in it: an engine's gate does not ask what it
+computes, and ``make bench-guard`` measures that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+
+from bench.rewards.killed import running
+from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_dev.owners import owner
+from rose_engines.fake.scheduler import FakeScheduler
+from rose_engines.fake.server import FakeServer
+from rose_engines.session import WeightSession
+from rose_simulate.model.clock import SECOND
+from rose_simulate.model.regimes import RULES
+from rose_simulate.model.scenario import Regime, Scenario
+from rose_simulate.model.simulation import Simulation
+from rose_simulate.reading import read_material, read_scenario
+from rose_simulate.studies import SCENARIOS
+from rose_wire.ports import free_ports
+from tests.batches.helpers import Caller
+from tests.batches.processes import COMPLETIONS, Process, check_answers, token_file
+from tests.router.conftest import LEASE, VERSION
+
+_SCENARIO: Final = "normal"
+_ENGINES: Final = 2
+_WARM_S, _PLAYED_S, _LOOK_S = 120.0, 120.0, 0.005
+_TOKEN_S: Final = 0.005
+
+Moves = list[tuple[float, bool]]
+"""Seconds from the beginning, and whether the gate opens."""
+
+
+@dataclass
+class Burst:
+    """What came of a batch.
+
+    Attributes:
+        wrong: lines by how.
+        closures: gates that were shut.
+        shut_share: of the engines' time.
+        begun_shut: iterations that an engine began while its gate was shut.
+    """
+
+    asked: int
+    seconds: float = 0.0
+    closures: int = 0
+    shut_share: float = 0.0
+    begun_shut: int = 0
+    wrong: Counter[str] = field(default_factory=Counter)
+
+
+def gates(seed: int) -> list[Moves]:
+    """When production's guard opens and shuts the gates of the busiest replicas that lend."""
+    path = SCENARIOS / f"{_SCENARIO}.yaml"
+    told = read_scenario(path)
+    if not isinstance(told, Scenario):
+        raise TypeError(path)
+    world = Simulation(told, RULES[Regime.OURS], seed, read_material(path, told))
+    world.clock.run(round(_WARM_S * SECOND))
+    found: list[Moves] = [[(0.0, one.gate.is_open)] for one in world.replicas]
+    for look in range(1, round(_PLAYED_S / _LOOK_S)):
+        world.clock.run(round((_WARM_S + look * _LOOK_S) * SECOND))
+        for moves, one in zip(found, world.replicas, strict=True):
+            if moves[-1][1] != one.gate.is_open:
+                moves.append((look * _LOOK_S, one.gate.is_open))
+    return sorted(found, key=len)[-_ENGINES:]
+
+
+@contextlib.asynccontextmanager
+async def _engine(attach: int, name: str, moves: Moves, burst: Burst) -> AsyncIterator[None]:
+    """A fake engine whose gate moves again and again as it did."""
+    is_open = moves[0][1]
+    scheduler = FakeScheduler(
+        WeightSession({}, VERSION), lambda: is_open, token_seconds=_TOKEN_S, max_running=64
+    )
+    runner = web.AppRunner(FakeServer(scheduler).application(), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    said = EngineUpdate(
+        name, EngineKind.BORROWED, LEASE, url, gate_open=is_open, cap=64, version=VERSION
+    )
+
+    async def play() -> None:
+        nonlocal is_open
+        began = time.monotonic()
+        shut_at = 0
+        while True:
+            for at_s, opens in moves:
+                await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
+                if opens == is_open:
+                    continue
+                is_open = opens
+                if opens:
+                    # The iteration under way when the gate shut may end, and none may begin.
+                    begun = scheduler.counters.iterations - shut_at
+                    burst.begun_shut += max(0, begun - 1)
+                else:
+                    shut_at = scheduler.counters.iterations
+                    burst.closures += 1
+                mine.say(gate_open=opens)
+            began += _PLAYED_S
+
+    async with owner(attach, said, "secret") as mine:
+        task = asyncio.create_task(play())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await runner.cleanup()
+
+
+async def batch(count: int, seed: int) -> Burst:
+    """A batch of so many lines, while gates move."""
+    burst, moves = Burst(count), gates(seed)
+    burst.shut_share = sum(map(_shut_s, moves)) / (_PLAYED_S * len(moves))
+    with tempfile.TemporaryDirectory(prefix="rose-bench-bursts-") as name:
+        folder = Path(name)
+        http_port, attach, port = free_ports(3)
+        secret = folder / "secret"
+        secret.write_text("secret\n")
+        url = f"http://127.0.0.1:{http_port}"
+        router = Process(
+            folder, "router", f"--lease={LEASE}", f"--http-address=127.0.0.1:{http_port}",
+            f"--attach-address=127.0.0.1:{attach}", f"--token-file={secret}",
+            f"--batches=http://127.0.0.1:{port}", f"--batches-token-file={secret}",
+        )  # fmt: skip
+        batches = Process(
+            folder, "batches", f"--router={url}", f"--folder={folder / 'kept'}",
+            f"--address=127.0.0.1:{port}", f"--token-file={secret}", "--lines=128",
+        )  # fmt: skip
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(running(router, batches))
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            team = Caller(url, http, {})
+            while not await _up(http, url):  # noqa: ASYNC110  # other processes
+                await asyncio.sleep(0.05)
+            for number, one in enumerate(moves):
+                engine = _engine(attach, f"engine-{number}", one, burst)
+                await stack.enter_async_context(engine)
+            began = time.monotonic()
+            made = await team.begin(token_file(count), endpoint=COMPLETIONS)
+            ended = await team.ended(made)
+            burst.seconds = time.monotonic() - began
+            lines = await team.lines(ended["output_file_id"])
+    names = Counter(one["custom_id"] for one in lines)
+    burst.wrong["lost"] = count - len(names)
+    burst.wrong["doubled"] = names.total() - len(names)
+    if not burst.wrong.total():
+        check_answers(lines, count)
+    return burst
+
+
+async def _up(http: aiohttp.ClientSession, url: str) -> bool:
+    with contextlib.suppress(aiohttp.ClientError):
+        async with http.get(f"{url}/v1/batches") as reply:
+            return reply.status == 200
+    return False
+
+
+def _shut_s(moves: Sequence[tuple[float, bool]]) -> float:
+    ends = [at_s for at_s, _ in moves[1:]] + [_PLAYED_S]
+    return sum(end - at_s for (at_s, opens), end in zip(moves, ends, strict=True) if not opens)
