@@ -185,6 +185,7 @@ class Gateway:
     _verifications: dict[int, _Verification] = field(default_factory=dict)
     _copies: set[asyncio.Task[None]] = field(default_factory=set)
     _look: asyncio.TimerHandle | None = None
+    _late: bool = False  # at the last look something was late that one worker has
     _arrivals: int = 0
     _tries: int = 0
     _closed: bool = False
@@ -321,7 +322,8 @@ class Gateway:
             self._verifying[self.functions[one.reward.function].team] += 1
             self._under_way[one.key] = one
             self._start(one)
-        self._hedge()
+        if self._late:  # a place has come free, or a group lacks one result less
+            self._hedge()
         metrics.BUSY.set(self._verifying.total())
 
     def _left(self, one: _Waiting) -> int | None:
@@ -334,13 +336,29 @@ class Gateway:
             found = self._verifications[late.number]
             self._verifying[self.functions[found.one.reward.function].team] += 1
             self._watch(found.start(self.pool))
+        running = self._running_rewards()
+        self._late = any(
+            not one.hedged and one.late_in is not None and one.late_in <= 0 for one in running
+        )
         if self._look is not None:
             self._look.cancel()
             self._look = None
-        due = next_late(self._running_rewards())
-        if due is not None:
-            wait = max(due, _LEAST_LOOK_SECONDS)
-            self._look = asyncio.get_running_loop().call_later(wait, self.fill)
+        if (due := next_late(running)) is not None:
+            self._look_in(due)
+
+    def _look_in(self, seconds: float) -> None:
+        """Look then, or when a look is due before: most verifications end before they are late."""
+        loop = asyncio.get_running_loop()
+        at = loop.time() + max(seconds, _LEAST_LOOK_SECONDS)
+        if self._look is not None and self._look.when() > at:
+            self._look.cancel()
+            self._look = None
+        if self._look is None:
+            self._look = loop.call_at(at, self._look_now)
+
+    def _look_now(self) -> None:
+        self._look = None
+        self._hedge()
 
     def _running_rewards(self) -> list[RunningReward]:
         """What runs, as ``hedging`` sees it."""
@@ -479,7 +497,9 @@ class Gateway:
         given.began = self.clock()
         self._watch(given.start(self.pool))
         self._verifications[number] = given
-        self._hedge()
+        late_after = self.limits.late_after(name, given.one.task)
+        if late_after is not None:
+            self._look_in(late_after)
         kept, winner = 0, "none"
         try:
             found, took, kept = await given.verdict
@@ -513,6 +533,7 @@ class Gateway:
         self._waiting.clear()
         if self._look is not None:
             self._look.cancel()
+            self._look = None
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

@@ -27,6 +27,7 @@ class TimeLimits:
 
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()
+        self._late: dict[tuple[str, str], float] = {}  # asked for much more often than learned
 
     def limit(self, function: str, task: str, most: float) -> float:
         """Seconds that a verification may take.
@@ -47,17 +48,18 @@ class TimeLimits:
         At least a second, because the start of another worker may take that. None while too
         little is known.
         """
-        seen = self._seen.get((function, task))
-        if seen is None or len(seen) < LEAST:
-            return None
-        return max(_FLOOR_SECONDS, quantile(seen, _LATE))
+        return self._late.get((function, task))
 
     def learn(self, function: str, task: str, seconds: float) -> None:
         """A correct answer took so long to be verified; without a task it tells of no other."""
         if not task:
             return
         key = (function, task)
-        self._seen.setdefault(key, deque(maxlen=_REMEMBERED)).append(seconds)
+        seen = self._seen.setdefault(key, deque(maxlen=_REMEMBERED))
+        seen.append(seconds)
         self._seen.move_to_end(key)
+        if len(seen) >= LEAST:
+            self._late[key] = max(_FLOOR_SECONDS, quantile(seen, _LATE))
         if len(self._seen) > _MOST_TASKS:
-            self._seen.popitem(last=False)
+            forgotten, _ = self._seen.popitem(last=False)
+            self._late.pop(forgotten, None)
