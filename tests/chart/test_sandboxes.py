@@ -180,6 +180,21 @@ def test_hosts_are_reached_by_their_team_its_router_and_guards_alone() -> None:
     assert all("to" not in one for one in policy["egress"]), "names alone, until stores are named"
 
 
+def test_hosts_of_all_leases_are_scraped_where_there_are_any() -> None:
+    monitoring = {"monitoring": {"podMonitor": {"enabled": True}}}
+    rendered = render({"sandboxes": TWO, **monitoring})
+    asked = rendered.one("PodMonitor", "rose-sandbox-host")["spec"]
+    (endpoint,) = asked["podMetricsEndpoints"]
+    wanted = asked["selector"]["matchLabels"]
+    for name in (NAME, DAPO):
+        template = rendered.one("DaemonSet", name)["spec"]["template"]
+        assert wanted.items() <= template["metadata"]["labels"].items()
+        (container,) = template["spec"]["containers"]
+        assert endpoint["port"] in [port["name"] for port in container["ports"]]
+    without = render(monitoring).all("PodMonitor")
+    assert "rose-sandbox-host" not in [one["metadata"]["name"] for one in without]
+
+
 def test_with_closed_ports_routers_may_dial_the_hosts() -> None:
     def dialled(values: Object) -> bool:
         egress = render(values).one("NetworkPolicy", "rose-router")["spec"]["egress"]
