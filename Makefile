@@ -17,7 +17,7 @@ LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
 .PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-computing test-engines test-cluster test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal reasoning-gym sandbox-adapters test-clients
+	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal reasoning-gym sandbox-adapters sandbox-harbor test-clients
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -200,6 +200,7 @@ trl: venv  ## TRL itself trains through a router and a store, on this CPU; an en
 # Half of it is command-line agents from npm; without npm those are skipped by name.
 CLIENTS := $(ROSE_CACHE)/clients
 HARNESSES := $(ROSE_CACHE)/harnesses
+HARBOR := $(ROSE_CACHE)/harbor
 $(CLIENTS)/.stamp: $(wildcard tests/clients/requirements*.txt) tests/clients/package.json | $(UV)
 	@echo "[set-up] agents' SDKs and command-line agents in $(CLIENTS) (800 MB)"
 	@test -x $(CLIENTS)/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)
@@ -238,6 +239,11 @@ sandbox-adapters: venv sandbox  ## harnesses' own modules (SWE-ReX, verifiers) r
 	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
 		>$$(cat $(HARNESSES)/purelib)/beside.pth
 	$(HARNESSES)/bin/python -m pytest -v -n 0 tests/sandbox/test_adapters.py $(ARGS)
+
+sandbox-harbor: venv sandbox  ## Harbor's own program plays a task directory in a sandbox (cached; root, Debian, Python 3.12)
+	@test -x $(HARBOR)/bin/python || $(UV) venv -q -p 3.12 $(HARBOR)
+	@VIRTUAL_ENV=$(HARBOR) $(UV) pip install -q harbor==0.25.0 -e '.[sandbox]'
+	$(RUN)/pytest -v -n 0 tests/sandbox/test_harbor.py $(ARGS)
 
 # In an extra of its own: only Linux on x86 has wheels of the fuzzer.
 fuzz: venv  ## bytes of hostile serving pods, made by a coverage-guided fuzzer; ARGS="--seconds 600"

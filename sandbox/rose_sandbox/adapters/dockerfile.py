@@ -1,0 +1,100 @@
+"""What a task's Dockerfile asks for, as steps in a sandbox that runs already; next: ``harbor``.
+
+Nothing is built: a sandbox begins as an image of its host, whatever ``FROM`` says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+_IGNORED = {"FROM", "LABEL", "MAINTAINER", "EXPOSE", "CMD", "SHELL", "STOPSIGNAL", "HEALTHCHECK"}
+"""What says nothing of files: a sandbox's commands are the agent's."""
+
+
+class UnknownInstruction(ValueError):
+    """A Dockerfile asks for what cannot be played in a running sandbox; the text says what."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of them.
+
+    Attributes:
+        folder: where it is played.
+        command: for the shell; empty: files are copied.
+        copies: names below the folder of the Dockerfile.
+        target: where they go, absolute; with a slash at its end it is a folder.
+    """
+
+    folder: str
+    command: str = ""
+    copies: tuple[str, ...] = ()
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a Dockerfile.
+
+    Attributes:
+        steps: in order.
+        environment: of every command.
+        folder: where commands start; None: where the sandbox's do.
+    """
+
+    steps: tuple[Step, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    folder: str | None = None
+
+
+def plan(text: str) -> Plan:
+    """What a Dockerfile asks for.
+
+    Raises:
+        UnknownInstruction: an instruction, or a form of one, that cannot be played.
+    """
+    folder, environment, steps = "/", dict[str, str](), list[Step]()
+    moved = False
+    for word, rest in _instructions(text):
+        if word in _IGNORED:
+            continue
+        if word == "WORKDIR":
+            folder, moved = str(PurePosixPath(folder) / rest), True
+            steps.append(Step(folder, "true"))
+        elif word == "ENV":
+            environment |= _variables(rest)
+        elif word == "RUN":
+            if rest.startswith(("--", "<<")):
+                raise UnknownInstruction(f"RUN {rest[:40]}: no mounts and no here-documents")
+            words = json.loads(rest) if rest.startswith("[") else None
+            steps.append(Step(folder, shlex.join(words) if words else rest))
+        elif word == "COPY":
+            *names, target = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+            if not names or any(re.search(r"^--|[*?\[]", name) for name in names):
+                raise UnknownInstruction(f"COPY {rest[:60]}: plain names alone")
+            slash = "/" if target.endswith(("/", "/.")) or target == "." else ""
+            where = str(PurePosixPath(folder) / target)
+            steps.append(Step(folder, copies=tuple(names), target=where.rstrip("/") + slash))
+        else:
+            raise UnknownInstruction(f"{word} cannot be played in a sandbox that runs")
+    return Plan(tuple(steps), environment, folder if moved else None)
+
+
+def _instructions(text: str) -> Iterator[tuple[str, str]]:
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    for line in re.sub(r"\\[ \t]*\n", " ", "\n".join(lines)).splitlines():
+        word, _, rest = line.strip().partition(" ")
+        if word:
+            yield word.upper(), rest.strip()
+
+
+def _variables(rest: str) -> dict[str, str]:
+    words = shlex.split(rest)
+    if words and "=" not in words[0]:  # the older form: one name, and the rest is its value
+        return {words[0]: " ".join(words[1:])}
+    return dict(word.split("=", maxsplit=1) for word in words)

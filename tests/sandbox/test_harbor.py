@@ -1,0 +1,89 @@
+"""Harbor's own program runs a task directory as it is in a sandbox: ``make sandbox-harbor``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from rose_sandbox.host import Host
+from rose_sandbox.http import ServingTraffic, application
+from rose_sandbox.inspector.blind import BlindInspector
+from rose_sandbox.runtimes.runc import RuncRuntime
+from rose_weights.store.records import Records
+from rose_weights.store.store import Store
+
+pytestmark = pytest.mark.sandbox
+
+CACHE = Path(os.environ.get("ROSE_CACHE") or Path.home() / ".cache" / "rose")
+HARBOR = CACHE / "harbor" / "bin" / "harbor"
+TASK = {
+    "task.toml": 'version = "1.0"\n[environment]\ncpus = 1\nmemory_mb = 512\n',
+    "instruction.md": "Write the sum of numbers.txt to /app/sum.txt.\n",
+    "environment/Dockerfile": (
+        "FROM python:3.12-slim\nENV UNIT=euro\nWORKDIR /app\nCOPY numbers.txt .\n"
+        "RUN wc -l < numbers.txt > /lines\n"
+    ),
+    "environment/numbers.txt": "3\n4\n5\n",
+    "solution/solve.sh": (
+        '#!/bin/bash\npwd > /where\necho "$(paste -sd+ numbers.txt | python3 -c '
+        "'print(eval(input()))') $UNIT\" > sum.txt\n"
+    ),
+    "tests/test.sh": (
+        "#!/bin/bash\n"
+        'if [ "$(cat /app/sum.txt) $(cat /lines) $(cat /where)" = "12 euro 3 /app" ]; then '
+        "echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+    ),
+}
+
+
+@pytest.fixture
+async def served(runc: RuncRuntime, tmp_path: Path) -> AsyncIterator[tuple[Host, str]]:
+    """A host of real sandboxes and its address."""
+    records = Records(Store(tmp_path / "store"), "grpo")
+    host = Host(runc, BlindInspector("a test"), records, owner="one", scratch=tmp_path / "parts")
+    runner = web.AppRunner(application(host, ServingTraffic(), lambda: "word"))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield host, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+    for session in host.sessions():
+        await host.end(session, forget=True)
+    await host.close()
+
+
+@pytest.mark.parametrize(("agent", "reward"), [("oracle", 1.0), ("nop", 0.0)])
+async def test_harbor_plays_a_task_directory_as_it_is(
+    served: tuple[Host, str], tmp_path: Path, agent: str, reward: float
+) -> None:
+    if not HARBOR.exists():
+        pytest.skip("Harbor is not installed; make sandbox-harbor")
+    host, url = served
+    task = tmp_path / "sum"
+    for name, text in TASK.items():
+        (task / name).parent.mkdir(parents=True, exist_ok=True)
+        (task / name).write_text(text)
+    process = await asyncio.create_subprocess_exec(
+        *(HARBOR, "trial", "start", "--path", task, "--agent", agent, "--trials-dir", tmp_path),
+        *("--trial-name", "played"),
+        *("--env", "rose_sandbox.adapters.harbor:RoseEnvironment"),
+        env={
+            **{name: os.environ[name] for name in ("PATH", "HOME")},
+            "ROSE_SANDBOX_URL": url,
+            "ROSE_SANDBOX_TOKEN": "word",
+            "HARBOR_TELEMETRY": "0",
+        },
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await asyncio.wait_for(process.communicate(), 200)
+    assert process.returncode == 0, said.decode()
+    told = json.loads((tmp_path / "played" / "result.json").read_text())
+    assert told["exception_info"] is None, told["exception_info"]
+    assert told["verifier_result"]["rewards"] == {"reward": reward}
+    assert host.sessions() == (), "ended with the trial"
