@@ -56,7 +56,7 @@ _COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             "echo 'x = NUMBER' >> m1.py",
             "sed -i 's/return x/return NUMBER + x/' m3.py",
-            "cat > nNUMBER.py <<'END'\nprint(NUMBER)\nEND",
+            "cat > made-NUMBER.py <<'END'\nprint(NUMBER)\nEND",
         ),
     ),
     "read": (
