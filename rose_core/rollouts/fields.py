@@ -268,14 +268,19 @@ def check_within(
     if top > most:
         message = f"top_logprobs_num: at most {most} with these engines, got {top}"
         raise UnsafeTurn(message)
-    if bounds.context and len(prompt) >= bounds.context:
+    check_context(len(prompt), bounds)
+    # Last: of a prompt that is too long nobody needs to know the highest id.
+    _check_ids(prompt, sampling, request, bounds.vocabulary)
+
+
+def check_context(tokens: int, bounds: Bounds) -> None:
+    """Raises ``UnsafeTurn`` where a prompt of so many tokens leaves no room for an answer."""
+    if bounds.context and tokens >= bounds.context:
         message = (
-            f"the prompt has {len(prompt)} tokens, and the context {bounds.context}: it must leave "
+            f"the prompt has {tokens} tokens, and the context {bounds.context}: it must leave "
             "room for an answer (spec.contextTokens of the lease)"
         )
         raise UnsafeTurn(message)
-    # Last: of a prompt that is too long nobody needs to know the highest id.
-    _check_ids(prompt, sampling, request, bounds.vocabulary)
 
 
 def _check_drafted(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
+from rose_core.rollouts.fields import Bounds
 from rose_router.engines.engine_client import _encoded
 from rose_router.errors import TooLarge
 from rose_router.http.dialects.common import (
@@ -37,6 +38,12 @@ LONG = json.dumps(IDS)
 UNPACED = LoopShare(1.0, 60.0)
 
 
+def unpaced() -> LargeBodies:
+    made = LargeBodies()
+    made.slices = UNPACED
+    return made
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -48,7 +55,7 @@ UNPACED = LoopShare(1.0, 60.0)
     ],
 )
 async def test_a_list_of_ids_is_read_in_slices(body: str) -> None:
-    assert await _in_slices(body.encode(), UNPACED) == json.loads(body)
+    assert await _in_slices(body.encode(), unpaced()) == json.loads(body)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,7 @@ async def test_a_list_of_ids_is_read_in_slices(body: str) -> None:
     ],
 )
 async def test_what_is_unusual_is_read_whole_and_never_as_something_else(body: str) -> None:
-    assert await _in_slices(body.encode(), UNPACED) is None
+    assert await _in_slices(body.encode(), unpaced()) is None
 
 
 async def test_other_work_goes_on_between_slices() -> None:
@@ -86,7 +93,7 @@ async def test_other_work_goes_on_between_slices() -> None:
 
     working = asyncio.create_task(work())
     raw = msgspec.json.encode({"input_ids": IDS * 4})
-    assert await _in_slices(raw, UNPACED) == json_object(raw)
+    assert await _in_slices(raw, unpaced()) == json_object(raw)
     working.cancel()
     assert done >= len(raw) // (1 << 16)
 
@@ -101,11 +108,21 @@ async def test_bodies_that_come_all_the_time_have_a_share_of_the_loop() -> None:
             paid.append(seconds)
             await share.pay(seconds)
 
+    large = LargeBodies()
+    large.slices = Counted(1.0, 1.0)
     began = asyncio.get_running_loop().time()
-    await asyncio.gather(*(_in_slices(raw, Counted(1.0, 1.0)) for _ in range(8)))
+    await asyncio.gather(*(_in_slices(raw, large) for _ in range(8)))
     took = asyncio.get_running_loop().time() - began
     assert took >= (sum(paid) - 0.01) * 8 * 0.99
     assert took >= 2 * sum(paid)
+
+
+async def test_a_prompt_beyond_the_context_is_refused_before_it_is_decoded() -> None:
+    large = LargeBodies(lambda: Bounds(context=4096))
+    with pytest.raises(UnsafeTurn, match="the prompt has 80000 tokens, and the context 4096"):
+        await _in_slices(json.dumps({"input_ids": IDS}).encode(), large)
+    assert large.slices.charge(0.0, now=0.0) == 0
+    assert await _in_slices(json.dumps({"tokens": IDS}).encode(), large) == {"tokens": IDS}
 
 
 @pytest.mark.parametrize("field", ["x", "messages", "tools"])

@@ -114,7 +114,7 @@ def create(
     app.cleanup_ctx.append(running.watch)
     app[bearer.RUNNING] = running
     app[BODY_SECONDS] = settings.limits.body_seconds
-    app[LARGE_BODIES] = LargeBodies()
+    app[LARGE_BODIES] = LargeBodies(service.bounds)
     kept = int(room.limit * _KEPT_PART)
     tree = MessageTree(kept // _TOKEN_BYTES, kept // _TURN_BYTES)
     answering = TurnHandlers(service, words, tree, StoredResponses(kept))

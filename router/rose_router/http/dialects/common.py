@@ -6,13 +6,14 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.fields import Bounds, check_context
 from rose_core.rollouts.prospects import Deadline, Hint
 from rose_core.rollouts.versions import Pin, read_pin
 from rose_core.unreadable import UNREADABLE
@@ -185,11 +186,14 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     if len(raw) <= _WHOLE:
         return json_object(raw)
     large = request.app[LARGE_BODIES]
-    return await _in_slices(raw, large.slices) or await _at_once(raw, large)
+    return await _in_slices(raw, large) or await _at_once(raw, large)
 
 
 class LargeBodies:
     """The shares of the event loop that bodies above ``_WHOLE`` have: callers send them for free.
+
+    Args:
+        bounds: of prompts, which are refused by their length before they are decoded.
 
     Attributes:
         slices: what is received, looked at and decoded a millisecond at a time.
@@ -197,7 +201,8 @@ class LargeBodies:
             are beyond the 99th percentile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Callable[[], Bounds] = Bounds) -> None:
+        self.bounds = bounds
         self.slices = LoopShare(1 / 8, 0.1)
         self.holds = LoopShare(1 / 100, 0.05)
 
@@ -216,6 +221,7 @@ _LOOKED_AT = 4096  # texts and brackets: a millisecond
 _SLICE = 1 << 16
 _LONG_NUMBERS = re.compile(rb'":\s*\[\s*-?\d')
 _FIELD = re.compile(rb'(?<=[{,])\s*"([A-Za-z_]+)$')
+_PROMPTS = frozenset({"input_ids", "prompt", "token_ids"})
 _MOST_LISTS = 256  # that are looked at before a body counts as usual
 _numbers = msgspec.json.Decoder(list[int | float]).decode
 
@@ -249,17 +255,28 @@ async def _check_objects(raw: bytes, share: LoopShare) -> None:
         await share.pay(time.perf_counter() - began)
 
 
-async def _in_slices(raw: bytes, share: LoopShare) -> dict[str, Any] | None:
+async def _in_slices(raw: bytes, large: LargeBodies) -> dict[str, Any] | None:
     """A body with one long list of numbers, decoded a slice at a time; ``None``: no such body.
 
     What is found between two quotes may be no field's name but stand in a text: it counts only if
     the rest, decoded without the numbers, has just that field of its own, once and empty. Anything
     unusual is left to ``json_object``.
+
+    Raises:
+        UnsafeTurn: the numbers are a prompt that is longer than the context.
     """
     found = _long_numbers(raw) if len(raw) > _WHOLE else None
     if found is None:
         return None
     name, begin, end = found
+    try:
+        body = json_object(raw[:begin] + raw[end:])
+    except BadRequest:
+        return None
+    if body.get(name) != [] or raw.count(b'"%b"' % name.encode()) != 1:
+        return None
+    if name in _PROMPTS:
+        check_context(raw.count(b",", begin, end) + 1, large.bounds())
     place, numbers = begin, list[int | float]()
     try:
         while place < end:
@@ -268,11 +285,8 @@ async def _in_slices(raw: bytes, share: LoopShare) -> dict[str, Any] | None:
             began = time.perf_counter()
             numbers += _numbers(b"[%b]" % raw[place:cut])
             place = cut + 1
-            await share.pay(time.perf_counter() - began)
-        body = json_object(raw[:begin] + raw[end:])
-    except (*UNREADABLE, BadRequest):
-        return None
-    if body.get(name) != [] or raw.count(b'"%b"' % name.encode()) != 1:
+            await large.slices.pay(time.perf_counter() - began)
+    except UNREADABLE:
         return None
     return body | {name: numbers}
 
