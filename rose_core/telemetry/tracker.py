@@ -269,18 +269,24 @@ class Tracker:
         return isinstance(talk, Plain) and talk.countable
 
     def count(
-        self, client: Client, until: int, time_ns: int, *, tokens: int, each: float
-    ) -> list[TapEvent]:
+        self, client: Client, begin: int, until: int, time_ns: int, *, tokens: int, each: float
+    ) -> list[TapEvent] | None:
         """Take whole chunks that somebody else has counted, in place of their segments.
 
         Args:
-            client: of a connection that was countable at its position, and has not moved since.
+            client: of a connection that was countable at ``begin``.
+            begin: its position then.
             until: sequence number after them, the connection's new position.
             time_ns: of the newest token.
             tokens: events among them.
             each: bytes of the newest token.
+
+        Returns:
+            None where the connection has moved since, or is closed: nothing was taken.
         """
-        connection = self._connections[client]
+        connection = self._connections.get(client)
+        if connection is None or connection.server.next != begin:
+            return None
         connection.server.next = until
         connection.touched_ns = max(connection.touched_ns, time_ns)
         self._connections.move_to_end(client)

@@ -83,7 +83,9 @@ class KernelCounts:
         if stream is None:
             events = self._tracker.feed(segment)
         else:
+            before = stream.tokens
             events = self._take(stream, self._map.get(key))
+            metrics.COUNTED.inc(stream.tokens - before)
             events += self._tracker.feed(segment)
             if self._tracker.position(stream.client) != stream.position:
                 self._withdraw(key, stream)
@@ -124,15 +126,19 @@ class KernelCounts:
             OSError: the kernel does not answer.
         """
         events: list[TapEvent] = []
+        counted = 0
         for key, value in self._map.all() if self._streams else ():
             stream = self._streams.get(key)
-            if stream is not None:
-                events += self._take(stream, value)
-        position = self._tracker.position
-        for key, stream in list(self._streams.items()):
-            if position(stream.client) is None:  # given up as silent
+            if stream is None:
+                continue
+            before = stream.tokens
+            events += self._take(stream, value)
+            counted += stream.tokens - before
+            # What counts nothing may have been given up as silent.
+            if stream.tokens == before and self._tracker.position(stream.client) is None:
                 self._withdraw(key, stream)
-        for client in [one for one in self._fruitless if position(one) is None]:
+        metrics.COUNTED.inc(counted)
+        for client in [one for one in self._fruitless if self._tracker.position(one) is None]:
             del self._fruitless[client]
         return events
 
@@ -159,19 +165,21 @@ class KernelCounts:
         self._map.close()
 
     def _take(self, stream: _Stream, value: bytes | None) -> list[TapEvent]:
-        if value is None or self._tracker.position(stream.client) != stream.position:
+        if value is None:
             self.doubtful = True
             return []
         word, last_ns, size, of_tokens = _VALUE.unpack(value)
         until, tokens = word >> 32, word & _TOKENS
         if until == stream.position:
             return []
-        new = tokens - stream.tokens
-        metrics.COUNTED.inc(new)
-        self._fruitless.pop(stream.client, None)
+        events = self._tracker.count(
+            *(stream.client, stream.position, until, last_ns),
+            tokens=tokens - stream.tokens,
+            each=size / of_tokens if of_tokens else 0.0,
+        )
         stream.position, stream.tokens = until, tokens
-        each = size / of_tokens if of_tokens else 0.0
-        return self._tracker.count(stream.client, until, last_ns, tokens=new, each=each)
+        self.doubtful |= events is None
+        return events or []
 
     def _withdraw(self, key: bytes, stream: _Stream) -> None:
         del self._streams[key]
@@ -180,5 +188,7 @@ class KernelCounts:
             return  # closed: whatever came afterwards belongs to nobody
         until = _VALUE.unpack(value)[0] >> 32 if value is not None else None
         self.doubtful |= until != stream.position
-        if not stream.tokens:
+        if stream.tokens:
+            self._fruitless.pop(stream.client, None)
+        else:
             self._fruitless[stream.client] = self._fruitless.get(stream.client, 0) + 1
