@@ -20,10 +20,14 @@ from tests.tap.net import refusal
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "can tap")
 _CONFINED = """
 import os, socket, sys
-from rose_agent.os import kernel, seccomp
+from rose_agent.os import bpf_maps, kernel, seccomp
 kernel.no_dumps()
 kernel.keep_capabilities()
-seccomp.confine(seccomp.PARSER)
+seccomp.confine(seccomp.PARSER, bpf_maps.COMMANDS)
+def bpf(command):
+    call = bpf_maps._CALLS[os.uname().machine]
+    if bpf_maps._libc.syscall(call, command, None, 0):
+        raise OSError(bpf_maps.ctypes.get_errno(), "bpf")
 def attempt(what, *arguments):
     try:
         what(*arguments)
@@ -36,6 +40,9 @@ print(
     attempt(socket.socket, socket.AF_PACKET),
     attempt(os.execv, "/bin/true", ["true"]),
     attempt(socket.socket, socket.AF_UNIX),
+    attempt(bpf, 5),
+    attempt(bpf, 7),
+    attempt(bpf, 1) != 1,
 )
 """
 
@@ -92,9 +99,11 @@ def test_a_confined_process_reaches_no_network_and_starts_no_program() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", _CONFINED], capture_output=True, text=True, check=True
     )
-    assert ran.stdout.split() == ["1", "1", "1", "1", "0"]
+    loaded_a_program, opened_a_pin, may_look_up = ran.stdout.split()[5:]
+    assert ran.stdout.split()[:5] == ["1", "1", "1", "1", "0"]
+    assert (loaded_a_program, opened_a_pin, may_look_up) == ("1", "1", "True")
 
 
 def test_system_calls_of_an_unknown_machine_are_not_guessed() -> None:
     with pytest.raises(KeyError):
-        seccomp.program(seccomp.PARSER, "vax")
+        seccomp.program(seccomp.PARSER, "vax", frozenset())

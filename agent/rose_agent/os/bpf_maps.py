@@ -15,7 +15,9 @@ from collections.abc import Iterator
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CALLS = {"x86_64": 321, "aarch64": 280}
-_LOOKUP, _UPDATE, _DELETE, _TAKE, _BATCH = 1, 2, 3, 21, 24
+_LOOKUP, _UPDATE, _TAKE, _BATCH = 1, 2, 21, 24
+COMMANDS = frozenset({_LOOKUP, _UPDATE, _TAKE, _BATCH})
+"""What is done with a map here, for a filter of system calls that allows nothing else."""
 _ELEMENT = struct.Struct("=IIQQQ")
 _MANY = struct.Struct("=QQQQIIQQ")
 _COUNT_AT = 32  # offset of the number of entries in ``_MANY``

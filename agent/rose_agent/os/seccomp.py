@@ -2,7 +2,8 @@
 
 The opener makes packet and netlink sockets only; the parser makes Unix sockets only (to hear taps
 inside pods) and takes what it is handed. Neither may execute, trace, or read another process's
-memory. Together with the dropped capabilities this holds also where the parser cannot leave its
+memory. Of BPF the parser may use maps that it is handed, and only the opener may load a program.
+Together with the dropped capabilities this holds also where the parser cannot leave its
 network namespace, as in a pod's own tap.
 """
 
@@ -19,10 +20,10 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_
 _LD_W, _JEQ, _JGE, _RET = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # SECCOMP_RET_ERRNO with EPERM
 _X32 = 0x40000000
-# AUDIT_ARCH, and the numbers of: socket; execve, execveat, ptrace, process_vm_readv, _writev.
+# AUDIT_ARCH, and the numbers of: socket; bpf; execve, execveat, ptrace, process_vm_readv, _writev.
 _MACHINES = {
-    "x86_64": (0xC000003E, 41, (59, 322, 101, 310, 311)),
-    "aarch64": (0xC00000B7, 198, (221, 281, 117, 270, 271)),
+    "x86_64": (0xC000003E, 41, 321, (59, 322, 101, 310, 311)),
+    "aarch64": (0xC00000B7, 198, 280, (221, 281, 117, 270, 271)),
 }
 OPENER = frozenset({socket.AF_UNIX, socket.AF_PACKET, socket.AF_NETLINK})
 PARSER = frozenset({socket.AF_UNIX})
@@ -30,13 +31,23 @@ PARSER = frozenset({socket.AF_UNIX})
 READER = frozenset({socket.AF_UNIX, socket.AF_INET, socket.AF_INET6})
 
 
-def program(families: frozenset[int], machine: str) -> bytes:
+def program(families: frozenset[int], machine: str, commands: frozenset[int] | None) -> bytes:
     """The filter that lets sockets of these families be made, and no program be started.
+
+    Args:
+        families: of sockets.
+        machine: as ``platform.machine`` says.
+        commands: of the call ``bpf`` that it lets be made; None = every one.
 
     Raises:
         KeyError: the machine's system call numbers are not known.
     """
-    architecture, make_socket, refused = _MACHINES[machine]
+    architecture, make_socket, use_bpf, refused = _MACHINES[machine]
+    of_bpf: list[bpf.Line] = [
+        (_LD_W, _FIRST_ARGUMENT),
+        *(bpf.Jump(_JEQ, command, "allow", "") for command in sorted(commands or ())),
+        (_RET, _ALLOW if commands is None else _REFUSE),
+    ]
     return bpf.assemble(
         [
             (_LD_W, _ARCHITECTURE),
@@ -44,20 +55,23 @@ def program(families: frozenset[int], machine: str) -> bytes:
             (_LD_W, _NUMBER),
             bpf.Jump(_JGE, _X32, "refuse", ""),
             *(bpf.Jump(_JEQ, number, "refuse", "") for number in refused),
+            bpf.Jump(_JEQ, use_bpf, "bpf", ""),
             bpf.Jump(_JEQ, make_socket, "", "allow"),
             (_LD_W, _FIRST_ARGUMENT),
             *(bpf.Jump(_JEQ, family, "allow", "") for family in sorted(families)),
             "refuse",
             (_RET, _REFUSE),
+            "bpf",
+            *of_bpf,
             "allow",
             (_RET, _ALLOW),
         ]
     )
 
 
-def confine(families: frozenset[int]) -> None:
+def confine(families: frozenset[int], commands: frozenset[int] | None = frozenset()) -> None:
     """Install the filter; where machine or kernel cannot, log that and go on without."""
     try:
-        kernel.forbid(program(families, platform.machine()))
+        kernel.forbid(program(families, platform.machine(), commands))
     except (KeyError, OSError) as error:
         _log.warning("system calls stay unfiltered: %r", error)

@@ -21,7 +21,7 @@ import socket
 import sys
 from pathlib import Path
 
-from rose_agent.os import kernel, seccomp
+from rose_agent.os import bpf_maps, kernel, seccomp
 from rose_agent.tap import opener
 from rose_wire import flags
 
@@ -110,7 +110,7 @@ def _parse(
             # As in a pod: ``seccomp`` still lets it make no socket that reaches anything.
             _log.info("the parser keeps its network: %s", error)
         kernel.keep_capabilities()
-        seccomp.confine(seccomp.PARSER)
+        seccomp.confine(seccomp.PARSER, bpf_maps.COMMANDS)
         parser_loop.parse(channel, options.rundir, options.sample_from, listener, http)
     except Exception:  # noqa: BLE001  # a forked child must end here, with a word
         _log.exception("the tap's parser failed")

@@ -96,7 +96,7 @@ def confine(*, own: bool) -> None:
     """Give up what opening sockets (in our ``own`` namespace only) does not need."""
     kernel.no_dumps()
     kernel.keep_capabilities(frozenset({kernel.NET_RAW}) if own else _CAPABILITIES)
-    seccomp.confine(seccomp.OPENER)
+    seccomp.confine(seccomp.OPENER, None)
 
 
 def serve(channel: socket.socket, *, own: bool, count: bool) -> None:
