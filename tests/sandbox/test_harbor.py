@@ -15,13 +15,16 @@ from rose_sandbox.host import Host
 from rose_sandbox.http import ServingTraffic, application
 from rose_sandbox.inspector.blind import BlindInspector
 from rose_sandbox.runtimes.runc import RuncRuntime
-from rose_weights.store.records import Records
+from rose_weights.store.records import Owned, Records
 from rose_weights.store.store import Store
 
 pytestmark = pytest.mark.sandbox
 
 CACHE = Path(os.environ.get("ROSE_CACHE") or Path.home() / ".cache" / "rose")
 HARBOR = CACHE / "harbor" / "bin" / "harbor"
+CHECKOUT = Path(__file__).parents[2]
+# What is tested is this checkout, whichever one Harbor's environment was made from.
+PACKAGES = [str(CHECKOUT / name) for name in ("sandbox", "weights", "wire", "")]
 TASK = {
     "task.toml": 'version = "1.0"\n[environment]\ncpus = 1\nmemory_mb = 512\n',
     "instruction.md": "Write the sum of numbers.txt to /app/sum.txt.\n",
@@ -42,41 +45,55 @@ TASK = {
 }
 
 
+class Noted(Records):
+    """Records that say whose there were."""
+
+    sessions: tuple[str, ...] = ()
+
+    def own(self, session: str, owner: str) -> Owned:
+        """See ``Records``."""
+        self.sessions = (*self.sessions, session)
+        return super().own(session, owner)
+
+
 @pytest.fixture
-async def served(runc: RuncRuntime, tmp_path: Path) -> AsyncIterator[tuple[Host, str]]:
-    """A host of real sandboxes and its address."""
-    records = Records(Store(tmp_path / "store"), "grpo")
+async def served(runc: RuncRuntime, tmp_path: Path) -> AsyncIterator[tuple[Host, str, Noted]]:
+    """A host of real sandboxes, its address and its records."""
+    records = Noted(Store(tmp_path / "store"), "grpo")
     host = Host(runc, BlindInspector("a test"), records, owner="one", scratch=tmp_path / "parts")
     runner = web.AppRunner(application(host, ServingTraffic(), lambda: "word"))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield host, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield host, f"http://127.0.0.1:{runner.addresses[0][1]}", records
     await runner.cleanup()
     for session in host.sessions():
         await host.end(session, forget=True)
     await host.close()
 
 
-@pytest.mark.parametrize(("agent", "reward"), [("oracle", 1.0), ("nop", 0.0)])
+@pytest.mark.parametrize(
+    ("agent", "reward", "after"), [("oracle", 1.0, "--delete"), ("nop", 0.0, "--no-delete")]
+)
 async def test_harbor_plays_a_task_directory_as_it_is(
-    served: tuple[Host, str], tmp_path: Path, agent: str, reward: float
+    served: tuple[Host, str, Noted], tmp_path: Path, agent: str, reward: float, after: str
 ) -> None:
     if not HARBOR.exists():
         pytest.skip("Harbor is not installed; make sandbox-harbor")
-    host, url = served
+    host, url, records = served
     task = tmp_path / "sum"
     for name, text in TASK.items():
         (task / name).parent.mkdir(parents=True, exist_ok=True)
         (task / name).write_text(text)
     process = await asyncio.create_subprocess_exec(
         *(HARBOR, "trial", "start", "--path", task, "--agent", agent, "--trials-dir", tmp_path),
-        *("--trial-name", "played"),
+        *("--trial-name", "played", after),
         *("--env", "rose_sandbox.adapters.harbor:RoseEnvironment"),
         env={
             **{name: os.environ[name] for name in ("PATH", "HOME")},
             "ROSE_SANDBOX_URL": url,
             "ROSE_SANDBOX_TOKEN": "word",
             "HARBOR_TELEMETRY": "0",
+            "PYTHONPATH": os.pathsep.join(PACKAGES),
         },
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -87,3 +104,5 @@ async def test_harbor_plays_a_task_directory_as_it_is(
     assert told["exception_info"] is None, told["exception_info"]
     assert told["verifier_result"]["rewards"] == {"reward": reward}
     assert host.sessions() == (), "ended with the trial"
+    kept = [records.turns(session) for session in records.sessions]
+    assert bool(kept[0]) is (after == "--no-delete"), "what is not deleted can be restored"

@@ -107,9 +107,9 @@ class RoseEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is in an
         if box is None:
             return
         if not delete:
-            await box.suspend()
-            return
-        await box.__aexit__(None, None, None)
+            await box.checkpoint()
+        # Left by an error, it keeps its records.
+        await box.__aexit__(None if delete else Exception, None, None)
 
     async def exec(
         self,
