@@ -61,7 +61,8 @@ async def _loop(runtime: RuncRuntime, box: Handle) -> float:
     return min(rounds)  # what the machine's other work adds is no cost of the hook
 
 
-async def _traced_call(runtime: RuncRuntime) -> float:
+async def traced_call(runtime: RuncRuntime) -> float:
+    """Nanoseconds that the inspector adds to a system call of a sandbox."""
     box = await runtime.create(SandboxSpec("loop"))
     await runtime.write_file(box, "/home/loop.c", _LOOP.encode())
     await runtime.exec(box, "gcc -O2 /home/loop.c -o /home/loop", 60)
@@ -120,7 +121,7 @@ async def measure(folder: Path, tasks: tuple[Task, ...]) -> list[Figure]:
 
 
 async def _measure(runtime: RuncRuntime, tasks: tuple[Task, ...]) -> list[Figure]:
-    call = await _traced_call(runtime)
+    call = await traced_call(runtime)
     forked = await _fork(runtime)
     inspector = BpfInspector(runtime.parts.folder / "bpf")
     times, solved, lost = _Times(), 0, 0

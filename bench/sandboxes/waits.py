@@ -31,6 +31,7 @@ from pathlib import Path
 
 from bench.record import Figure, figure, record
 from bench.sandboxes.__main__ import kill
+from bench.sandboxes.cost import traced_call
 from bench.sandboxes.mix import PROJECT, Turn, draw
 from bench.sandboxes.own import own_runtime
 from rose_core.sandboxes.policy import Wait
@@ -145,10 +146,11 @@ class Stage:
         self.tally.late += restored.told.turn < turn
 
 
-async def play(written: Sequence[Script], root: Path) -> dict[str, Tally]:
-    """Every way, one after another."""
+async def play(written: Sequence[Script], root: Path) -> tuple[dict[str, Tally], float]:
+    """Every way, one after another, and the nanoseconds of a traced call."""
     found = {way: Tally() for way in WAYS}
     async with own_runtime(root / "runc") as runtime:
+        call = await traced_call(runtime)
         host = Host(
             runtime,
             BpfInspector(runtime.parts.folder / "bpf"),
@@ -170,10 +172,10 @@ async def play(written: Sequence[Script], root: Path) -> dict[str, Tally]:
             sys.stdout.write(f"{way}: {found[way].seconds:.0f} s of {len(names)} agents\n")
             sys.stdout.flush()
         await host.close()
-    return found
+    return found, call
 
 
-def figures(found: dict[str, Tally], written: Sequence[Script]) -> list[Figure]:
+def figures(found: dict[str, Tally], call: float, written: Sequence[Script]) -> list[Figure]:
     """What was measured, with the aims."""
     free, own, lost = (found[way] for way in WAYS)
     turns = sum(own.actions.values())
@@ -192,6 +194,7 @@ def figures(found: dict[str, Tally], written: Sequence[Script]) -> list[Figure]:
         figure("one loss each: time over fault-free", 100 * (lost.seconds / free.seconds - 1), "%"),
         figure("one loss each: restore, median", statistics.median(restores), "s"),
         figure("one loss each: restore, slowest", restores[-1], "s", at_most=1),
+        figure("inspector: a traced call", call, "ns", at_most=1000),
         figure("turns whose command changes nothing", 100 * idle / turns, "%"),
         figure("of these, told so", 100 * told / idle, "%"),
         figure("turns that change something, told to change nothing", missed, "", at_most=0),
@@ -213,12 +216,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     written = scripts(given.agents, given.turns, given.seed)
     with tempfile.TemporaryDirectory(prefix="rose-bench-sandboxes-") as root:
         try:
-            found = asyncio.run(play(written, Path(root)))
+            found, call = asyncio.run(play(written, Path(root)))
         except Unavailable as error:
             sys.stderr.write(f"{error}\n")
             return 1
     notes = [f"{way}: saved by action: {_named(found[way])}" for way in WAYS[1:]]
-    record("sandbox-waits", figures(found, written), notes=notes)
+    record("sandbox-waits", figures(found, call, written), notes=notes)
     return 0
 
 
