@@ -93,7 +93,7 @@ test-long: engine cluster  ## what make test leaves out: failures and modes of t
 
 # Not part of `make test`: its environment is 6 GB, and it starts engines that import everything anew.
 test-vllm: engine vllm  ## real vLLM on CPU as a rollout engine, alone and beside SGLang
-	$(CONTAINED) --limit 900 $(BIN)/pytest -v -n 0 -m vllm tests/engines tests/host tests/router $(ARGS)
+	$(CONTAINED) --limit 1500 $(BIN)/pytest -v -n 0 -m vllm tests/engines tests/host tests/router $(ARGS)
 
 test-keda: keda  ## rewards of the chart, scaled from zero by KEDA itself
 	$(CONTAINED) --limit 1200 $(BIN)/pytest -v -s -n 0 tests/rewards/test_keda.py $(ARGS)
@@ -142,7 +142,7 @@ bench-faults: venv  ## every fault of guard, host, tap and rollout engine as a m
 bench-dormancy: engine  ## what an engine gives back at rung 4, and how fast it is back
 	$(RUN)/python -m bench.dormancy $(ARGS)
 
-bench-engines: engine  ## stop, restart and commit inside a real engine
+bench-engines: engine  ## stop, restart and commit inside a real engine; ARGS=--vllm after `make vllm`
 	$(RUN)/python -m bench.engines $(ARGS)
 
 bench-startup: engine  ## where an engine's start-up time goes, part by part

@@ -1,7 +1,8 @@
 """``python -m bench.engines``: what the plugin costs and how fast it acts, on a real SGLang on CPU.
 
-Stop and restart at iteration boundaries through the permit, and the pause of a commit. This shows
-the control path; on a GPU the iteration is another one. About a minute.
+Stop and restart at iteration boundaries through the permit, and the pause of a commit; with
+``--vllm`` a real vLLM does the same beside it, one engine after the other. This shows the control
+path; on a GPU the iteration is another one. About a minute for each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from bench.record import Figure, figure, record
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, State, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES
+from rose_dev.vllm_testing import start_vllm
 from rose_engines.sglang.client import SGLangClient
 from rose_engines.sglang.control import ControlClient
 
@@ -96,32 +98,36 @@ async def commits(engine: RealEngine, state: State, share: float, rounds: int) -
     return pauses
 
 
-async def measure(engine: RealEngine, model: str, rounds: int) -> list[Figure]:
+async def measure(engine: RealEngine, model: str, rounds: int, kind: str) -> list[Figure]:
     """Every figure of one engine."""
     last, first = await stops(engine, rounds)
     pauses = await commits(engine, state_of(RECIPES[model]), 0.01, rounds)
     return [
-        figure("permit closed to last token, p50", statistics.median(last), "ms"),
-        figure("permit closed to last token, max", max(last), "ms"),
-        figure("permit opened to first token, p50", statistics.median(first), "ms"),
-        figure("commit pause at 1 % changed, p50", statistics.median(pauses), "us"),
-        figure("commit pause at 1 % changed, max", max(pauses), "us"),
+        figure(f"{kind}: permit closed to last token, p50", statistics.median(last), "ms"),
+        figure(f"{kind}: permit closed to last token, max", max(last), "ms"),
+        figure(f"{kind}: permit opened to first token, p50", statistics.median(first), "ms"),
+        figure(f"{kind}: commit pause at 1 % changed, p50", statistics.median(pauses), "us"),
+        figure(f"{kind}: commit pause at 1 % changed, max", max(pauses), "us"),
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure one engine and print the table."""
+    """Measure the engines and print the table."""
     parser = argparse.ArgumentParser(prog="bench.engines", description=__doc__)
     parser.add_argument("--model", default="mid-peaked", choices=sorted(RECIPES))
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--vllm", action="store_true", help="also a real vLLM (`make vllm`)")
     arguments = parser.parse_args(argv)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        start_engine(Path(folder), arguments.model, opened=False) as engine,
-    ):
-        engine.holder.open()
-        figures = asyncio.run(measure(engine, arguments.model, arguments.rounds))
-    notes = (f"model {arguments.model}, one stream, {arguments.rounds} rounds, SGLang on CPU",)
+    kinds = {"SGLang": start_engine} | ({"vLLM": start_vllm} if arguments.vllm else {})
+    figures: list[Figure] = []
+    for kind, start in kinds.items():
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            start(Path(folder), arguments.model, opened=False) as engine,
+        ):
+            engine.holder.open()
+            figures += asyncio.run(measure(engine, arguments.model, arguments.rounds, kind))
+    notes = (f"model {arguments.model}, one stream, {arguments.rounds} rounds, on CPU",)
     record("engines", figures, notes=notes)
     return 0
 

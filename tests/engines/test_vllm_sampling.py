@@ -33,6 +33,12 @@ def test_a_turn_is_said_in_vllms_words() -> None:
     }
 
 
+def test_log_probs_of_other_tokens_are_given_beside_the_sampled_ones_only() -> None:
+    asked = read_turn(turn(return_logprob=True, top_logprobs_num=3))
+    assert asked.sampling["logprobs"] == 3
+    assert "logprobs" not in read_turn(turn(top_logprobs_num=3)).sampling
+
+
 def test_how_long_an_answer_is_by_default_is_what_sglang_does() -> None:
     assert read_turn(turn()).sampling == {"max_tokens": 128}
 
@@ -68,7 +74,10 @@ def test_every_parameter_that_the_router_may_send_is_taken_or_refused_with_a_rea
         assert "knows no such parameter" not in str(refused)  # noqa: PT017  # either is right
 
 
-@pytest.mark.parametrize("name", sorted(REQUEST_FIELDS.keys() - {"extra_key", "return_logprob"}))
+TAKEN = {"extra_key", "return_logprob", "top_logprobs_num"}
+
+
+@pytest.mark.parametrize("name", sorted(REQUEST_FIELDS.keys() - TAKEN))
 def test_fields_that_change_the_answer_are_refused_by_name(name: str) -> None:
     with pytest.raises(EngineRefused, match=name):
         read_turn(turn() | {"return_logprob": True, name: 7})

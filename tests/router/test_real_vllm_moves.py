@@ -74,6 +74,22 @@ async def test_a_greedy_turn_that_changes_engines_has_the_tokens_of_one(
     assert told == pytest.approx(wanted, abs=0.06)
 
 
+async def test_both_say_the_same_of_the_likeliest_tokens(engines: Engines) -> None:
+    body = turn(max_new_tokens=8, temperature=1.5, top_k=4) | {"top_logprobs_num": 2}
+    for engine in engines.values():
+        meta = (await _of(engine, body | {"input_ids": [104]}))["meta_info"]
+        first = meta["output_top_logprobs"][0]
+        assert len(meta["output_top_logprobs"]) == 8
+        assert len(first) == 2
+        assert first[0][0] > first[1][0]
+    said = [
+        (await _of(engine, body | {"input_ids": [104]}))["meta_info"]["output_top_logprobs"][0]
+        for engine in engines.values()
+    ]
+    assert [entry[1] for entry in said[0]] == [entry[1] for entry in said[1]]
+    assert [entry[0] for entry in said[0]] == pytest.approx([e[0] for e in said[1]], abs=0.06)
+
+
 async def test_a_stop_string_ends_both_at_the_same_token(engines: Engines) -> None:
     whole = await _of(engines["sglang"], turn(max_new_tokens=60))
     stop = whole["text"][30:34]

@@ -1,19 +1,24 @@
-"""vLLM's own weight-sync client pushes into a lease as into one engine of vLLM."""
+"""vLLM's own weight-sync client pushes into a lease on real parts: ingest, store, a real vLLM."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rose_core.wire.routing import EngineKind
 from rose_dev.vllm_environment import vllm_python
-from tests.router.pushing import FakeIngest, Make, generate, json_of
+from rose_dev.vllm_testing import start_vllm
+from tests.router.pushing import json_of
+from tests.router.real_fleet import GREEDY, PUSHED, pushed_to
+from tests.router.test_real_engines import PROMPT, VERSION, write_changed
+from tests.trainer.test_publisher import RunningStore
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio]
 
+MOST = 24
 PUSH = """
 import json, sys
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
@@ -27,13 +32,29 @@ client.shutdown_weight_transfer_engine()
 """
 
 
-async def test_vllms_own_client_brings_a_checkpoint_to_every_engine(
-    stage: Make, ingest: FakeIngest, tmp_path: Path
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RunningStore]:
+    made = RunningStore(tmp_path / "store")
+    yield made
+    made.close()
+
+
+async def test_vllms_own_client_brings_a_checkpoint_into_an_engine_of_vllm(
+    store: RunningStore, tmp_path: Path
 ) -> None:
-    async with stage(ingest_url=ingest.url) as s:
-        ingest.engines = [await s.engine("ours", kind=EngineKind.DEDICATED)]
-        asked = json.dumps([s.url, str(tmp_path)])
-        client = await asyncio.create_subprocess_exec(vllm_python(), "-c", PUSH, asked)
-        assert await asyncio.wait_for(client.wait(), 240) == 0
-        assert (await json_of(generate(s)))["meta_info"]["weight_version"] == "step-1"
-    assert ingest.taken == [(str(tmp_path), "step-1", True)]
+    """Every greedy token is another one afterwards, and carries the trainer's own name."""
+    with start_vllm(tmp_path, version=VERSION) as engine:
+        checkpoint = tmp_path / "step_1"
+        await asyncio.to_thread(write_changed, engine.model, checkpoint)
+        async with pushed_to(engine, store, tmp_path) as fleet:
+            before = await fleet.alone(PROMPT, MOST)
+            asked = json.dumps([fleet.url, str(checkpoint)])
+            client = await asyncio.create_subprocess_exec(vllm_python(), "-c", PUSH, asked)
+            assert await asyncio.wait_for(client.wait(), 240) == 0
+            body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": MOST, **GREEDY}}
+            answer = await json_of(fleet.http.post(f"{fleet.url}/generate", json=body))
+            after = await fleet.alone(PROMPT, MOST)
+    assert answer["output_ids"] == after
+    assert after[0] != before[0]
+    assert answer["meta_info"]["weight_version"] == "step-1"
+    assert {span["version"] for span in answer["meta_info"]["weight_versions"]} == {PUSHED}

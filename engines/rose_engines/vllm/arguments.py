@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rose_core.api.arguments import ALLOWED
+from rose_core.rollouts.fields import MOST_TOP
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
 from rose_engines.sglang import arguments as sglang
@@ -68,6 +69,7 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
         "enforce-eager": "",
         # Of the logits over the temperature, as SGLang's (``logprobs``).
         "logprobs-mode": "processed_logprobs",
+        "max-logprobs": str(MOST_TOP),
         # Sampling is what the turn says: no defaults of the model's folder.
         "generation-config": "vllm",
         "disable-uvicorn-access-log": "",

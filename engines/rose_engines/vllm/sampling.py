@@ -9,7 +9,7 @@ or stop by differently, and nothing whose agreement nobody has shown:
 | ``max_new_tokens`` | ``max_tokens`` |
 | ``skip_special_tokens``, ``spaces_between_special_tokens``, ``stream_interval`` | the same |
 | ``no_stop_trim`` | ``include_stop_str_in_output``: of the text only, never of the tokens |
-| ``return_logprob`` | ``logprobs`` 0: of the sampled token (``logprobs`` has what they are of) |
+| ``return_logprob``, ``top_logprobs_num`` | ``logprobs``: of the sampled token, of so many others |
 | ``logprob_start_len`` 0, -1 | ``prompt_logprobs`` 0, none |
 
 Standard library only: it is tested without vLLM. Next step: ``turns`` sends it to the engine.
@@ -49,7 +49,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 _REQUEST_TAKEN = frozenset(
     {"rid", "input_ids", "sampling_params", "stream", "return_logprob", "logprob_start_len"}
-    | {"extra_key"}
+    | {"extra_key", "top_logprobs_num"}
 )
 
 
@@ -89,7 +89,7 @@ def read_turn(body: Mapping[str, Any]) -> Asked:
             raise _refused(f"{name}: an engine of vLLM does not do that")
     sampling = _sampling(given)
     if body.get("return_logprob"):
-        sampling["logprobs"] = 0
+        sampling["logprobs"] = int(body.get("top_logprobs_num") or 0)
         start = body.get("logprob_start_len")
         if start not in (None, 0, -1):
             raise _refused(f"logprob_start_len: an engine of vLLM takes 0 or -1, got {start!r}")

@@ -15,7 +15,7 @@ Next step: ``sampling`` reads a turn.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
@@ -88,9 +88,9 @@ class TurnRoutes:
         from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
 
         rid = asked.rid or f"rose-{next(self._numbers)}"
-        prompt = {"prompt_token_ids": asked.ids}
+        prompt: dict[str, Any] = {"prompt_token_ids": asked.ids}
         if asked.key:
-            prompt["cache_salt"] = asked.key  # type: ignore[assignment]
+            prompt["cache_salt"] = asked.key
         self._live[rid] = self._live.get(rid, 0) + 1
         try:
             sampling = SamplingParams(**asked.sampling, output_kind=RequestOutputKind.DELTA)
@@ -144,15 +144,25 @@ def _event(output: Any, rid: str, total: int, asked: Asked) -> dict[str, Any]:  
         SCALE: LogitScale.TEMPERATURE.value,
     }
     if "logprobs" in asked.sampling:
-        pairs = zip(ids, answer.logprobs or (), strict=True)
-        meta["output_token_logprobs"] = [[found[one].logprob, one, None] for one, found in pairs]
+        given = list(answer.logprobs or ())
+        meta["output_token_logprobs"] = [
+            [found[one].logprob, one, None] for one, found in zip(ids, given, strict=True)
+        ]
         meta["output_token_logprobs_length"] = total
+        if most := asked.sampling["logprobs"]:
+            meta["output_top_logprobs"] = [_best(found, most) for found in given]
     if output.prompt_logprobs:
         pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
         meta["input_token_logprobs"] = [
             [found[one].logprob if found else None, one, None] for one, found in pairs
         ]
     return {"text": answer.text, "output_ids": ids, "meta_info": meta}
+
+
+def _best(found: Mapping[int, Any], most: int) -> list[list[Any]]:
+    """The likeliest tokens at one place, best first; the sampled one may be none of them."""
+    ranked = sorted(found.items(), key=lambda pair: int(pair[1].rank))
+    return [[one.logprob, token, None] for token, one in ranked[:most]]
 
 
 def _finish(answer: Any, total: int) -> dict[str, Any] | None:  # noqa: ANN401
@@ -177,7 +187,7 @@ def _joined(whole: dict[str, Any], event: dict[str, Any]) -> dict[str, Any]:
     if not whole:
         return event
     meta = {**whole["meta_info"], **event["meta_info"]}
-    for name in ("output_token_logprobs",):
+    for name in ("output_token_logprobs", "output_top_logprobs"):
         if name in meta:
             meta[name] = whole["meta_info"][name] + event["meta_info"][name]
     return {

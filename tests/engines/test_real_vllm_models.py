@@ -1,0 +1,112 @@
+"""Models in a real vLLM: they take commits in place and stay exact, or are refused at the start."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rose_core.identity import WeightVersion
+from rose_core.wire.sync import EngineSpec
+from rose_dev.engine_testing import State, write_bundle
+from rose_dev.models import RECIPES, make_model
+from rose_dev.vllm_testing import start_vllm
+from rose_engines.safetensors import read_checkpoint
+from rose_engines.sglang.client import SGLangClient
+from rose_engines.sglang.control import ControlClient
+from tests.engines.model_shapes import SHAPES
+
+pytestmark = pytest.mark.vllm
+
+TIED = RECIPES["tiny-tied"]
+FIRST, SECOND = (WeightVersion("models", 1, number) for number in range(2))
+
+
+def nudged(state: State) -> State:
+    """Some elements move to a neighbouring value."""
+    draw = np.random.default_rng(3)
+    return {
+        name: (dtype, shape, np.where(draw.random(bits.size) < 0.1, bits ^ 1, bits))
+        for name, (dtype, shape, bits) in state.items()
+    }
+
+
+def with_words(folder: Path) -> Path:
+    """With a tokenizer: vLLM does not start without one."""
+    for path in make_model(TIED).iterdir():
+        if path.name.startswith(("tokenizer", "special")):
+            (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+async def test_a_commit_is_what_a_fresh_load_would_be(tmp_path: Path) -> None:
+    """After the commit the engine says of a prompt what one says that was started from there.
+
+    The output matrix of this model is its embedding matrix, in vLLM one parameter.
+    """
+    model = make_model(TIED)
+    old: State = {key: (*one[:2], one[2].copy()) for key, one in read_checkpoint(model).items()}
+    new, prompt = nudged(old), [104, 101, 7, 250, 33, 9]
+    manifest = write_bundle(tmp_path / "b", SECOND, new, (FIRST, old))
+    with start_vllm(tmp_path, model, version=str(FIRST)) as engine:
+        async with (
+            SGLangClient(engine.url) as client,
+            await ControlClient.connect(engine.control) as control,
+        ):
+            assert (await control.status()).digest == manifest.base_digest
+            await control.stage(tmp_path / "b")
+            assert (await control.commit(str(SECOND))).digest == manifest.digest
+            await control.export(tmp_path / "model.safetensors")
+            by, told = await client.prompt_logprobs(prompt)
+    assert by == str(SECOND)
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    (fresh / "config.json").write_bytes((model / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").rename(fresh / "model.safetensors")
+    found = read_checkpoint(with_words(fresh))
+    assert all(np.array_equal(found[key][2], new[key][2]) for key in new)
+    again = tmp_path / "again"
+    again.mkdir()
+    with start_vllm(again, fresh, version=str(SECOND)) as engine:
+        async with SGLangClient(engine.url) as client:
+            assert (await client.prompt_logprobs(prompt))[1] == told
+
+
+def latent(folder: Path) -> Path:
+    """A small DeepSeek V2: latent attention keeps two halves of a matrix apart."""
+    shape = SHAPES["deepseek-v2-lite"] | {
+        "num_hidden_layers": 1,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "vocab_size": 320,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+    }
+    kind = str(shape.pop("model_type"))
+    torch.manual_seed(0)
+    settings = AutoConfig.for_model(kind, **shape)
+    made = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
+    made.to(torch.bfloat16).save_pretrained(folder)
+    return with_words(folder)
+
+
+def test_a_model_that_would_keep_something_old_is_refused_by_name(tmp_path: Path) -> None:
+    model = latent(tmp_path / "latent")
+    spec = EngineSpec("test", model.name, context_tokens=512, kv_tokens=8192, max_running=4)
+    with (
+        pytest.raises(pytest.fail.Exception, match="engine ended"),
+        start_vllm(tmp_path, model, spec),
+    ):
+        pass
+    log = (tmp_path / "engine.log").read_text()
+    reason = r"refused: the model keeps '[^']*W_U\w+', which its loader makes from weights"
+    assert re.search(reason, log), log[-3000:]
