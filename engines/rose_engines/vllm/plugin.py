@@ -22,8 +22,10 @@ Next step: ``weights``, ``rose_engines.session``.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import pkgutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -123,6 +125,14 @@ def _tell(reason: str) -> None:
     sys.stderr.flush()
 
 
+def _end_server(reason: str) -> None:
+    """End the server whose core this is: while it starts it waits for a dead core for ever."""
+    _tell(reason)
+    server = multiprocessing.parent_process()
+    if server is not None and server.pid is not None and server.is_alive():
+        os.kill(server.pid, signal.SIGTERM)
+
+
 class CachePolicy(kv.CachePolicy):
     """What becomes of cached KV, by vLLM's means: a request that loses it waits in its queue."""
 
@@ -200,19 +210,19 @@ class CorePlugin:
         finally:
             self._passing = False
         if self._session is not None and self._session.broken:
-            raise BrokenWeights("an undo failed; this engine ends so that it starts afresh")
+            reason = "an undo failed; this engine ends so that it starts afresh"
+            _end_server(reason)
+            raise BrokenWeights(reason)
         self._size_chunks(core)
         return True
 
     def _boundary(self, core: Any) -> None:  # noqa: ANN401
-        session = self._session
-        if session is not None:
-            session.at_rest()
         if self._gate is not None:
             self._gate.wait(lambda: self._rest(core))
-            _take_in(core)
-        if session is not None:
-            session.at_boundary()
+        _take_in(core)  # before it looks for orders: whoever wakes it later is heard next time
+        if self._session is not None:
+            self._session.at_rest()
+            self._session.at_boundary()
 
     def _rest(self, core: Any) -> None:  # noqa: ANN401
         """While the permit is closed: nothing is computed, everything is taken in."""
@@ -252,8 +262,8 @@ class CorePlugin:
                 session = self._open_session(core, runner, self._control_path)
                 ControlServer(self._control_path, session.handle).start()
         except (UnsupportedEngine, BadPermit, OSError) as error:
-            _tell(str(error))
-            raise  # an exception in the engine core ends the whole engine
+            _end_server(str(error))
+            raise
         log.info("rose: plugin ready, permit %s, control %s", self._permit_path, self._control_path)
 
     def _open_session(self, core: Any, runner: Any, control: Path) -> WeightSession:  # noqa: ANN401
