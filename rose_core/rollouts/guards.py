@@ -21,6 +21,7 @@ Next: ``policies``. ``shares`` and ``prospects`` make the ``RolloutOutlook``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -116,6 +117,8 @@ def _must_be_safe(case: PlacementCase) -> bool:
     turn = case.turn
     if turn.begins and not case.outlook.safe:
         return True
+    if turn.budget_seconds == math.inf:
+        return False
     risky = borrowed(case.able)
     shortest = min((seconds(turn, engine) for engine in risky), default=0.0)
     # Already too late is no last chance: such a trajectory is not worth a reserved place.
@@ -129,8 +132,10 @@ def _quota(case: PlacementCase, able: Sequence[EngineView]) -> Sequence[EngineVi
         return able
     if share > outlook.borrowed_share + quota:
         return dedicated(able)
+    if share >= outlook.borrowed_share - quota:
+        return able
     idle = any(not engine.live for engine in dedicated(able))
-    return borrowed(able) if share < outlook.borrowed_share - quota and not idle else able
+    return able if idle else borrowed(able)
 
 
 def _reserve(case: PlacementCase, able: Sequence[EngineView]) -> Sequence[EngineView]:

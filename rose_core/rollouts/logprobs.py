@@ -18,10 +18,11 @@ Next step: ``rose_router.http.replies`` puts it into every reply.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from rose_core.rollouts.splice import REQUEST, SAMPLING, SpliceRow
 
@@ -33,9 +34,11 @@ UNKNOWN = "unknown"
 _GREEDY = 1e-6
 _UNFILTERED = "top-k, top-p and min-p"
 # What has changed the logits before anything is made of them.
-_SAMPLING = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-_REQUEST = ("custom_logit_processor",)
+_CHANGING = frozenset(
+    {"frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"}
+    | {"json_schema", "regex", "ebnf", "structural_tag"}
+)
+_CHANGING_BESIDE = frozenset({"custom_logit_processor"})
 
 
 class LogitScale(StrEnum):
@@ -48,8 +51,7 @@ class LogitScale(StrEnum):
 _SCALES = frozenset(LogitScale)
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobTerms:
+class LogprobTerms(msgspec.Struct, frozen=True, gc=False):
     """What a request's own parameters make of its log-probs.
 
     Attributes:
@@ -87,15 +89,15 @@ def terms_of(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> Logprob
     """
     given = sampling.get("temperature")
     known = isinstance(given, int | float) and given >= _GREEDY
-    changes = [name for name in (*_SAMPLING, *_GRAMMARS) if _asks(sampling, name, SAMPLING[name])]
+    changes = [one for one in sampling if one in _CHANGING and _asks(sampling[one], SAMPLING[one])]
     changes += ["logit_bias"] if sampling.get("logit_bias") else []
-    changes += [name for name in _REQUEST if _asks(request, name, REQUEST[name])]
+    beside = [one for one in request if one in _CHANGING_BESIDE]
+    changes += [one for one in beside if _asks(request[one], REQUEST[one])]
     temperature = float(given) if known and given is not None else 1.0
     return LogprobTerms(temperature, tuple(sorted(changes)), sampling.get("top_k") == 1)
 
 
-def _asks(given: Mapping[str, Any], name: str, row: SpliceRow) -> bool:
-    value = given.get(name)
+def _asks(value: object, row: SpliceRow) -> bool:
     return bool(value) and value not in row.neutral
 
 

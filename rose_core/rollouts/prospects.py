@@ -231,7 +231,7 @@ class Prospects:
     def _of(self, run: str) -> _Publishes:
         """Publishes of a run; nothing is known of one that nobody has told of."""
         # Asked at every look: what began before the lease's first head is kept under its own name.
-        return self._published.get(self._known_as(run), _UNSEEN)
+        return self._published.get(run and self._known_as(run), _UNSEEN)
 
     def _known_as(self, run: str) -> str:
         """A run as it is kept here: a turn may name the lease's first, or may not."""

@@ -124,6 +124,12 @@ REQUEST: Mapping[str, SpliceRow] = {
 }
 
 
+# Those that stand in a move's way where they ask for something.
+_PASSES = frozenset({SpliceRule.CARRIED, SpliceRule.ADJUSTED, SpliceRule.SPLIT})
+_STAYING = {name: row for name, row in SAMPLING.items() if row.rule not in _PASSES}
+_STAYING_BESIDE = {name: row for name, row in REQUEST.items() if row.rule not in _PASSES}
+
+
 def dedicated_because(
     sampling: Mapping[str, Any], request: Mapping[str, Any], emulated: Container[str] = ()
 ) -> tuple[str, ...]:
@@ -139,21 +145,19 @@ def dedicated_because(
     """
     reasons = [
         _standing(name, sampling[name], row)
-        for name, row in SAMPLING.items()
+        for name, row in _STAYING.items()
         if name in sampling and name not in emulated
     ]
     reasons += [
-        _standing(name, request[name], row) for name, row in REQUEST.items() if name in request
+        _standing(name, request[name], row)
+        for name, row in _STAYING_BESIDE.items()
+        if name in request
     ]
     return tuple(reason for reason in reasons if reason)
 
 
 def _standing(name: str, value: object, row: SpliceRow) -> str:
-    if value in row.neutral or row.rule in {
-        SpliceRule.CARRIED,
-        SpliceRule.ADJUSTED,
-        SpliceRule.SPLIT,
-    }:
+    if value in row.neutral:
         return ""
     reason = f"{name}: {row.why}"
     if row.rule is SpliceRule.REFUSED:

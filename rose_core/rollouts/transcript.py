@@ -63,17 +63,6 @@ class StreamEvent(msgspec.Struct, frozen=True, gc=False):
         return self.finish is not None and self.finish.get("type") == "abort"
 
 
-def _news(values: Sequence[Any], held: int, event: StreamEvent, *, only_new: bool) -> Sequence[Any]:
-    """The entries ``held`` to ``count``, whether the engine repeats the earlier ones or not."""
-    fresh = event.count - held
-    if only_new:
-        # An abort may come behind new tokens in one event: it repeats its last token, and all
-        # of its log-probs.
-        return values[:fresh] if len(values) == fresh or event.aborted else ()
-    # The engine may already have appended more than it counted: take its count.
-    return values[held : event.count]
-
-
 class Leg:
     """What one engine has said in answer to one request.
 
@@ -178,8 +167,16 @@ class Leg:
     def _add(
         self, kept: list[Any], values: Sequence[Any], held: int, event: StreamEvent, what: str
     ) -> None:
-        new = _news(values, held, event, only_new=bool(self._only_new))
-        if len(new) != event.count - held:
+        """Keep the entries ``held`` to ``count``, whether the engine repeats the earlier or not."""
+        fresh = event.count - held
+        if not self._only_new:
+            # The engine may already have appended more than it counted: take its count.
+            new = values[held : event.count]
+        else:
+            # An abort may come behind new tokens in one event: it repeats its last token, and all
+            # of its log-probs.
+            new = values[:fresh] if len(values) == fresh or event.aborted else ()
+        if len(new) != fresh:
             message = (
                 f"{what}: {len(values)} entries where tokens {held} to {event.count} were announced"
             )
@@ -253,7 +250,7 @@ class Folded:
 class Transcript:
     """The turn so far: its prompt and everything held of its legs."""
 
-    __slots__ = ("exact_text", "legs", "per_token", "prompt", "spans", "text", "tokens")
+    __slots__ = ("borrowed", "exact_text", "legs", "per_token", "prompt", "spans", "text", "tokens")
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.prompt = prompt  # answers to the same prompt share it
@@ -264,6 +261,7 @@ class Transcript:
         # False once a leg was cut: an engine's text leaves out characters that are not whole yet.
         self.exact_text = True
         self.legs: list[Leg] = []
+        self.borrowed = False  # a borrowed engine gave at least one token
 
     def fold(self, leg: Leg, exact: str = "") -> Folded:
         """Hold what is placed of a leg and forget the rest of it.
@@ -277,10 +275,15 @@ class Transcript:
         self.tokens.extend(leg.ids[:keep])
         for name, values in leg.per_token.items():
             self.per_token.setdefault(name, []).extend(values[:keep])
-        self.spans = joined((*self.spans, *shifted(cut(leg.spans, keep), leg.offset)))
+        spans = leg.spans if keep == leg.placed else cut(leg.spans, keep)
+        if self.spans or leg.offset:
+            spans = joined((*self.spans, *shifted(spans, leg.offset)))
+        self.spans = spans
         self.text += leg.placed_text if keep == leg.placed else ""
         self.exact_text = self.exact_text and (whole or not leg.ids)
         self.legs.append(leg)
+        if leg.placed and leg.kind is EngineKind.BORROWED:
+            self.borrowed = True
         return Folded(keep, len(leg.ids) - keep)
 
     @property

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
 from functools import lru_cache
+
+import msgspec
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.errors import InvalidTurn, UnknownVersion, VersionGone
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
+class Pin(msgspec.Struct, frozen=True):
     """Versions a turn may be sampled by, beside the lease's staleness bound.
 
     Attributes:
@@ -58,6 +58,8 @@ def read_pin(minimum: object, exact: object, run: str = "") -> Pin:
     Raises:
         InvalidTurn: a pin is no ``run@incarnation.sequence``, or they mean several runs.
     """
+    if minimum is None and exact is None and not run:
+        return NO_PIN
     pin = Pin(_pinned("min_version", minimum), _pinned("version", exact))
     named = {one.run for one in (pin.minimum, pin.exact) if one is not None} | ({run} - {""})
     if len(named) > 1:

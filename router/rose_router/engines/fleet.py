@@ -25,7 +25,7 @@ from rose_core.rollouts.fields import Bounds, least
 from rose_core.rollouts.placement import EngineView
 from rose_core.rollouts.residency import Residents
 from rose_core.rollouts.suspects import suspects
-from rose_core.rollouts.versions import Pin
+from rose_core.rollouts.versions import NO_PIN, Pin
 from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind, EngineUpdate, each_adapter
 from rose_router import metrics
@@ -144,7 +144,9 @@ class Engine:
     @property
     def occupied(self) -> int:
         """Turns that its process has."""
-        return sum([one.reserved for one in self.together])  # asked at every token
+        if len(self.together) == 1:  # asked at every token
+            return self.reserved
+        return sum(one.reserved for one in self.together)
 
     @property
     def excess(self) -> int:
@@ -210,21 +212,22 @@ class Engine:
 
     def view(self, usual: Speed) -> EngineView:
         """For placement; ``usual`` is the speed to expect of an engine not seen working yet."""
+        update, alone = self.update, len(self.together) == 1
         return EngineView(
-            name=self.name,
-            kind=self.kind,
+            name=update.engine,
+            kind=update.kind,
             version=self.version,
             gate_open=self.gate_open,
             cap=self.cap,
             live=self.occupied,
-            leaving=self.update.leaving,
+            leaving=update.leaving,
             fencing=bool(self.fences),
-            kept=self.kept or any(one.solo for one in self.together),
+            kept=self.kept or (self.solo if alone else any(one.solo for one in self.together)),
             backing_off_until=self.backing_off_until,
             speed=self.speed or usual,
             hazard=self.hazard,
             head=self.head,
-            named=self.update.named,
+            named=update.named,
         )
 
     def back_off(self, now: float) -> None:
@@ -321,6 +324,8 @@ class Fleet:
             UnknownVersion: nobody has announced such a version yet.
             VersionGone: nobody will.
         """
+        if pin is NO_PIN:
+            return
         held = {engine.update.run for engine in self._engines.values()} - {""}
         last = (engine.last_version for engine in self._engines.values())
         head, had = self.head_of(pin.run), [version for version in last if version]

@@ -294,7 +294,7 @@ class TurnHandlers:
         if ask.stream:
             noting = self._noting(ask, turn, answering.events(), answering.message)
             return await self._stream(request, turn, lambda _: noting, NAMED)
-        await turn.wait_over()
+        await turn.ended_event.wait()  # without being woken by every token
         _raise_if_all_failed([turn])
         answer = answering.answer()
         self._note(ask, turn, answering.message())
@@ -446,7 +446,7 @@ def _ended(events: Events, last: Callable[[], dict[str, Any]] | None) -> Events:
 
 async def _all_over(turns: list[Turn]) -> None:
     for turn in turns:
-        await turn.wait_over()
+        await turn.ended_event.wait()  # without being woken by every token
 
 
 def _raise_if_all_failed(turns: list[Turn]) -> None:

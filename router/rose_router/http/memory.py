@@ -125,7 +125,7 @@ class MemoryLimiter:
                 "memory already; try again later"
             )
             raise Overloaded("Memory", message, retry_after=_RETRY_SECONDS)
-        self.give(-more)
+        self.taken += more
 
     def _full(self) -> bool:
         now = time.monotonic()

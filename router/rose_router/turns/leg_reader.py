@@ -7,6 +7,7 @@ task in between, and ``streaming`` writes what follows from it to the caller in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import methodcaller
 
 from rose_core.rollouts.stops import Crossing
 from rose_core.rollouts.transcript import Leg, StreamEvent
@@ -57,14 +58,20 @@ class LegReader:
         Raises:
             BrokenStream: tokens are missing, or the engine counts backwards.
         """
-        now, before = self._clock(), self._leg.placed
+        now, before, turn = self._clock(), self._leg.placed, self._turn
         try:
-            return all(self._took(event, now, halt) for event in events)
+            for event in events:
+                if not self._took(event, now, halt):
+                    return False
         finally:
             if self._leg.placed > before:
-                self._clear()
-                self._note_first(now)
-                self._turn.changed.fire()
+                if turn.record.must_be_alone():
+                    self._clear()
+                if not turn.first_token_at:
+                    turn.first_token_at = now
+                    metrics.FIRST_TOKEN_SECONDS.observe(now - turn.began)
+                turn.changed.fire()
+        return True
 
     def _took(self, event: StreamEvent, now: float, halt: Callable[[], None] | None) -> bool:
         leg, handle = self._leg, self._handle
@@ -76,11 +83,14 @@ class LegReader:
         if self._turn.trace is not None and leg.spans:
             self._turn.trace.see_version(leg.spans[-1].version)
         self._learn(event, new, now)
-        self._engine.note_success()
+        if self._engine.failures:
+            self._engine.note_success()
         handle.last_event, handle.tokens = now, len(leg.ids)
         if leg.offset == 0:
             meta, kept = event.meta, self._turn.prompt_meta
-            kept.update([(name, meta[name]) for name in _PROMPT_META if name in meta])
+            for name in _PROMPT_META:
+                if name in meta:
+                    kept[name] = meta[name]
         if self._crossing is None or not _stopped(leg, self._crossing):
             return True
         if halt is None or leg.ended:
@@ -92,17 +102,10 @@ class LegReader:
     def _clear(self) -> None:
         """Tokens came where an engine had died before: others may run beside the turn again."""
         record = self._turn.record
-        if record.must_be_alone():
-            record.note_tokens(self._turn.held + self._leg.placed)
-            if not record.must_be_alone():
-                self._engine.solo = False
-                self._fleet.changed.fire()
-
-    def _note_first(self, now: float) -> None:
-        turn = self._turn
-        if not turn.first_token_at:
-            turn.first_token_at = now
-            metrics.FIRST_TOKEN_SECONDS.observe(now - turn.began)
+        record.note_tokens(self._turn.held + self._leg.placed)
+        if not record.must_be_alone():
+            self._engine.solo = False
+            self._fleet.changed.fire()
 
     def _learn(self, event: StreamEvent, new: int, now: float) -> None:
         engine, handle = self._engine, self._handle
@@ -116,10 +119,10 @@ class LegReader:
             return  # the gap holds a pause of the gate
         if handle.tokens:
             step, live = (now - handle.last_event) / new, engine.occupied
-            self._fleet.learn_speed(engine, lambda speed: speed.saw_step(step, live=live))
+            self._fleet.learn_speed(engine, methodcaller("saw_step", step, live=live))
             return
         waited = now - handle.began
-        self._fleet.learn_speed(engine, lambda speed: speed.saw_first_token(waited, uncached))
+        self._fleet.learn_speed(engine, methodcaller("saw_first_token", waited, uncached))
 
 
 def _crossing(turn: Turn) -> Crossing | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -64,6 +65,7 @@ class TurnRequest:
         """The same request with other values, at a tenth of what ``dataclasses.replace`` costs."""
         made = object.__new__(TurnRequest)
         made.__dict__.update(self.__dict__, **changes)
+        made.__dict__.pop("trajectory", None)  # it follows from what may have changed
         return made
 
     def of_job(self, job: str) -> TurnRequest:
@@ -73,7 +75,7 @@ class TurnRequest:
         hint = replace(self.hint, group=named(job, self.hint.group))
         return self.but(job=job, session=named(job, self.session), hint=hint)
 
-    @property
+    @cached_property  # asked for a dozen times in a turn
     def trajectory(self) -> str:
         """Name of the trajectory; a turn without session is one by itself."""
         return self.session or named(self.job, self.rid)

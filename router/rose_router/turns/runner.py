@@ -99,14 +99,14 @@ class TurnRunner:
             LOG.exception("turn %s", turn.request.rid)
             self._fail(turn, TurnLost("Internal", f"{type(error).__name__}: {error}"))
         finally:
-            turn.ended = self._clock()
-            context = len(turn.request.prompt) + turn.held
+            turn.ended, held = self._clock(), turn.held
+            context = len(turn.request.prompt) + held
             if not turn.request.keyed:
                 self._prefixes.note(
                     turn.request.trajectory, turn.transcript.context, len(turn.request.prompt)
                 )
             self._prospects.end_turn(
-                turn.request.trajectory, turn.held, context, turn.ended, moves=len(turn.moves)
+                turn.request.trajectory, held, context, turn.ended, moves=len(turn.moves)
             )
             self._ledger.close(turn)
             if turn.trace is not None:
@@ -115,13 +115,13 @@ class TurnRunner:
             turn.changed.fire()
 
     async def _advance(self, turn: Turn) -> None:
-        began = self._clock()
+        began, held = self._clock(), turn.held
         turn.state = TurnState.WAITING
         view = self.view(turn)
         try:
             engine = await self._room.place(
                 view,
-                holds_tokens=turn.held > 0,
+                holds_tokens=held > 0,
                 priority=turn.request.priority,
                 session=turn.request.session,
                 born=turn.born,
@@ -130,15 +130,14 @@ class TurnRunner:
         finally:
             turn.queue_seconds += self._clock() - began
         self._note_placed(turn, view, engine)
-        held = turn.held
         try:
             if not engine.gate_open or engine.version is None:
                 return  # it closed while this turn woke up
             turn.check_bounds(engine.bounds)
-            move = await self._leg(turn, engine)
+            move = await self._leg(turn, engine, held)
         finally:
-            context = len(turn.transcript.prompt) + turn.held
-            more = turn.held - held - view.expected
+            holds = turn.held
+            context, more = len(turn.transcript.prompt) + holds, holds - held - view.expected
             self._room.leave(engine, turn.request.session, context, turn.request.job, more)
         self._after(turn, engine, move)
 
@@ -160,11 +159,11 @@ class TurnRunner:
         had_room = home is not None and home.gate_open and home.occupied < home.cap
         self._prospects.note_placement(turn.request.trajectory, engine.kind, left_home=had_room)
 
-    async def _leg(self, turn: Turn, engine: Engine) -> MoveReason | None:
+    async def _leg(self, turn: Turn, engine: Engine, held: int) -> MoveReason | None:
         """Run one leg and fold it; why the turn must go on elsewhere, ``None`` when it ended."""
         now = self._clock()
         leg = Leg(
-            *(engine.name, engine.kind, self._new_rid(), str(engine.version), turn.held),
+            *(engine.name, engine.kind, self._new_rid(), str(engine.version), held),
             reused=engine.update.reuses_kv,
         )
         handle = LiveLeg(leg.rid, now, now, can_move=partial(self._elsewhere, turn, engine))
@@ -267,7 +266,7 @@ class TurnRunner:
     async def _read(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> None:
         trace = turn.trace.traceparent if turn.trace is not None else ""
         target = Target.of(engine.update, trace)
-        body = turn.request.leg_body(turn.transcript.context, turn.held, leg.rid, leg.version)
+        body = turn.request.leg_body(turn.transcript.context, leg.offset, leg.rid, leg.version)
         reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
         if not reader.wants_last_word:
             await self._client.stream(target, body, reader.take)
@@ -304,7 +303,8 @@ class TurnRunner:
         turn.redone_tokens += folded.dropped
         engine.tokens += folded.kept
         self._ledger.count_tokens(engine.kind, folded.kept, engine.update.run)
-        metrics.REDONE.inc(folded.dropped)
+        if folded.dropped:
+            metrics.REDONE.inc(folded.dropped)
         context = len(turn.transcript.prompt) + turn.held
         self._sessions.settle(turn.request.trajectory, Home(engine.name, context, leg.version))
 

@@ -27,7 +27,6 @@ from rose_core.rollouts.spans import Span, covers, cut, joined, shifted
 from rose_core.rollouts.suspects import Record
 from rose_core.rollouts.transcript import Leg, Transcript
 from rose_core.rollouts.watch import MoveReason
-from rose_core.wire.routing import EngineKind
 from rose_router.engines.fleet import LiveLeg, Signal
 from rose_router.turns.request import TurnRequest
 
@@ -115,10 +114,6 @@ class Turn:
         """Nothing more will come."""
         return self.state is TurnState.DONE or self.state is TurnState.FAILED
 
-    async def wait_over(self) -> None:
-        """Wait for the end without being woken by every token."""
-        await self.ended_event.wait()
-
     def version_label(self, spans: Sequence[Span]) -> str | None:
         """The newest version of the spans, by the trainer's own name where it gave one."""
         if not spans:
@@ -138,8 +133,7 @@ class Turn:
     @property
     def borrowed(self) -> bool:
         """A borrowed engine gave at least one token."""
-        legs = self.transcript.legs
-        return bool(legs) and any(leg.placed and leg.kind is EngineKind.BORROWED for leg in legs)
+        return self.transcript.borrowed
 
     def view(self, home: str, cached: int, usual_tokens: float) -> TurnView:
         """For placement.
@@ -149,13 +143,14 @@ class Turn:
             cached: tokens of the context that it has keys for.
             usual_tokens: output tokens of turns so far, on average.
         """
-        left = max(1, self.request.most_tokens - self.held)
-        expected = self.request.expected - self.held if self.request.expected else usual_tokens
+        held, request = self.held, self.request
+        left = max(1, request.most_tokens - held)
+        expected = request.expected - held if request.expected else usual_tokens
         return TurnView(
-            context=len(self.transcript.prompt) + self.held,
+            context=len(self.transcript.prompt) + held,
             expected=min(left, max(1, round(expected))),
-            pin=self.request.pin,
-            dedicated_only=bool(self.request.dedicated_because),
+            pin=request.pin,
+            dedicated_only=bool(request.dedicated_because),
             home=home,
             cached=cached,
             losses=self.losses,

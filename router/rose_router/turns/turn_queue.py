@@ -118,7 +118,7 @@ class TurnQueue:
             Busy: it is.
             Unprocessable: they are more than could ever run and wait here.
         """
-        places = sum(e.places for e in self._fleet if e.gate_open)
+        places = sum(e.places for e in self._fleet if e.gate_open) if more > 1 else 0
         beside = max(0, more - 1 - places)
         if has_room(len(self._waiting) + beside, self._queue):
             return

@@ -119,12 +119,12 @@ async def raw_body(request: web.Request) -> bytes:
     Raises:
         TooLarge: it begins as a text that is too long for any context; the rest is not read.
     """
-    kept: bytes | None = request.get(_ARRIVED)
-    if kept is not None:
-        return kept
     length = request.content_length
     if length is not None and length <= _WHOLE:
         return await request.read()
+    kept: bytes | None = request.get(_ARRIVED)
+    if kept is not None:
+        return kept
     share = request.app[LARGE_BODIES].slices
     long = length if length and length > MOST_HISTORY and request.path in _IDS_OR_TEXT else 0
     pieces, size, looked = [], 0, False
