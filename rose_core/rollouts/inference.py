@@ -21,6 +21,8 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 MARK = "~"
 """How the name of an inferred group begins; no header of a caller may."""
 
@@ -39,8 +41,7 @@ _PAUSES = 512
 _MOST_PROMPTS = 16384
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
+class Idle(msgspec.Struct, frozen=True, gc=False):
     """A trajectory without a turn in flight.
 
     Attributes:

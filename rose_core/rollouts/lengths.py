@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+
+import msgspec
 
 _SIBLING_WEIGHT = 4
 
 
-@dataclass(frozen=True, slots=True)
-class RemainingLength:
+class RemainingLength(msgspec.Struct, frozen=True, gc=False):
     """Output tokens still to come.
 
     Attributes:

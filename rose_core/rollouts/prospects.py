@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
@@ -87,8 +88,7 @@ _INFER_SECONDS = 1.0  # between two looks for trajectories that are over
 _SWAP_SECONDS = 10.0  # after a publish, engines with the new weights are worth waiting for so long
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(msgspec.Struct, frozen=True, gc=False):
     """When a trajectory is too old, counted from its beginning: in publishes, in seconds, or both.
 
     Attributes:
@@ -103,8 +103,7 @@ class Deadline:
 NO_DEADLINE = Deadline()
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+class Hint(msgspec.Struct, frozen=True, gc=False):
     """What a caller says of the trajectory that a turn belongs to.
 
     Attributes:
@@ -121,8 +120,7 @@ class Hint:
 NO_HINT = Hint()
 
 
-@dataclass(eq=False, slots=True)
-class Trajectory:
+class Trajectory(msgspec.Struct, eq=False):
     """One trajectory in memory.
 
     Attributes:

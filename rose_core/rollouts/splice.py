@@ -143,6 +143,8 @@ def dedicated_because(
     Raises:
         InvalidTurn: a parameter is refused; the message names it.
     """
+    if _STAYING.keys().isdisjoint(sampling) and _STAYING_BESIDE.keys().isdisjoint(request):
+        return ()  # the usual case
     reasons = [
         _standing(name, sampling[name], row)
         for name, row in _STAYING.items()

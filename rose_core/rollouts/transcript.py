@@ -17,7 +17,6 @@ Next step: ``splice`` says what the request of the next leg looks like.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -239,8 +238,7 @@ class Leg:
         return self.finish is not None and not self.aborted and whole
 
 
-@dataclass(frozen=True, slots=True)
-class Folded:
+class Folded(msgspec.Struct, frozen=True, gc=False):
     """What became of a leg's tokens: ``kept`` are held now, ``dropped`` will be sampled again."""
 
     kept: int

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from rose_core.rollouts import splice
 from rose_core.rollouts.prospects import NO_HINT, Hint
@@ -21,8 +21,7 @@ def named(job: str, name: str) -> str:
     return f"{job}/{name}" if job and name else name
 
 
-@dataclass(frozen=True)
-class TurnRequest:
+class TurnRequest(msgspec.Struct, frozen=True, dict=True):
     """What is asked, in SGLang's words.
 
     Attributes:
@@ -47,7 +46,7 @@ class TurnRequest:
     prompt: tuple[int, ...]
     sampling: Mapping[str, Any]
     own_rid: bool = False
-    passed: Mapping[str, Any] = field(default_factory=dict)
+    passed: Mapping[str, Any] = msgspec.field(default_factory=dict)
     session: str = ""
     keyed: bool = False
     job: str = ""
@@ -62,11 +61,8 @@ class TurnRequest:
     operation: str = "text_completion"
 
     def but(self, **changes: Any) -> TurnRequest:  # noqa: ANN401  # values of fields
-        """The same request with other values, at a tenth of what ``dataclasses.replace`` costs."""
-        made = object.__new__(TurnRequest)
-        made.__dict__.update(self.__dict__, **changes)
-        made.__dict__.pop("trajectory", None)  # it follows from what may have changed
-        return made
+        """The same request with other values."""
+        return replace(self, **changes)
 
     def of_job(self, job: str) -> TurnRequest:
         """The same turn as one of the job: what it names is the job's own."""

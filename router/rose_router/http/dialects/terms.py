@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -28,8 +27,7 @@ class Sampling(msgspec.Struct):
     stop: str | list[str] | None = None
 
 
-@dataclass(frozen=True)
-class ParsedRequest:
+class ParsedRequest(msgspec.Struct, frozen=True):
     """A request: its turns, whether the caller streams and whether the reply is a list.
 
     Attributes:
