@@ -1,0 +1,69 @@
+"""What a turn and an event cost, in calls of the router's functions: time depends on machines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from types import FrameType
+from typing import Any
+
+from tests.router.conftest import Stage
+
+Staging = Callable[..., AbstractAsyncContextManager[Stage]]
+OURS = ("/rose_router/", "/rose_core/rollouts/")
+TURNS, EVENTS = 50, 200
+MOST_OF_A_TURN = 540
+"""Calls of a turn that is answered at once. It was 636 when they were first counted."""
+MOST_OF_AN_EVENT = 56
+"""Calls of one more event of a stream. It was 63."""
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Calls of functions of the router in the block, in the one entry of what is yielded."""
+    calls = [0]
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and any(one in frame.f_code.co_filename for one in OURS):
+            calls[0] += 1
+
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+async def ask(s: Stage, tokens: int, *, stream: bool) -> bytes:
+    body: dict[str, Any] = {
+        "input_ids": list(range(1, 201)),
+        "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
+        "return_logprob": True,
+        "stream": stream,
+    }
+    async with s.post("/generate", body) as reply:
+        assert reply.status == 200, await reply.text()
+        return bytes(await reply.read())
+
+
+async def test_a_turn_calls_no_more_than_it_did(stage: Staging) -> None:
+    async with stage() as s:
+        await s.engine(token_seconds=0)
+        await ask(s, 4, stream=False)
+        with counted() as calls:
+            for _ in range(TURNS):
+                await ask(s, 4, stream=False)
+    assert 100 < calls[0] / TURNS <= MOST_OF_A_TURN
+
+
+async def test_an_event_calls_no_more_than_it_did(stage: Staging) -> None:
+    async with stage() as s:
+        await s.engine(token_seconds=0.001)
+        spent = []
+        for tokens in (1, 1, 1 + EVENTS):  # the first is for what is made once
+            with counted() as calls:
+                said = await ask(s, tokens, stream=True)
+            assert said.count(b"data: ") > tokens, "an event for each token"
+            spent.append(calls[0])
+    assert 10 < (spent[2] - spent[1]) / EVENTS <= MOST_OF_AN_EVENT
