@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -34,7 +34,7 @@ from rose_dev.pki import Authority
 from rose_engines.permit import BadPermit, Permit
 from rose_wire import tls
 from tests.agent.node import POOL, SLOT, FakeOperator, Node
-from tests.tap.net import Namespace, namespace
+from tests.tap.net import namespace
 from tests.tap.wire import BadWire, bad_wire
 
 LEADER, FOLLOWER = PodUid("serving-0"), PodUid("serving-1")
@@ -43,13 +43,12 @@ MS = 1_000_000
 
 
 class GroupOperator(FakeOperator):
-    """Tells both nodes of the group, and grants a slot beside the follower, or the leader too."""
+    """Tells both nodes of the group, and grants a slot beside the follower."""
 
     def __init__(self) -> None:
         super().__init__()
         self.latest: dict[str, SyncRequest] = {}
         self.follows = True
-        self.beside_leader = False
 
     async def start(self, address: str = "") -> None:
         await self._server.start(address)
@@ -59,23 +58,22 @@ class GroupOperator(FakeOperator):
         self.latest[request.node] = request
         self.requests.append(request)
         policy = PoolPolicy(pool=POOL, mode=self.mode, labels={"app": "chat"}, port=1)
-        pods = {"follower": FOLLOWER} | ({"leader": LEADER} if self.beside_leader else {})
-        grants = (self._beside(pods[request.node]),) if request.node in pods else ()
+        grants = (self._beside_follower(),) if request.node == "follower" else ()
         told = self.latest.get("leader")
         followers = (FollowerPod(FOLLOWER, "follower"),) if self.follows else ()
         ready = told is not None and told.guard
         groups = (ReplicaGroup(LEADER, "leader", told.guard, followers),) if ready and told else ()
         return SyncReply(self.term, True, grants, (policy,), sync_period_seconds=0.3, groups=groups)
 
-    def _beside(self, pod: PodUid) -> Grant:
+    def _beside_follower(self) -> Grant:
         return Grant(
             key=GrantKey(self.term, SLOT),
             ttl_seconds=60.0,
             slot_name="slot-one",
             lease="team/run",
             pool=POOL,
-            pod_uid=pod,
-            pod_name=pod,
+            pod_uid=FOLLOWER,
+            pod_name=FOLLOWER,
             gpu_uuids=(GpuUuid("GPU-0"),),
             engine=EngineSpec("fake", "small", arguments=self.arguments),
             weights=WeightSource("127.0.0.1:1", "run"),
@@ -119,8 +117,6 @@ class Pair:
     wire: BadWire
     operator: GroupOperator
     watch: PermitWatch
-    inside: Namespace
-    feeders: list[object] = field(default_factory=list)
 
     async def opens(self, what: str) -> None:
         """Wait until the follower's gate is open, and its engine computes."""
@@ -197,8 +193,7 @@ async def pair(root: Path, *, seed: int = 1) -> AsyncIterator[Pair]:
             await leader.start_serving()
             place = {"group": "llama/0", "size": 2}
             leader.write_replicas(uid=LEADER, index=0, **place)
-            follower.processes["serving"] = await follower.spawn("worker", "-c", _SLEEP)
-            follower.processes.pop("worker")
+            await follower.spawn("serving", "-c", "import time; time.sleep(3600)")
             follower.serving_url = "http://127.0.0.1:30000"
             follower.write_replicas(uid=FOLLOWER, index=1, **place)
             await leader.start_tap()
@@ -210,7 +205,7 @@ async def pair(root: Path, *, seed: int = 1) -> AsyncIterator[Pair]:
             watch = PermitWatch(path)
             watch.start()
             stack.callback(watch.close)
-            found = Pair(leader, follower, wire, operator, watch, far)
+            found = Pair(leader, follower, wire, operator, watch)
             await found.opens("the follower's gate opens on the leader's word")
             await follower.until(
                 lambda: (file := follower.engine()) is not None and bool(file.url), "engine listens"
@@ -220,9 +215,6 @@ async def pair(root: Path, *, seed: int = 1) -> AsyncIterator[Pair]:
             feed = "import asyncio, sys, tests.agent.pair as p; asyncio.run(p.feed(sys.argv[1]))"
             await follower.spawn("feeder", "-c", feed, f"{file.url}/generate")
             yield found
-
-
-_SLEEP = "import time; time.sleep(3600)"
 
 
 async def feed(url: str) -> None:

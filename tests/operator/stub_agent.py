@@ -46,6 +46,7 @@ class StubAgent:
     version: str = "grpo@1.0"
     token: str = "secret"
     pause: float = 0.3
+    guard: str = ""
     grants: dict[str, Grant] = field(default_factory=dict)
     replies: list[tuple[float, SyncReply]] = field(default_factory=list)
     highest_term: int = 0
@@ -69,6 +70,7 @@ class StubAgent:
             highest_term=self.highest_term,
             replicas=self.replicas,
             slots=tuple(self._report(grant) for grant in self.grants.values()),
+            guard=self.guard,
         )
 
     def _report(self, grant: Grant) -> SlotReport:

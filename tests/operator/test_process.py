@@ -10,7 +10,7 @@ import pytest
 from lightkube.generic_resource import GenericNamespacedResource
 
 from rose_cli.main import main as rose
-from rose_core.wire.sync import ReplicaReport
+from rose_core.wire.sync import GroupPlace, ReplicaReport
 from tests.api.objects import LEASE, POOL, changed
 from tests.operator import harness as env
 from tests.operator.harness import Cluster, Deployment, OperatorProcess, Service, condition, until
@@ -142,6 +142,36 @@ def scene(cluster: Cluster, operator: OperatorProcess) -> Iterator[Scene]:
     scene = Scene(cluster, operator)
     yield scene
     scene.clean()
+
+
+def test_each_pod_of_a_leaderworkersets_group_lends_on_its_own_node(scene: Scene) -> None:
+    agents = []
+    for index in (0, 1):
+        node = f"node-{index}-{scene.namespace}"
+        seen: dict[str, Any] = {} if index == 0 else {"signal": None, "verified": None}
+        place = GroupPlace("llama/0", index, 2)
+        name = f"llama-0-{index}-{scene.namespace}"
+        pods = (replica(scene.pool_key, name, place=place, **seen),)
+        agent = StubAgent(scene.operator.sync_port, node, pods, guard=f"10.0.0.{index}:7448")
+        agent.__enter__()
+        agents.append(agent)
+    scene.agents += agents
+    scene.pool(spec__lending={"maxReplicasPercent": 100, "minUnlentReplicas": 0})
+    scene.lease(changes={"spec.slots": {"min": 1, "max": 4}})
+    until(lambda: all(agent.grants for agent in agents), "both nodes hold a grant")
+    found = sorted(slot["spec"]["members"][0]["node"] for slot in scene.slots())
+    assert found == [agent.node for agent in agents]
+    leader, follower = (agent.replicas[0].pod_uid for agent in agents)
+    for agent in agents:
+        (group,) = agent.replies[-1][1].groups
+        assert (group.leader, group.guard) == (leader, "10.0.0.0:7448")
+        assert [one.pod for one in group.followers] == [follower]
+
+    def lent() -> bool:
+        pool = scene.cluster.get(env.POOL, "chat", scene.namespace) or {}
+        return (pool["status"]["replicas"], pool["status"]["lentReplicas"]) == (1, 1)
+
+    until(lent, "the pool has one replica, which is lent")
 
 
 def test_a_lease_becomes_a_slot_a_grant_and_a_url_and_goes_back(scene: Scene) -> None:

@@ -74,6 +74,8 @@ class FollowerLink:
         self._soon = asyncio.Event()
         self._closing, self._stopped = 0, 0
         self._complaint = ""
+        self._heard_s = 0.0
+        self._conversation: object = None
 
     def note_stopped(self) -> None:
         """All engines beside the pod stand still since the leader closed for a request."""
@@ -99,13 +101,26 @@ class FollowerLink:
             except OSError as error:  # no certificate yet
                 self._complain(str(error))
             else:
-                try:
-                    await self._converse(channel)
-                except (WireError, TimeoutError) as error:
-                    self._complain(str(error) or f"silent for {_SILENT_SECONDS:.0f} s")
-                finally:
-                    await channel.close()
+                await self._follow(channel)
             await asyncio.sleep(_REDIAL_SECONDS)
+
+    async def _follow(self, channel: grpc.aio.Channel) -> None:
+        """Converse until the stream ends, or brings nothing that is of use for too long."""
+        self._heard_s = time.monotonic()
+        talk = asyncio.create_task(self._converse(channel))
+        talk.add_done_callback(_look_at)
+        try:
+            while (left := self._heard_s + _SILENT_SECONDS - time.monotonic()) > 0:
+                await asyncio.wait({talk}, timeout=left)
+                if talk.done():
+                    break
+            self._complain(_outcome(talk) or f"silent for {_SILENT_SECONDS:.0f} s")
+        finally:
+            # With a write under way on a connection that is stalled, grpcio may take its time to
+            # end call and channel: nobody waits for that.
+            talk.cancel()
+            closing = asyncio.create_task(channel.close())
+            await asyncio.wait({talk, closing}, timeout=_REDIAL_SECONDS)
 
     def _dial(self) -> grpc.aio.Channel:
         authority = self._identity / tls.BUNDLE
@@ -116,17 +131,17 @@ class FollowerLink:
         )
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(_SILENT_SECONDS) as patience:
-            words = rpc.converse(channel, FOLLOW, self._questions(), token=self._token)
-            async for word in words:
-                patience.reschedule(loop.time() + _SILENT_SECONDS)
-                self._complain("")
-                self._hear(word)
+        async for word in rpc.converse(channel, FOLLOW, self._questions(), token=self._token):
+            self._hear(word)
 
     def _hear(self, word: Word) -> None:
         now_ns = time.monotonic_ns()
         before, self.state = self.state, self.state.hear(word, now_ns)
+        if self.state.sent_ns != before.sent_ns:
+            # Answers that come too late for their question are as good as silence: a new
+            # connection has no backlog.
+            self._heard_s = time.monotonic()
+            self._complain("")
         arrived = word.arrived and before.is_open and before.holds(now_ns)
         if arrived:
             self._closing = word.sequence
@@ -135,7 +150,8 @@ class FollowerLink:
         self._on_word(now_ns if arrived else 0)
 
     async def _questions(self) -> AsyncIterator[Question]:
-        while True:
+        self._conversation = mine = object()
+        while self._conversation is mine:  # until a newer stream takes over
             self._soon.clear()
             self.state, number = self.state.ask(time.monotonic_ns())
             beside = self._beside()
@@ -151,3 +167,23 @@ class FollowerLink:
         if text and text != self._complaint:
             _log.warning("guard of node %s at %s: %s", self.group.node, self.group.guard, text)
         self._complaint = text
+
+
+def _outcome(talk: asyncio.Task[None]) -> str:
+    """Why a conversation has ended; empty = it has not.
+
+    Raises:
+        Exception: anything but a broken or refused stream.
+    """
+    if not talk.done() or talk.cancelled():
+        return ""
+    error = talk.exception()
+    if error is not None and not isinstance(error, WireError):
+        raise error
+    return str(error or "it ended the stream")
+
+
+def _look_at(talk: asyncio.Task[None]) -> None:
+    """Take what a conversation ended with, also of one for which nobody waits any more."""
+    if not talk.cancelled():
+        talk.exception()
