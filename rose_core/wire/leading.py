@@ -37,7 +37,7 @@ class Word(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         boot: which process says so; another one begins its sequence anew.
         term: highest leader term of the operator that it has obeyed.
-        sequence: grows with every word to this follower.
+        sequence: grows with every word of that process.
         number: of the question that this answers; 0 = nobody asked.
         open: followers may open.
         reason: a ``GateReason``.

@@ -147,6 +147,11 @@ async def test_a_node_that_does_not_lead_answers_nobody(town: Town) -> None:
         await town.ask("follower", ASKED)
 
 
+async def test_a_stream_that_is_opened_anew_is_believed_at_once(town: Town) -> None:
+    first = [await town.ask("follower", ASKED) for _ in range(3)]
+    assert [word.sequence for word in first] == [1, 2, 3]  # each of a stream of its own
+
+
 async def test_a_stop_counts_until_the_follower_says_that_it_stands(town: Town) -> None:
     computing = Beside(lent=True, computing=True)
     async with town.follows(lambda: computing) as link:

@@ -42,7 +42,6 @@ class _Stream:
 
     leader: PodUid = PodUid("")
     follower: PodUid = PodUid("")
-    sequence: int = 0
     lent: bool = False
     computing_until_ns: int = 0
     closed: int = 0
@@ -76,7 +75,7 @@ class Leading:
     ) -> None:
         self._node, self._verdict, self._term = node, verdict, term
         self._on_stop, self._clock = on_stop, clock
-        self._boot = secrets.token_hex(8)
+        self._boot, self._sequence = secrets.token_hex(8), 0
         self._streams: set[_Stream] = set()
         self._groups: Mapping[PodUid, ReplicaGroup] = {}
         self._open: dict[PodUid, bool] = {}
@@ -153,9 +152,9 @@ class Leading:
 
     def _word(self, stream: _Stream, now_ns: int, number: int = 0) -> Word:
         verdict = self._verdict(stream.leader, now_ns)
-        stream.sequence += 1
+        self._sequence += 1  # over all streams: one that a follower opens anew goes on from there
         if verdict is None:
-            return Word(self._boot, self._term(), stream.sequence, number)
+            return Word(self._boot, self._term(), self._sequence, number)
         word = answer(
             is_open=verdict.open,
             reason=verdict.reason,
@@ -163,7 +162,7 @@ class Leading:
             now_ns=now_ns,
         )
         return msgspec.structs.replace(
-            word, boot=self._boot, term=self._term(), sequence=stream.sequence, number=number
+            word, boot=self._boot, term=self._term(), sequence=self._sequence, number=number
         )
 
     # --- what the loop tells and asks
@@ -201,7 +200,7 @@ class Leading:
             if not verdict.open:
                 stream.computing_until_ns = 0
             if stream in computing:
-                stream.closed = stream.sequence
+                stream.closed = word.sequence
 
     def takes_stop(self, uid: PodUid, after_ns: int) -> bool:
         """The leader's own engine stood so long after an arrival; whether others are awaited."""
