@@ -34,9 +34,8 @@ from rose_simulate.model.scenario import Regime, Scenario
 from rose_simulate.model.simulation import Simulation
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.studies import SCENARIOS
-from rose_wire.ports import free_ports
 from tests.batches.helpers import Caller
-from tests.batches.processes import COMPLETIONS, Process, check_answers, token_file
+from tests.batches.processes import COMPLETIONS, ask, check_answers, pair, token_file
 from tests.router.conftest import LEASE, VERSION
 
 _SCENARIO: Final = "normal"
@@ -134,28 +133,15 @@ async def batch(count: int, seed: int) -> Burst:
     burst, moves = Burst(count), gates(seed)
     burst.shut_share = sum(map(_shut_s, moves)) / (_PLAYED_S * len(moves))
     with tempfile.TemporaryDirectory(prefix="rose-bench-bursts-") as name:
-        folder = Path(name)
-        http_port, attach, port = free_ports(3)
-        secret = folder / "secret"
-        secret.write_text("secret\n")
-        url = f"http://127.0.0.1:{http_port}"
-        router = Process(
-            folder, "router", f"--lease={LEASE}", f"--http-address=127.0.0.1:{http_port}",
-            f"--attach-address=127.0.0.1:{attach}", f"--token-file={secret}",
-            f"--batches=http://127.0.0.1:{port}", f"--batches-token-file={secret}",
-        )  # fmt: skip
-        batches = Process(
-            folder, "batches", f"--router={url}", f"--folder={folder / 'kept'}",
-            f"--address=127.0.0.1:{port}", f"--token-file={secret}", "--lines=128",
-        )  # fmt: skip
+        two = pair(Path(name), lines=128)
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(running(router, batches))
+            await stack.enter_async_context(running(two.router, two.batches))
             http = await stack.enter_async_context(aiohttp.ClientSession())
-            team = Caller(url, http, {})
-            while not await _up(http, url):  # noqa: ASYNC110  # other processes
+            team = Caller(two.url, http, {})
+            while await ask(http, f"{two.url}/v1/batches") is None:  # noqa: ASYNC110  # other processes
                 await asyncio.sleep(0.05)
             for number, one in enumerate(moves):
-                engine = _engine(attach, f"engine-{number}", one, burst)
+                engine = _engine(two.attach, f"engine-{number}", one, burst)
                 await stack.enter_async_context(engine)
             began = time.monotonic()
             made = await team.begin(token_file(count), endpoint=COMPLETIONS)
@@ -168,13 +154,6 @@ async def batch(count: int, seed: int) -> Burst:
     if not burst.wrong.total():
         check_answers(lines, count)
     return burst
-
-
-async def _up(http: aiohttp.ClientSession, url: str) -> bool:
-    with contextlib.suppress(aiohttp.ClientError):
-        async with http.get(f"{url}/v1/batches") as reply:
-            return reply.status == 200
-    return False
 
 
 def _shut_s(moves: Sequence[tuple[float, bool]]) -> float:

@@ -12,22 +12,22 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import psutil
 import yaml
 
-from rose_wire.ports import free_port, free_ports
+from rose_wire.ports import free_port
 from tests.batches.helpers import Caller
 from tests.batches.processes import (
     COMPLETIONS,
     Process,
+    ask,
     check_answers,
     engine_of,
+    pair,
     token_file,
 )
-from tests.router.conftest import LEASE
 
 # Random, so that a reward that is computed twice is seen, and never 0.
 _CHECKS = """
@@ -160,42 +160,22 @@ async def batch(count: int, seed: int) -> Killed:
     """A batch of so many lines, while router, ``rose batches`` and engines are killed."""
     draw, found, began = random.Random(seed), Killed(count), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rose-bench-batch-") as name:
-        folder = Path(name)
-        http_port, attach, port = free_ports(3)
-        secret = folder / "secret"
-        secret.write_text("secret\n")
-        url = f"http://127.0.0.1:{http_port}"
-        router = Process(
-            folder, "router", f"--lease={LEASE}", f"--http-address=127.0.0.1:{http_port}",
-            f"--attach-address=127.0.0.1:{attach}", f"--token-file={secret}",
-            f"--batches=http://127.0.0.1:{port}", f"--batches-token-file={secret}",
-        )  # fmt: skip
-        batches = Process(
-            folder, "batches", f"--router={url}", f"--folder={folder / 'kept'}",
-            f"--address=127.0.0.1:{port}", f"--token-file={secret}", "--lines=128",
-        )  # fmt: skip
+        two = pair(Path(name), lines=128)
         async with (
-            running(router, batches),
+            running(two.router, two.batches),
             aiohttp.ClientSession() as http,
-            engine_of(attach, "first", 64) as first,
-            engine_of(attach, "second", 64) as second,
+            engine_of(two.attach, "first", 64) as first,
+            engine_of(two.attach, "second", 64) as second,
         ):
-            deeds = {"router": router.again, "batches": batches.again}
+            deeds = {"router": two.router.again, "batches": two.batches.again}
             engines = {"first engine": first, "second engine": second}
-
-            async def look(path: str) -> dict[str, Any] | None:
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with http.get(url + path) as reply:
-                        return dict(await reply.json()) if reply.status == 200 else None
-                return None
-
-            while await look("/v1/batches") is None:  # noqa: ASYNC110  # other processes
+            while await ask(http, f"{two.url}/v1/batches") is None:  # noqa: ASYNC110  # other processes
                 await asyncio.sleep(0.05)
-            team = Caller(url, http, {})
+            team = Caller(two.url, http, {})
             made = await team.begin(token_file(count), endpoint=COMPLETIONS)
             answered = killed_at = 0
             while True:
-                shown = await look(f"/v1/batches/{made}")
+                shown = await ask(http, f"{two.url}/v1/batches/{made}")
                 answered = shown["request_counts"]["completed"] if shown else answered
                 if shown and shown["status"] not in {"validating", "in_progress"}:
                     break

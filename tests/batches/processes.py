@@ -7,9 +7,11 @@ import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import aiohttp
 from aiohttp import web
 
 from rose_core.wire.routing import EngineKind, EngineUpdate
@@ -18,6 +20,7 @@ from rose_engines.fake.model import continuation
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
 from rose_engines.session import WeightSession
+from rose_wire.ports import free_ports
 from tests.router.conftest import LEASE, VERSION
 
 COMPLETIONS: Final = "/v1/completions"
@@ -77,6 +80,47 @@ class Process:
     async def again(self) -> None:
         await self.kill()
         await self.start()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A router and ``rose batches`` beside it, neither of them started yet.
+
+    Attributes:
+        url: the router's.
+        attach: port on which it listens to owners of engines.
+    """
+
+    url: str
+    attach: int
+    router: Process
+    batches: Process
+
+
+def pair(folder: Path, lines: int) -> Pair:
+    """Processes that know of each other; ``lines`` may be on their way at a time."""
+    http_port, attach, port = free_ports(3)
+    secret = folder / "secret"
+    secret.write_text("secret\n")
+    url = f"http://127.0.0.1:{http_port}"
+    router = Process(
+        folder, "router", f"--lease={LEASE}", f"--http-address=127.0.0.1:{http_port}",
+        f"--attach-address=127.0.0.1:{attach}", f"--token-file={secret}",
+        f"--batches=http://127.0.0.1:{port}", f"--batches-token-file={secret}",
+    )  # fmt: skip
+    batches = Process(
+        folder, "batches", f"--router={url}", f"--folder={folder / 'kept'}",
+        f"--address=127.0.0.1:{port}", f"--token-file={secret}", f"--lines={lines}",
+    )  # fmt: skip
+    return Pair(url, attach, router, batches)
+
+
+async def ask(http: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
+    """What is answered with 200, or nothing."""
+    with contextlib.suppress(aiohttp.ClientError):
+        async with http.get(url) as reply:
+            return dict(await reply.json()) if reply.status == 200 else None
+    return None
 
 
 @contextlib.asynccontextmanager

@@ -23,13 +23,14 @@ from rose_dev.owners import owner
 from rose_dev.waiting import until
 from rose_router.config import Settings
 from rose_router.main import running as routing
-from rose_wire.ports import free_port, free_ports
+from rose_wire.ports import free_port
 from tests.batches.helpers import CHAT, Caller, batch_file
 from tests.batches.processes import (
     COMPLETIONS,
-    Process,
+    ask,
     check_answers,
     engine_of,
+    pair,
     token_file,
 )
 from tests.router.conftest import LEASE, VERSION, Stage
@@ -207,58 +208,40 @@ async def test_openais_own_client_runs_a_batch(stage: Staging, tmp_path: Path) -
 @pytest.mark.slow
 async def test_each_line_has_one_answer_whatever_is_killed(tmp_path: Path) -> None:
     count = 400
-    http_port, attach, port = free_ports(3)
-    secret = tmp_path / "secret"
-    secret.write_text("secret\n")
-    url = f"http://127.0.0.1:{http_port}"
-    router = Process(
-        tmp_path, "router", f"--lease={LEASE}", f"--http-address=127.0.0.1:{http_port}",
-        f"--attach-address=127.0.0.1:{attach}", f"--token-file={secret}",
-        f"--batches=http://127.0.0.1:{port}", f"--batches-token-file={secret}",
-    )  # fmt: skip
-    batches = Process(
-        tmp_path, "batches", f"--router={url}", f"--folder={tmp_path / 'kept'}",
-        f"--address=127.0.0.1:{port}", f"--token-file={secret}", "--lines=16",
-    )  # fmt: skip
+    two = pair(tmp_path, lines=16)
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        for one in (router, batches):
+        for one in (two.router, two.batches):
             stack.push_async_callback(one.kill)
             await one.start()
-        first = await stack.enter_async_context(engine_of(attach, "first"))
-        await stack.enter_async_context(engine_of(attach, "second"))
-        team = Caller(url, http, {})
-
-        async def look(path: str) -> dict[str, Any] | None:
-            with contextlib.suppress(aiohttp.ClientError):
-                async with http.get(url + path) as reply:
-                    return dict(await reply.json()) if reply.status == 200 else None
-            return None
+        first = await stack.enter_async_context(engine_of(two.attach, "first"))
+        await stack.enter_async_context(engine_of(two.attach, "second"))
+        team = Caller(two.url, http, {})
 
         async def answered(batch: str, least: int) -> int:
             """Wait until so many lines are done; how many are."""
             async with asyncio.timeout(120):
                 while True:
-                    found = await look(f"/v1/batches/{batch}")
+                    found = await ask(http, f"{two.url}/v1/batches/{batch}")
                     done = found["request_counts"]["completed"] if found else 0
                     if done >= least:
                         return int(done)
                     await asyncio.sleep(0.05)
 
         async with asyncio.timeout(120):
-            while await look("/v1/batches") is None:  # noqa: ASYNC110  # another process
+            while await ask(http, f"{two.url}/v1/batches") is None:  # noqa: ASYNC110  # another process
                 await asyncio.sleep(0.05)
         name = await team.begin(token_file(count), endpoint=COMPLETIONS)
         done = await answered(name, 20)
-        await batches.again()
+        await two.batches.again()
         done = await answered(name, done + 30)
-        await router.again()
+        await two.router.again()
         done = await answered(name, done + 30)
         first.set()
         done = await answered(name, done + 30)
-        await asyncio.gather(batches.again(), router.again())
+        await asyncio.gather(two.batches.again(), two.router.again())
         done = await answered(name, done + 30)
-        await batches.again()
+        await two.batches.again()
         assert done < count, "the kills came before the end"
         await answered(name, count)
         batch = await team.ended(name)

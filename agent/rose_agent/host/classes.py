@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from rose_agent.host.launchers import EngineOrder, EngineProgram, Launcher
 from rose_core.devices.elastic import FIRST_PERMILLE
@@ -49,6 +50,20 @@ def _adapters(spec: EngineSpec) -> tuple[str, ...]:
     return ("--adapter-slots", str(spec.adapter.slots))
 
 
+def _launch(order: EngineOrder) -> Launch:
+    """What stock engines of every kind are started with."""
+    return Launch(
+        python=order.python,
+        model=order.model,
+        port=order.port,
+        permit=order.slot.permit,
+        plugin_socket=order.slot.plugin_socket,
+        ranks=order.spec.ranks,
+        kv_policy=order.spec.kv_policy,
+        adapter=order.spec.adapter,
+    )
+
+
 def sglang(order: EngineOrder) -> EngineProgram:
     """Stock SGLang on the GPUs of the grant, with ROSE's plugin and SGLang's memory saver.
 
@@ -62,15 +77,8 @@ def sglang(order: EngineOrder) -> EngineProgram:
     limited = order.spec.sharing.memory_limit == "Driver"
     fraction = order.sizer.claim(order.slot.uid, size, order.gpu_uuids, limited=limited)
     drafts = verifies_drafts(order.spec)
-    launch = Launch(
-        python=order.python,
-        model=order.model,
-        port=order.port,
-        permit=order.slot.permit,
-        plugin_socket=order.slot.plugin_socket,
-        ranks=order.spec.ranks,
-        kv_policy=order.spec.kv_policy,
-        adapter=order.spec.adapter,
+    launch = replace(
+        _launch(order),
         drafts=drafts,
         activity=order.slot.activity,
         device="cuda",
@@ -100,17 +108,7 @@ def sglang_cpu(order: EngineOrder) -> EngineProgram:
         ArgumentRefused: an argument is outside the allow-list.
     """
     drafts = verifies_drafts(order.spec)
-    launch = Launch(
-        python=order.python,
-        model=order.model,
-        port=order.port,
-        permit=order.slot.permit,
-        plugin_socket=order.slot.plugin_socket,
-        ranks=order.spec.ranks,
-        kv_policy=order.spec.kv_policy,
-        adapter=order.spec.adapter,
-        drafts=drafts,
-    )
+    launch = replace(_launch(order), drafts=drafts)
     return EngineProgram(
         argv=tuple(command(order.spec, launch)),
         environment=environment(launch, os.environ),
@@ -125,16 +123,7 @@ def vllm_cpu(order: EngineOrder) -> EngineProgram:
     Raises:
         ArgumentRefused: the lease asks for what an engine of vLLM does not do.
     """
-    launch = Launch(
-        python=order.python,
-        model=order.model,
-        port=order.port,
-        permit=order.slot.permit,
-        plugin_socket=order.slot.plugin_socket,
-        ranks=order.spec.ranks,
-        kv_policy=order.spec.kv_policy,
-        adapter=order.spec.adapter,
-    )
+    launch = _launch(order)
     return EngineProgram(
         argv=tuple(vllm.command(order.spec, launch)),
         environment=vllm.environment(launch, os.environ),
