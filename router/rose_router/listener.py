@@ -50,7 +50,7 @@ class ConnectionLimits:
     Attributes:
         connections: open at one time.
         head_seconds: until the first whole request head.
-        body_seconds: until a body is whole.
+        body_seconds: until a body is whole, without the time for which its sender was held back.
         write_seconds: until a caller has read enough to take the next event.
     """
 

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
 from rose_core.rollouts.fields import Bounds
 from rose_router.engines.engine_client import _encoded
 from rose_router.errors import TooLarge
+from rose_router.http.dialects import common
 from rose_router.http.dialects.common import (
+    BODY_SECONDS,
+    LARGE_BODIES,
     MOST_HISTORY,
     LargeBodies,
     _begins_with_text,
     _check_objects,
     _in_slices,
+    _long_numbers,
     json_object,
+    read_body,
     token_ids,
 )
 from rose_router.http.loop_share import LoopShare
@@ -104,9 +117,9 @@ async def test_bodies_that_come_all_the_time_have_a_share_of_the_loop() -> None:
     raw = msgspec.json.encode({"input_ids": IDS * 4})
 
     class Counted(LoopShare):
-        async def pay(self, seconds: float) -> None:
+        async def pay(self, seconds: float, limit: asyncio.Timeout | None = None) -> None:
             paid.append(seconds)
-            await share.pay(seconds)
+            await share.pay(seconds, limit)
 
     large = LargeBodies()
     large.slices = Counted(1.0, 1.0)
@@ -125,17 +138,23 @@ async def test_a_prompt_beyond_the_context_is_refused_before_it_is_decoded() -> 
     assert await _in_slices(json.dumps({"tokens": IDS}).encode(), large) == {"tokens": IDS}
 
 
-@pytest.mark.parametrize("field", ["x", "messages", "tools"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b'{"input_ids":[1],"%b":[%b{}]}' % (n, b"{}," * 300_000) for n in (b"x", b"tools")),
+        b'{"input_ids":[1],"messages":[%b{}]}' % (b"{}," * 300_000),
+        b'{"input_ids":[1],"x":{%b"":1}}' % b",".join(b'"%d":1,' % n for n in range(300_000)),
+    ],
+)
 async def test_more_objects_than_any_request_needs_are_refused_before_they_are_made(
-    stage: Staging, field: str
+    stage: Staging, raw: bytes
 ) -> None:
-    raw = b'{"input_ids":[1],"%b":[%b{}]}' % (field.encode(), b"{}," * 300_000)
     async with (
         stage() as s,
         s.http.post(s.url + "/generate", data=io.BytesIO(raw)) as reply,
     ):
         assert reply.status == 413
-        assert "more than 200,000 lists and objects" in (await reply.json())["message"]
+        assert "more than 200,000 lists, objects and fields" in (await reply.json())["message"]
 
 
 async def test_brackets_in_texts_are_no_objects() -> None:
@@ -144,6 +163,114 @@ async def test_brackets_in_texts_are_no_objects() -> None:
     await _check_objects(code.encode(), UNPACED)
     with pytest.raises(TooLarge):
         await _check_objects(code.encode() + b"[" * 200_000, UNPACED)
+
+
+VALUES = st.recursive(
+    st.integers() | st.text(st.sampled_from('\\"{[:a'), max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.sampled_from('\\"{:a'), max_size=5), inner, max_size=4)
+    ),
+)
+
+
+def _made_of(value: object) -> int:
+    """Lists, objects and fields."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(_made_of, value.values()))
+    return 1 + sum(map(_made_of, value)) if isinstance(value, list) else 0
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=VALUES, width=st.integers(1, 9))
+async def test_objects_are_counted_across_slices(
+    value: object, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw, made = json.dumps(value).encode(), _made_of(value)
+    monkeypatch.setattr(common, "_SLICE", width)
+    monkeypatch.setattr(common, "_MOST_OBJECTS", made)
+    await _check_objects(raw, UNPACED)
+    monkeypatch.setattr(common, "_MOST_OBJECTS", made - 1)
+    with pytest.raises(TooLarge):
+        await _check_objects(raw, UNPACED)
+
+
+@pytest.mark.parametrize("text", [b"{" * (1 << 20), b'\\"{' * (1 << 18), b"\\\\" * (1 << 19)])
+async def test_a_long_text_is_looked_at_in_slices(text: bytes) -> None:
+    paid = list[float]()
+
+    class Counted(LoopShare):
+        async def pay(self, seconds: float, _limit: asyncio.Timeout | None = None) -> None:
+            paid.append(seconds)
+
+    raw = b'{"text":"%b"}' % text
+    await _check_objects(raw, Counted(1.0, 1.0))
+    assert len(paid) >= len(raw) // (1 << 16)
+
+
+@pytest.mark.parametrize(("begins", "ends"), [(b'"a":[1,', b'"}'), (b'x\\":[1,', b'","a":[]}')])
+async def test_what_only_looks_like_numbers_is_not_searched_again_and_again(
+    begins: bytes, ends: bytes
+) -> None:
+    searched = 0
+
+    class Counted(bytes):
+        def find(self, sub: Any, begin: Any = 0, end: Any = None) -> int:  # noqa: ANN401  # its own
+            nonlocal searched
+            found = super().find(sub, begin, end)
+            searched += (len(self) if found < 0 else found) - begin
+            return found
+
+    raw = Counted(b'{"n":1,' + begins * 256 + b"x" * (1 << 20) + ends)
+    assert _long_numbers(raw) is None
+    assert searched <= len(raw)
+
+
+async def test_bodies_that_hold_the_loop_are_decoded_one_after_the_other() -> None:
+    """Each waits until the one before is paid for, however many come at once."""
+    share, began, clock = LoopShare(1 / 100, 0.0), list[float](), asyncio.get_running_loop().time
+
+    def work() -> None:
+        began.append(clock())
+        time.sleep(0.001)
+
+    await asyncio.gather(*(share.hold(work) for _ in range(4)))
+    assert all(later - before >= 0.1 for before, later in itertools.pairwise(began))
+
+
+async def test_who_gave_up_waiting_keeps_nobody_waiting() -> None:
+    share = LoopShare(1 / 100, 0.0)
+    await share.hold(partial(time.sleep, 0.001))
+    gone = [asyncio.create_task(share.hold(lambda: "gone")) for _ in range(1000)]
+    last = asyncio.create_task(share.hold(lambda: "done"))
+    await asyncio.sleep(0)
+    for one in gone:
+        one.cancel()
+    async with asyncio.timeout(30):
+        assert await last == "done"
+
+
+async def test_a_sender_that_the_router_holds_back_is_not_slow() -> None:
+    """A mebibyte waits longer for its share of the loop than a caller may take to send it."""
+    large = LargeBodies()
+    large.slices = LoopShare(1 / 400, 0.0)
+
+    async def read(request: web.Request) -> web.Response:
+        began = asyncio.get_running_loop().time()
+        body = await read_body(request)
+        assert asyncio.get_running_loop().time() - began > request.app[BODY_SECONDS]
+        return web.Response(text=str(len(body["text"])))
+
+    app = web.Application(client_max_size=1 << 24)
+    app[LARGE_BODIES], app[BODY_SECONDS] = large, 0.5
+    app.router.add_post("/", read)
+    body = io.BytesIO(b'{"text":"%b"}' % (b"y" * (1 << 20)))
+    async with (
+        TestServer(app) as server,
+        aiohttp.ClientSession() as http,
+        http.post(server.make_url("/"), data=body) as reply,
+    ):
+        assert (reply.status, await reply.text()) == (200, str(1 << 20))
 
 
 async def test_a_body_that_held_the_loop_keeps_the_next_one_waiting() -> None:
