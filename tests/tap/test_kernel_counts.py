@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rose_agent.tap.kernel_counts import MOST, KernelCounts
+from rose_agent.tap.metrics import COUNTED
 from rose_agent.tap.packets import decode
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived, Ended, FirstToken, Progress, TapEvent
@@ -302,6 +303,51 @@ def test_a_range_that_two_claim_is_doubt_and_not_a_guess(program: Kernel) -> Non
         pair.tracker.feed(one)
     pair.beat()
     assert pair.counts.doubtful
+
+
+def test_a_stream_that_was_given_up_and_goes_on_is_the_readers_again(program: Kernel) -> None:
+    pair, side = Pair(program), Side()
+    for one in [*side.opened(), side.asks(), *side.answers(HEAD, SGLANG)]:
+        pair.show(one)
+    pair.rest()
+    pair.tracker.expire(side.time_ns + MS, 0)
+    assert pair.tracker.in_flight == 0
+    for one in side.answers(SGLANG, SGLANG):
+        pair.show(one)
+    pair.beat()
+    assert pair.counts.doubtful
+    for one in side.answers(SGLANG):
+        pair.show(one)
+    pair.rest()
+    assert pair.tracker.in_flight == 1
+
+
+def test_what_was_counted_until_a_stop_is_told_and_everything_is_passed_then(
+    program: Kernel,
+) -> None:
+    pair, side = Pair(program), Side()
+    segments = [*side.opened(), side.asks(), *side.answers(HEAD, SGLANG)]
+    for one in segments:
+        pair.show(one)
+    pair.rest()
+    counted = COUNTED._value.get()
+    kept = side.answers(SGLANG, SGLANG)
+    for one in kept:
+        pair.show(one)
+    pair.events += pair.counts.stop()
+    assert COUNTED._value.get() == counted + 2
+    read = side.answers(SGLANG, SGLANG)
+    for one in read:
+        pair.show(one)
+        pair.rest()
+    assert pair.passed == len([*segments, *read])
+    pair.counts.go_on()
+    more = side.answers(SGLANG, SGLANG)
+    for one in more:
+        pair.show(one)
+        pair.rest()
+    assert pair.passed == len([*segments, *read, "the first of them"])
+    same_signal(pair, [*segments, *kept, *read, *more])
 
 
 def test_without_streams_it_passes_what_the_plain_filter_passes(program: Kernel) -> None:

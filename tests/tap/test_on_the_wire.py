@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from rose_agent.os import bpf
 from rose_agent.tap import sockets
 from rose_core.telemetry.events import Arrived, EndKind
+from tests.tap import kernel
 from tests.tap.net import (
     PORT,
     READERS,
@@ -173,6 +176,22 @@ def test_a_tap_that_begins_in_the_middle_of_a_response(inside: Namespace) -> Non
             assert late.look().in_flight == 1
             wire.answer(END)
             assert late.look().in_flight == 0
+        wire.close()
+
+
+@pytest.mark.skipif(bool(kernel.refusal()), reason=kernel.refusal() or "can count")
+def test_a_map_that_cannot_be_read_is_a_problem() -> None:
+    with namespace(counting=True) as inside, tapped(inside) as tap:
+        wire = Wire(inside, tap)
+        wire.say(post())
+        wire.answer(HEAD, event(0))
+        assert tap.look().problem == ""
+        wire.answer(event(1))
+        counts = tap.replica._counts
+        assert counts is not None
+        with Path(os.devnull).open("rb") as other:
+            os.dup2(other.fileno(), counts._map._descriptor)
+        assert "the kernel's counts failed" in tap.look().problem
         wire.close()
 
 

@@ -66,7 +66,7 @@ class HashMap:
         return self._value.raw if self._do(_TAKE, key) else None
 
     def put(self, key: bytes, value: bytes) -> bool:
-        """Make or replace an entry; False where the map is full.
+        """Make or replace an entry; False where the map is full, or the kernel out of memory.
 
         Raises:
             OSError: as ``get``.
@@ -110,7 +110,8 @@ class HashMap:
         if _libc.syscall(self._call, command, attributes, size) == 0:
             return True
         number = ctypes.get_errno()
-        # No such entry (or, of a batch: no more), no room.
-        if number in {errno.ENOENT, errno.E2BIG}:
+        # No such entry (or, of a batch: no more), no room, none for the moment: the kernel makes
+        # entries in a context in which it cannot wait for memory.
+        if number in {errno.ENOENT, errno.E2BIG, errno.ENOMEM}:
             return False
         raise OSError(number, f"bpf: {os.strerror(number)}")

@@ -134,8 +134,8 @@ class KernelCounts:
             before = stream.tokens
             events += self._take(stream, value)
             counted += stream.tokens - before
-            # What counts nothing may have been given up as silent.
-            if stream.tokens == before and self._tracker.position(stream.client) is None:
+            # Given up, as silent or because there are too many: the reader has to see what comes.
+            if self._tracker.position(stream.client) is None:
                 self._withdraw(key, stream)
         metrics.COUNTED.inc(counted)
         for client in [one for one in self._fruitless if self._tracker.position(one) is None]:
@@ -149,8 +149,12 @@ class KernelCounts:
             OSError: the kernel does not answer.
         """
         events: list[TapEvent] = []
+        counted = 0
         for key, stream in self._streams.items():
+            before = stream.tokens
             events += self._take(stream, self._map.take(key))
+            counted += stream.tokens - before
+        metrics.COUNTED.inc(counted)
         self._streams.clear()
         self._next.clear()
         self._stopped = True

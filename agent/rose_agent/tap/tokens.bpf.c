@@ -21,7 +21,7 @@
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
 #define SNAP 65535
-#define LONGEST 4096	  // bytes of a segment that are looked at; a longer one is the reader's
+#define LONGEST 4096	  // bytes; a segment of so many and more is the reader's
 #define MASK (LONGEST - 1)
 #define MOST_CHUNKS 16	  // in one segment
 #define BLOCK 64	  // bytes looked at in one round
