@@ -225,6 +225,23 @@ def test_what_cannot_be_followed_for_sure_is_the_readers(program: Kernel, odd: b
     assert pair.passed == before + 3, "also what would have fitted in its place"
 
 
+@pytest.mark.parametrize(
+    ("at", "value"), [(6, b"\x20\0"), (2, b"\0\0"), (2, b"\xff\xff")], ids=["more", "none", "long"]
+)
+def test_a_segment_that_is_not_all_there_is_the_readers(
+    program: Kernel, at: int, value: bytes
+) -> None:
+    """More fragments follow; the length is not told (BIG TCP); it is longer than what is here."""
+    pair, side = Pair(program), Side()
+    for one in [*side.opened(), side.asks(), *side.answers(HEAD, SGLANG)]:
+        pair.show(one)
+    pair.rest()
+    (segment,) = side.answers(SGLANG)
+    raw = packet(segment)
+    assert program.passes(raw[:at] + value + raw[at + 2 :])
+    assert program.passes(raw), "from there on all of them"
+
+
 @pytest.mark.parametrize("flags", [FIN | 0x10, RST, SYN | 0x10])
 def test_a_connections_end_is_passed_with_what_it_carries(program: Kernel, flags: int) -> None:
     pair, side = Pair(program), Side()
