@@ -22,7 +22,7 @@ import torch
 from rose_core.delta.digest import Digest, digest_run, total
 from rose_engines import device_digest
 from rose_engines.fused_scatter import FusedScatter, Staged, lane_of
-from rose_engines.sglang.parameters import DeviceTensor
+from rose_engines.parameters import DeviceTensor
 
 SIZES = {"8B": 8_000_000_000, "32B": 32_000_000_000}
 SHARE = 0.01

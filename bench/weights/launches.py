@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.record import Figure, figure, record
 from rose_engines.fused_scatter import Arena, FusedScatter, Staged
-from rose_engines.sglang.parameters import DeviceTensor
+from rose_engines.parameters import DeviceTensor
 
 _EQUAL = torch.ops.aten.equal.default
 _TO = torch.ops.aten._to_copy.default  # noqa: SLF001

@@ -4,7 +4,7 @@ A loader copies rectangles: rows of a fused parameter, columns of a row-parallel
 a stack, the vocabulary without its padding. Each such copy is a ``Box``: ``rows`` x ``columns``
 elements that lie ``source_stride`` apart in the flat checkpoint tensor and ``target_stride`` apart
 in the flat live parameter. ``SlicedTensor`` answers for the elements that its boxes hold and for no
-other. Next step: ``rose_engines.sglang.layout`` watches the engine's loader and writes the boxes
+other. Next step: ``rose_engines.layout`` watches the engine's loader and writes the boxes
 down; ``rose_engines.live`` stages and commits through them.
 """
 

@@ -2,7 +2,7 @@
 
 ``LiveTensor`` is what staging and committing need of a tensor, wherever its memory is and however
 much of it this process holds. Here are those that are held whole in host memory; a rank's part is
-``rose_engines.slices``, memory of a device ``rose_engines.sglang.parameters``.
+``rose_engines.slices``, memory of a device ``rose_engines.parameters``.
 """
 
 from __future__ import annotations

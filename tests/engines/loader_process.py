@@ -20,9 +20,10 @@ os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 import msgspec
 import torch
 
+from rose_engines import layout, parameters
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import read_checkpoint
-from rose_engines.sglang import layout, parameters, ranks
+from rose_engines.sglang import ranks
 
 
 def prepare(model: str, rank: int, size: int, port: int) -> None:

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from rose_engines import fused_scatter, scatter_kernel
 from rose_engines.fused_scatter import FusedScatter, KernelLane, Staged
-from rose_engines.sglang.parameters import DeviceTensor
+from rose_engines.parameters import DeviceTensor
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIGNATURE = {"table": "*i64", "offsets": "*i32", "wrong": "*i64", "size": "constexpr"}

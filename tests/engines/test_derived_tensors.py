@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rose_engines.errors import UnsupportedEngine
+from rose_engines.layout import derive, renewals
+from rose_engines.parameters import live_tensors
 from rose_engines.safetensors import StoredTensor
-from rose_engines.sglang.layout import derive, renewals
-from rose_engines.sglang.parameters import live_tensors
 from rose_engines.tensors import Live
 
 NAME = "kv_b_proj.weight"

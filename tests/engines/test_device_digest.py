@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rose_core.delta.bits import Bits
 from rose_core.delta.digest import digest_run, total
 from rose_engines import device_digest
-from rose_engines.sglang.parameters import DeviceTensor
+from rose_engines.parameters import DeviceTensor
 from rose_engines.slices import Box, SlicedTensor
 from rose_engines.tensors import HostTensor
 

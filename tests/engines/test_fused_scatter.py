@@ -14,7 +14,7 @@ from rose_engines import fused_scatter
 from rose_engines.errors import CommitRefused
 from rose_engines.fused_scatter import Arena, FusedScatter, Staged, TorchLane, fuse, lane_of
 from rose_engines.live import commit, confirm, digest_live, put_back, revert, scatter
-from rose_engines.sglang.parameters import DeviceTensor
+from rose_engines.parameters import DeviceTensor
 from rose_engines.slices import Box, SlicedTensor
 from rose_engines.staging import StagedUpdate, stage
 from rose_engines.tensors import HostTensor, Live, LiveTensor

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rose_core.delta.digest import digest_run
+from rose_engines import parameters
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.fused_scatter import Staged, fuse
+from rose_engines.layout import derive, unplaced
+from rose_engines.parameters import DeviceTensor
 from rose_engines.safetensors import StoredTensor
-from rose_engines.sglang import parameters
-from rose_engines.sglang.layout import derive, unplaced
-from rose_engines.sglang.parameters import DeviceTensor
 from rose_engines.slices import Box
 from rose_engines.tensors import LiveTensor
 

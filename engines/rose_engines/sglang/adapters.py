@@ -22,11 +22,11 @@ import torch
 
 from rose_core.adapters import BASE, SCALE, STACKS, engine_name, tensor_name
 from rose_core.wire.sync import AdapterSpec
+from rose_engines import layout, parameters
 from rose_engines.adapters import BaseDigest, scale_tensor
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.live import digest_live, zero
 from rose_engines.safetensors import read_checkpoint
-from rose_engines.sglang import layout, parameters
 from rose_engines.tensors import LiveTensor
 
 _WRAPPED = ".base_layer."

@@ -58,7 +58,7 @@ def read_live(scheduler: Any, folder: Path) -> dict[str, LiveTensor]:  # noqa: A
     Raises:
         UnsupportedEngine: names the tensor whose layout is no permutation.
     """
-    from rose_engines.sglang import layout, parameters  # noqa: PLC0415  # torch takes its time
+    from rose_engines import layout, parameters  # noqa: PLC0415  # torch takes its time
 
     size, rank = int(scheduler.tp_size), rank_of(scheduler)
     model = scheduler.tp_worker.model_runner.model

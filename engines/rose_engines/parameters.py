@@ -1,4 +1,4 @@
-"""Checkpoint tensors inside a running SGLang model, as the weight plane sees them.
+"""Checkpoint tensors inside a running model, as the weight plane sees them.
 
 ``layout`` says where the engine's own loader puts each checkpoint tensor. What it says is *proved*
 here at every start: the live bytes must equal the checkpoint's, every live parameter must be

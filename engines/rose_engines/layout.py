@@ -38,8 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rose_core.delta.bits import number_format
 from rose_engines.errors import UnsupportedEngine
+from rose_engines.parameters import Renewal
 from rose_engines.safetensors import StoredTensor
-from rose_engines.sglang.parameters import Renewal
 from rose_engines.slices import Box, boxes_of
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Loader(Protocol):
-    """A model of SGLang, as far as it is needed here."""
+    """A model of SGLang or vLLM, as far as it is needed here."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:  # noqa: ANN401
         """Copy checkpoint tensors into the parameters."""
