@@ -13,15 +13,19 @@ to bear. Read off SGLang 0.5.23, whose own checks cover the rest (``SamplingPara
 | prompt | KV pages that do not exist | less than the context |
 | a value of another type | wherever it is used first | the type |
 
+Not every engine takes all of it: those that do not say which parameters they refuse, a turn asks
+with some of them (``asked_with``), and it runs only where none of those is refused.
+
 ``splice`` says what of these survives a move. Next step: ``rose_router.http.dialects`` asks
-``admitted`` as it reads a request; the router asks ``check_within`` before a leg begins.
+``admitted`` as it reads a request; the router asks ``check_taken`` as a turn comes, and
+``check_within`` before a leg begins.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -172,18 +176,47 @@ _SAMPLING: Mapping[str, tuple[Check, str]] = {
 # ``custom_params`` with every ``top_p`` below 1.
 _UNREAD = frozenset({"custom_params"})
 
-# At a drafted step a penalty is of the tokens before the step, and the others are not there. With
-# the values that ask for nothing.
-_NOT_DRAFTED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("min_p", "min_new_tokens"), (0,)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
-    "repetition_penalty": (1,),
-    "sampling_seed": (),
-    "watermark": ({},),
+
+def _unless(*nothing: object) -> Check:
+    return lambda value: value not in nothing
+
+
+def _of_no_vllm(temperature: float) -> bool:
+    """VLLM takes 0.01 for what lies between, without a word, and nothing above 2."""
+    return 0 < temperature < 0.01 or temperature > 2
+
+
+SOME_REFUSE: Mapping[str, Check] = {
+    "temperature": _of_no_vllm,
+    **dict.fromkeys(("min_p", "min_new_tokens"), _unless(0)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), _unless(0)),
+    "repetition_penalty": _unless(1),
+    "sampling_seed": _unless(),
+    "logit_bias": _unless({}),
     **dict.fromkeys(
-        ("return_sampling_mask", "return_hidden_states", "return_routed_experts"), (False,)
+        ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag"), _unless("", [])
+    ),
+    "watermark": _unless({}),
+    "logprob_start_len": _unless(0, -1),
+    "token_ids_logprob": _unless([]),
+    "sampling_logprobs_mode": _unless(),
+    **dict.fromkeys(("return_text_in_logprobs", "return_prompt_token_ids"), _unless(False)),
+    **dict.fromkeys(
+        ("return_sampling_mask", "return_hidden_states", "return_routed_experts"), _unless(False)
     ),
 }
+"""Parameters that some engine refuses -> whether a value asks for what it refuses."""
+
+# At a drafted step a penalty is of the tokens before the step, and the others are not there.
+_NOT_DRAFTED = frozenset(
+    {"min_p", "min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty"}
+    | {"sampling_seed", "watermark"}
+    | {"return_sampling_mask", "return_hidden_states", "return_routed_experts"}
+)
+
+NOT_IN_VLLM = frozenset(SOME_REFUSE)
+"""What an engine of vLLM refuses; why is said there (``rose_engines.vllm.sampling``)."""
+
 _GREEDY = 1e-6  # SGLang takes the likeliest token below this temperature
 
 REQUEST_FIELDS: Mapping[str, tuple[Check, str]] = {
@@ -283,16 +316,48 @@ def check_context(tokens: int, bounds: Bounds) -> None:
         raise UnsafeTurn(message)
 
 
+def asked_with(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> frozenset[str]:
+    """Parameters of a turn that some engine refuses, at a value that it refuses.
+
+    Args:
+        sampling: as ``admitted`` has let it through.
+        request: likewise.
+    """
+    return frozenset(
+        name
+        for part in (sampling, request)
+        for name, value in part.items()
+        if name in SOME_REFUSE and value is not None and SOME_REFUSE[name](value)
+    )
+
+
+def check_taken(asked: frozenset[str], refused: Sequence[Collection[str]]) -> None:
+    """Whether some engine takes a turn.
+
+    Args:
+        asked: as ``asked_with`` says of it.
+        refused: what each engine that it may run on refuses; none attached = nobody knows.
+
+    Raises:
+        UnsafeTurn: each of them refuses something of it; names what.
+    """
+    found = [asked.intersection(one) for one in refused]
+    if found and all(found):
+        message = (
+            f"{', '.join(sorted(found[0]))}: no engine attached that the turn may run on takes it "
+            "(vLLM does not do the same by it as SGLang); leave it out, or take engines of SGLang"
+        )
+        raise UnsafeTurn(message)
+
+
 def _check_drafted(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> None:
     """SGLang's sampling of drafts passes over these without a word."""
-    given = {**request, **sampling}
-    for name, neutral in sorted(_NOT_DRAFTED.items()):
-        if given.get(name) is not None and given[name] not in neutral:
-            message = (
-                f"{name}: engines of this lease verify drafts (spec.drafts), where it would not be "
-                "kept to; leave it out, or set drafts: Off"
-            )
-            raise UnsafeTurn(message)
+    for name in sorted(asked_with(sampling, request) & _NOT_DRAFTED):
+        message = (
+            f"{name}: engines of this lease verify drafts (spec.drafts), where it would not be "
+            "kept to; leave it out, or set drafts: Off"
+        )
+        raise UnsafeTurn(message)
     if _joint(sampling):
         message = (
             "top_p: with top_k another distribution than without drafts, and engines of this lease "

@@ -44,6 +44,8 @@ def _never(turn: TurnView, engine: EngineView) -> Obstacle | None:
         return Obstacle.LEAVING
     if turn.dedicated_only and engine.kind is not EngineKind.DEDICATED:
         return Obstacle.DEDICATED_ONLY
+    if turn.asked and not turn.asked.isdisjoint(engine.refuses):
+        return Obstacle.NOT_TAKEN
     return Obstacle.LOST_IT if engine.name in turn.avoid else None
 
 
@@ -78,7 +80,7 @@ def _stale(version: WeightVersion, head: WeightVersion, pin: Pin, policy: Policy
 
 def filter_key(turn: TurnView) -> tuple[object, ...]:
     """What the filters ask of a turn: with equal answers, the same engines can take it."""
-    return (turn.dedicated_only, turn.pin, turn.avoid, turn.alone)
+    return (turn.dedicated_only, turn.pin, turn.avoid, turn.alone, turn.asked)
 
 
 __all__ = [

@@ -25,14 +25,15 @@ class Obstacle(IntEnum):
     NO_ENGINE = 0
     LEAVING = 1
     DEDICATED_ONLY = 2
-    LOST_IT = 3
-    UNATTESTED = 4
-    PINNED = 5
-    STALE = 6
-    GATE_CLOSED = 7
-    BACKING_OFF = 8
-    FENCING = 9
-    FULL = 10
+    NOT_TAKEN = 3
+    LOST_IT = 4
+    UNATTESTED = 5
+    PINNED = 6
+    STALE = 7
+    GATE_CLOSED = 8
+    BACKING_OFF = 9
+    FENCING = 10
+    FULL = 11
 
     @property
     def reason(self) -> str:
@@ -51,6 +52,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
         backing_off_until: after a refusal or a loss, in seconds of the router's clock.
         head: newest version of its run, where that is not the lease's first.
         named: it takes only turns that name its run.
+        refuses: parameters that it does not take.
     """
 
     name: str
@@ -67,6 +69,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     hazard: Hazard = msgspec.field(default_factory=Hazard)
     head: WeightVersion | None = None
     named: bool = False
+    refuses: tuple[str, ...] = ()
 
 
 class TurnView(msgspec.Struct, frozen=True, gc=False):
@@ -89,6 +92,7 @@ class TurnView(msgspec.Struct, frozen=True, gc=False):
         alone: it may have ended an engine: no other turn may run beside it.
         from_version: tokens of an older version would make the trajectory too old sooner; None =
             no bound of age, or nothing known.
+        asked: parameters of it that some engine refuses (``fields.asked_with``).
     """
 
     context: int
@@ -109,11 +113,12 @@ class TurnView(msgspec.Struct, frozen=True, gc=False):
     from_version: WeightVersion | None = None
     alone: bool = False
     control: bool = False
+    asked: frozenset[str] = frozenset()
 
     @property
     def placement_key(self) -> tuple[object, ...]:
         """Where no engine takes one turn, none is likely to take another of the same."""
-        run_on = (self.dedicated_only, self.pin, self.avoid, self.losses, self.alone)
+        run_on = (self.dedicated_only, self.pin, self.avoid, self.losses, self.alone, self.asked)
         left = max(-1.0, min(self.budget_seconds, 600.0) // 30)
         return (
             *run_on,

@@ -133,6 +133,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
         tokenizer: digest of its model's tokenizer files (``rose_core.wire.tokenizer_files``);
             empty = its folder has none.
         drafts: it was started so that it verifies drafts; not each that is to do so can.
+        refuses: parameters of turns that it does not take.
         device_bytes: what it takes of its GPU at most; 0 = not known.
         needs_bytes: what must be lent of each of its GPUs for it to start; of two engines in the
             slot, for one of them. None = unknown, or it takes nothing of a GPU.
@@ -168,6 +169,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     weight_bytes: int = 0
     adapters: tuple[AdapterVersion, ...] = ()
     drafts: bool = False
+    refuses: tuple[str, ...] = ()
 
 
 class HostStatusRequest(msgspec.Struct, frozen=True):

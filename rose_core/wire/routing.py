@@ -59,6 +59,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
         device_class: of its GPU (``rose_core.devices.classes``); empty = unknown.
         reuses_kv: later turns may attend to keys that older weights computed (``kvPolicy: Reuse``).
         drafts: it verifies drafts, and takes tokens to draft from at ``url`` + /drafts.
+        refuses: parameters of turns that it does not take (``rose_core.rollouts.fields``); a turn
+            that asks with one is never sent here.
         relayed: passed on by another replica of the router, not said by the owner itself.
         leaving: the engine will not come back; continue its turns elsewhere now.
         adapters: of each run that it has one of, the lease's first run first; empty = it follows
@@ -85,6 +87,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     device_class: str = ""
     reuses_kv: bool = False
     drafts: bool = False
+    refuses: tuple[str, ...] = ()
     relayed: bool = False
     leaving: bool = False
     certificates: tuple[str, ...] = ()

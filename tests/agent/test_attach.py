@@ -132,12 +132,18 @@ def test_a_router_hears_of_a_publish_before_the_engine_has_it() -> None:
     )
     own = "run@base.0123456789ab"
     status = EngineStatus(
-        slot, EngineState.SERVING, version=own, head="run@1.0", tokenizer="3f9a", drafts=True
+        *(slot, EngineState.SERVING),
+        version=own,
+        head="run@1.0",
+        tokenizer="3f9a",
+        drafts=True,
+        refuses=("min_p",),
     )
     update = update_of(grant, status, "", gate_open=True, leaving=False, cap=1)
     assert (update.version, update.head) == (own, "run@1.0")
     assert update.tokenizer == "3f9a"
     assert update.drafts
+    assert update.refuses == ("min_p",)
     assert not update.adapters
     held = (AdapterVersion("run", own, "d"), AdapterVersion("other", "other@1.2", "e", "other@1.3"))
     several = msgspec.structs.replace(status, adapters=held)

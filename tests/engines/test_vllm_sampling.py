@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rose_core.rollouts.fields import REQUEST_FIELDS
+from rose_core.rollouts.fields import NOT_IN_VLLM, REQUEST_FIELDS, asked_with
 from rose_core.rollouts.splice import SAMPLING
 from rose_engines.errors import EngineRefused
 from rose_engines.vllm.sampling import read_turn
@@ -47,6 +47,9 @@ def test_how_long_an_answer_is_by_default_is_what_sglang_does() -> None:
     ("name", "value"),
     [
         ("min_p", 0.1),
+        # VLLM would sample at 0.01; above 2 it takes none.
+        ("temperature", 0.005),
+        ("temperature", 2.5),
         ("sampling_seed", 1),
         ("min_new_tokens", 3),
         ("repetition_penalty", 1.1),
@@ -61,6 +64,33 @@ def test_what_the_two_engines_sample_by_differently_is_refused_by_name(
 ) -> None:
     with pytest.raises(EngineRefused, match=rf"sampling_params\.{name}: .*engineClass sglang"):
         read_turn(turn({name: value}))
+
+
+def test_beside_ignore_eos_stop_ids_end_nothing_as_in_sglang() -> None:
+    given = {"stop_token_ids": [7], "ignore_eos": True}
+    assert "stop_token_ids" not in read_turn(turn(given)).sampling
+    given["ignore_eos"] = False
+    assert read_turn(turn(given)).sampling["stop_token_ids"] == [7]
+
+
+# What each may be sent with, where 7 is none of its values.
+VALUES: dict[str, Any] = {"temperature": 0.7, "top_p": 0.5, "stop": "x", "stop_token_ids": [7]}
+
+
+@pytest.mark.parametrize("name", sorted((SAMPLING.keys() | REQUEST_FIELDS.keys()) - {"beam_width"}))
+def test_the_router_knows_what_an_engine_refuses(name: str) -> None:
+    """It places no turn here that would be refused, and keeps none away that would be taken."""
+    value = VALUES.get(name, 7)
+    sampling, fields = ({name: value}, {}) if name in SAMPLING else ({}, {name: value})
+    asked = asked_with(sampling, fields)
+    try:
+        read_turn({"return_logprob": True, **turn(sampling, **fields)})
+        refused = False
+    except EngineRefused:
+        refused = True
+    # The router sends several answers as turns of their own, and what no engine reads not at all.
+    never_sent = name in {"n", "custom_params"}
+    assert bool(asked & NOT_IN_VLLM) is (refused and not never_sent)
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLING.keys() - {"beam_width"}))

@@ -140,15 +140,19 @@ async def test_it_is_attached_gated_and_leaves(rundir: Path, models: Path) -> No
 
 
 @pytest.mark.parametrize("does", [False, True])
-async def test_a_router_is_told_whether_the_engine_drafts_and_not_whether_it_shall(
+async def test_a_router_is_told_what_the_engine_refuses_and_whether_it_drafts_not_whether_it_shall(
     rundir: Path, models: Path, monkeypatch: pytest.MonkeyPatch, does: bool
 ) -> None:
     fake = LAUNCHERS["fake"]
-    monkeypatch.setitem(LAUNCHERS, "fake", lambda o: dataclasses.replace(fake(o), drafts=does))
+    refuses = ("min_p",) if does else ()
+    monkeypatch.setitem(
+        LAUNCHERS, "fake", lambda o: dataclasses.replace(fake(o), drafts=does, refuses=refuses)
+    )
     router = Router("install")
     content = f"{FILE}drafts: true\n"
     async with started(rundir, models, await router.start(), content=content):
-        assert (await router.until("gate_open", True)).drafts is does
+        update = await router.until("gate_open", True)
+        assert (update.drafts, update.refuses) == (does, refuses)
     await router.stop()
 
 

@@ -12,6 +12,7 @@ from rose_agent.host.launchers import EngineOrder
 from rose_core.api import RolloutLease
 from rose_core.api.arguments import ALLOWED, refusals
 from rose_core.api.rolloutlease import LeaseSpec
+from rose_core.rollouts.fields import NOT_IN_VLLM
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
 from rose_engines.rundir import RunDir
@@ -72,3 +73,10 @@ def test_a_host_says_whether_the_engine_drafts_and_not_whether_it_was_asked_to(
     assert program.drafts is drafts
     assert ("--speculative-algorithm" in program.argv) is drafts
     assert (DRAFTS_VARIABLE in program.environment) is drafts
+
+
+def test_a_host_says_which_parameters_an_engine_of_vllm_refuses(tmp_path: Path) -> None:
+    spec = EngineSpec("", "m", context_tokens=1024, kv_tokens=1024, max_running=4)
+    order = EngineOrder(spec, RunDir(tmp_path).slot("s"), tmp_path, Path("python"), 1)
+    assert set(LAUNCHERS["vllm-cpu"](order).refuses) == NOT_IN_VLLM
+    assert LAUNCHERS["sglang-cpu"](order).refuses == ()

@@ -12,11 +12,14 @@ from rose_core.rollouts.fields import (
     NOTHING_SAID,
     Bounds,
     admitted,
+    asked_with,
+    check_taken,
     check_within,
     least,
 )
 
 SMALL = Bounds(vocabulary=500, context=64)
+ROUTED = ("return_routed_experts",)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +120,30 @@ def test_where_nobody_has_said_the_vocabulary_only_few_alternatives_are_asked_fo
 def test_bounds_of_several_engines_are_those_that_hold_on_all() -> None:
     assert least([Bounds(0, 64), Bounds(500, 0), Bounds(400, 128)]) == Bounds(400, 64)
     assert least([]) == NOTHING_SAID
+
+
+@pytest.mark.parametrize(
+    ("sampling", "beside", "asked"),
+    [
+        ({"min_p": 0.1, "top_p": 0.9}, {}, {"min_p"}),
+        ({"min_p": 0, "repetition_penalty": 1.0, "logit_bias": {}}, {}, set()),
+        ({"sampling_seed": 0}, {"return_routed_experts": True}, {"sampling_seed", *ROUTED}),
+        ({"temperature": 0}, {"logprob_start_len": 0, "return_routed_experts": False}, set()),
+        ({"temperature": 0.001}, {"logprob_start_len": 5}, {"temperature", "logprob_start_len"}),
+        ({"temperature": 2.01}, {}, {"temperature"}),
+    ],
+)
+def test_a_turn_asks_with_what_some_engine_refuses(
+    sampling: dict[str, Any], beside: dict[str, Any], asked: set[str]
+) -> None:
+    assert asked_with(sampling, beside) == asked
+
+
+def test_a_turn_is_refused_where_each_engine_refuses_something_of_it() -> None:
+    """Also if none refuses all of it; nobody knows before the first engine is there."""
+    asked = frozenset({"min_p", "sampling_seed"})
+    check_taken(asked, [])
+    check_taken(asked, [("min_p",), ("n",)])
+    check_taken(frozenset(), [("min_p",)])
+    with pytest.raises(UnsafeTurn, match="min_p: no engine"):
+        check_taken(asked, [("min_p",), ("sampling_seed",)])

@@ -36,6 +36,7 @@ NOW = 1000.0
 BROKEN: dict[Obstacle, tuple[dict[str, object], dict[str, object]]] = {
     Obstacle.LEAVING: ({"leaving": True}, {}),
     Obstacle.DEDICATED_ONLY: ({}, {"dedicated_only": True}),
+    Obstacle.NOT_TAKEN: ({"refuses": ("min_p",)}, {"asked": frozenset({"min_p", "n"})}),
     Obstacle.LOST_IT: ({}, {"avoid": frozenset({"a"})}),
     Obstacle.PINNED: ({}, {"pin": Pin(minimum=WeightVersion("run", 2, 11))}),
     Obstacle.STALE: ({"version": WeightVersion("run", 2, 8)}, {}),

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rose_core.rollouts.fields import NOT_IN_VLLM
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.owners import Owner
 from rose_dev.vllm_testing import start_vllm
@@ -72,6 +73,27 @@ async def test_a_greedy_turn_that_changes_engines_has_the_tokens_of_one(
     told = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
     wanted = [entry[0] for entry in alone["meta_info"]["output_token_logprobs"]]
     assert told == pytest.approx(wanted, abs=0.06)
+
+
+async def test_a_turn_that_vllm_refuses_waits_for_an_sglang(engines: Engines) -> None:
+    body = turn(max_new_tokens=8, temperature=1.0, sampling_seed=3)
+    async with before_two(engines["vllm"], engines["sglang"]) as (router, http, owners):
+        url = f"http://127.0.0.1:{router.http_port}/generate"
+        owners[0].say(refuses=tuple(NOT_IN_VLLM))
+        await until(lambda: any(one.update.refuses for one in router.service.fleet))
+        asked = asyncio.create_task(json_of(http.post(url, json=body)))
+        await until(lambda: len(router.service.room) == 1)
+        owners[1].say(gate_open=True)
+        answer = await asked
+    assert [leg["engine"] for leg in answer["meta_info"]["rose"]["engines"]] == ["second"]
+    assert len(answer["output_ids"]) == 8
+
+
+async def test_beside_ignore_eos_stop_ids_end_neither(engines: Engines) -> None:
+    whole = (await _of(engines["sglang"], turn(max_new_tokens=12)))["output_ids"]
+    for engine in engines.values():
+        given = turn(max_new_tokens=12, stop_token_ids=[whole[5]])
+        assert (await _of(engine, given))["output_ids"] == whole
 
 
 async def test_both_say_the_same_of_the_likeliest_tokens(engines: Engines) -> None:

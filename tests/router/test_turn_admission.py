@@ -8,7 +8,7 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.admission import QueueLimits
-from rose_core.rollouts.errors import VersionGone
+from rose_core.rollouts.errors import UnsafeTurn, VersionGone
 from rose_core.rollouts.fields import Bounds
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.rollouts.versions import Pin
@@ -16,7 +16,7 @@ from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_router.engines.fleet import Fleet
 from rose_router.errors import BadRequest, Busy, Conflict, Overloaded, Unprocessable
-from rose_router.turns.turn import TurnState
+from rose_router.turns.turn import Turn, TurnState
 from tests.router.world import (
     SimEngine,
     V,
@@ -346,3 +346,62 @@ async def test_what_turns_must_keep_follows_the_engines_that_are_there() -> None
     fleet.apply(engine("b", 300, 8192, leaving=True), 2)
     fleet.detach(2)
     assert fleet.bounds() == Bounds(500, 1024)
+
+
+SEEDED = {"sampling_seed": 3}
+
+
+def like_vllm(name: str, kind: EngineKind = BORROWED) -> SimEngine:
+    return SimEngine(name, kind=kind, cap=8, refuses=("sampling_seed", "presence_penalty"))
+
+
+async def test_a_turn_runs_only_on_engines_that_take_its_parameters() -> None:
+    """Whatever is free elsewhere; other turns go anywhere."""
+    async with world(like_vllm("vllm"), SimEngine("sglang", cap=1)) as w:
+        seeded = [w.ask(10, sampling=SEEDED) for _ in range(3)]
+        plain = [w.ask(10) for _ in range(6)]
+        for turn in (*seeded, *plain):
+            judge_whole(await over(turn))
+        assert {leg.engine for turn in seeded for leg in turn.transcript.legs} == {"sglang"}
+        assert "vllm" in {leg.engine for turn in plain for leg in turn.transcript.legs}
+
+
+async def test_a_turn_whose_engine_leaves_waits_for_one_that_takes_it() -> None:
+    first, second = two()
+    async with world(first, like_vllm("vllm")) as w:
+        turn = w.ask(60, sampling=SEEDED)
+        await started(turn)
+        first.leaving = True
+        w.gate(first, is_open=False)
+        await asyncio.sleep(20)
+        assert turn.state is TurnState.WAITING
+        w.attach(second)
+        judge_whole(await over(turn))
+        assert [leg.engine for leg in turn.transcript.legs] == ["a", "b"]
+
+
+async def test_a_turn_that_no_engine_takes_is_refused_by_name() -> None:
+    """Also where an engine takes it to which it could not go: it cannot move."""
+    async with world(like_vllm("vllm", DEDICATED), like_vllm("other")) as w:
+        with pytest.raises(UnsafeTurn, match="sampling_seed: no engine"):
+            w.ask(5, sampling=SEEDED)
+        judge_whole(await over(w.ask(5)))
+        w.attach(SimEngine("sglang"))
+        judge_whole(await over(w.ask(5, sampling=SEEDED)))
+
+        def ask() -> Turn:
+            given = {"presence_penalty": 1.0}
+            return w.ask(5, sampling=given, dedicated_because=("penalties",))
+
+        with pytest.raises(UnsafeTurn, match="presence_penalty: no engine"):
+            ask()
+        w.attach(SimEngine("own", kind=DEDICATED))
+        assert [leg.engine for leg in (await over(ask())).transcript.legs] == ["own"]
+
+
+async def test_answers_that_no_engine_takes_are_refused_before_any_is_made() -> None:
+    async with world(like_vllm("vllm")) as w:
+        turn = w.ask(5)
+        with pytest.raises(UnsafeTurn, match="sampling_seed"):
+            w.service.admit([turn.request.but(sampling={"max_new_tokens": 5, **SEEDED})])
+        await over(turn)

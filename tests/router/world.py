@@ -20,7 +20,7 @@ from rose_core.wire.routing import AdapterVersion, EngineKind, EngineUpdate
 from rose_engines.fake.model import Prefix, continuation
 from rose_router.config import Settings
 from rose_router.engines.engine_client import Take, Target
-from rose_router.errors import LegLost
+from rose_router.errors import EngineRefused, LegLost
 from rose_router.turns.request import TurnRequest
 from rose_router.turns.service import Service
 from rose_router.turns.turn import Turn, TurnState
@@ -68,6 +68,7 @@ class SimEngine:
         fails_at: a token in the prompt that it answers with an error of its own; -1 = none.
         linger: seconds for which the connection stays open after the last event.
         seen: every request it was sent.
+        refuses: parameters that it answers with an error, and says so beforehand.
         adapters: run -> version that it holds of it; requests say which they mean, as on engines
             with adapters of several runs.
     """
@@ -94,10 +95,18 @@ class SimEngine:
     aborted: list[str] = field(default_factory=list)
     tokens_made: int = 0
     adapters: dict[str, str] = field(default_factory=dict)
+    refuses: tuple[str, ...] = ()
 
     def version_for(self, body: Mapping[str, Any]) -> str:
         """What computes this request now."""
         return self.adapters[run_of(body["extra_key"])] if self.adapters else self.version
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Refuse a request, or fail at it, before its first token."""
+        if named := sorted({*self.refuses} & {*body, *body["sampling_params"]}):
+            raise EngineRefused(f"{named[0]}: not here")
+        if self.fails_at in body["input_ids"]:
+            raise LegLost("HTTP 500", refused=True, doubtful=True)
 
     def update(self, head: str = "") -> EngineUpdate:
         return EngineUpdate(
@@ -113,6 +122,7 @@ class SimEngine:
             reuses_kv=self.reuses_kv,
             vocabulary=self.vocabulary,
             leaving=self.leaving,
+            refuses=self.refuses,
             adapters=tuple(AdapterVersion(run, own, "d") for run, own in self.adapters.items()),
         )
 
@@ -157,8 +167,7 @@ class SimClient:
         if not engine.alive:
             raise LegLost("connection refused", unsent=True)
         engine.seen.append(body)
-        if engine.fails_at in body["input_ids"]:
-            raise LegLost("HTTP 500", refused=True, doubtful=True)
+        engine.check(body)
         run = Run(Prefix(body["input_ids"]), body["sampling_params"]["max_new_tokens"])
         assert body["rid"] not in engine.runs
         engine.runs[body["rid"]] = run

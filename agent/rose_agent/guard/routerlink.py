@@ -164,6 +164,7 @@ def update_of(
         tokenizer=status.tokenizer if status else "",
         reuses_kv=grant.engine.kv_policy == "Reuse",
         drafts=status.drafts if status else False,
+        refuses=status.refuses if status else (),
         version=status.version if status and serving else "",
         digest=status.digest if status and serving else "",
         # Also before the engine has it: from then on nobody begins a turn with what is older.

@@ -9,6 +9,7 @@ from rose_agent.host.launchers import EngineOrder, EngineProgram, Launcher
 from rose_core.devices.elastic import FIRST_PERMILLE
 from rose_core.devices.memory import WHOLE
 from rose_core.devices.model_size import WINDOW_PERMILLE
+from rose_core.rollouts.fields import NOT_IN_VLLM
 from rose_core.wire.sync import EngineSpec
 from rose_engines.sglang.arguments import Launch, command, environment, verifies_drafts
 from rose_engines.vllm import arguments as vllm
@@ -128,6 +129,7 @@ def vllm_cpu(order: EngineOrder) -> EngineProgram:
         argv=tuple(vllm.command(order.spec, launch)),
         environment=vllm.environment(launch, os.environ),
         ready_path=_READY,
+        refuses=tuple(sorted(NOT_IN_VLLM)),
     )
 
 

@@ -76,6 +76,7 @@ class Attachment:
             context_tokens=self._order.engine.context_tokens,
             tokenizer=ours.tokenizer if ours is not None else "",
             drafts=ours.drafts if ours is not None else False,
+            refuses=ours.refuses if ours is not None else (),
             version=ours.version if ours is not None else "",
             digest=ours.digest if ours is not None else "",
             head=ours.head if ours is not None else "",

@@ -65,6 +65,7 @@ class EngineProcess:
         self.vocabulary = 0
         self.tokenizer = ""
         self.drafts = False
+        self.refuses: tuple[str, ...] = ()
         self._order = order
         self._folder = folder
         self._site = site
@@ -118,7 +119,7 @@ class EngineProcess:
             sizer=self._site.sizer,
         )
         program = launcher(order)
-        self.drafts = program.drafts
+        self.drafts, self.refuses = program.drafts, program.refuses
         return program
 
     async def spawn(self, program: EngineProgram) -> process.Spawned:

@@ -59,6 +59,7 @@ class EngineProgram:
         kv_bytes, kv_bundle: its KV cache, and the piece in which an elastic one comes and goes.
         cgroups: folders that it joins besides those of its limits.
         drafts: it verifies drafts, and takes tokens to draft from.
+        refuses: parameters of turns that it does not take (``rose_core.rollouts.fields``).
     """
 
     argv: tuple[str, ...]
@@ -72,6 +73,7 @@ class EngineProgram:
     kv_bundle: int = 0
     cgroups: tuple[Path, ...] = ()
     drafts: bool = False
+    refuses: tuple[str, ...] = ()
 
 
 Launcher = Callable[[EngineOrder], EngineProgram]

@@ -145,6 +145,7 @@ class EngineLife:
             vocabulary=self._body.vocabulary if serving else 0,
             tokenizer=self._body.tokenizer if serving else "",
             drafts=self._body.drafts,
+            refuses=self._body.refuses,
             device_bytes=self.device_bytes,
             needs_bytes=self._needs,
             measuring=self._sharing.measuring,

@@ -5,21 +5,33 @@ or stop by differently, and nothing whose agreement nobody has shown:
 
 | taken | as |
 |---|---|
-| ``temperature``, ``top_k``, ``top_p``, ``ignore_eos``, ``stop_token_ids``, ``stop`` | the same |
+| ``temperature``, ``top_k``, ``top_p``, ``ignore_eos``, ``stop`` | the same |
+| ``stop_token_ids`` | the same; not beside ``ignore_eos``, where SGLang passes over them |
 | ``max_new_tokens`` | ``max_tokens`` |
 | ``skip_special_tokens``, ``spaces_between_special_tokens``, ``stream_interval`` | the same |
 | ``no_stop_trim`` | ``include_stop_str_in_output``: of the text only, never of the tokens |
 | ``return_logprob``, ``top_logprobs_num`` | ``logprobs``: of the sampled token, of so many others |
 | ``logprob_start_len`` 0, -1 | ``prompt_logprobs`` 0, none |
 
-Standard library only: it is tested without vLLM. Next step: ``turns`` sends it to the engine.
+| refused (``rose_core.rollouts.fields.NOT_IN_VLLM``, by which the router places turns) | why |
+|---|---|
+| ``temperature`` between 0 and 0.01 | vLLM takes 0.01, and says its log-probs |
+| ``temperature`` above 2 | vLLM takes none |
+| ``min_p`` | vLLM drops tokens before it takes log-probs, SGLang after: log-probs of others |
+| ``sampling_seed`` | drawn from other generators: the same seed gives other tokens |
+| ``repetition_penalty`` | SGLang's counts what was answered, vLLM's the prompt too |
+| other penalties, ``min_new_tokens``, ``logit_bias``, grammars, patterns | not compared |
+| masks, experts, hidden states, log-probs of chosen tokens or of a part of the prompt | not built |
+
+It is tested without vLLM. Next step: ``turns`` sends it to the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from rose_core.rollouts.fields import SOME_REFUSE
 from rose_engines.errors import EngineRefused
 
 # SGLang's own default.
@@ -28,24 +40,13 @@ _BAD_REQUEST = 400
 
 _TAKEN = frozenset({"temperature", "top_p", "ignore_eos", "stop", "stop_token_ids"})
 _OF_TEXT = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "stream_interval"})
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    # It leaves other tokens: vLLM drops them before it takes log-probs, SGLang after.
-    "min_p": (0,),
-    # Drawn from other generators: the same seed gives other tokens.
-    "sampling_seed": (),
-    # Not compared with SGLang's.
-    "min_new_tokens": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    # SGLang's counts what was answered, vLLM's the prompt too.
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "n": (1,),
-    **dict.fromkeys(("stop_regex", "json_schema", "regex", "ebnf", "structural_tag"), ("", [])),
-    "watermark": ({},),
-    "custom_params": ({},),
+_KNOWN = _TAKEN | _OF_TEXT | {"max_new_tokens", "top_k", "no_stop_trim"}
+_REFUSED: Mapping[str, Callable[[Any], bool]] = {
+    **SOME_REFUSE,
+    "n": lambda value: value != 1,
+    "custom_params": bool,
 }
-"""Sampling parameters that only pass with a value that asks for nothing."""
+"""Sampling parameters -> whether a value asks for what this engine refuses."""
 
 _REQUEST_TAKEN = frozenset(
     {"rid", "input_ids", "sampling_params", "stream", "return_logprob", "logprob_start_len"}
@@ -109,6 +110,7 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if value is None:
             continue
+        _check(name, value)
         if name == "max_new_tokens":
             chosen["max_tokens"] = value
         elif name == "top_k":
@@ -117,17 +119,23 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
             chosen["include_stop_str_in_output"] = bool(value)
         elif name in _TAKEN or name in _OF_TEXT:
             chosen[name] = value
-        elif name not in _NEUTRAL:
-            raise _refused(f"sampling_params.{name}: an engine of vLLM knows no such parameter")
-        elif value not in _NEUTRAL[name]:
-            raise _refused(
-                f"sampling_params.{name}: vLLM and SGLang do not mean the same by it, and a turn "
-                f"may move between them; leave it out, or take engineClass sglang"
-            )
+    if chosen.get("ignore_eos"):
+        chosen.pop("stop_token_ids", None)
     if type(chosen["max_tokens"]) is not int or chosen["max_tokens"] < 1:
         message = f"max_new_tokens: expected at least 1, got {chosen['max_tokens']!r:.40}"
         raise _refused(message)
     return chosen
+
+
+def _check(name: str, value: object) -> None:
+    if name in _REFUSED:
+        if _REFUSED[name](value):
+            raise _refused(
+                f"sampling_params.{name}: vLLM and SGLang do not mean the same by {value!r:.40}, "
+                f"and a turn may move between them; leave it out, or take engineClass sglang"
+            )
+    elif name not in _KNOWN:
+        raise _refused(f"sampling_params.{name}: an engine of vLLM knows no such parameter")
 
 
 def _refused(message: str) -> EngineRefused:

@@ -228,6 +228,7 @@ class Engine:
             hazard=self.hazard,
             head=self.head,
             named=update.named,
+            refuses=update.refuses,
         )
 
     def back_off(self, now: float) -> None:

@@ -15,7 +15,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rose_core.rollouts.errors import UnknownVersion, VersionGone
-from rose_core.rollouts.fields import NOTHING_SAID, Bounds, check_within, least
+from rose_core.rollouts.fields import (
+    NOTHING_SAID,
+    Bounds,
+    asked_with,
+    check_taken,
+    check_within,
+    least,
+)
 from rose_core.rollouts.guards import RolloutOutlook
 from rose_core.rollouts.prefixes import Prefixes
 from rose_core.rollouts.reply_time import Queue, reply_seconds
@@ -176,7 +183,7 @@ class Service:
             Conflict: pinned version not announced yet.
             BadRequest: it never will be; duplicate id.
             Unprocessable: not spliceable here.
-            UnsafeTurn: no engine attached could bear it.
+            UnsafeTurn: no engine attached could bear it, or takes it.
             Overloaded: draining.
         """
         if self.draining:
@@ -189,6 +196,7 @@ class Service:
             self._check(request)
             turn = Turn(request, self.clock(), Transcript(request.prompt), labels=self.labels)
             turn.check_bounds(self.bounds())
+            self._check_taken(request, turn.asked)
             self.ledger.open(turn)
             self.on_turn()
             turn.born = self.prospects.begin_turn(
@@ -216,7 +224,7 @@ class Service:
 
         Raises:
             Busy: they do not fit into the queue.
-            UnsafeTurn: no engine attached could bear one of them.
+            UnsafeTurn: no engine attached could bear one of them, or takes it.
         """
         self.room.check_room(requests[0].job, len(requests))
         bounds, seen = self.bounds(), None
@@ -224,6 +232,7 @@ class Service:
             if request.prompt is not seen:  # answers to one prompt have all in common
                 seen = request.prompt
                 check_within(request.prompt, request.sampling, request.passed, bounds)
+                self._check_taken(request, asked_with(request.sampling, request.passed))
 
     def bounds(self) -> Bounds:
         """What a turn must keep to run on the engines of this lease."""
@@ -321,6 +330,12 @@ class Service:
             why = "; ".join(request.dedicated_because)
             message = f"no dedicated engine is attached, and the turn could not move: {why}"
             raise Unprocessable("NotSpliceable", message)
+
+    def _check_taken(self, request: TurnRequest, asked: frozenset[str]) -> None:
+        if not asked:
+            return  # the usual case
+        kinds = [EngineKind.DEDICATED] if request.dedicated_because else list(EngineKind)
+        check_taken(asked, [one.update.refuses for one in self.fleet if one.kind in kinds])
 
     def _may_have_dedicated(self) -> bool:
         kinds = {engine.kind for engine in self.fleet}

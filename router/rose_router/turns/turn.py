@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rose_core.rollouts.detokenize import IncrementalDetokenizer
-from rose_core.rollouts.fields import Bounds, check_within
+from rose_core.rollouts.fields import Bounds, asked_with, check_within
 from rose_core.rollouts.logprobs import LogprobTerms, terms_of
 from rose_core.rollouts.placement import TurnView
 from rose_core.rollouts.spans import Span, covers, cut, joined, shifted
@@ -125,6 +125,11 @@ class Turn:
         """What the request itself makes of its log-probs; asked for in every event."""
         return terms_of(self.request.sampling, self.request.passed)
 
+    @cached_property
+    def asked(self) -> frozenset[str]:
+        """Parameters of it that some engine refuses."""
+        return asked_with(self.request.sampling, self.request.passed)
+
     @property
     def held(self) -> int:
         """Output tokens that no loss can take away any more."""
@@ -155,6 +160,7 @@ class Turn:
             cached=cached,
             losses=self.losses,
             alone=self.record.must_be_alone(),
+            asked=self.asked,
         )
 
     def shown(self) -> VisibleOutput:
