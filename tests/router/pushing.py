@@ -29,11 +29,13 @@ class FakeIngest:
         self.taken: list[tuple[str, str, bool]] = []
         self.engines: list[Fake] = []
         self.status = 200
+        self.asked = 0
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def ingest(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.asked += 1
         await self.gate.wait()
         there = await asyncio.to_thread(Path(body["path"]).exists)
         self.taken.append((body["path"], body["label"], there))

@@ -141,6 +141,28 @@ async def test_vllms_sequence_publishes_the_folder_at_its_finish(
         await json_of(s.post("/shutdown_weight_transfer_engine", {}))
 
 
+async def test_vllms_sequence_begins_again_while_the_finish_before_it_is_under_way(
+    stage: Make, ingest: FakeIngest, tmp_path: Path
+) -> None:
+    async with stage(ingest_url=ingest.url) as s:
+        ingest.engines = [await s.engine("ours", kind=EngineKind.DEDICATED)]
+        ingest.gate.clear()
+        folders = [str(tmp_path / "one"), str(tmp_path / "two")]
+
+        async def send(folder: str) -> None:
+            await json_of(s.post("/start_weight_update", {}))
+            await json_of(s.post("/update_weights", {"update_info": {"weight_dir": folder}}))
+
+        await send(folders[0])
+        first = asyncio.create_task(json_of(s.post("/finish_weight_update", {})))
+        await until(lambda: ingest.asked == 1)
+        await send(folders[1])
+        ingest.gate.set()
+        await first
+        await json_of(s.post("/finish_weight_update", {}))
+        assert [one[0] for one in ingest.taken] == folders
+
+
 async def test_vllms_sequence_has_an_order_and_takes_no_handles_of_gpus(
     stage: Make, tmp_path: Path
 ) -> None:

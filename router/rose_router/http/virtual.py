@@ -24,6 +24,7 @@ a group of GPUs are refused by name (501). Next: ``barrier``.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -87,7 +88,7 @@ class _Calls:
         self._barrier = barrier
         self._tell_others = tell
         self._pulled: dict[str, str] = {}
-        self._sent: str | None = None  # folder of vLLM's sequence; empty = started
+        self._native: _NativeUpdate | None = None
 
     async def _tell(self, request: web.Request, version: WeightVersion, label: str) -> None:
         if self._tell_others is not None:
@@ -130,25 +131,27 @@ class _Calls:
         if not isinstance(folder, str) or not folder:
             # Names, shapes and handles of tensors that lie in a GPU or come over a group of them.
             return await _refused(request)
-        if self._sent is None:
+        if self._native is None:
             message = "update_weights: expected start_weight_update before it"
             raise BadRequest("NotStarted", message)
-        self._sent = folder
+        self._native.folder = folder
         return _json({"message": "the finish takes this folder"})
 
     async def start_native(self, _request: web.Request) -> web.Response:
         """VLLM's sequence begins."""
-        self._sent = ""
+        self._native = _NativeUpdate()
         return _json({"message": "send update_info.weight_dir, then finish_weight_update"})
 
     async def finish_native(self, request: web.Request) -> web.Response:
         """VLLM's sequence ends: answers when the folder is safe and the quorum runs it."""
         label = (await _body(request)).get("weight_version")
-        if not self._sent:
+        ours = self._native
+        if ours is None or not ours.folder:
             message = "finish_weight_update: expected start_weight_update and an update before it"
             raise BadRequest("NothingSent", message)
-        answer = await self._take(request, self._sent, str(label or ""))
-        self._sent = None
+        answer = await self._take(request, ours.folder, str(label or ""))
+        if self._native is ours:  # a trainer that did not wait for the quorum may have begun again
+            self._native = None
         return _json(answer)
 
     async def update(self, request: web.Request) -> web.Response:
@@ -198,6 +201,13 @@ class _Calls:
             raise BadRequest("InvalidVersion", str(error)) from error
         self._barrier.name(version, str(body.get("label") or ""))
         return _json({"status": "ok"})
+
+
+@dataclass(eq=False)
+class _NativeUpdate:
+    """VLLM's sequence from its start to its finish; ``folder`` is empty until one was sent."""
+
+    folder: str = ""
 
 
 class _Pulled(msgspec.Struct):
