@@ -1,5 +1,6 @@
 """The plugin's hooks on a scheduler that only looks like SGLang's."""
 
+import os
 import sys
 import threading
 import time
@@ -214,6 +215,37 @@ def test_an_iteration_prefills_what_the_permit_allows(
     permit.divide_chunks(1)
     made.before_iteration(scheduler)
     assert scheduler.chunked_prefill_size == 480
+
+
+class Slow(WeightSession):
+    """A boundary that takes long: the permit lapses meanwhile, and is given again later."""
+
+    def __init__(self, permit: Permit) -> None:
+        super().__init__({}, "base")
+        self.permit = permit
+        self.given: threading.Timer | None = None
+
+    def at_boundary(self) -> None:
+        super().at_boundary()
+        if self.given is None:
+            self.permit.close_now()
+            until = time.monotonic_ns() + 9_000_000_000
+            self.given = threading.Timer(0.05, lambda: self.permit.extend(until))
+            self.given.start()
+
+
+def test_no_iteration_begins_under_a_permit_that_lapsed_at_its_boundary(
+    scheduler: Scheduler, tmp_path: Path
+) -> None:
+    permit = Permit.create(tmp_path / "permit")
+    permit.extend(time.monotonic_ns() + 9_000_000_000)
+    made = SchedulerPlugin(tmp_path / "permit", None, SILENT)
+    made.before_iteration(scheduler)
+    session = made._session = Slow(permit)
+    made._wake = os.eventfd(0, os.EFD_NONBLOCK)
+    made.before_iteration(scheduler)
+    assert permit.until_ns > 0
+    assert session.iterations == 2
 
 
 def test_no_permit_no_engine(

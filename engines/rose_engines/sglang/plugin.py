@@ -201,7 +201,7 @@ class SchedulerPlugin:
             return
         self._drain()  # before it looks for orders: whoever wakes it later is heard next time
         self._pass(session)
-        while session.dormant:
+        while session.dormant or not (session.broken or self._is_open()):
             time.sleep(POLL_SECONDS)
             self._pass(session)
         if session.broken:
@@ -238,6 +238,10 @@ class SchedulerPlugin:
             self._gate.wait(session.at_rest, resting=self._say)
         self._checkpoints.iterate()
         session.at_boundary()
+
+    def _is_open(self) -> bool:
+        """Asked behind a boundary, which may have taken long: an activation loads all weights."""
+        return self._gate is None or self._gate.is_open()
 
     def before_request(self, _: object, request: Any, *__: object, **___: object) -> None:  # noqa: ANN401
         """Hook: a request enters the scheduler; its prefix-cache key names the weights."""

@@ -201,7 +201,7 @@ class CorePlugin:
         self._passing = True
         try:
             self._boundary(core)
-            while self._session is not None and self._session.dormant:
+            while not self._may_compute():
                 time.sleep(POLL_SECONDS)
                 self._rest(core)
                 self._boundary(core)
@@ -223,6 +223,13 @@ class CorePlugin:
         if self._session is not None:
             self._session.at_rest()
             self._session.at_boundary()
+
+    def _may_compute(self) -> bool:
+        """Asked behind a boundary, which may have taken long: an activation loads all weights."""
+        session = self._session
+        if session is not None and (session.dormant or session.broken):
+            return session.broken
+        return self._gate is None or self._gate.is_open()
 
     def _rest(self, core: Any) -> None:  # noqa: ANN401
         """While the permit is closed: nothing is computed, everything is taken in."""

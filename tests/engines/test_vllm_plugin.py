@@ -1,0 +1,79 @@
+"""The plugin's boundary on an engine core that only looks like vLLM's."""
+
+from __future__ import annotations
+
+import queue
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rose_engines.permit import Permit
+from rose_engines.sglang.gate import PermitGate
+from rose_engines.vllm.plugin import CorePlugin
+from tests.engines.test_plugin import Slow
+
+
+class Core:
+    """The attributes that a boundary reads."""
+
+    def __init__(self) -> None:
+        self.input_queue: queue.Queue[object] = queue.Queue()
+        self.scheduler = SimpleNamespace(max_num_scheduled_tokens=512)
+        sizes = SimpleNamespace(max_num_seqs=4)
+        self.vllm_config = SimpleNamespace(scheduler_config=sizes)
+        self.running = True
+
+    def is_running(self) -> bool:
+        return self.running
+
+
+@pytest.fixture
+def permit(tmp_path: Path) -> Permit:
+    made = Permit.create(tmp_path / "permit")
+    made.extend(time.monotonic_ns() + 9_000_000_000)
+    return made
+
+
+@pytest.fixture
+def plugin(permit: Permit, tmp_path: Path) -> CorePlugin:
+    """Started already: what it reads of a real core is read in real ones."""
+    made = CorePlugin(tmp_path / "permit", None)
+    made._gate = PermitGate(tmp_path / "permit")
+    made._started = True
+    made._own_chunk = 512
+    return made
+
+
+def test_no_iteration_begins_under_a_permit_that_lapsed_at_its_boundary(
+    plugin: CorePlugin, permit: Permit
+) -> None:
+    session = plugin._session = Slow(permit)
+    opened = plugin.around_step(lambda: permit.until_ns > 0, Core())
+    assert opened
+    assert session.iterations == 2
+
+
+def test_an_engine_that_is_told_to_end_under_a_closed_permit_computes_nothing(
+    plugin: CorePlugin, permit: Permit
+) -> None:
+    permit.close_now()
+    core = Core()
+    core.running = False
+
+    def compute() -> bool:
+        pytest.fail("computed")
+
+    assert not plugin.around_step(compute, core)
+
+
+@pytest.mark.parametrize(("divisor", "chunk"), [(1, 512), (4, 128), (1000, 4)])
+def test_prefill_chunks_are_divided_by_what_the_permit_says(
+    plugin: CorePlugin, permit: Permit, divisor: int, chunk: int
+) -> None:
+    """Each request that runs has its token in any case."""
+    permit.divide_chunks(divisor)
+    core = Core()
+    assert plugin.around_step(lambda: True, core)
+    assert core.scheduler.max_num_scheduled_tokens == chunk
