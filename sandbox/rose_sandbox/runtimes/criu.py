@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from rose_sandbox.errors import RuntimeFailed
 from rose_sandbox.runtimes.processes import text_of
 from rose_sandbox.runtimes.programs import run
 
@@ -56,15 +57,18 @@ async def learn_kernel(path: str, known: Path = KNOWN) -> None:
         known: the file.
 
     Raises:
-        RuntimeFailed: it could not be found out; calls are slower then.
+        RuntimeFailed: it could not be found out, or not be kept; calls are slower then.
     """
     if known.exists() and known.stat().st_mtime > _started():  # noqa: ASYNC240 - microseconds
         return
     ask = "mount -t tmpfs tmpfs /run && criu check >&2 && exec cat /run/criu.kdat"
     found = await run(path, "unshare", "--mount", "sh", "-c", ask)
-    with tempfile.NamedTemporaryFile(dir=known.parent, delete=False) as file:
-        file.write(found)
-    Path(file.name).replace(known)  # noqa: ASYNC240 - as above
+    try:
+        with tempfile.NamedTemporaryFile(dir=known.parent, delete=False) as file:
+            file.write(found)
+        Path(file.name).replace(known)  # noqa: ASYNC240 - as above
+    except OSError as error:
+        raise RuntimeFailed(f"{known} cannot be written: {error.strerror}") from error
 
 
 def _started() -> float:

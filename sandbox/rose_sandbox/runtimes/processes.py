@@ -24,8 +24,8 @@ _MACHINES_OWN = 0xEFFFFFFC
 """``PROC_PID_INIT_INO``: every kernel's first namespace of process ids has this number."""
 FREEZE_SECONDS = 10.0
 """A process that waits for its disk stands still when the disk has answered."""
-EMPTY_SECONDS = 1.0
-"""A killed process is gone when what it last asked of the kernel is done."""
+EMPTY_SECONDS = 10.0
+"""A killed process is gone when what it last asked of the kernel is done; runc waits as long."""
 POLL_SECONDS = (0.002, 0.03)
 """The first and the longest pause between two looks."""
 
@@ -212,12 +212,12 @@ def thaw(groups: Sequence[Path]) -> None:
 def empty(groups: Sequence[Path]) -> None:
     """Kill what is in groups of the same processes, and remove them."""
     thaw(groups)  # all of them first: one that stands still holds the others' processes
-    for group in groups:
-        _empty(group)
-
-
-def _empty(group: Path) -> None:
     ends = time.monotonic() + EMPTY_SECONDS
+    for group in groups:
+        _empty(group, ends)
+
+
+def _empty(group: Path, ends: float) -> None:
     for pause in pauses():
         pids = text_of(group / "cgroup.procs").split()
         for pid in map(int, pids):

@@ -65,7 +65,7 @@ from rose_sandbox.runtimes.processes import (
     thaw,
     ticks,
 )
-from rose_sandbox.runtimes.programs import run
+from rose_sandbox.runtimes.programs import call, run
 from rose_sandbox.runtimes.runtime import (
     COMMAND_BYTES,
     FILE_BYTES,
@@ -331,8 +331,8 @@ class RuncRuntime:
                 images if parts.processes is not None else None,
             )
         finally:
-            await self._volume.remove(name)
             shutil.rmtree(images, ignore_errors=True)
+            await self._volume.remove(name)
 
     async def _restore_processes(self, images: Path, key: str) -> None:
         home = self._home(key)
@@ -643,10 +643,13 @@ class RuncRuntime:
         held: tuple[OpenFile, ...] = ()
         images, work = home / "images", home / "dump"
         await self._clear(images, work)
-        await self._in_thread(freeze, self._groups(key))
-        await self._in_thread(stop_anew, self._pids(key))
         started = time.monotonic()
         try:
+            # To its end, also when cancelled: one that freezes after the ``thaw`` below does so for
+            # ever.
+            await call(freeze, self._groups(key))
+            started = time.monotonic()
+            await self._in_thread(stop_anew, self._pids(key))
             if kind.has_files:
                 upper = self._volume.upper(key)
                 held = await self._in_thread(held_by, self._pids(key), upper)
@@ -665,7 +668,7 @@ class RuncRuntime:
             ) from error
         finally:
             frozen = time.monotonic() - started
-            await self._in_thread(thaw, self._groups(key))
+            await call(thaw, self._groups(key))
         return frozen, held
 
     async def restore(self, parts: CheckpointParts, spec: SandboxSpec) -> Handle:
@@ -687,14 +690,15 @@ class RuncRuntime:
 
     async def _all(self, begun: Iterable[Coroutine[None, None, Handle]]) -> tuple[Handle, ...]:
         """Sandboxes that begin beside each other: all of them or none."""
-        results = await asyncio.gather(*begun, return_exceptions=True)
-        failed = [result for result in results if isinstance(result, BaseException)]
-        made = tuple(result for result in results if isinstance(result, Handle))
-        if failed:
-            for one in made:
-                await self.end(one)
-            raise failed[0]
-        return made
+        tasks = [asyncio.create_task(one) for one in begun]
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            return tuple(task.result() for task in tasks)
+        except BaseException:  # also when cancelled: ``gather`` has waited for all of them
+            for task in tasks:
+                if not task.cancelled() and task.exception() is None:
+                    await self.end(task.result())
+            raise
 
     async def fork(self, handle: Handle, keys: Sequence[str]) -> tuple[Handle, ...]:
         """See ``Runtime``."""
@@ -715,8 +719,8 @@ class RuncRuntime:
                 self._begin(replace(record.spec, key=key), beginning) for key in keys
             )
         finally:
-            await self._volume.remove(cut)
             shutil.rmtree(images, ignore_errors=True)
+            await self._volume.remove(cut)
 
     async def suspend(self, handle: Handle, into: Path) -> CheckpointParts:
         """See ``Runtime``."""
