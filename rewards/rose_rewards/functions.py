@@ -44,7 +44,7 @@ class RewardFunction(pydantic.BaseModel):
         memory_mebibytes: address space of one worker.
         network: whether its workers see one; a judge is called by the gateway.
         correct_from: rewards from here on are of correct answers.
-        tries: how often one is tried before it is lost.
+        tries: how often one is tried before it is lost; of 1, a late one gets no second worker.
     """
 
     model_config = pydantic.ConfigDict(

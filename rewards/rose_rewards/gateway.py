@@ -247,8 +247,9 @@ class Gateway:
         """
         self._check(reward, team)
         key = (team, reward.trajectory)
-        # Who asks again has less time left.
-        same = msgspec.structs.replace(reward, deadline_seconds=None)
+        # Who asks again has less time left; ``keep`` says when, and journals are older than it.
+        same = msgspec.structs.asdict(reward) | {"deadline_seconds": None}
+        del same["keep"]
         digest = hashlib.sha256(msgspec.json.encode(same)).digest()
         known = self._known.get(key)
         if known is not None and known.digest != digest:
@@ -375,7 +376,7 @@ class Gateway:
                 RunningReward(
                     number,
                     now - given.began,
-                    self.limits.late_after(name, given.one.task),
+                    self._late_after(given.one),
                     None if progress is None else key,
                     1 if progress is None else progress.left,
                     len(given.copies) > 1,
@@ -383,6 +384,11 @@ class Gateway:
                 )
             )
         return found
+
+    def _late_after(self, one: _Waiting) -> float | None:
+        name = one.reward.function
+        # What may be tried once alone, since it acts elsewhere, is not run twice at a time either.
+        return self.limits.late_after(name, one.task) if self.functions[name].tries > 1 else None
 
     def _watch(self, copy: asyncio.Task[None]) -> None:
         self._copies.add(copy)
@@ -497,8 +503,7 @@ class Gateway:
         given.began = self.clock()
         self._watch(given.start(self.pool))
         self._verifications[number] = given
-        late_after = self.limits.late_after(name, given.one.task)
-        if late_after is not None:
+        if (late_after := self._late_after(given.one)) is not None:
             self._look_in(late_after)
         kept, winner = 0, "none"
         try:

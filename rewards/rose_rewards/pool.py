@@ -233,7 +233,8 @@ class WorkerPool:
                 return worker
         if self._idle and len(self._idle) + self._busy > self.most:
             _, oldest = self._idle.pop(0)
-            await oldest.end()
+            # To its end, also when cancelled: nobody else knows its folder.
+            await asyncio.shield(oldest.end())
         return await Worker.start(self.functions[name], self.users[name], self.above)
 
     async def close(self) -> None:

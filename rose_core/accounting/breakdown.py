@@ -164,7 +164,11 @@ def lines(found: CostBreakdown) -> list[Line]:
             money(found.threshold),
             "for a million borrowed tokens: what dedicated ones cost, the trainer's GPUs in it",
         ),
-        ("price of a late request", money(found.violation), "the pool's GPUs by its requests"),
+        (
+            "price of a late request",
+            money(found.violation),
+            "as asked, or the pool's GPUs by its requests",
+        ),
         (
             "price of the reserve, at most",
             money(found.reserve),

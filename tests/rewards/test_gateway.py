@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
@@ -549,6 +550,24 @@ async def test_a_result_is_the_same_after_a_restart(folder: Path, tmp_path: Path
         _, anew = await rewards.ask(function="pid", trajectory="b")
     assert first == again != other, "the function says its process, which is another one now"
     assert (lost["outcome"], anew["outcome"]) == ("lost", "scored"), "what is lost is not kept"
+
+
+async def test_a_result_from_before_an_update_is_known(folder: Path, tmp_path: Path) -> None:
+    """A new field that says when, not what, made every kept result one of another content."""
+    content = (
+        b'{"trajectory":"a","function":"pid","answer":"","expected":null,"task":"",'
+        b'"group":"g","members":2,"data":null,"deadline_seconds":null}'
+    )
+    kept = ResultJournal(tmp_path, most=3)
+    kept.record(
+        [KnownResult(("", "a"), hashlib.sha256(content).digest(), Scored(-7.0, False, 1.0))]
+    )
+    kept.close()
+    async with serving(folder, {"pid": own(folder, "pid")}, kept=tmp_path) as rewards:
+        for keep in (0, 1):
+            asked = {"function": "pid", "trajectory": "a", "group": "g", "members": 2, "keep": keep}
+            status, said = await rewards.ask(**asked)
+            assert (status, said["reward"]) == (200, -7.0)
 
 
 async def test_a_torn_result_is_computed_anew(folder: Path, tmp_path: Path) -> None:

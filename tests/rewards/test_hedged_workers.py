@@ -87,7 +87,7 @@ def ask(rewards: Rewards, folder: Path, token: str = "") -> asyncio.Task[tuple[i
 
 @pytest.mark.parametrize("killed", [0, 1, None])
 async def test_one_of_two_workers_may_die(folder: Path, killed: int | None) -> None:
-    async with serving(folder, listed(folder, tries=1), workers=2) as rewards:
+    async with serving(folder, listed(folder), workers=2) as rewards:
         taught(rewards, "")
         asked = ask(rewards, folder)
         copies = await begun(folder, 2)
@@ -97,7 +97,8 @@ async def test_one_of_two_workers_may_die(folder: Path, killed: int | None) -> N
         winner = 1 if killed == 0 else 0
         go(copies[winner])
         _, said = await asked
-        assert said["outcome"] == "scored", "one try, and one of its two workers was enough"
+        assert said["outcome"] == "scored"
+        assert len(await begun(folder, 2)) == 2, "one of its two workers was enough"
         await ended(copies[1 - winner][1])
         assert (await ask(rewards, folder))[1] == said, "asked again: the same result"
         labels = {"function": "stall", "winner": ("first", "second")[winner]}
@@ -106,7 +107,7 @@ async def test_one_of_two_workers_may_die(folder: Path, killed: int | None) -> N
 
 
 async def test_both_may_die_and_it_is_tried_again(folder: Path) -> None:
-    async with serving(folder, listed(folder, tries=2), workers=2) as rewards:
+    async with serving(folder, listed(folder), workers=2) as rewards:
         taught(rewards, "")
         asked = ask(rewards, folder)
         for _, pid in await begun(folder, 2):
@@ -119,7 +120,7 @@ async def test_both_may_die_and_it_is_tried_again(folder: Path) -> None:
 async def test_the_second_copy_goes_to_another_pod_and_the_pod_of_the_first_may_be_lost(
     folder: Path,
 ) -> None:
-    async with gateway(folder, listed(folder, team="a", tries=1)) as rewards:
+    async with gateway(folder, listed(folder, team="a")) as rewards:
         taught(rewards, "a")
         # The first has more room than the second, before and after, and is not given both.
         async with worker(rewards, folder, "a", 3) as first:
@@ -138,7 +139,7 @@ async def test_the_second_copy_goes_to_another_pod_and_the_pod_of_the_first_may_
 
 
 async def test_a_pod_ends_what_nobody_waits_for(folder: Path) -> None:
-    async with gateway(folder, listed(folder, team="a", tries=1)) as rewards:
+    async with gateway(folder, listed(folder, team="a")) as rewards:
         taught(rewards, "a")
         async with worker(rewards, folder, "a", 2):
             await places(rewards.gateway, "a", 2)

@@ -86,12 +86,16 @@ class Scripted:
 async def scripted(places: int, **script: list[float]) -> Scripted:
     """A gateway that knows what its task usually takes."""
     pool = ScriptedPool(places, script)
-    listed = {"f": RewardFunction(rule="exact", tries=2, seconds=60)}
+    listed = {
+        "f": RewardFunction(rule="exact", tries=2, seconds=60),
+        "once": RewardFunction(rule="exact", tries=1, seconds=60),
+    }
     async with aiohttp.ClientSession() as session:  # no judge is asked
         clock = asyncio.get_running_loop().time
         made = Scripted(pool, Gateway(listed, pool, session, clock=clock))
     for _ in range(LEAST):
-        made.gateway.limits.learn("f", "/t", USUAL_S)
+        for name in listed:
+            made.gateway.limits.learn(name, "/t", USUAL_S)
     return made
 
 
@@ -197,6 +201,12 @@ async def test_a_task_of_which_little_is_known_is_not_hedged() -> None:
     result, _ = await world.score("one", task="unknown")
     assert result == Scored(50.0, True, 50.0)
     assert world.pool.given["one"] == 1
+
+
+async def test_what_may_be_tried_once_alone_is_never_given_to_two() -> None:
+    world = await scripted(4, acts=[3.0])
+    assert await world.score("acts", function="once") == (Scored(3.0, True, 3.0), 3.0)
+    assert world.pool.given["acts"] == 1
 
 
 async def test_hedges_are_bounded_by_free_places() -> None:

@@ -44,6 +44,7 @@ class Usage:
         ledger: with what the trainer has told of it.
         prices: what it is charged; None where its pool is gone, and with it its price.
         tokens: by kind of engine and use, as its router and its trainer said.
+        late: price of a late request; None: its pool's GPUs have served none that say it.
     """
 
     lease: str
@@ -52,6 +53,7 @@ class Usage:
     ledger: Ledger
     prices: Prices | None
     tokens: Sampled
+    late: float | None
     beside: OutsideLeases = field(default_factory=OutsideLeases)
 
     @property
@@ -117,11 +119,11 @@ def _usage(
         weight_bytes=totals.weight_bytes,
     )
     price = _price(lease, pools)
-    prices = None if price is None else replace(asked, lent_hour=price)
-    if prices is not None and price_violations:
+    late: float | None = asked.violation
+    if price_violations:
         hours, requests = totals.lent_milliseconds / _MILLISECONDS_PER_HOUR, totals.serving_requests
         late = violation_price(asked.dedicated_hour, 1, hours, requests)
-        prices = replace(prices, violation=round(late or 0))
+    prices = None if price is None else replace(asked, lent_hour=price, violation=round(late or 0))
     return Usage(
         lease.metadata.key,
         ", ".join(ref.key for ref in lease.spec.pools),
@@ -136,6 +138,7 @@ def _usage(
             totals.trained_tokens,
             totals.reasoning_tokens,
         ),
+        late,
         beside,
     )
 
@@ -169,7 +172,7 @@ def breakdowns(found: Sequence[Usage]) -> dict[str, CostBreakdown]:
             one.ledger,
             one.prices,
             one.tokens,
-            violation=one.prices.violation or None,
+            violation=one.late,
             reserve=reserve_price(
                 one.prices.dedicated_hour,
                 1,
