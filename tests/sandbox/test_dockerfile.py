@@ -17,6 +17,7 @@ RUN apt-get -v && \
 WORKDIR sub
 COPY . .
 RUN ["touch", "a b"]
+RUN [ -d "$HOME" ] || echo $((1<<2))
 CMD ["bash"]
 """
 
@@ -30,6 +31,7 @@ def test_steps_are_played_where_the_file_stands() -> None:
             Step("/app/sub", "true"),
             Step("/app/sub", copies=(".",), target="/app/sub/"),
             Step("/app/sub", "touch 'a b'"),
+            Step("/app/sub", '[ -d "$HOME" ] || echo $((1<<2))'),
         ),
         {"LEVEL": "3", "NAME": "a b", "OLD": "of before"},
         "/app/sub",
@@ -47,6 +49,12 @@ def test_without_a_folder_of_its_own_commands_start_where_the_sandboxs_do() -> N
         ("USER agent", "USER cannot be played"),
         ("RUN --mount=type=cache,target=/c make", "no mounts"),
         ("RUN <<END", "no here-documents"),
+        ("RUN cat <<'END' > /a", "no here-documents"),
+        ("COPY <<END /a", "no here-documents"),
+        ("COPY", "plain names"),
+        ("ENV PATH=/opt/bin:$PATH", "no variables"),
+        ("WORKDIR ${HOME}", "no variables"),
+        ("FROM debian AS second", "a second stage"),
         ("COPY --from=build /a /a", "plain names"),
         ("COPY *.py /app/", "plain names"),
     ],

@@ -71,22 +71,17 @@ async def served(runc: RuncRuntime, tmp_path: Path) -> AsyncIterator[tuple[Host,
     await host.close()
 
 
-@pytest.mark.parametrize(
-    ("agent", "reward", "after"), [("oracle", 1.0, "--delete"), ("nop", 0.0, "--no-delete")]
-)
-async def test_harbor_plays_a_task_directory_as_it_is(
-    served: tuple[Host, str, Noted], tmp_path: Path, agent: str, reward: float, after: str
-) -> None:
+async def played(url: str, tmp_path: Path, written: dict[str, str], *words: str) -> str:
+    """A trial of Harbor's own program in ``played``; what it said."""
     if not HARBOR.exists():
         pytest.skip("Harbor is not installed; make sandbox-harbor")
-    host, url, records = served
     task = tmp_path / "sum"
-    for name, text in TASK.items():
+    for name, text in written.items():
         (task / name).parent.mkdir(parents=True, exist_ok=True)
         (task / name).write_text(text)
     process = await asyncio.create_subprocess_exec(
-        *(HARBOR, "trial", "start", "--path", task, "--agent", agent, "--trials-dir", tmp_path),
-        *("--trial-name", "played", after),
+        *(HARBOR, "trial", "start", "--path", task, "--trials-dir", tmp_path),
+        *("--trial-name", "played", *words),
         *("--env", "rose_sandbox.adapters.harbor:RoseEnvironment"),
         env={
             **{name: os.environ[name] for name in ("PATH", "HOME")},
@@ -100,9 +95,35 @@ async def test_harbor_plays_a_task_directory_as_it_is(
     )
     said, _ = await asyncio.wait_for(process.communicate(), 200)
     assert process.returncode == 0, said.decode()
+    return said.decode()
+
+
+@pytest.mark.parametrize(
+    ("agent", "reward", "after"), [("oracle", 1.0, "--delete"), ("nop", 0.0, "--no-delete")]
+)
+async def test_harbor_plays_a_task_directory_as_it_is(
+    served: tuple[Host, str, Noted], tmp_path: Path, agent: str, reward: float, after: str
+) -> None:
+    host, url, records = served
+    await played(url, tmp_path, TASK, "--agent", agent, after)
     told = json.loads((tmp_path / "played" / "result.json").read_text())
     assert told["exception_info"] is None, told["exception_info"]
     assert told["verifier_result"]["rewards"] == {"reward": reward}
     assert host.sessions() == (), "ended with the trial"
     kept = [records.turns(session) for session in records.sessions]
     assert bool(kept[0]) is (after == "--no-delete"), "what is not deleted can be restored"
+
+
+async def test_a_sandbox_that_cannot_be_saved_ends_with_its_trial(
+    served: tuple[Host, str, Noted], tmp_path: Path
+) -> None:
+    """Its environment knew it no more, and it ran on."""
+    host, url, records = served
+    # A deleted file over CRIU's limit, still open.
+    hold = (
+        "RUN head -c 70M /dev/zero > /x; (rm /x; exec sleep 1000) < /x > /dev/null 2>&1 & sleep 1\n"
+    )
+    written = TASK | {"environment/Dockerfile": TASK["environment/Dockerfile"] + hold}
+    await played(url, tmp_path, written, "--agent", "nop", "--no-delete")
+    assert len(records.sessions) == 1
+    assert host.sessions() == ()

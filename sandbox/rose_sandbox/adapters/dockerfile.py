@@ -14,6 +14,8 @@ from pathlib import PurePosixPath
 
 _IGNORED = {"FROM", "LABEL", "MAINTAINER", "EXPOSE", "CMD", "SHELL", "STOPSIGNAL", "HEALTHCHECK"}
 """What says nothing of files: a sandbox's commands are the agent's."""
+_HERE = re.compile(r"(?<!<)<<-?[\"']?[A-Za-z_]")
+"""The begin of a here-document: its lines would be read as instructions."""
 
 
 class UnknownInstruction(ValueError):
@@ -60,21 +62,19 @@ def plan(text: str) -> Plan:
     """
     folder, environment, steps = "/", dict[str, str](), list[Step]()
     moved = False
-    for word, rest in _instructions(text):
-        if word in _IGNORED:
-            continue
+    for word, rest in _told(text):
         if word == "WORKDIR":
             folder, moved = str(PurePosixPath(folder) / rest), True
             steps.append(Step(folder, "true"))
         elif word == "ENV":
             environment |= _variables(rest)
         elif word == "RUN":
-            if rest.startswith(("--", "<<")):
-                raise UnknownInstruction(f"RUN {rest[:40]}: no mounts and no here-documents")
-            words = json.loads(rest) if rest.startswith("[") else None
+            if rest.startswith("--"):
+                raise UnknownInstruction(f"RUN {rest[:40]}: no mounts")
+            words = _list(rest)
             steps.append(Step(folder, shlex.join(words) if words else rest))
         elif word == "COPY":
-            *names, target = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+            *names, target = _list(rest) or shlex.split(rest) or [""]
             if not names or any(re.search(r"^--|[*?\[]", name) for name in names):
                 raise UnknownInstruction(f"COPY {rest[:60]}: plain names alone")
             slash = "/" if target.endswith(("/", "/.")) or target == "." else ""
@@ -85,12 +85,37 @@ def plan(text: str) -> Plan:
     return Plan(tuple(steps), environment, folder if moved else None)
 
 
+def _told(text: str) -> Iterator[tuple[str, str]]:
+    """The instructions that say something of files, without what could be misread."""
+    stages = 0
+    for word, rest in _instructions(text):
+        stages += word == "FROM"
+        if stages > 1:
+            raise UnknownInstruction(f"FROM {rest[:40]}: a second stage")
+        if word in _IGNORED:
+            continue
+        if _HERE.search(rest):
+            raise UnknownInstruction(f"{word} {rest[:40]}: no here-documents")
+        if word != "RUN" and "$" in rest:
+            raise UnknownInstruction(f"{word} {rest[:60]}: no variables; write out what it says")
+        yield word, rest
+
+
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     for line in re.sub(r"\\[ \t]*\n", " ", "\n".join(lines)).splitlines():
         word, _, rest = line.strip().partition(" ")
         if word:
             yield word.upper(), rest.strip()
+
+
+def _list(rest: str) -> list[str]:
+    """The words of a list in JSON; none of something else, such as a test: ``[ -e a ]``."""
+    try:
+        words = json.loads(rest)
+    except ValueError:
+        return []
+    return words if isinstance(words, list) and all(isinstance(one, str) for one in words) else []
 
 
 def _variables(rest: str) -> dict[str, str]:

@@ -106,10 +106,12 @@ class RoseEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is in an
         box, self._box = self._box, None
         if box is None:
             return
-        if not delete:
-            await box.checkpoint()
-        # Left by an error, it keeps its records.
-        await box.__aexit__(None if delete else Exception, None, None)
+        try:
+            if not delete:
+                await box.checkpoint()
+        finally:  # one that cannot be saved would run for ever
+            # Left by an error, it keeps its records.
+            await box.__aexit__(None if delete else Exception, None, None)
 
     async def exec(
         self,
@@ -120,12 +122,10 @@ class RoseEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is in an
         user: str | int | None = None,
     ) -> ExecResult:
         """Run a command in a fresh shell."""
+        command = f"bash -c {shlex.quote(command)}"  # as Harbor's own environments do
         who = self._resolve_user(user)
         if who not in {None, "root", 0, "0"}:
-            name = str(who) if not str(who).isdigit() else f"#{who}"
-            command = (
-                f"runuser -u {shlex.quote(name.lstrip('#'))} -- bash -c {shlex.quote(command)}"
-            )
+            command = f"runuser -u {shlex.quote(str(who))} -- {command}"
         folder = cwd or self.task_env_config.workdir or self._plan.folder
         text = command_of(command, folder=folder, environment=self._merge_env(env))
         made = await self._there.run(text, float(timeout_sec or COMMAND_SECONDS), shell=None)
@@ -144,7 +144,8 @@ class RoseEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is in an
         await self._there.write(_ARCHIVE, _packed(Path(source_dir)))
         into = shlex.quote(target_dir)
         await self._made(
-            f"mkdir -p {into} && tar -xf {_ARCHIVE} -C {into} --no-same-owner; "
+            f"mkdir -p {into} && "
+            f"tar -xf {_ARCHIVE} -C {into} --no-same-owner --no-overwrite-dir; "
             f"code=$?; rm {_ARCHIVE}; exit $code"
         )
 
