@@ -131,12 +131,14 @@ async def test_a_trainer_says_which_tokens_come_before_an_answer(stage: Make) ->
         assert await report_async(s.url, {"a": 1.0, "b": 1.0}, {"c": 1.0}, reasoning=said)
         totals = s.router.service.ledger.totals
         assert 3 < totals.reasoning_tokens < totals.trained_tokens, "at most a trajectory's own"
-        body = {"trained": ["a"], "reasoning": {"a": "many"}}
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{s.url}/trajectories", json=body) as reply,
-        ):
-            assert (reply.status, "reasoning: expected" in await reply.text()) == (400, True)
+        async with aiohttp.ClientSession() as session:
+            for wrong in ("many", 10**400):
+                body = {"trained": ["a"], "reasoning": {"a": wrong}}
+                async with session.post(f"{s.url}/trajectories", json=body) as reply:
+                    assert (reply.status, "reasoning: expected" in await reply.text()) == (
+                        400,
+                        True,
+                    )
         await client._turns.close()
 
 

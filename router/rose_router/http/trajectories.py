@@ -17,6 +17,7 @@ several share the lease. Next: ``rose_core.rollouts``'
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ from rose_router.turns.service import Service
 
 # As ``correctFrom`` of ``rose rewards``.
 _CORRECT_FROM = 1.0
+_MOST = sys.float_info.max
 
 
 def routes(service: Service) -> list[web.RouteDef]:
@@ -148,7 +150,8 @@ def _correct(body: Mapping[str, Any], rewards: Mapping[str, float]) -> frozenset
 def _numbers(body: Mapping[str, Any], word: str) -> dict[str, float]:
     found = body.get(word) or {}
     if not isinstance(found, dict) or not all(
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        # Not ``isfinite``, to which a whole number beyond all floats is an error of its own.
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
         for value in found.values()
     ):
         message = f"{word}: expected an object of session keys and numbers"
