@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ async def test_of_a_fork_that_is_cancelled_no_child_stays(
     box = await runc.create(SandboxSpec("box"))
     begun, real = asyncio.Event(), runc._begin
 
-    async def begin(spec: SandboxSpec, beginning: object) -> Handle:
+    async def begin(spec: SandboxSpec, beginning: Any) -> Handle:  # noqa: ANN401  # its own
         if spec.key == "late":
             await asyncio.Event().wait()
         made = await real(spec, beginning)

@@ -643,33 +643,36 @@ class RuncRuntime:
         held: tuple[OpenFile, ...] = ()
         images, work = home / "images", home / "dump"
         await self._clear(images, work)
-        started = time.monotonic()
-        try:
-            # To its end, also when cancelled: one that freezes after the ``thaw`` below does so for
-            # ever.
-            await call(freeze, self._groups(key))
+        async with self._frozen(key):
             started = time.monotonic()
+            try:
+                if kind.has_files:
+                    upper = self._volume.upper(key)
+                    held = await self._in_thread(held_by, self._pids(key), upper)
+                    await self._volume.cut(key, cut)
+                if kind.has_processes:
+                    await self._runc(
+                        key,
+                        *("checkpoint", "--leave-running"),
+                        *("--image-path", images, "--work-path", work),
+                    )
+            except RuntimeFailed as error:
+                said = criu.errors_of(work / "dump.log")
+                raise CannotCheckpoint(
+                    criu.undumpable(said) if said else "runtime",
+                    f"sandbox {key} cannot be saved: {said or error}",
+                ) from error
+            return time.monotonic() - started, held
+
+    @asynccontextmanager
+    async def _frozen(self, key: str) -> AsyncIterator[None]:
+        try:
+            # To its end, also when cancelled: a freeze that ends after the ``thaw`` is for ever.
+            await call(freeze, self._groups(key))
             await self._in_thread(stop_anew, self._pids(key))
-            if kind.has_files:
-                upper = self._volume.upper(key)
-                held = await self._in_thread(held_by, self._pids(key), upper)
-                await self._volume.cut(key, cut)
-            if kind.has_processes:
-                await self._runc(
-                    key,
-                    *("checkpoint", "--leave-running"),
-                    *("--image-path", images, "--work-path", work),
-                )
-        except RuntimeFailed as error:
-            said = criu.errors_of(work / "dump.log")
-            raise CannotCheckpoint(
-                criu.undumpable(said) if said else "runtime",
-                f"sandbox {key} cannot be saved: {said or error}",
-            ) from error
+            yield
         finally:
-            frozen = time.monotonic() - started
             await call(thaw, self._groups(key))
-        return frozen, held
 
     async def restore(self, parts: CheckpointParts, spec: SandboxSpec) -> Handle:
         """See ``Runtime``."""
