@@ -565,8 +565,9 @@ async def test_a_result_from_before_an_update_is_known(folder: Path, tmp_path: P
     kept.close()
     async with serving(folder, {"pid": own(folder, "pid")}, kept=tmp_path) as rewards:
         for keep in (0, 1):
-            asked = {"function": "pid", "trajectory": "a", "group": "g", "members": 2, "keep": keep}
-            status, said = await rewards.ask(**asked)
+            status, said = await rewards.ask(
+                function="pid", trajectory="a", group="g", members=2, keep=keep
+            )
             assert (status, said["reward"]) == (200, -7.0)
 
 
