@@ -143,6 +143,7 @@ async def test_a_prompt_beyond_the_context_is_refused_before_it_is_decoded() -> 
     [
         *(b'{"input_ids":[1],"%b":[%b{}]}' % (n, b"{}," * 300_000) for n in (b"x", b"tools")),
         b'{"input_ids":[1],"messages":[%b{}]}' % (b"{}," * 300_000),
+        b'{"input_ids":%b,"x":[%b{}]}' % (LONG.encode(), b"{}," * 300_000),
         b'{"input_ids":[1],"x":{%b"":1}}' % b",".join(b'"%d":1,' % n for n in range(300_000)),
     ],
 )

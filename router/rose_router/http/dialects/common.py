@@ -267,13 +267,15 @@ async def _in_slices(raw: bytes, large: LargeBodies) -> dict[str, Any] | None:
 
     Raises:
         UnsafeTurn: the numbers are a prompt that is longer than the context.
+        TooLarge: there are too many objects beside them.
     """
     found = _long_numbers(raw) if len(raw) > _WHOLE else None
     if found is None:
         return None
     name, begin, end = found
+    rest = raw[:begin] + raw[end:]
     try:
-        body = json_object(raw[:begin] + raw[end:])
+        body = json_object(rest) if len(rest) <= _WHOLE else await _at_once(rest, large)
     except BadRequest:
         return None
     if body.get(name) != [] or raw.count(b'"%b"' % name.encode()) != 1:
