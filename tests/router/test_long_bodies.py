@@ -274,6 +274,34 @@ async def test_a_sender_that_the_router_holds_back_is_not_slow() -> None:
         assert (reply.status, await reply.text()) == (200, str(1 << 20))
 
 
+async def test_many_ids_become_text_one_request_after_the_other(
+    stage: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, hold = list[Any](), LoopShare.hold
+
+    async def noted(share: LoopShare, work: Callable[[], Any]) -> Any:  # noqa: ANN401  # its own
+        held.append(await hold(share, work))
+        return held[-1]
+
+    monkeypatch.setattr(LoopShare, "hold", noted)
+    few, many = [5] * 400, [5] * 40_000
+    async with stage(tokenizer=folder()) as s:
+        for tokens in (few, many):
+            async with s.post("/detokenize", {"tokens": tokens}) as reply:
+                text = Tokenizer(folder()).decode(tokens, skip_special=False)
+                assert await reply.json() == {"prompt": text}
+    assert held == [text]
+
+
+async def test_more_ids_than_the_context_has_become_no_text(stage: Staging) -> None:
+    async with stage(tokenizer=folder(), context_tokens=400) as s:
+        async with s.post("/detokenize", {"tokens": [5] * 400}) as reply:
+            assert reply.status == 200
+        async with s.post("/detokenize", {"tokens": [5] * 401}) as reply:
+            assert reply.status == 400
+            assert "tokens: 401 ids, and the context has 400" in (await reply.json())["message"]
+
+
 async def test_a_body_that_held_the_loop_keeps_the_next_one_waiting() -> None:
     large = LargeBodies()
     assert large.holds.charge(0.05, now=10.0) == 0

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.message_tree import KnownDigests, Match, MessageTree
 from rose_router import metrics
 from rose_router.errors import BadRequest, Forbidden, TurnLost
@@ -23,7 +24,14 @@ from rose_router.http.chat_replies import ChatReplies
 from rose_router.http.completion_replies import CompletionReplies
 from rose_router.http.conversation import Message, messages_of
 from rose_router.http.dialects import chat, completions, messages, responses, sglang, vllm
-from rose_router.http.dialects.common import Hints, encoded, raw_body, read_body, token_ids
+from rose_router.http.dialects.common import (
+    LARGE_BODIES,
+    Hints,
+    encoded,
+    raw_body,
+    read_body,
+    token_ids,
+)
 from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.http.history import Find, History
 from rose_router.http.memory import ROOM, held_by
@@ -196,19 +204,31 @@ class TurnHandlers:
     async def detokenize(self, request: web.Request) -> web.Response:
         """``/detokenize``: token ids (``tokens``) as text, special ones included."""
         body = await self._read(request)
-        ids = token_ids(body.get("tokens"), "tokens")
-        return _json({"prompt": self._words().decode(ids, skip_special=False)})
+        tokens, most = body.get("tokens"), self._service.bounds().context
+        if most and isinstance(tokens, list) and len(tokens) > most:
+            message = f"tokens: {len(tokens)} ids, and the context has {most}; send them in pieces"
+            raise InvalidTurn(message)
+
+        def text() -> str:
+            return self._words().decode(token_ids(tokens, "tokens"), skip_special=False)
+
+        if len(await raw_body(request)) <= _LONG_BODY:
+            return _json({"prompt": text()})
+        # No thread: the tokenizer lets nothing else run while it decodes.
+        return _json({"prompt": await request.app[LARGE_BODIES].holds.hold(text)})
 
     async def inference(self, request: web.Request) -> web.StreamResponse:
         """VLLM's ``/inference/v1/generate``."""
         body = await self._read(request)
-        ask = vllm.read(
+        reading = partial(
+            vllm.read,
             body,
             request.headers,
             self._tokenizer,
             random_rid,
             context=self._service.bounds().context,
         )
+        ask = await self._aside(request, reading)
         with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], _vllm_events)
