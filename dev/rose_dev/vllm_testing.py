@@ -1,7 +1,7 @@
 """Real vLLM engines for tests: stock vLLM on CPU with a tiny model, ROSE's plugin inside.
 
 ``vllm_engine`` is shared by every test that is marked ``vllm``, by the rules of
-``engine_testing.real_engine``. A start takes 40 s: vLLM imports itself in two processes.
+``engine_testing.real_engine``. A start takes half a minute: vLLM imports itself in two processes.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ every process and hands over in its environment, which no other user reads. Page
 engine's settings are closed as well. An engine that was started without a key (tests, benchmarks,
 serving engines of the demo) answers everything, as its makers ship it.
 
-Standard library only: the file is imported inside engines. Next step: ``sglang.launch`` puts
-``RouteFilter`` around SGLang's application, ``fake.server`` asks ``refusal`` itself; the host's
-data proxy brings the key.
+Standard library only: the file is imported inside engines. Next step: ``sglang.launch`` and
+``vllm.turns`` put ``RouteFilter`` around their engine's application, ``fake.server`` asks
+``refusal`` itself; the host's data proxy brings the key.
 """
 
 from __future__ import annotations

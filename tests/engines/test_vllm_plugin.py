@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import queue
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from rose_engines.permit import Permit
+from rose_engines.session import WeightSession
 from rose_engines.sglang.gate import PermitGate
 from rose_engines.vllm.plugin import CorePlugin
 from tests.engines.test_plugin import Slow
+
+
+@dataclass
+class Request:
+    """The attributes of one that the plugin reads and writes."""
+
+    cache_salt: str | None = None
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+    block_hashes: list[str] = field(default_factory=lambda: ["old"])
+
+    def update_block_hashes(self) -> None:
+        self.block_hashes.append(str(self.cache_salt))
 
 
 class Core:
@@ -20,13 +35,17 @@ class Core:
 
     def __init__(self) -> None:
         self.input_queue: queue.Queue[object] = queue.Queue()
-        self.scheduler = SimpleNamespace(max_num_scheduled_tokens=512)
+        self.scheduler = SimpleNamespace(max_num_scheduled_tokens=512, running=[], requests={})
+        self.labels: list[str] = []
         sizes = SimpleNamespace(max_num_seqs=4)
         self.vllm_config = SimpleNamespace(scheduler_config=sizes)
         self.running = True
 
     def is_running(self) -> bool:
         return self.running
+
+    def set_weight_version(self, version: str) -> None:
+        self.labels.append(version)
 
 
 @pytest.fixture
@@ -66,6 +85,31 @@ def test_an_engine_that_is_told_to_end_under_a_closed_permit_computes_nothing(
         pytest.fail("computed")
 
     assert not plugin.around_step(compute, core)
+
+
+def test_a_commit_gives_every_request_without_kv_the_key_of_the_new_weights(
+    plugin: CorePlugin,
+) -> None:
+    """One that waits, or lost its KV, must find nothing that the old weights computed."""
+    session = plugin._session = WeightSession({}, "old")
+    core = Core()
+    running = Request("a", num_computed_tokens=9, num_output_tokens=4)
+    preempted, waiting = Request("b", num_output_tokens=2), Request()
+    for number, request in enumerate((running, preempted, waiting)):
+        plugin.around_add(lambda: None, core, request)
+        core.scheduler.requests[str(number)] = request
+    assert [one.block_hashes for one in (running, preempted, waiting)] == [
+        ["a\nold#0"],
+        ["b\nold#0"],
+        ["\nold#0"],
+    ]
+    core.scheduler.running.append(running)
+    session._version, session._commits = "new", 1
+    assert plugin._set_label(core, "new") == 2
+    assert core.labels == ["new"]
+    assert running.block_hashes == ["a\nold#0"]
+    assert preempted.block_hashes == ["b\nnew#1"]
+    assert waiting.block_hashes == ["\nnew#1"]
 
 
 @pytest.mark.parametrize(("divisor", "chunk"), [(1, 512), (4, 128), (1000, 4)])

@@ -74,7 +74,13 @@ def test_beside_ignore_eos_stop_ids_end_nothing_as_in_sglang() -> None:
 
 
 # What each may be sent with, where 7 is none of its values.
-VALUES: dict[str, Any] = {"temperature": 0.7, "top_p": 0.5, "stop": "x", "stop_token_ids": [7]}
+VALUES: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 0.5,
+    "stop": "x",
+    "stop_token_ids": [7],
+    "extra_key": "k",
+}
 
 
 @pytest.mark.parametrize("name", sorted((SAMPLING.keys() | REQUEST_FIELDS.keys()) - {"beam_width"}))
@@ -123,3 +129,10 @@ def test_a_prompt_is_token_ids(wrong: dict[str, Any]) -> None:
 def test_an_answer_has_at_least_one_token(most: object) -> None:
     with pytest.raises(EngineRefused, match="max_new_tokens"):
         read_turn(turn({"max_new_tokens": most}))
+
+
+@pytest.mark.parametrize("name", ["rid", "extra_key"])
+def test_what_names_a_turn_is_text(name: str) -> None:
+    """A list is of several turns in one: an abort would find none of them by its name."""
+    with pytest.raises(EngineRefused, match=name):
+        read_turn(turn() | {name: ["a"]})

@@ -81,6 +81,9 @@ def read_turn(body: Mapping[str, Any]) -> Asked:
     ids = body.get("input_ids")
     if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
         raise _refused("input_ids: expected a list of at least one token id; text is not taken")
+    for name in ("rid", "extra_key"):
+        if not isinstance(body.get(name) or "", str):
+            raise _refused(f"{name}: expected text; an engine of vLLM takes one turn at a time")
     given = body.get("sampling_params") or {}
     if not isinstance(given, Mapping):
         raise _refused("sampling_params: expected an object")
