@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rose_core.identity import WeightVersion
 from rose_core.rollouts.logprobs import SCALE
-from rose_dev.engine_testing import RealEngine, State, state_of, write_bundle
-from rose_dev.models import RECIPES, make_model, successors
+from rose_dev.engine_testing import RealEngine, state_of, write_bundle
+from rose_dev.models import make_model, successors
 from rose_engines.errors import CommitRefused, EngineRefused
-from rose_engines.safetensors import read_file
 from rose_engines.sglang.client import Generation, SGLangClient
 from rose_engines.sglang.control import ControlClient
+from tests.engines.test_real_engine import (
+    GREEDY,
+    OTHER,
+    PEAKED,
+    cycle,
+    exported,
+    make_live,
+    next_version,
+    same,
+)
 
 pytestmark = pytest.mark.vllm
 
-PEAKED = RECIPES["tiny-peaked"]
-OTHER = replace(PEAKED, seed=7)
-GREEDY = {"temperature": 0, "ignore_eos": True}
 # BF16 against 32 bits, of a model with 8 bits of mantissa.
 CLOSE = 0.06
-_sequence = itertools.count()
-
-
-def next_version() -> WeightVersion:
-    return WeightVersion("real", int(time.time()), next(_sequence))
 
 
 @pytest.fixture
@@ -49,35 +45,6 @@ async def client(vllm_engine: RealEngine) -> AsyncIterator[SGLangClient]:
 async def control(vllm_engine: RealEngine) -> AsyncIterator[ControlClient]:
     async with await ControlClient.connect(vllm_engine.control) as control:
         yield control
-
-
-async def make_live(control: ControlClient, folder: Path, state: State) -> WeightVersion:
-    """Commit a full state, whatever was live before."""
-    version = next_version()
-    write_bundle(folder, version, state)
-    await control.stage(folder)
-    await control.commit(str(version))
-    return version
-
-
-async def exported(control: ControlClient, path: Path) -> State:
-    await control.export(path)
-    return dict(read_file(path))
-
-
-def same(left: State, right: State) -> bool:
-    return left.keys() == right.keys() and all(
-        left[name][:2] == right[name][:2] and np.array_equal(left[name][2], right[name][2])
-        for name in left
-    )
-
-
-def cycle(recipe_successors: list[int], last: int, count: int) -> list[int]:
-    tokens = []
-    for _ in range(count):
-        last = recipe_successors[last]
-        tokens.append(last)
-    return tokens
 
 
 def reference(model: Path, ids: Sequence[int], temperature: float = 1.0) -> list[float]:

@@ -20,21 +20,13 @@ from rose_engines.safetensors import read_checkpoint
 from rose_engines.sglang.client import SGLangClient
 from rose_engines.sglang.control import ControlClient
 from tests.engines.model_shapes import SHAPES
+from tests.engines.test_real_engine import nudged
 from tests.engines.test_real_loaders import experts, write
 
 pytestmark = pytest.mark.vllm
 
 TIED = RECIPES["tiny-tied"]
 FIRST, SECOND = (WeightVersion("models", 1, number) for number in range(2))
-
-
-def nudged(state: State) -> State:
-    """Some elements move to a neighbouring value."""
-    draw = np.random.default_rng(3)
-    return {
-        name: (dtype, shape, np.where(draw.random(bits.size) < 0.1, bits ^ 1, bits))
-        for name, (dtype, shape, bits) in state.items()
-    }
 
 
 def with_words(folder: Path) -> Path:
@@ -52,7 +44,7 @@ async def test_a_commit_is_what_a_fresh_load_would_be(tmp_path: Path) -> None:
     """
     model = make_model(TIED)
     old: State = {key: (*one[:2], one[2].copy()) for key, one in read_checkpoint(model).items()}
-    new, prompt = nudged(old), [104, 101, 7, 250, 33, 9]
+    new, prompt = nudged(old, 0.1), [104, 101, 7, 250, 33, 9]
     manifest = write_bundle(tmp_path / "b", SECOND, new, (FIRST, old))
     with start_vllm(tmp_path, model, version=str(FIRST)) as engine:
         async with (
