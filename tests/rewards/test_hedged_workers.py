@@ -11,7 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from rose_rewards.functions import RewardFunction
 from rose_rewards.metrics import REGISTRY
+from rose_rewards.pool import WorkerPool
 from tests.host.helpers import until
 from tests.rewards.test_gateway import Rewards, folder, own, serving
 from tests.rewards.test_links import gateway, places, worker
@@ -104,6 +106,29 @@ async def test_one_of_two_workers_may_die(folder: Path, killed: int | None) -> N
         labels = {"function": "stall", "winner": ("first", "second")[winner]}
         assert (REGISTRY.get_sample_value("rose_rewards_hedged_total", labels) or 0) >= 1
         await free(rewards)
+
+
+async def test_a_copy_that_is_stopped_as_it_makes_room_leaves_no_home(tmp_path: Path) -> None:
+    """The worker whose place it took was known to nobody any more, and its folder stayed."""
+    rules = {name: RewardFunction(rule=name) for name in ("exact", "contains")}
+    workers = WorkerPool(rules, dict.fromkeys(rules, 0), most=1, above=tmp_path)
+    await workers.verify("exact", b'{"answer": "1", "expected": "1"}', 20)
+
+    def made() -> list[Path]:
+        return list(tmp_path.iterdir())
+
+    assert len(made()) == 1
+    copy = asyncio.create_task(workers.verify("contains", b"{}", 20))
+    for _ in range(3):  # it ends the other one by now, and waits until it has
+        await asyncio.sleep(0)
+    copy.cancel()
+    await asyncio.gather(copy, return_exceptions=True)
+    await workers.close()
+
+    async def empty() -> bool:
+        return not made()
+
+    await until(empty, "no home is left")
 
 
 async def test_both_may_die_and_it_is_tried_again(folder: Path) -> None:
