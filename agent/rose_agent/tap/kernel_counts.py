@@ -132,10 +132,11 @@ class KernelCounts:
             if stream is None:
                 continue
             before = stream.tokens
-            events += self._take(stream, value)
+            told = self._take(stream, value)
+            events += told
             counted += stream.tokens - before
             # Given up, as silent or because there are too many: the reader has to see what comes.
-            if self._tracker.position(stream.client) is None:
+            if not told and self._tracker.position(stream.client) is None:
                 self._withdraw(key, stream)
         metrics.COUNTED.inc(counted)
         for client in [one for one in self._fruitless if self._tracker.position(one) is None]:
