@@ -11,11 +11,17 @@ is not whole. Next step: ``rose_core.guard.following`` is what the guards do wit
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rose_core.wire.sync import FollowerPod, ReplicaGroup, ReplicaReport, SyncRequest
+
+# What others may be told to dial. ``local:/PATH``, which is no gRPC, would end who dials it.
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.-]+):[0-9]{1,5}")
+_NAMED = 4  # of the places that are missing
 
 
 @dataclass(frozen=True)
@@ -67,19 +73,19 @@ def _group(found: list[tuple[SyncRequest, ReplicaReport]]) -> Group:
 def _refusal(found: list[tuple[SyncRequest, ReplicaReport]]) -> str:
     places = [report.place for _, report in found if report.place is not None]
     size = places[0].size
-    indices = [place.index for place in places]
-    missing = sorted(set(range(size)) - set(indices))
+    indices = {place.index for place in places}
     if len({place.size for place in places}) > 1:
         return "its pods name different sizes of their group"
-    if missing:
-        some = ", ".join(map(str, missing[:4]))
+    # Never all places: the size is what an annotation says, which any pod may carry.
+    missing = (index for index in range(size) if index not in indices)
+    if some := ", ".join(map(str, itertools.islice(missing, _NAMED))):
         return (
             f"{len(found)} of {size} pods of its group are reported; worker-index {some} is not: "
             "does the pool's selector match every pod of the group, on nodes with an agent?"
         )
-    if len(indices) > size:
-        return f"{len(indices)} pods say that they are of its group of {size}"
-    deaf = sorted({request.node for request, _ in found if not request.guard})
+    if len(found) > size:
+        return f"{len(found)} pods say that they are of its group of {size}"
+    deaf = sorted({one.node for one, _ in found if not _ADDRESS.fullmatch(one.guard)})
     if deaf:
         return (
             f"the guard of node {deaf[0]} is not asked by others: it needs a certificate "

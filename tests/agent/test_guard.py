@@ -76,16 +76,24 @@ def health(in_flight: int = 0) -> Health:
     )
 
 
-@pytest.fixture
-async def guard(short_dir: Path) -> AsyncIterator[tuple[Guard, Permit]]:
-    """A guard with one verified idle replica and one granted engine the host lists."""
-    rundir = RunDir(short_dir / "run").create()
+@contextlib.asynccontextmanager
+async def guarding(
+    root: Path, *, token: str = "", identity: Path | None = None, **place: object
+) -> AsyncIterator[tuple[Guard, Permit]]:
+    """A guard with one verified idle replica and one granted engine the host lists.
+
+    Args:
+        root: an empty folder.
+        token, identity: by which other nodes' guards know it.
+        place: the replica's, where it is one of several pods.
+    """
+    rundir = RunDir(root / "run").create()
     permit = Permit.create(rundir.slot(KEY.uid).create().permit)
-    replicas = short_dir / "replicas.yaml"
-    entry = {"uid": "pod", "pool": "chat/pool", "port": 9, "gpus": ["GPU-0"]}
+    replicas = root / "replicas.yaml"
+    entry = {"uid": "pod", "pool": "chat/pool", "port": 9, "gpus": ["GPU-0"], **place}
     replicas.write_text(yaml.safe_dump({"replicas": [entry]}))
     async with aiohttp.ClientSession() as session:
-        settings = Settings("node", "", gate=GateLimits(reopen_ns=0))
+        settings = Settings("node", token, gate=GateLimits(reopen_ns=0), identity=identity)
         order = EnsureEngine(KEY, "slot", GRANT.engine, GRANT.weights)
         write_json(rundir.slot(KEY.uid).slot, order)  # as the host does
         made = Guard(rundir, settings, StaticDriver(None), DirectReaders(session))
@@ -107,9 +115,16 @@ async def guard(short_dir: Path) -> AsyncIterator[tuple[Guard, Permit]]:
                 await task
         for slot in made.slots.values():
             await slot.detach()
+        made.groups.close()
         made.close()
         await made.host._channel.close()
     permit.detach()
+
+
+@pytest.fixture
+async def guard(short_dir: Path) -> AsyncIterator[tuple[Guard, Permit]]:
+    async with guarding(short_dir) as found:
+        yield found
 
 
 def is_open(permit: Permit) -> bool:

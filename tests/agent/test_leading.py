@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +18,16 @@ from rose_core.guard.gate import GateVerdict
 from rose_core.guard.reasons import GateReason
 from rose_core.identity import PodUid
 from rose_core.wire.leading import Question, Word
-from rose_core.wire.sync import FollowerPod, ReplicaGroup
+from rose_core.wire.sync import FollowerPod, ReplicaGroup, SyncReply
 from rose_dev.pki import Authority
 from rose_dev.waiting import until
 from rose_wire import rpc, tls
 from rose_wire.errors import Refused, WireError
 from rose_wire.services import FOLLOW
+from tests.agent import test_guard
 from tests.agent.pair import identity
 
-LEADER, POD, OTHER = PodUid("leader-pod"), PodUid("follower-pod"), PodUid("other-pod")
+LEADER, POD, OTHER = PodUid("leader-pod"), test_guard.POD, PodUid("other-pod")
 OPEN = GateVerdict(open=True, reason=GateReason.IDLE, duty=1.0)
 SHUT = GateVerdict(open=False, reason=GateReason.SERVING_BUSY)
 MS = 1_000_000
@@ -38,6 +40,7 @@ class Town:
 
     root: Path
     authority: Authority
+    node: str = "leader"
     verdict: GateVerdict | None = OPEN
     now_ns: int = 0
     stops: list[tuple[PodUid, int]] = field(default_factory=list)
@@ -46,7 +49,7 @@ class Town:
 
     def __post_init__(self) -> None:
         self.leading = Leading(
-            "leader",
+            self.node,
             lambda _uid, _now: self.verdict,
             lambda: 3,
             lambda uid, after: self.stops.append((uid, after)),
@@ -58,8 +61,20 @@ class Town:
             self.credentials[node] = identity(self.authority, self.root, node)
         return self.credentials[node]
 
-    def group(self, node: str = "follower", leads: str = "leader") -> ReplicaGroup:
-        return ReplicaGroup(LEADER, leads, self.address, (FollowerPod(POD, node),))
+    def group(self, node: str = "follower", leads: str = "") -> ReplicaGroup:
+        return ReplicaGroup(LEADER, leads or self.node, self.address, (FollowerPod(POD, node),))
+
+    @contextlib.asynccontextmanager
+    async def serves(self) -> AsyncIterator[None]:
+        own = self.of(self.node)
+        server = rpc.Server(token=TOKEN, credentials=tls.server_credentials(own, own / tls.BUNDLE))
+        self.leading.serve_on(server)
+        self.address = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
+        self.leading.match([self.group()])
+        try:
+            yield
+        finally:
+            await server.stop(0)
 
     async def ask(self, node: str, question: Question, token: str = TOKEN) -> Word:
         folder = self.of(node)
@@ -100,13 +115,8 @@ class Town:
 @pytest.fixture
 async def town(tmp_path: Path) -> AsyncIterator[Town]:
     found = Town(tmp_path, Authority(tmp_path / "pki"))
-    own = found.of("leader")
-    server = rpc.Server(token=TOKEN, credentials=tls.server_credentials(own, own / tls.BUNDLE))
-    found.leading.serve_on(server)
-    found.address = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
-    found.leading.match([found.group()])
-    yield found
-    await server.stop(0)
+    async with found.serves():
+        yield found
 
 
 ASKED = Question(LEADER, POD, 17)
@@ -182,3 +192,37 @@ async def test_a_follower_that_is_lost_counts_as_what_any_death_may_take(town: T
     town.leading.note(LEADER, SHUT, 0, own=False)
     assert town.stops == [(LEADER, LOST_STOP_NS)]
     await until(lambda: not town.leading.lent(LEADER))
+
+
+async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
+    town: Town, short_dir: Path
+) -> None:
+    place = {"group": "llama/0", "index": 1, "size": 2}
+    own = town.of("follower")
+    moved = Town(town.root / "moved", town.authority, node="elsewhere", verdict=SHUT)
+    moved.root.mkdir()
+    async with (
+        moved.serves(),
+        test_guard.guarding(short_dir, token=TOKEN, identity=own, **place) as (guard, permit),
+    ):
+
+        def tell(*groups: ReplicaGroup) -> None:
+            grants, pools = (test_guard.GRANT,), (test_guard.POLICY,)
+            guard.on_reply(SyncReply(1, True, grants, pools, groups=groups), time.monotonic())
+
+        def reason() -> GateReason:
+            guard.step_all()
+            return guard.slots[test_guard.KEY.uid].verdict.reason
+
+        assert reason() is GateReason.LEADER_SILENT
+        tell(town.group())
+        await until(lambda: permit.until_ns > 0)
+        tell(moved.group())  # the old one goes on to say that its gate is open
+        assert (permit.until_ns, reason()) == (0, GateReason.LEADER_SILENT)
+        await until(lambda: reason() is GateReason.SERVING_BUSY)
+        assert permit.until_ns == 0
+        await until(lambda: not town.leading.lent(LEADER))
+        moved.verdict = OPEN
+        await until(lambda: permit.until_ns > 0)
+        tell()
+        assert (permit.until_ns, reason()) == (0, GateReason.LEADER_SILENT)

@@ -41,6 +41,10 @@ def test_a_whole_group_tells_its_guards_who_leads() -> None:
         ([node("a", at(0)), node("b", at(1)), node("c", at(0))], "3 pods say that they are of"),
         ([node("a", at(0)), node("b", at(1, 3))], "different sizes"),
         ([node("a", at(0)), node("b", at(1), guard="")], "guard of node b is not asked"),
+        # What a guard cannot dial, and would end with.
+        ([node("a", at(0), guard="local:/run/x"), node("b", at(1))], "guard of node a is not"),
+        # An annotation of any pod says so: no list of so many is made.
+        ([node("a", at(0, 10**15))], "worker-index 1, 2, 3, 4 is not"),
     ],
 )
 def test_a_group_that_is_not_whole_is_refused_in_words(nodes: list[SyncRequest], said: str) -> None:

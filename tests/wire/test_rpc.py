@@ -1,5 +1,7 @@
 """Typed methods over a real gRPC connection: what arrives, and what each failure is called."""
 
+import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -159,3 +161,83 @@ async def test_an_address_in_use_says_so() -> None:
 def test_garbage_is_a_malformed_message() -> None:
     with pytest.raises(MalformedMessage, match="not a Question"):
         decode(Question, b"\xc1\xff")
+
+
+class StallingWire:
+    """A way to a server that carries nothing any more once it is stalled."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._moving = asyncio.Event()
+        self._moving.set()
+
+    def stall(self) -> None:
+        self._moving.clear()
+
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            await asyncio.gather(self._one_way(reader, there[1]), self._one_way(there[0], writer))
+        finally:
+            there[1].close()
+            writer.close()
+
+    async def _one_way(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while block := await reader.read(1 << 16):
+            await self._moving.wait()
+            writer.write(block)
+            await writer.drain()
+
+
+@contextlib.asynccontextmanager
+async def stalling() -> AsyncIterator[tuple[StallingWire, grpc.aio.Channel]]:
+    server = Server()
+    server.bidirectional(TALK, talk)
+    wire = StallingWire(await server.start("127.0.0.1:0"))
+    tasks: set[asyncio.Task[None]] = set()
+
+    def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.create_task(wire.carry(reader, writer)))
+
+    listener = await asyncio.start_server(carry, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    try:
+        yield wire, connect(f"127.0.0.1:{port}")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        listener.close()
+        await server.stop()
+
+
+async def test_a_channel_over_a_stalled_connection_is_closed_without_waiting_for_it() -> None:
+    """So whoever hangs up in a loop that must go on (guard, router) waits for no peer."""
+    written = 0
+
+    async def large() -> AsyncIterator[Question]:
+        nonlocal written
+        while True:
+            yield Question("x" * 500_000)
+            written += 1
+
+    async with stalling() as (wire, channel):
+        conversation = converse(channel, TALK, large())
+        assert await anext(conversation) == Answer(500_000)
+        wire.stall()
+        before = -1
+        while before != written:  # until a write is under way that does not end
+            before = written
+            await asyncio.sleep(0.3)
+
+        async def read() -> None:
+            async for _ in conversation:
+                pass
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(channel.close())
+        await asyncio.sleep(0)
+        assert closing.done()
+        async with asyncio.timeout(20):
+            await asyncio.wait({reading})

@@ -116,11 +116,9 @@ class FollowerLink:
                     break
             self._complain(_outcome(talk) or f"silent for {_SILENT_SECONDS:.0f} s")
         finally:
-            # With a write under way on a connection that is stalled, grpcio may take its time to
-            # end call and channel: nobody waits for that.
+            # Neither waits for the peer, not even with a write under way on a stalled connection.
             talk.cancel()
-            closing = asyncio.create_task(channel.close())
-            await asyncio.wait({talk, closing}, timeout=_REDIAL_SECONDS)
+            await channel.close()
 
     def _dial(self) -> grpc.aio.Channel:
         authority = self._identity / tls.BUNDLE
