@@ -77,6 +77,7 @@ class PlanningPass:
         fresh = [replica for replica in self.snapshot.replicas if not replica.stale]
         self._reporting = Counter(pool for pool, _ in {(one.pool, one.unit) for one in fresh})
         self._pods = Counter((one.pool, one.unit) for one in self.snapshot.replicas if one.group)
+        self._grouped = {pool for pool, _ in self._pods}
         self._free: dict[str, dict[PodUid, Replica]] = defaultdict(dict)
         self._full: dict[str, dict[PodUid, Replica]] = defaultdict(dict)
         for replica in self.snapshot.replicas:
@@ -207,9 +208,14 @@ class PlanningPass:
         """Whether a slot is on this replica already, on another of its pods."""
         return (replica.pool, replica.unit) in self._lent_units
 
+    def is_beyond(self, pool: Pool, replica: Replica) -> bool:
+        """Whether only more pods of what is lent already may be lent, and this is none of them."""
+        grouped = pool.key in self._grouped
+        return grouped and self.room(pool) <= 0 and not self.lends_unit(replica)
+
     def more_of_a_group(self, pool: Pool) -> bool:
         """Whether a replica that is lent has another free pod, which no limit counts again."""
-        if not self._pods:
+        if pool.key not in self._grouped:
             return False
         free = self._free[pool.key].values()
         return any(one.group and self.lends_unit(one) for one in free)

@@ -50,7 +50,7 @@ def blocked(world: PlanningPass, pool: Pool) -> Cause | None:
 
 def refusal(world: PlanningPass, pool: Pool, replica: Replica) -> ReplicaDecision | None:
     """Why this replica may not be lent beside those that are; None when it may."""
-    if replica.group and world.room(pool) <= 0 and not world.lends_unit(replica):
+    if world.is_beyond(pool, replica):
         full = world.limit(pool)
         return ReplicaDecision(replica.name, full.reason, full.message)
     on_node = world.lent_on[pool.key, f"node/{replica.node}"]

@@ -8,15 +8,18 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rose_agent.guard.followerlink import Beside, FollowerLink
 from rose_agent.guard.leading import Leading
+from rose_core.guard.certificate import FIRST_STOP_S
 from rose_core.guard.following import LOST_STOP_NS, STOP_WAIT_NS
 from rose_core.guard.gate import GateVerdict
 from rose_core.guard.reasons import GateReason
 from rose_core.identity import PodUid
+from rose_core.telemetry.events import Arrived
 from rose_core.wire.leading import Question, Word
 from rose_core.wire.sync import FollowerPod, ReplicaGroup, SyncReply
 from rose_dev.pki import Authority
@@ -93,11 +96,14 @@ class Town:
         raise AssertionError("the stream ended without a word")
 
     @contextlib.asynccontextmanager
-    async def follows(self, beside: Callable[[], Beside]) -> AsyncIterator[FollowerLink]:
+    async def follows(
+        self, beside: Callable[[], Beside], group: ReplicaGroup | None = None
+    ) -> AsyncIterator[FollowerLink]:
         """A follower's real link to it."""
+        told = group or self.group()
         link = FollowerLink(
-            self.group(),
-            POD,
+            told,
+            told.followers[0].pod,
             name="pod",
             beside=beside,
             on_word=lambda _: None,
@@ -197,7 +203,7 @@ async def test_a_follower_that_is_lost_counts_as_what_any_death_may_take(town: T
 async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
     town: Town, short_dir: Path
 ) -> None:
-    place = {"group": "llama/0", "index": 1, "size": 2}
+    place: dict[str, Any] = {"group": "llama/0", "index": 1, "size": 2}
     own = town.of("follower")
     moved = Town(town.root / "moved", town.authority, node="elsewhere", verdict=SHUT)
     moved.root.mkdir()
@@ -226,3 +232,43 @@ async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
         await until(lambda: permit.until_ns > 0)
         tell()
         assert (permit.until_ns, reason()) == (0, GateReason.LEADER_SILENT)
+
+
+async def test_what_computes_beside_a_follower_counts_as_beside_the_leader(
+    town: Town, short_dir: Path
+) -> None:
+    led, root = Town(town.root / "led", town.authority, node="node"), short_dir
+    led.root.mkdir()
+    place: dict[str, Any] = {"group": "llama/0", "index": 0, "size": 2}
+    computing = Beside(lent=True, computing=True)
+    async with test_guard.guarding(root, token=TOKEN, **place) as (guard, permit):
+        led.leading = guard.leading
+        async with led.serves():
+            follower = (FollowerPod(OTHER, "follower"),)
+            group = ReplicaGroup(POD, "node", led.address, follower)
+            policies, began_s = (test_guard.POLICY,), time.monotonic()
+            guard.on_reply(SyncReply(1, True, (), policies, groups=(group,)), began_s)
+            assert permit.until_ns == 0, "no slot beside the leader itself"
+            replica = guard.replicas[POD]
+            experience = replica.outcomes.experience
+
+            def counts() -> bool:
+                guard.match()
+                return replica.lent and experience.open_time.is_open(time.monotonic_ns())
+
+            async with led.follows(lambda: computing, group) as link:
+                await until(counts)
+                now_ns = time.monotonic_ns()
+                guard.on_tap([Arrived(POD, 1, now_ns, "/generate")], now_ns)
+                await until(lambda: link.state.reason is GateReason.SERVING_BUSY)
+                assert experience.lessons.envelope.longest_stop_s == FIRST_STOP_S
+                link.note_stopped()
+
+                def learned() -> bool:
+                    guard.step_all()  # of one that was too late to say so as well
+                    return experience.lessons.envelope.longest_stop_s != FIRST_STOP_S
+
+                await until(learned)
+            await until(lambda: not guard.leading.lent(POD))
+            guard.match()
+            assert not replica.lent

@@ -17,6 +17,7 @@ from rose_agent.metrics import REGISTRY
 from rose_agent.pods.model import ServingPod
 from rose_agent.signals.reader import DirectReaders
 from rose_core.guard.crossover import Schedule
+from rose_core.guard.following import HeldWord
 from rose_core.guard.gate import GateLimits, closed
 from rose_core.guard.reasons import GateReason
 from rose_core.identity import PodUid
@@ -105,6 +106,15 @@ async def test_a_pod_whose_place_in_its_group_is_known_is_reported_with_it(
     replica.reader.machines = 3  # its engine knows better
     told = replica_report(replica, silent, 100 * S, host_alive=True)
     assert told.refusal == "MultiNodeReplica"
+
+
+async def test_a_follower_withholds_nothing_by_its_own_nodes_clock(replica: GuardedReplica) -> None:
+    replica.schedule, replica.lent = Schedule(10.0), True
+    withheld = [
+        replica.facts(15 * S, stop_pressed=False, following=words).withheld
+        for words in (None, HeldWord())
+    ]
+    assert withheld == [True, False]
 
 
 async def test_without_the_tap_a_busy_engine_is_reported_as_busy(replica: GuardedReplica) -> None:

@@ -77,6 +77,14 @@ def test_a_replica_that_is_lent_in_part_gives_the_rest_and_no_other_does() -> No
     assert refused["s/b0"] is Reason.POOL_LIMIT_REACHED
 
 
+def test_beside_a_group_that_is_lent_in_part_the_limit_holds_for_single_pods_too() -> None:
+    a, single, other = group("a"), replica("b"), replica("c")
+    held = [slot(WANTS, a[0])]
+    pools = [pool(max_replicas_percent=34)]
+    found = plan(world([*a, single, other], [WANTS], held, pools), NOW)
+    assert [one.replica for one in found.lends] == ["a1"]
+
+
 def test_all_slots_of_a_replica_go_back_together() -> None:
     a, b = group("a"), group("b")
     held = [slot(WANTS, one) for one in (*a, *b)]

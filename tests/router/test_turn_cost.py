@@ -14,9 +14,11 @@ Staging = Callable[..., AbstractAsyncContextManager[Stage]]
 OURS = ("/rose_router/", "/rose_core/rollouts/")
 TURNS, EVENTS = 50, 200
 MOST_OF_A_TURN = 540
-"""Calls of a turn that is answered at once. It was 636 when they were first counted."""
+"""Calls of a turn that is answered at once: 508 to 512, whatever else the machine does. A few per
+cent are left for other changes; when they were first counted it was 636."""
 MOST_OF_AN_EVENT = 56
-"""Calls of one more event of a stream. It was 63."""
+"""Calls of one more event of a stream: 52, and it was 63."""
+COSTLY = "docs/decisions/0530 says what a call costs: make fewer, or say there why it takes more"
 
 
 @contextmanager
@@ -54,7 +56,7 @@ async def test_a_turn_calls_no_more_than_it_did(stage: Staging) -> None:
         with counted() as calls:
             for _ in range(TURNS):
                 await ask(s, 4, stream=False)
-    assert 100 < calls[0] / TURNS <= MOST_OF_A_TURN
+    assert 100 < calls[0] / TURNS <= MOST_OF_A_TURN, COSTLY
 
 
 async def test_an_event_calls_no_more_than_it_did(stage: Staging) -> None:
@@ -66,4 +68,4 @@ async def test_an_event_calls_no_more_than_it_did(stage: Staging) -> None:
                 said = await ask(s, tokens, stream=True)
             assert said.count(b"data: ") > tokens, "an event for each token"
             spent.append(calls[0])
-    assert 10 < (spent[2] - spent[1]) / EVENTS <= MOST_OF_AN_EVENT
+    assert 10 < (spent[2] - spent[1]) / EVENTS <= MOST_OF_AN_EVENT, COSTLY

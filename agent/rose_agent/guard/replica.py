@@ -198,7 +198,8 @@ class GuardedReplica:
             memory_pressure=self.view is not None and self.view.budget.pressure,
             device_unfit=self.view is not None and bool(self.view.refusal),
             breaker_open=self.outcomes.pool.breaker.open(now_ns),
-            withheld=self.lent and self.windows.withheld(now_ns / 1e9),
+            # A follower's windows are its leader's, where requests are counted: it closes in them.
+            withheld=self.lent and following is None and self.windows.withheld(now_ns / 1e9),
             idle_share=self.gaps.share(now_ns),
             cool_down_ns=self.gaps.cool_down_ns,
             compute=self._limited(),
