@@ -78,10 +78,11 @@ def test_a_replica_that_is_lent_in_part_gives_the_rest_and_no_other_does() -> No
 
 
 def test_beside_a_group_that_is_lent_in_part_the_limit_holds_for_single_pods_too() -> None:
-    a, single, other = group("a"), replica("b"), replica("c")
+    a, single, other = group("a"), replica("b", kv_permille=50), replica("c", kv_permille=50)
     held = [slot(WANTS, a[0])]
     pools = [pool(max_replicas_percent=34)]
-    found = plan(world([*a, single, other], [WANTS], held, pools), NOW)
+    leases = [WANTS, lease("y", max_slots=9)]
+    found = plan(world([*a, single, other], leases, held, pools), NOW)
     assert [one.replica for one in found.lends] == ["a1"]
 
 

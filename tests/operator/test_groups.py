@@ -53,6 +53,7 @@ async def test_what_is_so_of_the_leader_is_so_of_its_followers() -> None:
         ({"ready": False}, Reason.REPLICA_NOT_READY),
         ({"stopped": True}, Reason.STOP_REQUESTED),
         ({"refusal": "BreakerOpen"}, Reason.BREAKER_OPEN),
+        ({"kv_used_permille": 999}, Reason.KV_USE_TOO_HIGH),
     ):
         bench = lending()
         ask(bench, Kind.LEASE, "grpo", "why")
@@ -62,6 +63,23 @@ async def test_what_is_so_of_the_leader_is_so_of_its_followers() -> None:
         found = explanation(bench, Kind.LEASE, "grpo")
         assert found is not None
         assert {one["reason"] for one in found["verdicts"]} == {reason}
+
+
+async def test_a_group_lends_nothing_while_one_of_its_pods_is_not_ready() -> None:
+    bench = lending()
+    report(bench, pod("a", 0), pod("b", 1, **BLIND | {"ready": False}))
+    await bench.turn(2)
+    assert bench.slots() == []
+
+
+async def test_a_guard_that_may_be_asked_from_now_on_makes_its_group_whole_at_once() -> None:
+    bench = lending()
+    for guard, whole in (("", False), ("10.0.0.2:7448", True)):
+        leader = SyncRequest("n1", "t", 0, (pod("a", 0),), guard="10.0.0.1:7448")
+        late = SyncRequest("n2", "t", 0, (pod("b", 1, **BLIND),), guard=guard)
+        bench.telemetry.record(leader, bench.now)
+        assert bench.telemetry.record(late, bench.now), "it matters at once"
+        assert bool(bench.telemetry.groups_on("n1")) is whole
 
 
 async def test_a_group_without_its_leader_lends_nothing_and_says_what_is_missing() -> None:
