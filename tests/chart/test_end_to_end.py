@@ -98,7 +98,9 @@ def reached(node: Node, name: str, *, stream: bool = False) -> bool:
     return condition(node, name) == "True"
 
 
-def post(url: str, *, max_new_tokens: int, stream: bool = False, token: str = "") -> list[int]:
+def post(
+    url: str, *, max_new_tokens: int, stream: bool = False, token: str = "", session: str = ""
+) -> list[int]:
     """One completion; the tokens, none of a streamed one."""
     body = {
         "stream": stream,
@@ -107,6 +109,7 @@ def post(url: str, *, max_new_tokens: int, stream: bool = False, token: str = ""
     }
     headers = {"Content-Type": "application/json"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
+    headers |= {"X-Rose-Session": session} if session else {}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
     with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310  # to the cluster
         if stream:
@@ -154,10 +157,21 @@ def callers_token(node: Node, audience: str = "rose-lease/research/grpo") -> str
     return node.kubectl("create", "token", *account, f"--audience={audience}").strip()
 
 
-def turn(node: Node) -> list[int]:
+def turn(node: Node, session: str = "") -> list[int]:
     """One turn through the lease's URL, by the Service's address."""
     url, token = f"http://{service(node)}:8000/generate", callers_token(node)
-    return post(url, max_new_tokens=8, token=token)
+    return post(url, max_new_tokens=8, token=token, session=session)
+
+
+def train_on_a_right_answer(node: Node, name: str) -> None:
+    """A trajectory of one turn, and the trainer's word that it was right."""
+    turn(node, name)
+    said = json.dumps({"trained": [name], "rewards": {name: 1.0}}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {callers_token(node)}"}
+    url = f"http://{service(node)}:8000/trajectories"
+    request = urllib.request.Request(url, said, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310  # to the cluster
+        assert json.load(answer) == {"unknown": []}
 
 
 def nobody_calls_without_a_token(node: Node) -> None:
@@ -231,8 +245,8 @@ def every_panel_shows_something(node: Node, folder: Path) -> None:
         "trainer": [f"127.0.0.1:{server.server_port}"],
     }
     with scraping(folder, jobs) as running:
-        for _ in range(3):
-            turn(node)
+        for number in range(3):
+            train_on_a_right_answer(node, f"answer-{number}")
             reached(node, "Ready", stream=True)
         found: set[str] = set()
 
