@@ -49,6 +49,7 @@ NOT_SIMULATED = {
     "rose_core.guard.whole": "no replica is put to sleep here; a lent one shares its GPUs",
     "rose_core.lending.autoscalers": "scenarios have no autoscaler",
     "rose_core.lending.forecast": "the planner's forecast needs days of load",
+    "rose_core.lending.groups": "a replica is of one node here",
     "rose_core.lending.tenancy": "scenarios have one team, and no policy",
     "rose_core.rollouts.detokenize": "tokens have no text here",
     "rose_core.rollouts.drafts": "a scenario says how many tokens a step gives; none has content",

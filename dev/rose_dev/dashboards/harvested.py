@@ -101,6 +101,15 @@ DASHBOARD = Dashboard(
                     },
                 ),
                 Panel(
+                    "GPUs lent, and used",
+                    "GPUs under a grant, and how many of them compute for rollouts at a time.",
+                    "short",
+                    {
+                        "sum(rate(rose_guard_lent_seconds_total{$here}[$rate]))": "lent",
+                        "sum(rate(rose_guard_open_seconds_total{$here}[$rate]))": "used",
+                    },
+                ),
+                Panel(
                     "What a correct answer takes",
                     "Tokens sampled for each that was trained on, trajectories trained on for each "
                     "correct answer, and thousands of tokens sampled for each of these. The price "
@@ -117,15 +126,7 @@ DASHBOARD = Dashboard(
                             "{{lease}} thousand tokens"
                         ),
                     },
-                ),
-                Panel(
-                    "GPUs lent, and used",
-                    "GPUs under a grant, and how many of them compute for rollouts at a time.",
-                    "short",
-                    {
-                        "sum(rate(rose_guard_lent_seconds_total{$here}[$rate]))": "lent",
-                        "sum(rate(rose_guard_open_seconds_total{$here}[$rate]))": "used",
-                    },
+                    width=24,
                 ),
             ),
         ),
