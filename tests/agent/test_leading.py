@@ -223,6 +223,9 @@ async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
         assert reason() is GateReason.LEADER_SILENT
         tell(town.group())
         await until(lambda: permit.until_ns > 0)
+        guard.on_reply(SyncReply(1, False), time.monotonic())  # an operator that has just begun
+        since_ns = permit.until_ns
+        await until(lambda: permit.until_ns > since_ns)
         tell(moved.group())  # the old one goes on to say that its gate is open
         assert (permit.until_ns, reason()) == (0, GateReason.LEADER_SILENT)
         await until(lambda: reason() is GateReason.SERVING_BUSY)
