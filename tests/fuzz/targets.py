@@ -29,8 +29,8 @@ from rose_core.telemetry import dialects
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.tracker import Tracker
 from rose_router.errors import RouterError
+from rose_router.http.bodies import json_object
 from rose_router.http.dialects import chat, completions, sglang, vllm
-from rose_router.http.dialects.common import json_object
 from rose_router.http.dialects.terms import MOST_ANSWERS
 from rose_router.http.memory import held_by
 from rose_weights import methods as weight_plane

@@ -24,8 +24,8 @@ from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
 from rose_core.rollouts.fields import Bounds
 from rose_router.engines.engine_client import _encoded
 from rose_router.errors import TooLarge
-from rose_router.http.dialects import common
-from rose_router.http.dialects.common import (
+from rose_router.http import bodies
+from rose_router.http.bodies import (
     BODY_SECONDS,
     LARGE_BODIES,
     MOST_HISTORY,
@@ -36,8 +36,8 @@ from rose_router.http.dialects.common import (
     _long_numbers,
     json_object,
     read_body,
-    token_ids,
 )
+from rose_router.http.dialects.common import token_ids
 from rose_router.http.loop_share import LoopShare
 from rose_router.http.tokenization import Tokenizer
 from tests.router.conftest import Stage
@@ -188,10 +188,10 @@ async def test_objects_are_counted_across_slices(
     value: object, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw, made = json.dumps(value).encode(), _made_of(value)
-    monkeypatch.setattr(common, "_SLICE", width)
-    monkeypatch.setattr(common, "_MOST_OBJECTS", made)
+    monkeypatch.setattr(bodies, "_SLICE", width)
+    monkeypatch.setattr(bodies, "_MOST_OBJECTS", made)
     await _check_objects(raw, UNPACED)
-    monkeypatch.setattr(common, "_MOST_OBJECTS", made - 1)
+    monkeypatch.setattr(bodies, "_MOST_OBJECTS", made - 1)
     with pytest.raises(TooLarge):
         await _check_objects(raw, UNPACED)
 

@@ -51,7 +51,7 @@ from rose_router.http import (
     trajectories,
     virtual,
 )
-from rose_router.http.dialects.common import BODY_SECONDS, LARGE_BODIES, LargeBodies
+from rose_router.http.bodies import BODY_SECONDS, LARGE_BODIES, LargeBodies
 from rose_router.http.handlers import TurnHandlers
 from rose_router.http.memory import MemoryLimiter, limit_of_process
 from rose_router.http.message_replies import error_json

@@ -30,7 +30,8 @@ from rose_core.rollouts import saved_turns
 from rose_core.rollouts.message_tree import MessageTree, TurnNode
 from rose_router.errors import BadRequest, NotHere
 from rose_router.http.bearer import JOB
-from rose_router.http.dialects.common import Hints, Whole, read_as, read_body
+from rose_router.http.bodies import read_body
+from rose_router.http.dialects.common import Hints, Whole, read_as
 from rose_router.turns.request import named
 from rose_router.turns.service import Service
 from rose_router.turns.sessions import Home

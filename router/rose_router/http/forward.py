@@ -32,8 +32,9 @@ from rose_core.rollouts.errors import InvalidTurn
 from rose_core.unreadable import UNREADABLE
 from rose_router.errors import NotFound
 from rose_router.http import virtual
+from rose_router.http.bodies import raw_body, read_body
 from rose_router.http.branches import TOLD
-from rose_router.http.dialects.common import Hints, raw_body, read_body
+from rose_router.http.dialects.common import Hints
 from rose_router.replicas import relay
 from rose_router.replicas.peers import Peer, Peers
 

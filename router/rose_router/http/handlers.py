@@ -20,18 +20,12 @@ from rose_router import metrics
 from rose_router.errors import BadRequest, Forbidden, TurnLost
 from rose_router.http import replies
 from rose_router.http.bearer import JOB, LIMITED
+from rose_router.http.bodies import LARGE_BODIES, raw_body, read_body
 from rose_router.http.chat_replies import ChatReplies
 from rose_router.http.completion_replies import CompletionReplies
 from rose_router.http.conversation import Message, messages_of
 from rose_router.http.dialects import chat, completions, messages, responses, sglang, vllm
-from rose_router.http.dialects.common import (
-    LARGE_BODIES,
-    Hints,
-    encoded,
-    raw_body,
-    read_body,
-    token_ids,
-)
+from rose_router.http.dialects.common import Hints, encoded, token_ids
 from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.http.history import Find, History
 from rose_router.http.memory import ROOM, held_by

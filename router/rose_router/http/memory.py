@@ -40,7 +40,7 @@ from rose_core.rollouts.router_size import (
 from rose_router import metrics
 from rose_router.errors import Overloaded, TooLarge
 from rose_router.http import batches
-from rose_router.http.dialects.common import MOST_HISTORY, too_long
+from rose_router.http.bodies import MOST_HISTORY, too_long
 from rose_router.turns.request import TurnRequest
 
 _SMALL_PART = 1 / 32

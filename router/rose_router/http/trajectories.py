@@ -30,7 +30,8 @@ from rose_core.rollouts.prospects import Prospects
 from rose_core.stats import Share
 from rose_router import metrics
 from rose_router.http.bearer import JOB
-from rose_router.http.dialects.common import Hints, read_body
+from rose_router.http.bodies import read_body
+from rose_router.http.dialects.common import Hints
 from rose_router.turns.request import named
 from rose_router.turns.service import Service
 
