@@ -240,8 +240,11 @@ sandbox-adapters: venv sandbox  ## harnesses' own modules (SWE-ReX, verifiers) r
 		>$$(cat $(HARNESSES)/purelib)/beside.pth
 	$(HARNESSES)/bin/python -m pytest -v -n 0 tests/sandbox/test_adapters.py $(ARGS)
 
+# uv finds a Python on the path or downloads one; pyenv's lie on neither way.
+HARBOR_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) 3.12)
 sandbox-harbor: venv sandbox  ## Harbor's own program plays a task directory in a sandbox (cached; root, Debian, Python 3.12)
-	@test -x $(HARBOR)/bin/python || $(UV) venv -q -p 3.12 $(HARBOR)
+	@test -x $(HARBOR)/bin/python || $(UV) venv -q -p $(HARBOR_PYTHON) $(HARBOR) || { \
+		echo "Harbor needs Python 3.12: install it, or name one: make sandbox-harbor HARBOR_PYTHON=/path/to/python"; exit 1; }
 	@VIRTUAL_ENV=$(HARBOR) $(UV) pip install -q harbor==0.25.0 -e '.[sandbox]'
 	$(RUN)/pytest -v -n 0 tests/sandbox/test_harbor.py $(ARGS)
 
