@@ -22,8 +22,8 @@ from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, State, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES
 from rose_dev.vllm_testing import start_vllm
-from rose_engines.sglang.client import SGLangClient
-from rose_engines.sglang.control import ControlClient
+from rose_engines.client import TurnClient
+from rose_engines.control import ControlClient
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -35,7 +35,7 @@ class Arrivals:
         self.times: list[float] = []
         self.begun = asyncio.Event()
 
-    async def read(self, client: SGLangClient, tokens: int) -> None:
+    async def read(self, client: TurnClient, tokens: int) -> None:
         """Read one long stream."""
         sampling = {"max_new_tokens": tokens, **GREEDY}
         async for _ in client.stream([104], sampling, logprobs=False, rid="bench-1."):
@@ -56,7 +56,7 @@ async def stops(engine: RealEngine, rounds: int) -> tuple[list[float], list[floa
     """Close and open the permit under a running stream: last token after, first token after."""
     arrivals = Arrivals()
     closings: list[tuple[float, float]] = []
-    async with SGLangClient(engine.url) as client:
+    async with TurnClient(engine.url) as client:
         reader = asyncio.create_task(arrivals.read(client, 3900))
         await arrivals.begun.wait()
         for _ in range(rounds):

@@ -70,10 +70,7 @@ def commit(folder: Path, model: torch.nn.Module, other: Path) -> None:
     """
     named, checkpoint = dict(model.named_parameters()), read_checkpoint(folder)
     boxes = layout.derive(model, named, checkpoint)  # type: ignore[arg-type]
-    if missing := list(layout.unplaced(boxes)):
-        raise UnsupportedEngine(
-            f"the engine's loader puts checkpoint tensor {missing[0]!r} nowhere"
-        )
+    layout.check_placed(boxes)
     renewals = layout.renewals(model, named)  # type: ignore[arg-type]
     live = parameters.live_tensors(named, checkpoint, boxes, renewals)
     target = read_checkpoint(other)

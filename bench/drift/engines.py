@@ -14,8 +14,8 @@ from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State as Stored
 from rose_dev.engine_testing import start_engine, write_bundle
 from rose_dev.models import Recipe
-from rose_engines.sglang.client import SGLangClient
-from rose_engines.sglang.control import ControlClient
+from rose_engines.client import TurnClient
+from rose_engines.control import ControlClient
 
 _WAIT_SECONDS = 60.0
 
@@ -34,7 +34,7 @@ async def _ask(url: str, control: Path, bundle: Path, version: str) -> Answer:
     async with await ControlClient.connect(control) as client:
         staged = await client.stage(bundle)
         await client.commit(staged.version, _WAIT_SECONDS)
-    async with SGLangClient(url) as engine:
+    async with TurnClient(url) as engine:
         by, found = await engine.prompt_logprobs(PROMPT)
     if by != version:
         message = f"the engine answered with {by} instead of {version}"

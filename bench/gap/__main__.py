@@ -27,7 +27,7 @@ from bench.gap.switches import DiskUpdate, ImageCopy, Ours, Switch, TensorUpdate
 from bench.record import Figure, figure, record
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine
-from rose_engines.sglang.client import SGLangClient
+from rose_engines.client import TurnClient
 
 # --- One stream beside a switch, and how much of its time the switch took.
 
@@ -49,7 +49,7 @@ class Stream:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: bool = False
 
-    async def read(self, client: SGLangClient, rid: str) -> None:
+    async def read(self, client: TurnClient, rid: str) -> None:
         """Read until aborted."""
         async for _ in client.stream([104], GREEDY, logprobs=False, rid=rid):
             self.times.append(time.monotonic())
@@ -76,7 +76,7 @@ class Stream:
 
 
 @asynccontextmanager
-async def running(client: SGLangClient) -> AsyncIterator[Stream]:
+async def running(client: TurnClient) -> AsyncIterator[Stream]:
     """A stream that runs steadily by now; it is aborted at the end."""
     rid = f"gap-{next(_ids):06d}."
     stream = Stream()
@@ -90,7 +90,7 @@ async def running(client: SGLangClient) -> AsyncIterator[Stream]:
         await asyncio.wait_for(reader, _END_SECONDS)
 
 
-async def gap(client: SGLangClient, switch: Callable[[], Awaitable[None]]) -> float:
+async def gap(client: TurnClient, switch: Callable[[], Awaitable[None]]) -> float:
     """Milliseconds that a stream waits for tokens because of the switch."""
     async with running(client) as stream:
         began = time.monotonic()
@@ -131,7 +131,7 @@ async def rounds(engine: RealEngine, switches: Sequence[Switch], count: int) -> 
             for there in (True, False):
                 await way.prepare(there=there)
                 # Preparing takes long enough for the engine to close a connection that is kept.
-                async with SGLangClient(engine.url) as client:
+                async with TurnClient(engine.url) as client:
                     found[way.name].append(await gap(client, way.switch))
                 way.forget()
             sys.stdout.write(f"  round {number + 1}: {way.name}: {found[way.name][-2:]} ms\n")

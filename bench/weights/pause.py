@@ -26,9 +26,9 @@ from bench.gap.models import SIZES, states
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import State, start_engine, state_of, write_bundle
+from rose_engines.control import Commit, Committed, ControlClient, Stage, Staged
 from rose_engines.parameters import DeviceTensor
 from rose_engines.session import WeightSession
-from rose_engines.sglang.control import Commit, Committed, ControlClient, Stage, Staged
 
 SHARE = 0.01
 ROUNDS = 5

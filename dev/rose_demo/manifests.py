@@ -36,7 +36,8 @@ from rose_demo.pieces import (
 )
 from rose_demo.receiver import GRPC_PORT, HTTP_PORT
 from rose_dev.image import IMAGE
-from rose_engines.sglang.arguments import Launch, command, environment
+from rose_engines.launch import Launch
+from rose_engines.sglang.arguments import command, environment
 
 _TRACES = {
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://{TRACES}.{SYSTEM}.svc:{GRPC_PORT}",

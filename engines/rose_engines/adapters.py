@@ -30,11 +30,7 @@ import numpy as np
 from rose_core.adapters import BASE, SCALE, run_of
 from rose_core.delta.bits import Bits
 from rose_core.delta.digest import Digest, digest_run, total
-from rose_engines.errors import CommitRefused
-from rose_engines.handover import BoundaryWork
-from rose_engines.live import zero
-from rose_engines.session import WeightSession
-from rose_engines.sglang.calls import (
+from rose_engines.calls import (
     Activate,
     Answer,
     Bind,
@@ -46,6 +42,10 @@ from rose_engines.sglang.calls import (
     Status,
     Unbind,
 )
+from rose_engines.errors import CommitRefused
+from rose_engines.handover import BoundaryWork
+from rose_engines.live import zero
+from rose_engines.session import WeightSession
 from rose_engines.tensors import HostTensor, Live, Where, WholeTensor
 
 

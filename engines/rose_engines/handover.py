@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rose_engines.sglang.calls import Answer
+from rose_engines.calls import Answer
 
 
 @dataclass

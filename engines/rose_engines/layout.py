@@ -564,6 +564,15 @@ def _write(path: Path, key: str, boxes: dict[str, tuple[Box, ...]]) -> None:
         log.warning("rose: the layout cannot be kept in %s: %s", path, error)
 
 
-def unplaced(layout: Mapping[str, tuple[Box, ...]]) -> Iterator[str]:
-    """Checkpoint tensors of which this rank holds nothing."""
-    return (name for name, boxes in layout.items() if not boxes)
+def check_placed(layout: Mapping[str, tuple[Box, ...]]) -> None:
+    """Refuse a model of which this rank holds only a part.
+
+    Raises:
+        UnsupportedEngine: names a checkpoint tensor that lies nowhere.
+    """
+    missing = [name for name, boxes in layout.items() if not boxes]
+    if missing:
+        raise UnsupportedEngine(
+            f"the engine's loader puts checkpoint tensor {missing[0]!r} nowhere "
+            f"({len(missing)} such tensors)"
+        )

@@ -5,7 +5,8 @@ compiled code and its connections stay. What an engine holds is its KV cache, wh
 nothing once its requests are gone, and its weights, which lie in the model folder as well.
 ``EngineMemory`` is that face of an engine; ``drop_pages`` is how it is done in host memory: the
 addresses stay, so nothing that points to them need know, and only the pages behind them go.
-Next step: ``rose_engines.session`` says when; ``rose_engines.sglang.memory`` is SGLang's.
+Next step: ``rose_engines.session`` says when; ``sglang.memory`` and ``vllm.memory`` are the
+engines' own.
 """
 
 from __future__ import annotations
@@ -13,9 +14,17 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from rose_engines.safetensors import read_checkpoint
 from rose_engines.tensors import Live
+
+if TYPE_CHECKING:
+    import torch
 
 _MADV_DONTNEED = 4
 PAGE = mmap.PAGESIZE
@@ -60,3 +69,41 @@ def drop_pages(address: int, length: int) -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), "madvise")
     return end - first
+
+
+def drop_all(places: Mapping[int, int]) -> int:
+    """The same for several: address -> length in bytes."""
+    return sum(drop_pages(*place) for place in places.items())
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Address -> bytes of the memory behind the tensors, each once, however many share it."""
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
+    """What an engine keeps for its layers: a tensor, a nested list of them, or something else."""
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+    elif hasattr(value, "untyped_storage"):
+        yield value
+
+
+def load_anew(parameters: Iterable[torch.Tensor], live: Live, folder: Path) -> None:
+    """Write the weights of the model folder into a model, and zeros for padding.
+
+    Args:
+        parameters: all of the model's.
+        live: where its checkpoint tensors lie in them; a tied name may be left out.
+        folder: the model folder.
+    """
+    for parameter in parameters:
+        parameter.zero_()
+    for name, (_, _, bits) in read_checkpoint(folder).items():
+        if name in live:
+            live[name].put(slice(0, bits.size), np.asarray(bits))

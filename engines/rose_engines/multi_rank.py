@@ -26,12 +26,7 @@ import msgspec
 
 from rose_core.delta import faults
 from rose_core.delta.digest import Digest, total
-from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.live import first_wrong, put_back, scatter, touched
-from rose_engines.parts import Ranks, ask
-from rose_engines.rank_board import RankState
-from rose_engines.session import WeightSession
-from rose_engines.sglang.calls import (
+from rose_engines.calls import (
     Abort,
     Answer,
     Attest,
@@ -43,6 +38,11 @@ from rose_engines.sglang.calls import (
     Stage,
     Staged,
 )
+from rose_engines.errors import BrokenWeights, CommitRefused
+from rose_engines.live import first_wrong, put_back, scatter, touched
+from rose_engines.parts import Ranks, ask
+from rose_engines.rank_board import RankState
+from rose_engines.session import WeightSession
 from rose_engines.staging import StagedUpdate
 from rose_engines.tensors import Live
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from rose_core.delta.digest import Digest, total
+from rose_engines.calls import LENGTH, Answer, Call, answers, frame
 from rose_engines.errors import CommitRefused, UnsupportedEngine
 from rose_engines.rank_board import RankBoard
-from rose_engines.sglang.calls import LENGTH, Answer, Call, answers, frame
 
 Part = tuple[tuple[int, int, int, int], ...]
 """Which elements of a tensor a rank holds: the source sides of its boxes."""

@@ -24,11 +24,11 @@ from typing import NoReturn
 import msgspec
 
 from rose_core.delta.digest import Digest
+from rose_engines.calls import Answer, Staged, Status
 from rose_engines.errors import BrokenWeights, CommitRefused
 from rose_engines.live import put_back, scatter
 from rose_engines.safetensors import read_checkpoint, write_file
 from rose_engines.session import WeightSession
-from rose_engines.sglang.calls import Answer, Staged, Status
 from rose_engines.staging import StagedUpdate
 from rose_engines.tensors import host_tensors
 

@@ -27,14 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rose_core.delta.digest import Digest
-from rose_engines.device import Device
-from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.handover import BoundaryWork, Handover
-from rose_engines.live import commit, confirm, digest_live, readable, revert, warm_up
-from rose_engines.memory import EngineMemory
-from rose_engines.pace import Pace
-from rose_engines.safetensors import write_file
-from rose_engines.sglang.control import (
+from rose_engines.control import (
     Abort,
     Activate,
     Activated,
@@ -58,6 +51,13 @@ from rose_engines.sglang.control import (
     Status,
     Unbind,
 )
+from rose_engines.device import Device
+from rose_engines.errors import BrokenWeights, CommitRefused
+from rose_engines.handover import BoundaryWork, Handover
+from rose_engines.live import commit, confirm, digest_live, readable, revert, warm_up
+from rose_engines.memory import EngineMemory
+from rose_engines.pace import Pace
+from rose_engines.safetensors import write_file
 from rose_engines.staging import StagedUpdate, stage
 from rose_engines.tensors import Live
 

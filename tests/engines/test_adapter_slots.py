@@ -14,8 +14,7 @@ import pytest
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_engines.adapters import AdapterSession, AdapterSlots
-from rose_engines.live import digest_live
-from rose_engines.sglang.calls import (
+from rose_engines.calls import (
     Attest,
     Attested,
     Bind,
@@ -30,6 +29,7 @@ from rose_engines.sglang.calls import (
     Status,
     Unbind,
 )
+from rose_engines.live import digest_live
 from rose_engines.tensors import Live, host_tensors
 
 NAME = "base_model.model.layers.0.q_proj.lora_A.weight"

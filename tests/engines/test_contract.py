@@ -16,10 +16,10 @@ import pytest
 from rose_core.identity import WeightVersion
 from rose_core.telemetry.dialects import samples
 from rose_dev.engine_testing import PermitHolder, RealEngine, State, write_bundle
+from rose_engines.client import Generation, TurnClient
+from rose_engines.control import ControlClient
 from rose_engines.errors import EngineRefused, EngineUnavailable
 from rose_engines.safetensors import read_file
-from rose_engines.sglang.client import Generation, SGLangClient
-from rose_engines.sglang.control import ControlClient
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 MODEL = "tiny-peaked"
@@ -69,18 +69,18 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 @pytest.fixture
-async def client(engine: Engine) -> AsyncIterator[SGLangClient]:
-    async with SGLangClient(engine.url) as client:
+async def client(engine: Engine) -> AsyncIterator[TurnClient]:
+    async with TurnClient(engine.url) as client:
         yield client
 
 
 @pytest.fixture(params=FAKE_AND_SGLANG)
-async def telling(request: pytest.FixtureRequest) -> AsyncIterator[SGLangClient]:
-    async with SGLangClient(asked_for(request).url) as client:
+async def telling(request: pytest.FixtureRequest) -> AsyncIterator[TurnClient]:
+    async with TurnClient(asked_for(request).url) as client:
         yield client
 
 
-async def test_a_stream_ends_with_what_a_plain_reply_says(client: SGLangClient) -> None:
+async def test_a_stream_ends_with_what_a_plain_reply_says(client: TurnClient) -> None:
     sampling = {"max_new_tokens": 12, **GREEDY}
     events = [event async for event in client.stream([104, 101], sampling)]
     assert [event.finished for event in events] == [False] * (len(events) - 1) + [True]
@@ -95,7 +95,7 @@ async def test_a_stream_ends_with_what_a_plain_reply_says(client: SGLangClient) 
     assert (await client.generate([104, 101], sampling)).output_ids == last.output_ids
 
 
-async def test_continuing_from_a_cut_gives_the_same_tokens(client: SGLangClient) -> None:
+async def test_continuing_from_a_cut_gives_the_same_tokens(client: TurnClient) -> None:
     """What a splice rests on: the rest is a function of the tokens so far."""
     whole = (await client.generate([104], {"max_new_tokens": 20, **GREEDY})).output_ids
     head = whole[:7]
@@ -103,7 +103,7 @@ async def test_continuing_from_a_cut_gives_the_same_tokens(client: SGLangClient)
     assert head + rest.output_ids == whole
 
 
-async def test_a_stop_token_ends_the_turn_and_is_part_of_it(client: SGLangClient) -> None:
+async def test_a_stop_token_ends_the_turn_and_is_part_of_it(client: TurnClient) -> None:
     ids = (await client.generate([104], {"max_new_tokens": 6, **GREEDY})).output_ids
     stop = ids[3]
     reply = await client.generate(
@@ -113,7 +113,7 @@ async def test_a_stop_token_ends_the_turn_and_is_part_of_it(client: SGLangClient
     assert reply.output_ids == ids[: ids.index(stop) + 1]
 
 
-async def test_abort_mid_stream_is_a_normal_end(client: SGLangClient) -> None:
+async def test_abort_mid_stream_is_a_normal_end(client: TurnClient) -> None:
     events: list[Generation] = []
     async for event in client.stream([104], {"max_new_tokens": 3000, **GREEDY}, rid="cut-0001."):
         if not events:
@@ -124,7 +124,7 @@ async def test_abort_mid_stream_is_a_normal_end(client: SGLangClient) -> None:
     assert 0 < len(events[-1].output_ids) < 3000
 
 
-async def test_abort_while_stopped_computes_no_more(engine: Engine, client: SGLangClient) -> None:
+async def test_abort_while_stopped_computes_no_more(engine: Engine, client: TurnClient) -> None:
     events: list[Generation] = []
     seen = asyncio.Event()
 
@@ -152,7 +152,7 @@ async def test_abort_while_stopped_computes_no_more(engine: Engine, client: SGLa
     assert len(events[-1].output_ids) <= before + 1
 
 
-async def test_more_requests_than_slots_all_finish(client: SGLangClient) -> None:
+async def test_more_requests_than_slots_all_finish(client: TurnClient) -> None:
     replies = await asyncio.gather(
         *(client.generate([100 + n], {"max_new_tokens": 10, **GREEDY}) for n in range(9))
     )
@@ -160,13 +160,13 @@ async def test_more_requests_than_slots_all_finish(client: SGLangClient) -> None
 
 
 @pytest.mark.parametrize(("prompt", "most"), [([], 1), ([104], -1)])
-async def test_bad_requests_are_refused(client: SGLangClient, prompt: list[int], most: int) -> None:
+async def test_bad_requests_are_refused(client: TurnClient, prompt: list[int], most: int) -> None:
     with pytest.raises(EngineRefused):
         await client.generate(prompt, {"max_new_tokens": most})
     assert await client.ready()
 
 
-async def test_an_engine_says_its_load_and_counts_its_requests(telling: SGLangClient) -> None:
+async def test_an_engine_says_its_load_and_counts_its_requests(telling: TurnClient) -> None:
     assert await telling.ready()
     await telling.generate([104], {"max_new_tokens": 3, **GREEDY})
     loads = await telling.loads()
@@ -191,7 +191,7 @@ def _requests(page: str) -> tuple[int, int]:
 
 
 async def test_one_counter_moves_at_arrival_and_the_other_at_the_end(
-    telling: SGLangClient,
+    telling: TurnClient,
 ) -> None:
     """What compares an engine's count with the wire must know which is which."""
     await telling.generate([104], {"max_new_tokens": 1, **GREEDY})
@@ -217,7 +217,7 @@ async def test_a_commit_over_the_socket_changes_weights_digest_and_spans(
         assert (await control.commit(str(target))).digest == manifest.digest
         status = await control.status()
         assert (status.version, status.digest) == (str(target), manifest.digest)
-        async with SGLangClient(engine.url) as client:
+        async with TurnClient(engine.url) as client:
             reply = await client.generate([104], {"max_new_tokens": 4, **GREEDY})
         assert [span.version for span in reply.spans] == [str(target)]
 
@@ -225,7 +225,7 @@ async def test_a_commit_over_the_socket_changes_weights_digest_and_spans(
 async def test_an_engine_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(EngineUnavailable, match="plugin"):
         await ControlClient.connect(tmp_path / "plugin.sock")
-    async with SGLangClient("http://127.0.0.1:1") as client:
+    async with TurnClient("http://127.0.0.1:1") as client:
         assert not await client.ready()
         with pytest.raises(EngineUnavailable):
             await client.generate([1], {})

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_engines.errors import CommitRefused, EngineUnavailable
-from rose_engines.sglang.control import (
+from rose_engines.control import (
     Answer,
     Call,
     Commit,
@@ -20,6 +19,7 @@ from rose_engines.sglang.control import (
     Staged,
     Status,
 )
+from rose_engines.errors import CommitRefused, EngineUnavailable
 
 
 def answer(call: Call) -> Answer:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rose_engines.gate import POLL_SECONDS, PermitGate
 from rose_engines.permit import BadPermit, Permit
-from rose_engines.sglang.gate import POLL_SECONDS, PermitGate
 
 
 class World:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from rose_engines import kv
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.sglang import kv
-from rose_engines.sglang.kv import CachePolicy
+from rose_engines.kv import CachePolicy
+from rose_engines.sglang.retraction import SPREAD_TOKENS, RetractingPolicy
 
 
 @dataclass(eq=False)
@@ -53,36 +54,36 @@ def names(requests: list[Request]) -> list[str]:
 
 @pytest.mark.parametrize("policy", [kv.KEEP, kv.REUSE])
 def test_running_requests_keep_their_kv(scheduler: Scheduler, policy: str) -> None:
-    made = CachePolicy(policy)
+    made = RetractingPolicy(policy)
     made.retract(scheduler)
     assert names(scheduler.running) == ["r0", "r1", "r2", "r3", "r4"]
     assert (made.retracted_requests, made.recomputed_tokens, made.holding) == (0, 0, False)
 
 
 def test_recomputed_requests_come_back_a_few_per_iteration(scheduler: Scheduler) -> None:
-    made = CachePolicy(kv.RECOMPUTE)
+    made = RetractingPolicy(kv.RECOMPUTE)
     made.retract(scheduler)
     assert (scheduler.running, names(scheduler.waiting_queue)) == ([], ["waits"])
     assert (made.retracted_requests, made.recomputed_tokens) == (5, 5000)
-    made.put_back(scheduler, kv.SPREAD_TOKENS)
+    made.put_back(scheduler, SPREAD_TOKENS)
     assert names(scheduler.waiting_queue) == ["waits", "r0", "r1", "r2"]
     assert [one.name for one in made.held()] == ["r3", "r4"]
-    made.put_back(scheduler, kv.SPREAD_TOKENS)
+    made.put_back(scheduler, SPREAD_TOKENS)
     assert names(scheduler.waiting_queue)[-2:] == ["r3", "r4"]
     assert not made.holding
     assert not scheduler.paused
 
 
 def test_a_request_larger_than_the_budget_comes_back_too(scheduler: Scheduler) -> None:
-    made = CachePolicy(kv.RECOMPUTE)
-    scheduler.running = [Request("long", [0] * 10 * kv.SPREAD_TOKENS), Request("short")]
+    made = RetractingPolicy(kv.RECOMPUTE)
+    scheduler.running = [Request("long", [0] * 10 * SPREAD_TOKENS), Request("short")]
     made.retract(scheduler)
-    made.put_back(scheduler, kv.SPREAD_TOKENS)
+    made.put_back(scheduler, SPREAD_TOKENS)
     assert names(scheduler.waiting_queue) == ["waits", "long"]
 
 
 def test_everything_held_is_there_for_whoever_looks_for_requests(scheduler: Scheduler) -> None:
-    made = CachePolicy(kv.RECOMPUTE)
+    made = RetractingPolicy(kv.RECOMPUTE)
     made.retract(scheduler)
     made.put_back(scheduler)
     assert len(scheduler.waiting_queue) == 6

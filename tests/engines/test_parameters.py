@@ -11,7 +11,7 @@ from rose_core.delta.digest import digest_run
 from rose_engines import parameters
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.fused_scatter import Staged, fuse
-from rose_engines.layout import derive, unplaced
+from rose_engines.layout import check_placed, derive
 from rose_engines.parameters import DeviceTensor
 from rose_engines.safetensors import StoredTensor
 from rose_engines.slices import Box
@@ -95,7 +95,7 @@ class Model:
 
 def live_tensors(model: Model, checkpoint: dict[str, StoredTensor]) -> dict[str, LiveTensor]:
     layout = derive(model, model.parameters, checkpoint)
-    assert not list(unplaced(layout))
+    check_placed(layout)
     return parameters.live_tensors(model.parameters, checkpoint, layout)
 
 
@@ -123,7 +123,8 @@ def test_an_output_matrix_that_is_the_embedding_is_left_out() -> None:
     assert "lm_head.weight" not in live_tensors(model, stored(tensors))
     tensors["lm_head.weight"] += 1
     layout = derive(model, model.parameters, stored(tensors))
-    assert list(unplaced(layout)) == ["lm_head.weight"]
+    with pytest.raises(UnsupportedEngine, match=r"'lm_head\.weight' nowhere \(1 such"):
+        check_placed(layout)
 
 
 def test_what_was_repacked_after_loading_is_refused_by_name() -> None:

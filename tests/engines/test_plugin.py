@@ -16,14 +16,15 @@ from safetensors.torch import save_file
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import write_bundle
+from rose_engines.control import Commit, ControlClient, Stage
 from rose_engines.errors import UnsupportedEngine
+from rose_engines.launch import PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.permit import Permit
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.session import WeightSession
-from rose_engines.sglang import kv, loading, logprobs, plugin, spans
-from rose_engines.sglang.arguments import FALLBACK_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
+from rose_engines.sglang import loading, logprobs, plugin, retraction, spans
+from rose_engines.sglang.arguments import FALLBACK_VARIABLE
 from rose_engines.sglang.checkpoints import Checkpoints
-from rose_engines.sglang.control import Commit, ControlClient, Stage
 from rose_engines.sglang.plugin import SchedulerPlugin
 
 SCHEDULER = "sglang.srt.managers.scheduler"
@@ -152,7 +153,7 @@ def test_registering_places_exactly_these_hooks(
     assert [(target, kind) for target, _, kind in hooks] == [
         (plugin.BOUNDARY, "before"),
         (plugin.ADMISSION, "before"),
-        (kv.ABORT, "before"),
+        (retraction.ABORT, "before"),
         (spans.TARGET, "around"),
         (logprobs.TARGET, "before"),
     ]

@@ -15,9 +15,9 @@ from rose_core.adapters import BASE, SCALE, TARGETS
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine, write_bundle
+from rose_engines.client import TurnClient
+from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused
-from rose_engines.sglang.client import SGLangClient
-from rose_engines.sglang.control import ControlClient
 from rose_trainer.lora import Adapter
 from rose_trainer.publisher import Publisher
 from rose_weights.receive.client import WeightsClient
@@ -137,7 +137,7 @@ async def test_turns_carry_the_adapters_version(
     version = WeightVersion("turns", 1, 0)
     write_bundle(tmp_path / "b", version, state(Adapter(folder, torch.float32), trained(folder, 4)))
     await control.commit((await control.stage(tmp_path / "b")).version)
-    async with SGLangClient(engine.url) as client:
+    async with TurnClient(engine.url) as client:
         sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
         events = [event async for event in client.stream(PROMPT, sampling)]
     assert {span.version for span in events[-1].spans} == {str(version)}

@@ -13,9 +13,9 @@ from rose_core.identity import WeightVersion
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES, make_named
+from rose_engines.client import Generation, TurnClient
+from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused
-from rose_engines.sglang.client import Generation, SGLangClient
-from rose_engines.sglang.control import ControlClient
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -161,7 +161,7 @@ async def test_spans_and_attestation_hold_across_a_commit(
     manifest = write_bundle(folder / "one", version, state_of(RECIPES[MODEL]))
     await control.stage(folder / "one")
     count, fenced, reply = 1200, 0, Generation("", ())
-    async with SGLangClient(engine.url) as client:
+    async with TurnClient(engine.url) as client:
         params = GREEDY | {"max_new_tokens": count}
         async for reply in client.stream(PROMPT, params):  # noqa: B007
             if not fenced:

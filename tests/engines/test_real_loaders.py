@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 from rose_core.delta.digest import Digest, digest_run, total
 from rose_dev.engine_environment import engine_python
 from rose_dev.models import RECIPES, config, tensors
+from rose_engines.launch import Launch
 from rose_engines.parts import check_parts
 from rose_engines.safetensors import read_checkpoint
-from rose_engines.sglang.arguments import Launch, python_path
+from rose_engines.sglang.arguments import python_path
 from rose_wire.ports import free_port
 
 pytestmark = pytest.mark.engine

@@ -13,9 +13,9 @@ import pytest
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES, successors
+from rose_engines.client import Generation, TurnClient
+from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused
-from rose_engines.sglang.client import Generation, SGLangClient
-from rose_engines.sglang.control import ControlClient
 
 pytestmark = pytest.mark.engine
 
@@ -53,7 +53,7 @@ async def test_two_ranks_commit_at_one_boundary_and_hold_what_was_published(
     manifest = write_bundle(tmp_path / "2", V2, other, (V1, old))
     last = write_bundle(tmp_path / "3", V3, sparse, (V2, other))
     async with (
-        SGLangClient(engine.url) as client,
+        TurnClient(engine.url) as client,
         await ControlClient.connect(engine.control) as control,
         await ControlClient.connect(engine.control.with_name("plugin.1")) as member,
     ):
@@ -103,7 +103,7 @@ async def test_both_ranks_stop_at_a_closed_permit_and_none_spins_in_a_collective
     """The leader waits for the permit, the member for the leader; both go on at one boundary."""
     seen, more = 0, asyncio.Event()
 
-    async def read(client: SGLangClient) -> None:
+    async def read(client: TurnClient) -> None:
         nonlocal seen
         async for _ in client.stream([104], {"max_new_tokens": 1500, **GREEDY}):
             seen += 1
@@ -115,7 +115,7 @@ async def test_both_ranks_stop_at_a_closed_permit_and_none_spins_in_a_collective
                 more.clear()
                 await more.wait()
 
-    async with SGLangClient(engine.url) as client:
+    async with TurnClient(engine.url) as client:
         reading = asyncio.create_task(read(client))
         await more_than(20)
         computing = await used_in(engine, 2.0)

@@ -13,10 +13,10 @@ from rose_core.delta.probe import PROMPT
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES, successors
+from rose_engines.client import TurnClient
+from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused
 from rose_engines.sglang.arguments import FALLBACK_VARIABLE
-from rose_engines.sglang.client import SGLangClient
-from rose_engines.sglang.control import ControlClient
 
 pytestmark = pytest.mark.engine
 
@@ -51,7 +51,7 @@ async def test_a_running_stream_goes_over_to_what_was_loaded(
     count, committed, reply = 1200, None, None
     sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": count}
     async with (
-        SGLangClient(engine.url) as client,
+        TurnClient(engine.url) as client,
         await ControlClient.connect(engine.control) as control,
     ):
         assert (await control.status()).attests == "Copy"

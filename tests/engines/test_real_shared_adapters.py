@@ -19,9 +19,9 @@ from rose_core.adapters import BASE, SCALE, TARGETS
 from rose_core.identity import BASE_LABEL, WeightVersion
 from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_dev.engine_testing import RealEngine, State, start_engine, write_bundle
+from rose_engines.client import Generation, TurnClient
+from rose_engines.control import ControlClient, Status
 from rose_engines.errors import CommitRefused, EngineError
-from rose_engines.sglang.client import Generation, SGLangClient
-from rose_engines.sglang.control import ControlClient, Status
 from rose_trainer.lora import Adapter
 from tests.engines.adapter_models import RANK, logprobs, make_base, state, told, trained
 
@@ -81,7 +81,7 @@ class Trained:
 
 
 async def turn(engine: RealEngine, key: str, tokens: int = 24) -> Generation:
-    async with SGLangClient(engine.url) as client:
+    async with TurnClient(engine.url) as client:
         return await client.generate(PROMPT, {**GREEDY, "max_new_tokens": tokens}, extra_key=key)
 
 

@@ -27,7 +27,8 @@ from rose_core.devices.model_size import (
     weight_bytes,
 )
 from rose_dev.engine_environment import engine_python
-from rose_engines.sglang.arguments import Launch, python_path
+from rose_engines.launch import Launch
+from rose_engines.sglang.arguments import python_path
 from rose_wire.ports import free_port
 from tests.engines.model_shapes import SHAPES
 

@@ -16,9 +16,9 @@ from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import State, write_bundle
 from rose_dev.models import RECIPES, make_model
 from rose_dev.vllm_testing import start_vllm
+from rose_engines.client import TurnClient
+from rose_engines.control import ControlClient
 from rose_engines.safetensors import read_checkpoint
-from rose_engines.sglang.client import SGLangClient
-from rose_engines.sglang.control import ControlClient
 from tests.engines.model_shapes import SHAPES
 from tests.engines.test_real_engine import nudged
 from tests.engines.test_real_loaders import experts, write
@@ -48,7 +48,7 @@ async def test_a_commit_is_what_a_fresh_load_would_be(tmp_path: Path) -> None:
     manifest = write_bundle(tmp_path / "b", SECOND, new, (FIRST, old))
     with start_vllm(tmp_path, model, version=str(FIRST)) as engine:
         async with (
-            SGLangClient(engine.url) as client,
+            TurnClient(engine.url) as client,
             await ControlClient.connect(engine.control) as control,
         ):
             assert (await control.status()).digest == manifest.base_digest
@@ -66,7 +66,7 @@ async def test_a_commit_is_what_a_fresh_load_would_be(tmp_path: Path) -> None:
     again = tmp_path / "again"
     again.mkdir()
     with start_vllm(again, fresh, version=str(SECOND)) as engine:
-        async with SGLangClient(engine.url) as client:
+        async with TurnClient(engine.url) as client:
             assert (await client.prompt_logprobs(prompt))[1] == told
 
 

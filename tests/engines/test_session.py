@@ -9,9 +9,7 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
-from rose_engines.errors import BrokenWeights
-from rose_engines.session import WeightSession
-from rose_engines.sglang.control import (
+from rose_engines.control import (
     Abort,
     Activate,
     Activated,
@@ -27,6 +25,8 @@ from rose_engines.sglang.control import (
     Staged,
     Status,
 )
+from rose_engines.errors import BrokenWeights
+from rose_engines.session import WeightSession
 from rose_engines.tensors import Live, host_tensors
 
 V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))

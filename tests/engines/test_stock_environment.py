@@ -17,8 +17,9 @@ import pytest
 import rose_engines
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.image import checkout, code_files
+from rose_engines import launch
 from rose_engines.sglang import arguments
-from rose_engines.sglang.arguments import Launch, python_path
+from rose_engines.sglang.arguments import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 _ASK = """
@@ -51,11 +52,11 @@ def packages(tmp_path: Path) -> Path:
 def test_the_engines_path_holds_rose_and_nothing_that_it_needs(
     packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments, "OWN_PACKAGES", packages)
+    monkeypatch.setattr(launch, "OWN_PACKAGES", packages)
     installed = packages / "site-packages/rose_engines/__init__.py"
     monkeypatch.setattr(rose_engines, "__file__", str(installed))
-    launch = Launch(Path("python3"), Path("model"), 1, permit=Path("permit"), device="cuda")
-    path = python_path(launch)
+    asked = launch.Launch(Path("python3"), Path("model"), 1, permit=Path("permit"), device="cuda")
+    path = python_path(asked)
     assert path[-1] == packages
     entries = {entry.name for folder in path for entry in folder.iterdir()}
     strangers = {name for name in entries if not name.startswith(("rose_", "rose-"))}

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rose_engines.gate import PermitGate
 from rose_engines.permit import Permit
 from rose_engines.session import WeightSession
-from rose_engines.sglang.gate import PermitGate
 from rose_engines.vllm.plugin import CorePlugin
 from tests.engines.test_plugin import Slow
 

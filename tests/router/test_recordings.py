@@ -17,7 +17,7 @@ import pytest
 from rose_core.rollouts.spans import Span
 from rose_core.rollouts.transcript import Leg, StreamEvent
 from rose_core.wire.routing import EngineKind
-from rose_engines.sglang.client import SGLangClient
+from rose_engines.client import TurnClient
 from rose_router.engines.connections import Connections
 from rose_router.engines.engine_client import HttpEngineClient, Target
 
@@ -86,7 +86,7 @@ async def test_every_shape_gives_each_token_once_with_its_own_log_prob(name: str
 async def test_the_engines_own_client_reads_every_shape_alike(name: str) -> None:
     recording = RECORDINGS[name]
     ids, logprobs, text = said(recording)
-    async with playing(recording) as url, SGLangClient(url) as client:
+    async with playing(recording) as url, TurnClient(url) as client:
         events = [event async for event in client.stream([5], {})]
     assert events[-1].output_ids == tuple(ids)
     assert events[-1].logprobs == tuple(logprobs)

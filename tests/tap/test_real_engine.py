@@ -19,7 +19,7 @@ from rose_agent.signals.snapshot import Snapshot, open_snapshot
 from rose_agent.tap import sockets
 from rose_core.telemetry.events import EndKind
 from rose_dev.engine_testing import RealEngine, start_engine
-from rose_engines.sglang.client import SGLangClient
+from rose_engines.client import TurnClient
 from tests.tap.net import namespace, refusal
 
 pytestmark = [
@@ -112,7 +112,7 @@ async def told_by_the_feed(engine: RealEngine) -> None:
                 await asyncio.sleep(0.05)
 
     await says(0)
-    async with SGLangClient(engine.url) as client:
+    async with TurnClient(engine.url) as client:
 
         async def ask() -> None:
             async for _ in client.stream([104], stream):

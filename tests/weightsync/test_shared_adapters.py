@@ -24,11 +24,11 @@ from rose_core.wire.host import EnsureEngine
 from rose_core.wire.routing import AdapterVersion
 from rose_core.wire.sync import AdapterSpec, WeightSource
 from rose_engines.adapters import AdapterSession, AdapterSlots
+from rose_engines.calls import Bind, Refused, Status, Unbind
+from rose_engines.client import Generation, TurnClient
+from rose_engines.control import ControlClient, ControlServer
 from rose_engines.errors import EngineRefused
 from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
-from rose_engines.sglang.calls import Bind, Refused, Status, Unbind
-from rose_engines.sglang.client import Generation, SGLangClient
-from rose_engines.sglang.control import ControlClient, ControlServer
 from rose_engines.tensors import host_tensors
 from tests.host.helpers import TOKEN, guarding, order, running, serving, status_of, until
 from tests.weightsync.run import PublishedRun, store_at
@@ -72,7 +72,7 @@ class World:
     async def turn(self, version: str, tokens: int = 5) -> Generation:
         """A turn as the router sends it: through the host's data route, its version in the key."""
         url = (await status_of(self.host)).endpoint
-        async with SGLangClient(url, TOKEN) as client:
+        async with TurnClient(url, TOKEN) as client:
             sampling = {"max_new_tokens": tokens}
             return await client.generate([1, 2, 3], sampling, extra_key=version)
 

@@ -32,9 +32,9 @@ from rose_agent.host.site import Site
 from rose_core.devices.dormancy import Dormancy, judge
 from rose_core.wire.host import EngineState
 from rose_core.wire.reasons import HostReason
+from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused, EngineUnavailable
 from rose_engines.rundir import SlotDir
-from rose_engines.sglang.control import ControlClient
 
 _log = logging.getLogger(__name__)
 

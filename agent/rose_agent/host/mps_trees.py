@@ -25,7 +25,7 @@ import msgspec
 
 from rose_agent.errors import GroupError
 from rose_agent.os.groups import ProcessGroup
-from rose_engines.sglang.calls import LENGTH, GetStatus, Status, answers, frame
+from rose_engines.calls import LENGTH, GetStatus, Status, answers, frame
 
 _log = logging.getLogger(__name__)
 _ASK_SECONDS = 0.5

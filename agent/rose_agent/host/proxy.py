@@ -35,8 +35,8 @@ from rose_agent.host.tokens import TokenCount
 from rose_core.identity import SlotUid
 from rose_core.unreadable import UNREADABLE
 from rose_core.wire.routing import UNSENT
+from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused, EngineUnavailable
-from rose_engines.sglang.control import ControlClient
 
 _log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from rose_agent.weightsync.decide import Engine
+from rose_engines.control import Attested, Committed, ControlClient, Staged, Status
 from rose_engines.errors import CommitRefused, EngineUnavailable
 from rose_engines.pace import rest_of
 from rose_engines.permit import BadPermit, Permit
 from rose_engines.rundir import SlotDir
-from rose_engines.sglang.control import Attested, Committed, ControlClient, Staged, Status
 
 T = TypeVar("T")
 

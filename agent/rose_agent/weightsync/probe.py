@@ -18,9 +18,9 @@ from rose_agent.weightsync import metrics
 from rose_agent.weightsync.plugin import Gate
 from rose_core.delta.probe import LIMIT, PROMPT, Answer, ProbeOutcome, ProbeVerdict, judge
 from rose_core.identity import WeightVersion
+from rose_engines.client import TurnClient
 from rose_engines.errors import EngineError, EngineRefused, EngineUnavailable
 from rose_engines.rundir import EngineFile, SlotDir, read_json
-from rose_engines.sglang.client import SGLangClient
 from rose_weights.errors import WeightsError
 from rose_weights.receive.client import WeightsClient
 from rose_wire.errors import WireError
@@ -122,7 +122,7 @@ class TruthMeter:
         record = read_json(self._slot.engine, EngineFile)
         if record is None or not record.url:
             raise EngineUnavailable("the engine's address is not known")
-        async with SGLangClient(record.url) as engine:
+        async with TurnClient(record.url) as engine:
             await self._gate.wait_open()
             asked = engine.prompt_logprobs(PROMPT, version if self._run else "")
             by, answer = await self._gate.patiently(asked, _ANSWER_SECONDS)

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from rose_core.identity import BASE_LABEL
 from rose_engines.adapters import AdapterSession, AdapterSlots
+from rose_engines.control import ControlServer
 from rose_engines.exposed_routes import KEY_VARIABLE
 from rose_engines.fake import kvcached
 from rose_engines.fake.device import connect
@@ -32,7 +33,6 @@ from rose_engines.multi_rank import LeaderSession
 from rose_engines.permit import Permit
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.session import WeightSession
-from rose_engines.sglang.control import ControlServer
 from rose_engines.tensors import Live, host_tensors
 from rose_wire import faults
 

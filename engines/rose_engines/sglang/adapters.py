@@ -127,10 +127,7 @@ def _base(model: torch.nn.Module, path: Path, folder: Path) -> dict[str, LiveTen
     checkpoint = read_checkpoint(path)
     wrapped = _Wrapped(model, named)
     boxes = layout.derive(wrapped, named, checkpoint, folder / "layout.base", "adapter")
-    if missing := list(layout.unplaced(boxes)):
-        raise UnsupportedEngine(
-            f"the engine's loader puts checkpoint tensor {missing[0]!r} of the base nowhere"
-        )
+    layout.check_placed(boxes)
     return parameters.live_tensors(named, checkpoint, boxes)
 
 

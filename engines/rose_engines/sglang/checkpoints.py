@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from rose_engines import activity
-from rose_engines.sglang.arguments import PERMIT_VARIABLE
-from rose_engines.sglang.gate import PermitGate
+from rose_engines.gate import PermitGate
+from rose_engines.launch import PERMIT_VARIABLE
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _RUNNERS = "sglang.srt.model_executor"

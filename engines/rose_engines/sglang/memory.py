@@ -15,14 +15,11 @@ at base weights, and weight-sync brings it to the head of its run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from rose_engines.memory import drop_pages
-from rose_engines.safetensors import read_checkpoint
+from rose_engines.memory import drop_all, load_anew, storages, tensors_in
 from rose_engines.tensors import Live
 
 if TYPE_CHECKING:
@@ -76,7 +73,7 @@ class SchedulerMemory:
             return sum(cache.values()) + sum(weights.values())
         if not self._scheduler.flush_cache():
             raise RuntimeError("the cache cannot be flushed: requests are still under way")
-        return sum(drop_pages(*place) for place in (*cache.items(), *weights.items()))
+        return drop_all(cache | weights)
 
     def restore(self, live: Live) -> None:
         """Take both back; weights are written anew, padding is zero."""
@@ -91,10 +88,7 @@ class SchedulerMemory:
             # Taken now, as on a GPU: a lack of memory shows here and not inside a turn.
             for buffer in self._cache():
                 buffer.zero_()
-        for parameter in self._weights():
-            parameter.zero_()
-        for name, (_, _, bits) in read_checkpoint(Path(scheduler.server_args.model_path)).items():
-            live[name].put(slice(0, bits.size), np.asarray(bits))
+        load_anew(self._weights(), live, Path(scheduler.server_args.model_path))
         from sglang.srt.managers.io_struct import (  # noqa: PLC0415  # only inside engines
             ContinueGenerationReqInput,
         )
@@ -119,22 +113,4 @@ class SchedulerMemory:
         pool = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
         for name, value in vars(pool).items():
             if name.endswith("_buffer"):
-                yield from _tensors(value)
-
-
-# A pool's attribute is a tensor, a nested list of them, or something else.
-def _tensors(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
-    if isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif hasattr(value, "untyped_storage"):
-        yield value
-
-
-def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address -> bytes of the memory behind the tensors, each once, however many share it."""
-    found = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-    return found
+                yield from tensors_in(value)

@@ -26,8 +26,6 @@ import contextlib
 import logging
 import math
 import os
-import pkgutil
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -38,24 +36,29 @@ import msgspec
 
 from rose_core.adapters import engine_name, run_of
 from rose_core.wire.sync import AdapterSpec
+from rose_engines import kv
 from rose_engines.adapters import AdapterSession, AdapterSlots
+from rose_engines.control import ControlServer
 from rose_engines.device import of_torch
 from rose_engines.errors import BrokenWeights, UnsupportedEngine
+from rose_engines.gate import POLL_SECONDS, PermitGate
+from rose_engines.hooks import exists, refuse, require
+from rose_engines.launch import KV_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.multi_rank import LeaderSession, MemberSession
 from rose_engines.permit import BadPermit
 from rose_engines.session import WeightSession
-from rose_engines.sglang import drafts, kv, loading, logprobs, memory, ranks, spans, unpinned
-from rose_engines.sglang.arguments import (
-    ADAPTER_VARIABLE,
-    DRAFTS_VARIABLE,
-    FALLBACK_VARIABLE,
-    KV_VARIABLE,
-    PERMIT_VARIABLE,
-    SOCKET_VARIABLE,
+from rose_engines.sglang import (
+    drafts,
+    loading,
+    logprobs,
+    memory,
+    ranks,
+    retraction,
+    spans,
+    unpinned,
 )
+from rose_engines.sglang.arguments import ADAPTER_VARIABLE, DRAFTS_VARIABLE, FALLBACK_VARIABLE
 from rose_engines.sglang.checkpoints import BEGINNING, PIECES, WEIGHTS, Checkpoints
-from rose_engines.sglang.control import ControlServer
-from rose_engines.sglang.gate import POLL_SECONDS, PermitGate
 from rose_engines.sglang.ranks import rank_of, socket_of
 
 log = logging.getLogger(__name__)
@@ -95,8 +98,7 @@ def register() -> None:
     """Place the hooks; SGLang calls it in every process, without a scheduler they never run.
 
     Raises:
-        SystemExit: this build of SGLang lacks a function the plugin needs (SGLang swallows
-            ordinary exceptions here and would go on without a permit).
+        SystemExit: this build of SGLang lacks a function that the plugin needs.
     """
     permit, control = os.environ.get(PERMIT_VARIABLE), os.environ.get(SOCKET_VARIABLE)
     if not permit and not control:
@@ -113,16 +115,13 @@ def register() -> None:
         *(drafts.NEEDED if drafting else ()),
         *(_NEEDED_BY_SEVERAL if hooks.adapters > 1 else ()),
     )
-    missing = [target for target in needed if not _exists(target)]
-    if missing:
-        _tell(f"this SGLang has no {missing[0]}; the plugin supports 0.5.23")
-        raise SystemExit(3)
+    require(needed, "SGLang", "0.5.23")
     HookRegistry.register(BOUNDARY, hooks.before_iteration, HookType.BEFORE)
     if hooks.adapters:
         HookRegistry.register(ADMISSION, hooks.around_request, HookType.AROUND)
     else:
         HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
-    HookRegistry.register(kv.ABORT, hooks.before_abort, HookType.BEFORE)
+    HookRegistry.register(retraction.ABORT, hooks.before_abort, HookType.BEFORE)
     if hooks.adapters > 1:
         labels = spans.OwnLabels(hooks.label_of)
         HookRegistry.register(spans.TARGET, labels.around_accept, HookType.AROUND)
@@ -133,7 +132,7 @@ def register() -> None:
     if checkpoints.wanted:
         HookRegistry.register(BEGINNING, checkpoints.begin, HookType.BEFORE)
         HookRegistry.register(WEIGHTS, checkpoints.around_weights, HookType.AROUND)
-        for piece in filter(_exists, PIECES):
+        for piece in filter(exists, PIECES):
             HookRegistry.register(piece, checkpoints.pass_by, HookType.BEFORE)
     if drafting:
         drafts.place(HookRegistry, HookType, cpu=bool(os.environ.get("SGLANG_USE_CPU_ENGINE")))
@@ -142,19 +141,6 @@ def register() -> None:
         if os.environ.get(ADAPTER_VARIABLE):
             unpinned.stand_in()
     _registered.append(hooks)
-
-
-def _exists(target: str) -> bool:
-    owner, _, name = target.rpartition(".")
-    try:
-        return callable(getattr(pkgutil.resolve_name(owner), name, None))
-    except (ImportError, AttributeError):
-        return False
-
-
-def _tell(reason: str) -> None:
-    sys.stderr.write(f"rose: refused: {reason}\n")
-    sys.stderr.flush()
 
 
 class SchedulerPlugin:
@@ -174,7 +160,7 @@ class SchedulerPlugin:
         self._session: WeightSession | AdapterSlots | None = None
         self._started = False
         self._leader = True
-        self._kv = kv.CachePolicy()
+        self._kv = retraction.RetractingPolicy()
         self._own_chunk = 0
         self._wake = -1
         adapter = os.environ.get(ADAPTER_VARIABLE)
@@ -192,7 +178,7 @@ class SchedulerPlugin:
             self._start(scheduler)
         session = self._session
         if self._kv.holding:
-            self._kv.put_back(scheduler, kv.SPREAD_TOKENS)
+            self._kv.put_back(scheduler, retraction.SPREAD_TOKENS)
             if self._leader and self._kv.holding:
                 os.eventfd_write(self._wake, 1)  # an idle scheduler must come by again
         if session is None or not self._leader:
@@ -283,7 +269,7 @@ class SchedulerPlugin:
     def _start(self, scheduler: Any) -> None:  # noqa: ANN401
         try:
             self._check_engine(scheduler)
-            self._kv = kv.CachePolicy(os.environ.get(KV_VARIABLE) or kv.KEEP)
+            self._kv = retraction.RetractingPolicy(os.environ.get(KV_VARIABLE) or kv.KEEP)
             self._leader = rank_of(scheduler) == 0
             if self._permit_path is not None:
                 self._gate = PermitGate(self._permit_path)
@@ -296,7 +282,7 @@ class SchedulerPlugin:
                 path = socket_of(self._control_path, rank_of(scheduler))
                 ControlServer(path, self._session.handle).start()
         except (UnsupportedEngine, BadPermit, OSError) as error:
-            _tell(str(error))
+            refuse(str(error))
             raise  # an exception in the scheduler ends the whole engine
         self._started = True
         log.info("rose: plugin ready, permit %s, control %s", self._permit_path, self._control_path)

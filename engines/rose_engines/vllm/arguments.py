@@ -13,14 +13,12 @@ from rose_core.api.arguments import ALLOWED
 from rose_core.rollouts.fields import MOST_TOP
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
-from rose_engines.sglang import arguments as sglang
-from rose_engines.sglang.arguments import (
-    KV_VARIABLE,
-    PERMIT_VARIABLE,
-    SOCKET_VARIABLE,
+from rose_engines.launch import (
     Launch,
     check_arguments,
-    inherit,
+    command_line,
+    common_environment,
+    own_packages,
     prefill_chunk,
 )
 
@@ -77,10 +75,7 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
     }
     given = {_SAME[name]: value for name, value in spec.arguments.items()}
     given.pop("max-num-batched-tokens", None)
-    argv = [str(launch.python), "-m", "rose_engines.vllm.launch"]
-    for name, value in (own | given).items():
-        argv += [f"--{name}"] if value in {"", "true"} else [f"--{name}", value]
-    return argv
+    return command_line(launch, "rose_engines.vllm.launch", own | given)
 
 
 def _check(spec: EngineSpec, launch: Launch) -> None:
@@ -109,13 +104,8 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
         inherited: the starter's environment, of which a few names pass.
         threads: threads of one operation on CPU.
     """
-    folders = [_PATHS, *sglang.own_packages()]
-    chosen = inherit(inherited) | {
-        "PYTHONPATH": ":".join(map(str, folders)),
-        "PYTHONUNBUFFERED": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": str(threads),
+    folders = (_PATHS, *own_packages())
+    return common_environment(launch, inherited, folders, threads) | {
         "VLLM_PLUGINS": PLUGIN,
         "VLLM_NO_USAGE_STATS": "1",
         # `uni` alone is silently turned back into processes on CPU.
@@ -125,9 +115,3 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
         "VLLM_CPU_KVCACHE_SPACE": "1",
         VERSION_VARIABLE: launch.version,
     }
-    if launch.permit is not None:
-        chosen[PERMIT_VARIABLE] = str(launch.permit)
-    if launch.plugin_socket is not None:
-        chosen[SOCKET_VARIABLE] = str(launch.plugin_socket)
-        chosen[KV_VARIABLE] = launch.kv_policy
-    return chosen

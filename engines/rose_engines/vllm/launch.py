@@ -12,7 +12,7 @@ import os
 import sys
 
 from rose_engines.exposed_routes import KEY_VARIABLE
-from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
+from rose_engines.launch import PERMIT_VARIABLE, SOCKET_VARIABLE
 
 
 def main() -> int:

@@ -12,11 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from rose_engines.memory import drop_pages
-from rose_engines.safetensors import read_checkpoint
-from rose_engines.sglang.memory import storages
+from rose_engines.memory import drop_all, load_anew, storages, tensors_in
 from rose_engines.tensors import Live
 
 if TYPE_CHECKING:
@@ -49,32 +45,17 @@ class CoreMemory:
         core._send_abort_outputs(ended)  # noqa: SLF001
         if not core.scheduler.reset_prefix_cache():
             raise RuntimeError("the cache cannot be flushed: requests are still under way")
-        places = storages(self._cache()) | storages(self._weights())
-        return sum(drop_pages(*place) for place in places.items())
+        return drop_all(storages(self._cache()) | storages(self._weights()))
 
     def restore(self, live: Live) -> None:
         """Take both back; weights are written anew, padding is zero."""
         # Taken now, as on a GPU: a lack of memory shows here and not inside a turn.
         for buffer in self._cache():
             buffer.zero_()
-        for parameter in self._weights():
-            parameter.zero_()
-        folder = Path(self._core.vllm_config.model_config.model)
-        for name, (_, _, bits) in read_checkpoint(folder).items():
-            if name in live:  # a tied name is left out
-                live[name].put(slice(0, bits.size), np.asarray(bits))
+        load_anew(self._weights(), live, Path(self._core.vllm_config.model_config.model))
 
     def _weights(self) -> list[torch.Tensor]:
         return [parameter.detach() for parameter in self._runner.get_model().parameters()]
 
     def _cache(self) -> Iterator[torch.Tensor]:
-        return _tensors(self._runner.kv_caches)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
-    """A layer's cache is a tensor, or several."""
-    if isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif hasattr(value, "untyped_storage"):
-        yield value
+        return tensors_in(self._runner.kv_caches)

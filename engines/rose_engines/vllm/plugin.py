@@ -26,21 +26,22 @@ import multiprocessing
 import os
 import pkgutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from rose_core.identity import BASE_LABEL
+from rose_engines import kv
+from rose_engines.control import ControlServer
 from rose_engines.device import of_torch
 from rose_engines.errors import BrokenWeights, UnsupportedEngine
+from rose_engines.gate import POLL_SECONDS, PermitGate
+from rose_engines.hooks import refuse, require
+from rose_engines.launch import KV_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.permit import BadPermit
 from rose_engines.session import WeightSession
-from rose_engines.sglang import kv
-from rose_engines.sglang.arguments import KV_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
-from rose_engines.sglang.control import ControlServer
-from rose_engines.sglang.gate import POLL_SECONDS, PermitGate
 from rose_engines.vllm import logprobs, plain, spans
 from rose_engines.vllm.arguments import SUPPORTED, VERSION_VARIABLE
 from rose_engines.vllm.memory import CoreMemory
@@ -83,10 +84,7 @@ def register() -> None:
     permit, control = os.environ.get(PERMIT_VARIABLE), os.environ.get(SOCKET_VARIABLE)
     if _registered or (not permit and not control):
         return
-    missing = [target for target in _NEEDED if not _exists(target)]
-    if missing:
-        _tell(f"this vLLM has no {missing[0]}; the plugin supports {SUPPORTED}")
-        raise SystemExit(3)
+    require(_NEEDED, "vLLM", SUPPORTED)
     hooks = CorePlugin(Path(permit) if permit else None, Path(control) if control else None)
     _wrap(CORE, "_process_engine_step", hooks.around_step)
     _wrap(CORE, "_handle_client_request", hooks.around_client_request)
@@ -112,28 +110,15 @@ def _wrap(owner: str, name: str, around: Callable[..., Any]) -> None:
     setattr(kind, name, wrapped)
 
 
-def _exists(target: str) -> bool:
-    owner, _, name = target.rpartition(".")
-    try:
-        return callable(getattr(pkgutil.resolve_name(owner), name, None))
-    except (ImportError, AttributeError):
-        return False
-
-
-def _tell(reason: str) -> None:
-    sys.stderr.write(f"rose: refused: {reason}\n")
-    sys.stderr.flush()
-
-
 def _end_server(reason: str) -> None:
     """End the server whose core this is: while it starts it waits for a dead core for ever."""
-    _tell(reason)
+    refuse(reason)
     server = multiprocessing.parent_process()
     if server is not None and server.pid is not None and server.is_alive():
         os.kill(server.pid, signal.SIGTERM)
 
 
-class CachePolicy(kv.CachePolicy):
+class RetractingPolicy(kv.CachePolicy):
     """What becomes of cached KV, by vLLM's means: a request that loses it waits in its queue."""
 
     def retract(self, scheduler: Any) -> None:  # noqa: ANN401
@@ -162,7 +147,7 @@ class CorePlugin:
         self._control_path = control
         self._gate: PermitGate | None = None
         self._session: WeightSession | None = None
-        self._kv = CachePolicy()
+        self._kv = RetractingPolicy()
         self._started = False
         self._passing = False
         self._own_chunk = 0
@@ -260,8 +245,8 @@ class CorePlugin:
         self._started = True
         try:
             runner = _check(core)
-            core.set_weight_version(os.environ.get(VERSION_VARIABLE, "base"))
-            self._kv = CachePolicy(os.environ.get(KV_VARIABLE) or kv.KEEP)
+            core.set_weight_version(os.environ.get(VERSION_VARIABLE, BASE_LABEL))
+            self._kv = RetractingPolicy(os.environ.get(KV_VARIABLE) or kv.KEEP)
             if self._permit_path is not None:
                 self._gate = PermitGate(self._permit_path)
                 self._own_chunk = int(core.scheduler.max_num_scheduled_tokens)

@@ -1,8 +1,9 @@
-"""Async client of a stock SGLang server: turns, aborts and figures, over HTTP.
+"""Async client of an engine's own HTTP server: turns, aborts and figures.
 
-It knows SGLang's shapes and nothing of ROSE's policies: the router, the demo and the tests build on
-it. The fake engine answers it the same way (contract tests in ``tests/engines``). Streams are
-cumulative on the wire; here every event carries what is new beside the totals.
+It knows SGLang's shapes, which ROSE's plugin teaches vLLM (``vllm.turns``), and nothing of ROSE's
+policies: weight-sync's probe, the benchmarks and the tests build on it. The fake engine answers it
+the same way (contract tests in ``tests/engines``). Streams may be cumulative on the wire; here
+every event carries what is new beside the totals.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def _error_text(body: dict[str, Any]) -> str:
     return str(body.get("message") or error or body)[:500]
 
 
-class SGLangClient:
-    """One engine; ``async with SGLangClient(url) as engine``.
+class TurnClient:
+    """One engine; ``async with TurnClient(url) as engine``.
 
     Args:
         url: base URL.

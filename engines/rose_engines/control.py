@@ -3,7 +3,7 @@
 Whoever brings weights to the node (weight-sync) speaks to the engine's scheduler process through a
 Unix socket in the slot's run directory, never through the engine's HTTP server. One connection
 carries any number of calls, one after the other; a frame is a 4-byte little-endian length and a
-msgpack body. The same messages are answered by the real plugin (``plugin``) and by the fake engine
+msgpack body. The same messages are answered by the plugins of the engines and by the fake engine
 (``rose_engines.fake``). ``calls`` has the table of them.
 Next step: ``rose_engines.session`` carries the calls out.
 """
@@ -23,8 +23,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from rose_engines.errors import CommitRefused, EngineUnavailable
-from rose_engines.sglang.calls import (
+from rose_engines.calls import (
     LENGTH,
     Abort,
     Activate,
@@ -52,6 +51,7 @@ from rose_engines.sglang.calls import (
     frame,
     read_call,
 )
+from rose_engines.errors import CommitRefused, EngineUnavailable
 
 log = logging.getLogger(__name__)
 

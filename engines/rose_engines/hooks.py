@@ -1,0 +1,38 @@
+"""What a plugin needs in an engine of others: whether functions are there, and a word on leaving.
+
+Standard library only: it is imported inside engines. Next step: ``sglang.plugin``, ``vllm.plugin``.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Iterable
+
+
+def exists(target: str) -> bool:
+    """Whether this build of the engine has the function."""
+    owner, _, name = target.rpartition(".")
+    try:
+        return callable(getattr(pkgutil.resolve_name(owner), name, None))
+    except (ImportError, AttributeError):
+        return False
+
+
+def require(targets: Iterable[str], engine: str, supported: str) -> None:
+    """End the process where a function is missing that the plugin needs.
+
+    Raises:
+        SystemExit: ordinary exceptions are swallowed where engines load plugins, and it would go on
+            without a permit.
+    """
+    for target in targets:
+        if not exists(target):
+            refuse(f"this {engine} has no {target}; the plugin supports {supported}")
+            raise SystemExit(3)
+
+
+def refuse(reason: str) -> None:
+    """Say why the engine ends, where its starter looks."""
+    sys.stderr.write(f"rose: refused: {reason}\n")
+    sys.stderr.flush()
