@@ -17,7 +17,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +32,9 @@ from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.engine_template import LAUNCHER, ForkedEngine, ProcessHandle, Template
 from rose_dev.models import Recipe, make_model, make_named, tensors
+from rose_engines.launch import Launch
 from rose_engines.permit import Permit
-from rose_engines.sglang.arguments import Launch, command, environment
+from rose_engines.sglang.arguments import command, environment
 from rose_wire.ports import free_port
 
 READY_SECONDS = 240.0
@@ -80,7 +81,7 @@ class PermitHolder:
 
 @dataclass
 class RealEngine:
-    """A running SGLang.
+    """A running SGLang or vLLM.
 
     Attributes:
         folder: its run folder: permit, plugin.sock, engine.log.
@@ -130,28 +131,10 @@ def start_engine(
         more: further arguments of SGLang.
         apart: import SGLang anew, as in production: in this network namespace and its own memory.
     """
-    if isinstance(model, Path):
-        path, served = model, model.name
-    else:
-        path = make_named(model) if isinstance(model, str) else make_model(model)
-        served = model if isinstance(model, str) else model.name
-    holder = PermitHolder(folder / "permit")
-    if opened:
-        holder.open()
-    launch = Launch(
-        python=python or engine_python(),
-        model=path,
-        port=free_port(),
-        version=version,
-        permit=folder / "permit",
-        plugin_socket=folder / "plugin.sock",
-        device=device,
-        ranks=ranks,
-        kv_policy=spec.kv_policy if spec else "Keep",
-        adapter=spec.adapter if spec else None,
-        drafts=spec.drafts if spec else False,
+    spec, launch, holder = prepare(
+        folder, model, spec, version, python or engine_python(), opened=opened
     )
-    spec = spec or EngineSpec(engine_class="test", model=served, kv_tokens=8192, max_running=4)
+    launch = replace(launch, device=device, ranks=ranks)
     line, variables = [*command(spec, launch), *more], environment(launch, os.environ)
     template = None if apart or device != "cpu" or python else _template(launch.python, variables)
     with (folder / "engine.log").open("wb") as log:
@@ -160,8 +143,41 @@ def start_engine(
             process = _forked(template, line, variables, log.fileno())
         else:
             process = start_program(line, variables, log.fileno())
-    with until_ended(RealEngine(url_of(launch), path, folder, process, holder)) as engine:
+    with until_ended(folder, launch, process, holder) as engine:
         yield engine
+
+
+def prepare(
+    folder: Path,
+    model: str | Recipe | Path,
+    spec: EngineSpec | None,
+    version: str,
+    python: Path,
+    *,
+    opened: bool,
+) -> tuple[EngineSpec, Launch, PermitHolder]:
+    """What an engine of either kind is started with; ``start_engine`` says what the words mean."""
+    if isinstance(model, Path):
+        path = model
+    else:
+        path = make_named(model) if isinstance(model, str) else make_model(model)
+    holder = PermitHolder(folder / "permit")
+    if opened:
+        holder.open()
+    name = model if isinstance(model, str) else model.name
+    spec = spec or EngineSpec(engine_class="test", model=name, kv_tokens=8192, max_running=4)
+    launch = Launch(
+        python=python,
+        model=path,
+        port=free_port(),
+        version=version,
+        permit=folder / "permit",
+        plugin_socket=folder / "plugin.sock",
+        kv_policy=spec.kv_policy,
+        adapter=spec.adapter,
+        drafts=spec.drafts,
+    )
+    return spec, launch, holder
 
 
 def start_program(
@@ -175,20 +191,19 @@ def start_program(
     )
 
 
-def url_of(launch: Launch) -> str:
-    """Where an engine that is started so answers."""
-    return f"http://127.0.0.1:{launch.port}"
-
-
 @contextmanager
-def until_ended(engine: RealEngine) -> Iterator[RealEngine]:
+def until_ended(
+    folder: Path, launch: Launch, process: ProcessHandle, holder: PermitHolder
+) -> Iterator[RealEngine]:
     """Wait until it is ready; end its whole process group, and its permit, afterwards."""
+    url = f"http://127.0.0.1:{launch.port}"
+    engine = RealEngine(url, launch.model, folder, process, holder)
     try:
         _wait_ready(engine)
         yield engine
     finally:
-        _end_group(engine.process)
-        engine.holder.end()
+        _end_group(process)
+        holder.end()
 
 
 _templates: list[Template] = []

@@ -1,5 +1,6 @@
 """Engine specification -> command line and environment."""
 
+from collections.abc import Callable
 from dataclasses import replace as replace_launch
 from pathlib import Path
 
@@ -11,14 +12,10 @@ from rose_core.api.arguments import ALLOWED
 from rose_core.guard.freezing import Grace
 from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_engines.errors import ArgumentRefused
-from rose_engines.sglang.arguments import (
-    Launch,
-    check_arguments,
-    command,
-    environment,
-    python_path,
-)
+from rose_engines.launch import Launch, check_arguments
+from rose_engines.sglang.arguments import command, environment, python_path
 from rose_engines.sglang.launch import on_cpu
+from rose_engines.vllm import arguments as vllm
 
 LAUNCH = Launch(Path("/venv/bin/python"), Path("/models/m"), 4000, permit=Path("/r/permit"))
 
@@ -105,19 +102,19 @@ def test_no_allowed_argument_takes_a_second_flag(name: str) -> None:
         check_arguments({name: "x --y"})
 
 
-def test_environment_keeps_secrets_out() -> None:
-    inherited = {"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "x", "KUBECONFIG": "y", "HOME": "/h"}
-    made = environment(LAUNCH, inherited | {"PYTHONDONTWRITEBYTECODE": "1", "SGLANG_X": "1"})
+@pytest.mark.parametrize("made_for", [environment, vllm.environment])
+def test_environment_keeps_secrets_out(made_for: Callable[..., dict[str, str]]) -> None:
+    secret = {"AWS_SECRET_ACCESS_KEY": "x", "KUBECONFIG": "y", "PYTHONDONTWRITEBYTECODE": "1"}
+    strange = secret | {"SGLANG_X": "1", "VLLM_X": "1"}
+    made = made_for(LAUNCH, strange | {"PATH": "/bin", "HOME": "/h"})
     assert made["PATH"] == "/bin"
+    assert made["HOME"] == "/h"
     assert made["ROSE_PERMIT"] == "/r/permit"
-    assert made["SGLANG_PLUGINS"] == "rose"
-    assert not made.keys() & {
-        "AWS_SECRET_ACCESS_KEY",
-        "KUBECONFIG",
-        "PYTHONDONTWRITEBYTECODE",
-        "SGLANG_X",
-        "ROSE_PLUGIN_SOCKET",
-    }
+    assert not made.keys() & {*strange, "ROSE_PLUGIN_SOCKET"}
+
+
+def test_an_engine_with_a_permit_loads_roses_plugin() -> None:
+    assert environment(LAUNCH, {})["SGLANG_PLUGINS"] == "rose"
 
 
 def test_serving_engines_carry_no_plugin() -> None:

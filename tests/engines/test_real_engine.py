@@ -1,26 +1,33 @@
-"""Stock SGLang with the plugin: permit, staging, commit, attestation, on live weights."""
+"""Stock engines with the plugin: permit, staging, commit, attestation, log-probs, memory.
+
+Both kinds keep the same promises. What one does alone is at the end: SGLang's log tells the sizes
+of its prefill chunks, and vLLM refuses what SGLang would sample differently.
+"""
 
 import asyncio
 import itertools
+import os
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from rose_core.identity import WeightVersion
+from rose_core.rollouts.logprobs import SCALE
 from rose_dev.engine_testing import RealEngine, State, state_of, write_bundle
-from rose_dev.models import RECIPES, successors
+from rose_dev.models import RECIPES, make_model, successors
 from rose_dev.waiting import until
-from rose_engines.errors import CommitRefused
+from rose_engines.client import Generation, TurnClient
+from rose_engines.control import ControlClient
+from rose_engines.errors import CommitRefused, EngineRefused
 from rose_engines.safetensors import read_file
-from rose_engines.sglang.client import Generation, SGLangClient
-from rose_engines.sglang.control import ControlClient
-
-pytestmark = pytest.mark.engine
 
 PEAKED = RECIPES["tiny-peaked"]
 OTHER = replace(PEAKED, seed=7)
@@ -32,15 +39,29 @@ def next_version() -> WeightVersion:
     return WeightVersion("real", int(time.time()), next(_sequence))
 
 
+# BF16 against 32 bits, of a model with 8 bits of mantissa.
+CLOSE = 0.06
+
+
+SGLANG = pytest.param("real_engine", id="sglang", marks=pytest.mark.engine)
+VLLM = pytest.param("vllm_engine", id="vllm", marks=pytest.mark.vllm)
+
+
+@pytest.fixture(params=[SGLANG, VLLM])
+def engine(request: pytest.FixtureRequest) -> RealEngine:
+    started: RealEngine = request.getfixturevalue(request.param)
+    return started
+
+
 @pytest.fixture
-async def client(real_engine: RealEngine) -> AsyncIterator[SGLangClient]:
-    async with SGLangClient(real_engine.url) as client:
+async def client(engine: RealEngine) -> AsyncIterator[TurnClient]:
+    async with TurnClient(engine.url) as client:
         yield client
 
 
 @pytest.fixture
-async def control(real_engine: RealEngine) -> AsyncIterator[ControlClient]:
-    async with await ControlClient.connect(real_engine.control) as control:
+async def control(engine: RealEngine) -> AsyncIterator[ControlClient]:
+    async with await ControlClient.connect(engine.control) as control:
         yield control
 
 
@@ -83,8 +104,17 @@ def cycle(recipe_successors: list[int], last: int, count: int) -> list[int]:
     return tokens
 
 
+def reference(model: Path, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+    """Log-probs of every token but the first, by transformers in 32 bits."""
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = made(torch.tensor([list(ids)])).logits[0, :-1] / temperature
+    scores = logits.log_softmax(-1)
+    return [float(scores[at, token]) for at, token in enumerate(ids[1:])]
+
+
 async def test_closed_permit_stops_computing_within_one_iteration(
-    real_engine: RealEngine, client: SGLangClient, control: ControlClient, tmp_path: Path
+    engine: RealEngine, client: TurnClient, control: ControlClient, tmp_path: Path
 ) -> None:
     await make_live(control, tmp_path / "bundle", state_of(PEAKED))
     received: list[Generation] = []
@@ -100,15 +130,16 @@ async def test_closed_permit_stops_computing_within_one_iteration(
     reader = asyncio.create_task(read())
     try:
         await asyncio.wait_for(enough.wait(), 60)
-        real_engine.holder.close()
+        engine.holder.close()
         closed = await control.status()
         await asyncio.sleep(1.0)  # a running engine would make hundreds of iterations
         later = await control.status()
         assert closed.permit_open is False
+        assert later.resting
         assert later.iterations - closed.iterations <= 2
         assert not reader.done()
     finally:
-        real_engine.holder.open()
+        engine.holder.open()
     await asyncio.wait_for(reader, 120)
     assert list(received[-1].output_ids) == cycle(successors(PEAKED), 104, 1000)
 
@@ -132,8 +163,19 @@ async def test_delta_arrives_bit_for_bit_and_is_attested(
     assert same(await exported(control, tmp_path / "live.safetensors"), new)
 
 
+async def test_a_commit_computes_what_a_fresh_load_would(
+    control: ControlClient, client: TurnClient, tmp_path: Path
+) -> None:
+    """As the model that the tensors make: fused parameters hold every part."""
+    version = await make_live(control, tmp_path / "other", state_of(OTHER))
+    prompt = [104, 101, 7, 250, 33, 9]
+    by, told = await client.prompt_logprobs(prompt)
+    assert by == str(version)
+    assert told == pytest.approx(reference(make_model(OTHER), prompt), abs=CLOSE)
+
+
 async def test_refusals_leave_the_old_version_serving(
-    control: ControlClient, client: SGLangClient, tmp_path: Path
+    control: ControlClient, client: TurnClient, tmp_path: Path
 ) -> None:
     old = state_of(PEAKED)
     base = await make_live(control, tmp_path / "base", old)
@@ -164,14 +206,18 @@ async def test_refusals_leave_the_old_version_serving(
     assert list(reply.output_ids) == cycle(successors(PEAKED), 104, 8)
 
 
-async def test_generation_goes_on_across_a_commit_with_true_spans(
-    control: ControlClient, client: SGLangClient, tmp_path: Path
+async def test_generation_goes_on_across_a_commit_with_true_spans_and_no_old_keys(
+    control: ControlClient, client: TurnClient, tmp_path: Path
 ) -> None:
     """Each token follows the weights that its span names: the two have different successors."""
     first = await make_live(control, tmp_path / "first", state_of(PEAKED))
     second = next_version()
     write_bundle(tmp_path / "second", second, state_of(OTHER))
     await control.stage(tmp_path / "second")
+    prompt = [5, *range(2, 250), *range(2, 50)]
+    once = {"max_new_tokens": 1, **GREEDY}
+    assert (await client.generate(prompt, once)).meta["cached_tokens"] == 0
+    assert (await client.generate(prompt, once)).meta["cached_tokens"] >= 128
 
     count, fenced, reply = 1500, 0, Generation("", ())
     async for reply in client.stream([104], {"max_new_tokens": count, **GREEDY}):  # noqa: B007
@@ -184,17 +230,81 @@ async def test_generation_goes_on_across_a_commit_with_true_spans(
     before = cycle(successors(PEAKED), 104, cut)
     assert list(reply.output_ids) == before + cycle(successors(OTHER), before[-1], count - cut)
     assert len(reply.logprobs) == count
-
-    # KV of the old weights is not reused: the same prompt starts from nothing.
-    prompt = [104, *reply.output_ids[:cut]][:500]
-    again = await client.generate(prompt, {"max_new_tokens": 1, **GREEDY})
-    assert again.meta["cached_tokens"] == 0
+    # KV of the old weights is not reused: neither prompt finds anything.
+    for again in (prompt, [104, *reply.output_ids[:cut]][:500]):
+        assert (await client.generate(again, once)).meta["cached_tokens"] == 0
 
 
-async def test_the_next_prefill_is_cut_as_the_permit_says(
-    real_engine: RealEngine, client: SGLangClient
+async def test_a_commit_waits_for_an_open_permit_and_an_idle_engine_is_woken_by_it(
+    engine: RealEngine, control: ControlClient, tmp_path: Path
 ) -> None:
-    log = real_engine.folder / "engine.log"
+    version = next_version()
+    write_bundle(tmp_path / "bundle", version, state_of(OTHER))
+    await control.stage(tmp_path / "bundle")
+    engine.holder.close()
+    try:
+        with pytest.raises(CommitRefused, match="Busy"):
+            await control.commit(str(version), timeout_seconds=1.0)
+        assert (await control.status()).staged == str(version)
+        waiting = asyncio.create_task(control.commit(str(version), timeout_seconds=60.0))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+    finally:
+        engine.holder.open()
+    assert (await asyncio.wait_for(waiting, 60)).version == str(version)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0},
+        {"temperature": 2.0},
+        # Of what is sampled from before tokens are dropped, as SGLang's are.
+        {"temperature": 2.0, "top_k": 3, "top_p": 0.8},
+    ],
+)
+async def test_log_probs_are_of_the_logits_over_the_temperature_before_any_filter(
+    control: ControlClient, client: TurnClient, tmp_path: Path, sampling: dict[str, float]
+) -> None:
+    await make_live(control, tmp_path / "base", state_of(PEAKED))
+    prompt = [104, 101, 7]
+    reply = await client.generate(prompt, {"max_new_tokens": 24, "ignore_eos": True, **sampling})
+    assert reply.meta[SCALE] == "temperature"
+    ids = [*prompt, *reply.output_ids]
+    wanted = reference(make_model(PEAKED), ids, sampling["temperature"])[len(prompt) - 1 :]
+    assert list(reply.logprobs) == pytest.approx(wanted, abs=CLOSE)
+
+
+async def test_memory_is_given_back_and_taken_back_with_the_weights_of_the_folder(
+    engine: RealEngine, control: ControlClient, client: TurnClient, tmp_path: Path
+) -> None:
+    """Every request ends, nothing is computed meanwhile, and the digest says what came back."""
+    await make_live(control, tmp_path / "other", state_of(OTHER))
+    core = (await control.status()).pid
+    held = psutil.Process(core).memory_info().rss
+    stream = client.stream([104], {"max_new_tokens": 4000, **GREEDY})
+    await anext(stream)
+    released = await control.release()
+    left = [event async for event in stream]
+    assert left[-1].finish_reason is not None
+    assert left[-1].finish_reason["type"] == "abort"
+    assert released.claimed_bytes > 0
+    assert psutil.Process(core).memory_info().rss < held - released.claimed_bytes // 2
+    assert (await control.status()).phase == "Dormant"
+    active = await control.activate()
+    assert active.version == "base"
+    assert active.digest == (await control.attest()).digest
+    assert same(await exported(control, tmp_path / "live"), state_of(PEAKED))
+    reply = await client.generate([104], {"max_new_tokens": 8, **GREEDY})
+    assert list(reply.output_ids) == cycle(successors(PEAKED), 104, 8)
+    assert os.getpgid(core) == engine.process.pid
+
+
+@pytest.mark.parametrize("engine", [SGLANG], indirect=True)
+async def test_the_next_prefill_is_cut_as_the_permit_says(
+    engine: RealEngine, client: TurnClient
+) -> None:
+    log = engine.folder / "engine.log"
 
     async def chunks() -> list[int]:
         """Tokens of each prefill batch of one long prompt that no cache knows."""
@@ -209,7 +319,7 @@ async def test_the_next_prefill_is_cut_as_the_permit_says(
         await until(lambda: sum(told()) >= len(prompt))  # its log may be behind its answer
         return told()
 
-    permit = real_engine.holder.permit
+    permit = engine.holder.permit
     whole = await chunks()
     permit.divide_chunks(4)
     try:
@@ -221,17 +331,13 @@ async def test_the_next_prefill_is_cut_as_the_permit_says(
     assert max(await chunks()) == max(whole), "and whole again"
 
 
-async def test_commit_waits_for_an_open_permit(
-    real_engine: RealEngine, control: ControlClient, tmp_path: Path
+@pytest.mark.parametrize("engine", [VLLM], indirect=True)
+async def test_what_sglang_would_sample_differently_is_refused_by_name(
+    client: TurnClient,
 ) -> None:
-    version = next_version()
-    write_bundle(tmp_path / "bundle", version, state_of(OTHER))
-    await control.stage(tmp_path / "bundle")
-    real_engine.holder.close()
-    try:
-        with pytest.raises(CommitRefused, match="Busy"):
-            await control.commit(str(version), timeout_seconds=1.0)
-        assert (await control.status()).staged == str(version)
-    finally:
-        real_engine.holder.open()
-    assert (await control.commit(str(version))).version == str(version)
+    with pytest.raises(EngineRefused, match="repetition_penalty") as refused:
+        await client.generate([104], {"max_new_tokens": 2, "repetition_penalty": 1.2})
+    assert refused.value.status == 400
+    with pytest.raises(EngineRefused, match="vocab"):
+        await client.generate([1 << 20], {"max_new_tokens": 2})
+    assert await client.ready()

@@ -1,36 +1,44 @@
-"""KV policies in a stock SGLang: what it says it had cached, and what it sampled."""
+"""KV policies in stock engines: what they say they had cached, and what they sampled."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import EngineSpec
-from rose_dev.engine_testing import start_engine, state_of, write_bundle
+from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES, successors
-from rose_engines.sglang import kv
-from rose_engines.sglang.client import Generation, SGLangClient
-from rose_engines.sglang.control import Committed, ControlClient
+from rose_dev.vllm_testing import start_vllm
+from rose_engines import kv
+from rose_engines.client import Generation, TurnClient
+from rose_engines.control import Committed, ControlClient
 
-pytestmark = pytest.mark.engine
+SGLANG, VLLM = pytest.mark.engine, pytest.mark.vllm
+Started = AbstractContextManager[RealEngine]
 
 PEAKED = RECIPES["tiny-peaked"]
 OTHER = replace(PEAKED, seed=7)
 FIRST, SECOND = (WeightVersion("kv", 1, number) for number in range(2))
 GREEDY = {"temperature": 0, "ignore_eos": True}
 STREAMS = 3
-# Enough that every stream still runs at the commit; ranks that share cores are slow.
-TOKENS = {1: 1000, 2: 250}
 
 
 async def streams_across_a_commit(
-    client: SGLangClient, control: ControlClient, tokens: int
+    client: TurnClient, control: ControlClient, tokens: int
 ) -> tuple[list[Generation], Committed]:
-    """Some streams run, the staged version is committed, they run on."""
+    """Some streams run, the staged version is committed, they run on.
+
+    Args:
+        client, control: of one engine.
+        tokens: of a stream, enough that each still runs at the commit.
+    """
     begun = asyncio.Semaphore(0)
 
     async def stream(number: int) -> Generation:
@@ -59,31 +67,39 @@ def check(reply: Generation, tokens: int) -> None:
     assert all(new[before] == after for before, after in pairs)
 
 
-async def cached(client: SGLangClient, prompt: list[int], own: str) -> int:
+async def cached(client: TurnClient, prompt: list[int], own: str) -> int:
     reply = await client.generate(prompt, {**GREEDY, "max_new_tokens": 1}, extra_key=own)
     return int(reply.meta["cached_tokens"])
 
 
 @pytest.mark.parametrize(
-    ("policy", "ranks"),
-    [*((policy, 1) for policy in kv.POLICIES), (kv.RECOMPUTE, 2)],
+    ("policy", "started", "tokens"),
+    [
+        *(pytest.param(one, start_engine, 1000, marks=SGLANG) for one in kv.POLICIES),
+        # Ranks that share cores are slow.
+        pytest.param(kv.RECOMPUTE, partial(start_engine, ranks=2), 250, marks=SGLANG),
+        # ``Keep`` is what the shared engine of ``test_real_engine`` does.
+        *(pytest.param(one, start_vllm, 1000, marks=VLLM) for one in (kv.RECOMPUTE, kv.REUSE)),
+    ],
 )
-async def test_what_a_commit_does_to_cached_kv(tmp_path: Path, policy: str, ranks: int) -> None:
+async def test_what_a_commit_does_to_cached_kv(
+    tmp_path: Path, policy: str, started: Callable[..., Started], tokens: int
+) -> None:
     spec = EngineSpec("test", PEAKED.name, kv_tokens=8192, max_running=4, kv_policy=policy)
     write_bundle(tmp_path / "b", SECOND, state_of(OTHER), (FIRST, state_of(PEAKED)))
-    prompt = [5, *range(200)]
-    with start_engine(tmp_path, spec=spec, version=str(FIRST), ranks=ranks) as engine:
+    prompt = [5, *range(256)]  # vLLM keeps whole blocks of 128
+    with started(tmp_path, spec=spec, version=str(FIRST)) as engine:
         async with (
-            SGLangClient(engine.url) as client,
+            TurnClient(engine.url) as client,
             await ControlClient.connect(engine.control) as control,
         ):
             await control.stage(tmp_path / "b")
             assert await cached(client, prompt, "trajectory") == 0
             assert await cached(client, prompt, "trajectory") > 0
-            replies, committed = await streams_across_a_commit(client, control, TOKENS[ranks])
+            replies, committed = await streams_across_a_commit(client, control, tokens)
             assert committed.fenced_requests == STREAMS
             for reply in replies:
-                check(reply, TOKENS[ranks])
+                check(reply, tokens)
             recomputes = policy == kv.RECOMPUTE
             assert committed.retracted_requests == (STREAMS if recomputes else 0)
             assert (committed.recomputed_tokens > 0) is recomputes

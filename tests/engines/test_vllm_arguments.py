@@ -12,19 +12,10 @@ from msgspec.structs import replace
 from rose_core.api.arguments import ALLOWED
 from rose_core.wire.sync import AdapterSpec, EngineSpec, Sharing
 from rose_engines.errors import ArgumentRefused
-from rose_engines.sglang.arguments import Launch
 from rose_engines.vllm.arguments import command, environment
+from tests.engines.test_arguments import LAUNCH, pairs
 
-LAUNCH = Launch(Path("/venv/bin/python"), Path("/models/m"), 4000, permit=Path("/r/permit"))
 SPEC = EngineSpec("vllm-cpu", "m", context_tokens=512, kv_tokens=2048, max_running=3)
-
-
-def pairs(argv: list[str]) -> dict[str, str]:
-    return {
-        name: "" if value.startswith("--") else value
-        for name, value in zip(argv, [*argv[1:], "--"], strict=True)
-        if name.startswith("--")
-    }
 
 
 def test_the_command_line_has_the_leases_sizes_and_what_the_promises_rest_on() -> None:
@@ -89,12 +80,8 @@ def test_what_is_not_built_is_refused_by_name(
         command(replace(SPEC, **spec), replace_launch(LAUNCH, **launch))
 
 
-def test_its_environment_keeps_secrets_out_and_loads_roses_plugin_alone() -> None:
-    made = environment(LAUNCH, {"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "x", "VLLM_X": "1"})
-    assert made["PATH"] == "/bin"
-    assert made["ROSE_PERMIT"] == "/r/permit"
-    assert made["VLLM_PLUGINS"] == "rose"
-    assert not made.keys() & {"AWS_SECRET_ACCESS_KEY", "VLLM_X", "ROSE_PLUGIN_SOCKET"}
+def test_it_loads_roses_plugin_alone() -> None:
+    assert environment(LAUNCH, {})["VLLM_PLUGINS"] == "rose"
 
 
 def test_the_plugin_is_visible_to_vllm() -> None:

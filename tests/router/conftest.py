@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -21,6 +22,9 @@ from rose_engines.session import WeightSession
 from rose_router.config import Settings
 from rose_router.main import RunningRouter, running
 from tests.router.pushing import FakeIngest
+
+if TYPE_CHECKING:
+    from tests.trainer.test_publisher import RunningStore
 
 LEASE = "team/grpo"
 VERSION = "run@1.0"
@@ -151,3 +155,13 @@ async def ingest() -> AsyncIterator[FakeIngest]:
     fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     yield fake
     await runner.cleanup()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RunningStore]:
+    """A store of weights in a thread of its own."""
+    from tests.trainer.test_publisher import RunningStore  # noqa: PLC0415  # few tests need one
+
+    made = RunningStore(tmp_path / "store")
+    yield made
+    made.close()

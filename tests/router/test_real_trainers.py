@@ -49,13 +49,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
         yield started
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RunningStore]:
-    made = RunningStore(tmp_path / "store")
-    yield made
-    made.close()
-
-
 async def test_areal_goes_on_from_its_partial_tokens_with_the_weights_it_pushed(
     engine: RealEngine, store: RunningStore, tmp_path: Path
 ) -> None:

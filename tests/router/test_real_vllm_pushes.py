@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,13 +29,6 @@ client.update_weights({"weight_dir": folder})
 client.finish_weight_update("step-1")
 client.shutdown_weight_transfer_engine()
 """
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RunningStore]:
-    made = RunningStore(tmp_path / "store")
-    yield made
-    made.close()
 
 
 async def test_vllms_own_client_brings_a_checkpoint_into_an_engine_of_vllm(

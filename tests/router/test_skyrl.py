@@ -12,7 +12,6 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,13 +34,6 @@ PROMPT = [3, 1, 4, 1, 5]
 class WeightChunk:
     names: list[str]
     tensors: list[torch.Tensor]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RunningStore]:
-    running = RunningStore(tmp_path / "store")
-    yield running
-    running.close()
 
 
 def chunks(value: float, drained: list[str]) -> Iterator[WeightChunk]:

@@ -12,7 +12,7 @@ import importlib
 import logging
 import sys
 import types
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 Make = Callable[..., AbstractAsyncContextManager[Stage]]
 SAMPLING = {"max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RunningStore]:
-    running = RunningStore(tmp_path / "store")
-    yield running
-    running.close()
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ makes an environment that has TRL and runs this.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,6 @@ STEPS, MEMBERS, PROMPTS, LENGTH, CONTEXT = 3, 4, 16, 12, 512
 CHILD_SECONDS = 560
 """Its rollout process imports torch and transformers anew; on a busy machine that takes minutes."""
 Make = Callable[..., AbstractAsyncContextManager[Stage]]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RunningStore]:
-    running = RunningStore(tmp_path / "store")
-    yield running
-    running.close()
 
 
 def trainer_of(url: str, transfer: WeightTransfer, folder: Path) -> Any:  # noqa: ANN401  # TRL's

@@ -15,7 +15,6 @@ import types
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,13 +43,6 @@ class TokenOutput:
     stop_reason: str | None
     num_preempted: int | None
     extra_fields: dict[str, Any]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RunningStore]:
-    running = RunningStore(tmp_path / "store")
-    yield running
-    running.close()
 
 
 class Actors:
