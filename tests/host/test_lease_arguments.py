@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from rose_agent.host.classes import LAUNCHERS
+from rose_agent.host.helper.rights import MODULES
 from rose_agent.host.launchers import EngineOrder
 from rose_core.api import RolloutLease
 from rose_core.api.arguments import ALLOWED, refusals
@@ -74,6 +75,14 @@ def test_a_host_says_whether_the_engine_drafts_and_not_whether_it_was_asked_to(
     assert program.drafts is drafts
     assert ("--speculative-algorithm" in program.argv) is drafts
     assert (DRAFTS_VARIABLE in program.environment) is drafts
+
+
+def test_the_root_helper_starts_what_a_host_composes_and_nothing_else(tmp_path: Path) -> None:
+    """``sglang`` composes the program of ``sglang-cpu``, and needs a GPU for it."""
+    order = EngineOrder(EngineSpec("", "m"), RunDir(tmp_path).slot("s"), tmp_path, Path("py"), 1)
+    programs = [LAUNCHERS[name](order).argv for name in LAUNCHERS if name != "sglang"]
+    assert {argv[:2] for argv in programs} == {("py", "-m")}
+    assert {argv[2] for argv in programs} == MODULES
 
 
 def test_a_host_says_which_parameters_an_engine_of_vllm_refuses(tmp_path: Path) -> None:

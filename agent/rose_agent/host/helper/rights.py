@@ -51,7 +51,7 @@ from rose_agent.os.processes import kernel_path, shared_memory
 
 _log = logging.getLogger(__name__)
 
-MODULES = frozenset({"rose_engines.fake", "rose_engines.sglang.launch"})
+MODULES = frozenset({"rose_engines.fake", "rose_engines.sglang.launch", "rose_engines.vllm.launch"})
 """What an engine may be; ``classes`` composes no others."""
 
 # The file that stops and continues a cgroup.
