@@ -18,7 +18,10 @@ CAPTION = (
     "another engine, a bar across a commit of new weights inside a turn, a dot the reward."
 )
 MOST_ROWS = 40
-_WIDTH, _ROW, _LEFT, _RIGHT, _TOP, _BOTTOM = 1180, 19, 150, 330, 30, 34
+_PLOT, _ROW, _LEFT, _TOP, _BOTTOM = 700, 19, 150, 30, 34
+# What a row tells stands beside the plot. It cannot be measured here: a letter counts as wide as
+# a digit in the widest font of ``report.css``.
+_LETTER, _GAP = 7, 12
 
 
 def waterfall(spans: Sequence[SpanRecord], gate: Sequence[Point] = ()) -> str:
@@ -36,13 +39,15 @@ def waterfall(spans: Sequence[SpanRecord], gate: Sequence[Point] = ()) -> str:
     low, high = min(one.began_s for one in acting), max(one.ended_s for one in acting)
     high = max(high, low + 0.001)
     height = _TOP + _ROW * len(rows) + _BOTTOM
+    told = [_told(one) for _, one in rows]
+    width = _LEFT + _PLOT + 2 * _GAP + _LETTER * max(map(len, told))
 
     def px(at: float) -> float:
         share = (min(max(at, low), high) - low) / (high - low)
-        return round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
+        return round(_LEFT + share * _PLOT, 1)
 
     parts = [
-        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="One trajectory">',
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="One trajectory">',
         f'<text x="{_LEFT}" y="16" class="title">One trajectory: {escape(_title(spans))}</text>',
         *(_closed(gate, (low, high), len(rows), px) if gate else []),
     ]
@@ -52,8 +57,8 @@ def waterfall(spans: Sequence[SpanRecord], gate: Sequence[Point] = ()) -> str:
         parts.append(f'<text x="{x}" y="{y + 13}" class="tick">{name}</text>')
         parts += _bar(one, px(one.began_s), px(one.ended_s), y, px)
         parts += [_mark(event, px(event.at_s), y) for event in one.events]
-        told = escape(_told(one))
-        parts.append(f'<text x="{_WIDTH - _RIGHT + 12}" y="{y + 13}" class="tick">{told}</text>')
+        beside = f'<text x="{_LEFT + _PLOT + _GAP}" y="{y + 13}" class="tick">'
+        parts.append(f"{beside}{escape(told[number])}</text>")
     bottom = _TOP + _ROW * len(rows)
     parts += [
         f'<text x="{px(low + at)}" y="{bottom + 14}" class="tick" text-anchor="middle">'

@@ -65,6 +65,22 @@ def test_a_trajectory_of_many_spans_says_how_many_it_leaves_out(synthetic: Modul
     assert f"{len(spans) + 50 - MOST_ROWS} more spans are left out" in waterfall([*spans, *more])
 
 
+def test_what_a_trajectorys_rows_tell_is_not_cut_however_long(synthetic: ModuleType) -> None:
+    """The frame was of one width, beyond which names of real engines went."""
+    long = {"rose.engine.name": "lent-chat-7d9c5f6b8-x2x9q-0", "rl.policy.version": "grpo@base.0"}
+    spans = [
+        msgspec.structs.replace(one, attributes={**one.attributes, **long})
+        for one in synthetic.trajectory()
+    ]
+    letter = 6.2  # of such names in DejaVu Sans at 11 px, which Chromium draws 6.1 wide
+    root = ET.fromstring(waterfall(spans))  # noqa: S314  # our own text
+    right = float(root.attrib["viewBox"].split()[2])
+    told = [one for one in root.iter("text") if one.attrib["class"] == "tick"]
+    assert any(long["rose.engine.name"] in (one.text or "") for one in told)
+    for one in told:
+        assert float(one.attrib["x"]) + letter * len(one.text or "") <= right
+
+
 def test_the_page_escapes_what_others_said(synthetic: ModuleType) -> None:
     recording = synthetic.recording(story="<b>rslot</b> & more")
     assert "&lt;b&gt;rslot&lt;/b&gt; &amp; more" in page(recording, judge(recording))
