@@ -49,13 +49,13 @@ def taught(rewards: Rewards, team: str) -> None:
 
 
 async def begun(folder: Path, count: int) -> list[tuple[Path, int]]:
-    """Where each copy waits and its process, in the order in which they began."""
+    """Where each of so many copies or more waits, and its process, in the order of their begin."""
 
     def waiting() -> list[Path]:
         return sorted(one for one in (folder / "out").iterdir() if one.suffix != ".go")
 
     async def there() -> bool:
-        return len(waiting()) == count
+        return len(waiting()) >= count
 
     await until(there, f"{count} copies run")
     return [(one, int(one.suffix[1:])) for one in waiting()]
@@ -137,7 +137,7 @@ async def test_both_may_die_and_it_is_tried_again(folder: Path) -> None:
         asked = ask(rewards, folder)
         for _, pid in await begun(folder, 2):
             os.kill(pid, signal.SIGKILL)
-        copies = await begun(folder, 3)
+        copies = await begun(folder, 3)  # four where the third takes a second to begin: it is late
         go(copies[-1])
         assert (await asked)[1]["outcome"] == "scored"
 
