@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from rose_core.accounting.breakdown import RESERVE_SHARE, CostBreakdown, breakdown
-from rose_core.accounting.correct import Sampled, reserve_price, violation_price
-from rose_core.accounting.cost import Prices
+from rose_core.accounting.breakdown import CostBreakdown, breakdown
+from rose_core.accounting.correct import Sampled, violation_price
+from rose_core.accounting.cost import MICRO, Prices
 from rose_core.accounting.ledger import GpuTime, Ledger, ServingImpact, Tier, Trajectories
 from rose_core.accounting.page import table
 from rose_demo.records import Recording
 from rose_demo.statistics import LENT_WINDOWS, WITHHELD_WINDOWS, Attainment, growth
 
-MICRO: Final = 1_000_000
 # The demo's parts: two serving replicas, of which one lends, a dedicated engine and the trainer.
 REPLICAS: Final = 2
 OWN_GPUS: Final = 2
@@ -45,7 +44,6 @@ def costs(recording: Recording, attainments: Mapping[str, Attainment]) -> CostBr
         return None
     # Tokens, steps and the gate count from before the first turn, and so does the bill.
     seconds = recording.before_s + recording.samples[-1].at_s - recording.samples[0].at_s
-    hours = seconds / _HOUR_S
     accepted, correct, trained = (_sum(steps, word) for word in ("trained", "correct", "kept"))
     served = recording.settings.seconds / _HOUR_S  # the requests are those of the measurement
     violation = violation_price(DEDICATED_HOUR, REPLICAS, served, len(recording.requests))
@@ -65,7 +63,6 @@ def costs(recording: Recording, attainments: Mapping[str, Attainment]) -> CostBr
         Prices(DEDICATED_HOUR, LENT_HOUR, round(violation or 0)),
         Sampled({Tier.DEDICATED: int(dedicated), Tier.BORROWED: int(borrowed)}, trained),
         violation=violation,
-        reserve=reserve_price(DEDICATED_HOUR, 1, hours, RESERVE_SHARE),
     )
 
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from rose_core.accounting.correct import CostCorrect, Sampled, taken_apart
-from rose_core.accounting.cost import Cost, Prices, cost
+from rose_core.accounting.correct import CostCorrect, Sampled, reserve_price, taken_apart
+from rose_core.accounting.cost import MICRO, Cost, Prices, cost
 from rose_core.accounting.ledger import Ledger, Tier
 
-_MICRO = 1_000_000
-_MILLION = 1_000_000
-RESERVE_SHARE: Final = 0.1
+_MILLION: Final = 1_000_000
+_RESERVE_SHARE: Final = 0.1
 """Nobody reports how much memory is kept back, so it is priced by the tenth."""
-_MILLISECONDS_PER_HOUR = 3_600_000
 
 Line = tuple[str, str, str]
 """What, its figure, and what that is of."""
@@ -48,7 +46,7 @@ class CostBreakdown:
     correct: int
     late: int
     violation: float | None
-    reserve: float | None
+    reserve: float
     threshold: float | None
     won_hours: float | None
     lent_hours: float
@@ -73,7 +71,6 @@ def breakdown(
     tokens: Sampled,
     *,
     violation: float | None,
-    reserve: float | None,
 ) -> CostBreakdown:
     """Take a run's bill apart.
 
@@ -82,12 +79,11 @@ def breakdown(
         prices: of everything.
         tokens: sampled and trained on.
         violation: the price of a late request, for the page; the bill has that of ``prices``.
-        reserve: see ``CostBreakdown``.
     """
     bill, trajectories = cost(ledger, prices), ledger.trajectories
     factors = taken_apart(bill, tokens, trajectories.accepted, trajectories.correct)
     own, lent = tokens.by_tier.get(Tier.DEDICATED, 0), tokens.by_tier.get(Tier.BORROWED, 0)
-    own_hours = ledger.dedicated.held_milliseconds / _MILLISECONDS_PER_HOUR
+    own_hours = ledger.dedicated.held_hours
     threshold = None
     if factors is not None and bill.dedicated and own:
         # Without borrowing every token costs what a dedicated one does.
@@ -100,10 +96,10 @@ def breakdown(
         correct=trajectories.correct,
         late=ledger.serving.added_violations,
         violation=violation,
-        reserve=reserve,
+        reserve=reserve_price(prices.dedicated_hour, 1, ledger.borrowed.held_hours, _RESERVE_SHARE),
         threshold=threshold,
         won_hours=lent * own_hours / own if own and own_hours else None,
-        lent_hours=ledger.borrowed.computing_milliseconds / _MILLISECONDS_PER_HOUR,
+        lent_hours=ledger.borrowed.computing_hours,
         harm=bill.violations / lent * _MILLION if lent else None,
     )
 
@@ -113,15 +109,15 @@ def figures(found: CostBreakdown) -> dict[str, float | None]:
     parts, told = found.factors, dict[str, float | None]()
     if parts is not None:
         told = {
-            "cost_per_correct": parts.total / _MICRO,
-            "per_million_tokens": parts.blended / _MICRO,
+            "cost_per_correct": parts.total / MICRO,
+            "per_million_tokens": parts.blended / MICRO,
             "answer_tokens": parts.answer_tokens,
             "reasoning_multiplier": parts.reasoning,
             "rollout_ratio": parts.rollout_ratio,
             "accept_rate": parts.accept_rate,
         }
         for tier, price in _by_tier(parts, found.bill).items():
-            told[f"per_million_{tier.lower()}_tokens"] = None if price is None else price / _MICRO
+            told[f"per_million_{tier.lower()}_tokens"] = None if price is None else price / MICRO
     micros = {
         "bill": found.bill.total,
         "late_per_million_borrowed_tokens": found.harm,
@@ -129,7 +125,7 @@ def figures(found: CostBreakdown) -> dict[str, float | None]:
         "late_request": found.violation,
         "reserve_per_tenth": found.reserve,
     }
-    told |= {name: None if one is None else one / _MICRO for name, one in micros.items()}
+    told |= {name: None if one is None else one / MICRO for name, one in micros.items()}
     return told | {
         "dedicated_hours_per_lent_hour": found.slot,
         "dedicated_hours_per_late_request": found.shadow,
@@ -213,7 +209,7 @@ def _by_tier(parts: CostCorrect, bill: Cost) -> dict[Tier, float | None]:
 
 def money(micros: float | None) -> str:
     """In units of the currency."""
-    return "unknown" if micros is None else f"{micros / _MICRO:.4g}"
+    return "unknown" if micros is None else f"{micros / MICRO:.4g}"
 
 
 def _told(micros: float) -> str:

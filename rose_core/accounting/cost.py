@@ -9,11 +9,13 @@ and the owner's price for every violation that lending added.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from rose_core.accounting.ledger import Ledger
 
-_MILLISECONDS_PER_HOUR = 3_600_000
-_BYTES_PER_GIGABYTE = 10**9
+MICRO: Final = 1_000_000
+"""Micro-units of a unit of the currency."""
+GIGABYTE: Final = 10**9
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,10 @@ class Cost:
 def cost(ledger: Ledger, prices: Prices) -> Cost:
     """Apply prices to a ledger."""
     return Cost(
-        dedicated=ledger.dedicated.held_milliseconds
-        * prices.dedicated_hour
-        / _MILLISECONDS_PER_HOUR,
-        borrowed=ledger.borrowed.computing_milliseconds * prices.lent_hour / _MILLISECONDS_PER_HOUR,
+        dedicated=ledger.dedicated.held_hours * prices.dedicated_hour,
+        borrowed=ledger.borrowed.computing_hours * prices.lent_hour,
         violations=float(ledger.serving.added_violations * prices.violation),
-        network=ledger.weight_bytes * prices.gigabyte / _BYTES_PER_GIGABYTE,
+        network=ledger.weight_bytes * prices.gigabyte / GIGABYTE,
     )
 
 
@@ -81,7 +81,7 @@ def break_even_lent_hour(mixed: Ledger, dedicated_only: Ledger, prices: Prices) 
         either run accepted nothing or nothing was borrowed.
     """
     target = per_accepted(dedicated_only, prices)
-    hours = mixed.borrowed.computing_milliseconds / _MILLISECONDS_PER_HOUR
+    hours = mixed.borrowed.computing_hours
     accepted = mixed.trajectories.accepted
     if target is None or accepted == 0 or hours == 0:
         return None

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import reduce
 
+_MILLISECONDS_PER_HOUR = 3_600_000
+
 
 class Tier(StrEnum):
     """Whose GPU it was."""
@@ -46,6 +48,16 @@ class GpuTime:
             self.held_milliseconds + other.held_milliseconds,
             self.computing_milliseconds + other.computing_milliseconds,
         )
+
+    @property
+    def held_hours(self) -> float:
+        """GPU-hours held."""
+        return self.held_milliseconds / _MILLISECONDS_PER_HOUR
+
+    @property
+    def computing_hours(self) -> float:
+        """GPU-hours in which rollouts could compute."""
+        return self.computing_milliseconds / _MILLISECONDS_PER_HOUR
 
     @property
     def duty(self) -> float | None:

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Final
 
 from rose_core.accounting.breakdown import CostBreakdown, money
 from rose_core.accounting.breakdown import lines as told_lines
 from rose_core.accounting.charts import Line, intervals, lines
 from rose_core.accounting.charts import Row as Bar
+from rose_core.accounting.cost import GIGABYTE, MICRO
 from rose_core.accounting.statement import Statement
-
-MICRO: Final = 1_000_000
-GIGABYTE: Final = 10**9
 
 
 def html(found: Sequence[Statement], parts: Mapping[str, CostBreakdown] | None = None) -> str:

@@ -18,7 +18,6 @@ from rose_core.accounting.cost import (
 )
 from rose_core.accounting.ledger import Ledger, Tier
 
-_HOUR = 3_600_000
 SWEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -46,12 +45,12 @@ class Statement:
     @property
     def borrowed_hours(self) -> float:
         """GPU-hours in which rollouts could compute on borrowed GPUs."""
-        return self.ledger.gpu(Tier.BORROWED).computing_milliseconds / _HOUR
+        return self.ledger.gpu(Tier.BORROWED).computing_hours
 
     @property
     def dedicated_hours(self) -> float:
         """GPU-hours of dedicated engines."""
-        return self.ledger.gpu(Tier.DEDICATED).held_milliseconds / _HOUR
+        return self.ledger.gpu(Tier.DEDICATED).held_hours
 
 
 def statement(

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 
 from rose_core.accounting.breakdown import money
-from rose_core.accounting.cost import Prices
+from rose_core.accounting.cost import GIGABYTE, MICRO, Prices
 from rose_core.accounting.leases import OutsideLeases, ledger_of
 from rose_core.accounting.ledger import ServingImpact, allowed_hundredths, total
-from rose_core.accounting.page import GIGABYTE, MICRO, html, percent
+from rose_core.accounting.page import html, percent
 from rose_core.accounting.statement import Statement, statement
 from rose_simulate.model.run import ledger
 from rose_simulate.model.scenario import Regime

@@ -23,9 +23,9 @@ from rose_cli.ops.tables import output_flag, shown
 from rose_cli.ops.top import pools_by_key
 from rose_cli.ops.usage import breakdowns, statements, summed, usage_rows, usages
 from rose_core.accounting.breakdown import CostBreakdown, figures, lines
-from rose_core.accounting.cost import Prices
+from rose_core.accounting.cost import MICRO, Prices
 from rose_core.accounting.leases import OutsideLeases
-from rose_core.accounting.page import MICRO, html
+from rose_core.accounting.page import html
 from rose_core.accounting.statement import Statement
 from rose_core.api import RolloutLease
 from rose_wire.flags import amount

@@ -14,22 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from rose_cli.ops.tables import Row
-from rose_core.accounting.breakdown import RESERVE_SHARE, CostBreakdown, breakdown
-from rose_core.accounting.correct import Sampled, reserve_price, violation_price
-from rose_core.accounting.cost import Cost, Prices, cost
+from rose_core.accounting.breakdown import CostBreakdown, breakdown
+from rose_core.accounting.correct import Sampled, violation_price
+from rose_core.accounting.cost import GIGABYTE, MICRO, Cost, Prices, cost
 from rose_core.accounting.leases import OutsideLeases, ledger_of
-from rose_core.accounting.ledger import (
-    Ledger,
-    ServingImpact,
-    Tier,
-    allowed_hundredths,
-    total,
-)
-from rose_core.accounting.page import GIGABYTE, MICRO
+from rose_core.accounting.ledger import Ledger, ServingImpact, Tier, allowed_hundredths, total
 from rose_core.accounting.statement import Statement, statement
 from rose_core.api import RolloutLease, ServingPool
 
-_MILLISECONDS_PER_HOUR: Final = 3_600_000
 _FREE: Final = Prices(0, 0)
 _UNTOLD: Final[Mapping[str, OutsideLeases]] = {}
 
@@ -121,8 +113,8 @@ def _usage(
     price = _price(lease, pools)
     late: float | None = asked.violation
     if price_violations:
-        hours, requests = totals.lent_milliseconds / _MILLISECONDS_PER_HOUR, totals.serving_requests
-        late = violation_price(asked.dedicated_hour, 1, hours, requests)
+        hours = used.borrowed.held_hours
+        late = violation_price(asked.dedicated_hour, 1, hours, totals.serving_requests)
     prices = None if price is None else replace(asked, lent_hour=price, violation=round(late or 0))
     return Usage(
         lease.metadata.key,
@@ -168,18 +160,7 @@ def breakdowns(found: Sequence[Usage]) -> dict[str, CostBreakdown]:
     A lease whose pool says nothing of requests has no price of a late one.
     """
     return {
-        one.lease: breakdown(
-            one.ledger,
-            one.prices,
-            one.tokens,
-            violation=one.late,
-            reserve=reserve_price(
-                one.prices.dedicated_hour,
-                1,
-                one.ledger.borrowed.held_milliseconds / _MILLISECONDS_PER_HOUR,
-                RESERVE_SHARE,
-            ),
-        )
+        one.lease: breakdown(one.ledger, one.prices, one.tokens, violation=one.late)
         for one in sorted(found, key=lambda one: one.lease)
         if one.prices is not None and one.tokens.trained
     }
@@ -218,10 +199,10 @@ def summed(found: Sequence[Usage], by: str, *, made: bool = False) -> list[Row]:
 
 def _figures(group: Sequence[Usage]) -> dict[str, object]:
     used = total(one.ledger for one in group)
-    hours = used.borrowed.held_milliseconds / _MILLISECONDS_PER_HOUR
+    hours = used.borrowed.held_hours
     return {
         "gpu_hours": round(hours, 3),
-        "open_gpu_hours": round(used.borrowed.computing_milliseconds / _MILLISECONDS_PER_HOUR, 3),
+        "open_gpu_hours": round(used.borrowed.computing_hours, 3),
         "tokens": used.tokens.produced,
         "tokens_per_gpu_hour": round(used.tokens.produced / hours) if hours else None,
         "weight_gb": round(used.weight_bytes / GIGABYTE, 3),
@@ -260,7 +241,7 @@ def _charge(group: Sequence[Usage]) -> float | None:
 def _made(group: Sequence[Usage]) -> dict[str, object]:
     """What the trainer made of it; unknown what nobody has told."""
     used, bill = total(one.ledger for one in group), _cost(group)
-    own_hours = used.dedicated.held_milliseconds / _MILLISECONDS_PER_HOUR
+    own_hours = used.dedicated.held_hours
     accepted, correct = used.trajectories.accepted, used.trajectories.correct
     return {
         "dedicated_gpu_hours": round(own_hours, 3),
