@@ -56,23 +56,21 @@ def _switch(vllm: str = "") -> Argument:
     return Argument("nothing, or true", lambda text: text in {"", "true"}, vllm)
 
 
-_SWITCH = _switch()
-
 ROUTED_EXPERTS = "enable-return-routed-experts"
 
 ALLOWED: Mapping[str, Argument] = {
     "attention-backend": _words("torch_native", "triton", "flashinfer", "fa3", "intel_amx"),
     # A chunk is the longest that serving waits for: 512 tokens take an H200 28 to 60 ms with an 8B.
     "chunked-prefill-size": _whole(16, 512, vllm="max-num-batched-tokens"),
-    "disable-cuda-graph": _SWITCH,
+    "disable-cuda-graph": _switch(),
     "disable-radix-cache": _switch(vllm="no-enable-prefix-caching"),
     # No 32 bits: an engine's size is told from the files of its weights.
     "dtype": _words("auto", "bfloat16", "float16", vllm="dtype"),
-    "enable-deterministic-inference": _SWITCH,
-    "enable-fp32-lm-head": _SWITCH,
-    "enable-mixed-chunk": _SWITCH,
+    "enable-deterministic-inference": _switch(),
+    "enable-fp32-lm-head": _switch(),
+    "enable-mixed-chunk": _switch(),
     # Routing replay: a mixture of experts says which experts each token went through.
-    ROUTED_EXPERTS: _SWITCH,
+    ROUTED_EXPERTS: _switch(),
     "grammar-backend": _words("xgrammar", "outlines", "llguidance", "none"),
     # The KV pool's size is told from 16 bits, and computed anew with other keys it samples others.
     "kv-cache-dtype": _words("auto", "bf16", "bfloat16"),

@@ -35,6 +35,8 @@ NoLabelName = Annotated[str, Field(max_length=63, pattern=f"^$|{DNS_LABEL}")]
 RunName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_NAME)]
 NoRunName = Annotated[str, Field(max_length=63, pattern=f"^$|{DNS_NAME}")]
 
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""Up to what a double, and so JSON's numbers, tells apart."""
 AdapterTarget = Annotated[str, Field(pattern=f"^({'|'.join(TARGETS)})$", max_length=16)]
 
 # Lists that server-side apply merges by item; the API server refuses duplicates.
@@ -137,10 +139,8 @@ class Condition(ApiModel):
         max_length=40,
         json_schema_extra={"format": "date-time"},
     )
-    observed_generation: int = Field(
+    observed_generation: Count = Field(
         default=0,
-        ge=0,
-        le=2**53,
         description="Generation of the spec that this condition speaks of.",
     )
 
@@ -154,8 +154,8 @@ CONDITIONS: dict[str, Any] = {
 class StatusBase(ApiModel):
     """What every status has."""
 
-    observed_generation: int = Field(
-        default=0, ge=0, le=2**53, description="Generation of the spec this status speaks of."
+    observed_generation: Count = Field(
+        default=0, description="Generation of the spec this status speaks of."
     )
     conditions: tuple[Condition, ...] = Field(
         default=(),

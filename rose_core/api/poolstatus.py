@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rose_core.api.common import ATOMIC_LIST, ApiModel, Explanation, StatusBase
+from rose_core.api.common import ATOMIC_LIST, ApiModel, Count, Explanation, StatusBase
 
 
 class LoadShape(ApiModel):
@@ -27,7 +27,7 @@ class PoolModel(ApiModel):
     digest: str = Field(
         default="", max_length=64, description="Tells two contents of one name apart."
     )
-    size_bytes: int = Field(default=0, ge=0, le=2**53, description="Of all its files.")
+    size_bytes: Count = Field(default=0, description="Of all its files.")
     nodes: tuple[Annotated[str, Field(max_length=253)], ...] = Field(
         default=(),
         max_length=32,

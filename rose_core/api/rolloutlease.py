@@ -19,6 +19,7 @@ from rose_core.api.common import (
     SET_LIST,
     AdapterTarget,
     ApiModel,
+    Count,
     Explanation,
     LabelName,
     NoLabelName,
@@ -406,17 +407,13 @@ class SlotTotals(ApiModel):
     """Counters of one slot as last added to the lease's totals."""
 
     uid: str = Field(max_length=36, description="The slot's uid.")
-    lent_milliseconds: int = Field(default=0, ge=0, le=2**53, description="GPU time under a grant.")
-    open_milliseconds: int = Field(
-        default=0, ge=0, le=2**53, description="GPU time with an open gate."
-    )
-    harvested_tokens: int = Field(default=0, ge=0, le=2**53, description="Output tokens made.")
-    weight_bytes: int = Field(default=0, ge=0, le=2**53, description="Weights pulled.")
-    serving_requests: int = Field(
-        default=0, ge=0, le=2**53, description="Live requests that ended beside it."
-    )
-    slo_violations: int = Field(
-        default=0, ge=0, le=2**53, description="Those that missed the SLO beside rollouts."
+    lent_milliseconds: Count = Field(default=0, description="GPU time under a grant.")
+    open_milliseconds: Count = Field(default=0, description="GPU time with an open gate.")
+    harvested_tokens: Count = Field(default=0, description="Output tokens made.")
+    weight_bytes: Count = Field(default=0, description="Weights pulled.")
+    serving_requests: Count = Field(default=0, description="Live requests that ended beside it.")
+    slo_violations: Count = Field(
+        default=0, description="Those that missed the SLO beside rollouts."
     )
 
 
@@ -428,63 +425,49 @@ class RouterTotals(ApiModel):
     """Counters of one process of the lease's router, as last added to the lease's totals."""
 
     instance: str = Field(max_length=64, description="The process's own name for itself.")
-    accepted_trajectories: int = Field(default=0, ge=0, le=2**53, description="Trained on.")
-    correct_answers: int = Field(default=0, ge=0, le=2**53, description="Correct among them.")
-    dedicated_tokens: int = Field(
-        default=0, ge=0, le=2**53, description="Output tokens of dedicated engines."
-    )
-    trained_tokens: int = Field(
-        default=0, ge=0, le=2**53, description="Output tokens that were trained on."
-    )
-    reasoning_tokens: int = Field(
-        default=0, ge=0, le=2**53, description="Of these, before the answers."
-    )
+    accepted_trajectories: Count = Field(default=0, description="Trained on.")
+    correct_answers: Count = Field(default=0, description="Correct among them.")
+    dedicated_tokens: Count = Field(default=0, description="Output tokens of dedicated engines.")
+    trained_tokens: Count = Field(default=0, description="Output tokens that were trained on.")
+    reasoning_tokens: Count = Field(default=0, description="Of these, before the answers.")
 
 
 class Totals(ApiModel):
     """What the lease has used since it was made; written at most once a minute."""
 
-    lent_milliseconds: int = Field(
-        default=0, ge=0, le=2**53, description="GPU time under a grant, over all slots."
+    lent_milliseconds: Count = Field(
+        default=0, description="GPU time under a grant, over all slots."
     )
-    open_milliseconds: int = Field(
+    open_milliseconds: Count = Field(
         default=0,
-        ge=0,
-        le=2**53,
         description="Part of it in which rollouts could compute; what is charged.",
     )
-    harvested_tokens: int = Field(
-        default=0, ge=0, le=2**53, description="Output tokens made by borrowed engines."
+    harvested_tokens: Count = Field(
+        default=0, description="Output tokens made by borrowed engines."
     )
-    weight_bytes: int = Field(
-        default=0, ge=0, le=2**53, description="Weights pulled for borrowed engines."
+    weight_bytes: Count = Field(default=0, description="Weights pulled for borrowed engines.")
+    serving_requests: Count = Field(
+        default=0, description="Live requests that ended beside a granted slot."
     )
-    serving_requests: int = Field(
-        default=0, ge=0, le=2**53, description="Live requests that ended beside a granted slot."
-    )
-    slo_violations: int = Field(
+    slo_violations: Count = Field(
         default=0,
-        ge=0,
-        le=2**53,
         description=(
             "Live requests that missed the pool's SLO and had met an open gate; at most what "
             "lending has added."
         ),
     )
-    accepted_trajectories: int = Field(
-        default=0, ge=0, le=2**53, description="Trajectories that the trainer said it trained on."
+    accepted_trajectories: Count = Field(
+        default=0, description="Trajectories that the trainer said it trained on."
     )
-    correct_answers: int = Field(
-        default=0, ge=0, le=2**53, description="Correct answers among them, as it said."
+    correct_answers: Count = Field(default=0, description="Correct answers among them, as it said.")
+    dedicated_tokens: Count = Field(
+        default=0, description="Output tokens made by dedicated engines."
     )
-    dedicated_tokens: int = Field(
-        default=0, ge=0, le=2**53, description="Output tokens made by dedicated engines."
+    trained_tokens: Count = Field(
+        default=0, description="Output tokens of the trajectories trained on."
     )
-    trained_tokens: int = Field(
-        default=0, ge=0, le=2**53, description="Output tokens of the trajectories trained on."
-    )
-    reasoning_tokens: int = Field(
-        default=0, ge=0, le=2**53, description="Of these, before the answers, as the trainer said."
+    reasoning_tokens: Count = Field(
+        default=0, description="Of these, before the answers, as the trainer said."
     )
     routers: tuple[RouterTotals, ...] = Field(
         default=(),

@@ -20,6 +20,7 @@ from rose_core.api.common import (
     SET_LIST,
     AdapterTarget,
     ApiModel,
+    Count,
     LabelName,
     NamespaceName,
     NoLabelName,
@@ -237,10 +238,8 @@ class SlotStatus(StatusBase):
             "x-kubernetes-list-map-keys": ["run"],
         },
     )
-    reclaims: int = Field(
+    reclaims: Count = Field(
         default=0,
-        ge=0,
-        le=2**53,
         description="Times the guard took the GPU back, at this write.",
     )
 
