@@ -9,18 +9,18 @@ import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.bound.adversary import Adversary, TriedSchedule
 from bench.record import Figure, figure, record
+from bench.scenarios import scenario
 from rose_core.guard.certificate import CertificateCount
 from rose_core.stats import mixture_sequence, quantile
 from rose_simulate.model.curves import Lender, ReplicaBench, ReplicaYield, poisson
 from rose_simulate.model.scenario import Regime, RolloutJob, Scenario, Service
 from rose_simulate.model.simulation import SimulationInputs
-from rose_simulate.reading import read_arrivals, read_material, read_scenario
+from rose_simulate.reading import read_arrivals
+from rose_simulate.studies import SCENARIOS
 
-SCENARIOS = Path(__file__).parents[2] / "simulate" / "scenarios"
 TRACES = ("conv", "code")
 LOADS = {"conv": (0.25, 0.5, 1.0, 2.0), "code": (1.0, 2.0, 4.0)}
 """Requests per second; above these a replica is never idle, and slack decides instead."""
@@ -39,19 +39,15 @@ def main() -> None:
     add("--seconds", type=float, default=600.0, help="of each load of the table")
     add("--derate", type=float, default=0.5)
     options = parser.parse_args()
-    path = SCENARIOS / "tight.yaml"
-    scenario = read_scenario(path)
-    if not isinstance(scenario, Scenario):
-        raise SystemExit(f"{path} is a fleet; a scenario with one service is wanted")
-    material = read_material(path, scenario)
-    rows = _adversary(scenario, material, options)
+    told, material = scenario("tight")
+    rows = _adversary(told, material, options)
     promised = CertificateCount()
     for name in TRACES:
         trace = read_arrivals(SCENARIOS / "traces" / f"azure2023_{name}_600s.csv")
         for load in LOADS[name]:
             draw = random.Random(f"{name}/{load:g}")  # a model's randomness
             asked = poisson(load, trace, draw, options.seconds)
-            service, job = scenario.services[0], scenario.jobs[0]
+            service, job = told.services[0], told.jobs[0]
             one = _Replica(service, job, asked, material, options.seconds, options.derate)
             rows += _near(f"{name} {load:g}/s", one, promised)
     share = mixture_sequence(promised.exceeded, promised.requests)
@@ -68,12 +64,12 @@ def main() -> None:
 
 
 def _adversary(
-    scenario: Scenario, material: SimulationInputs, options: argparse.Namespace
+    told: Scenario, material: SimulationInputs, options: argparse.Namespace
 ) -> list[Figure]:
     # Without a TPOT slack is never measured, so the gate uses idle gaps alone, as the bound says.
     loose: dict[str, object] = {"ttft_ms": _FOREVER_MS, "tpot_ms": 0.0}
-    service = scenario.services[0].model_copy(update=loose)
-    attack = Adversary(service, scenario.jobs[0], material.episodes, options.derate)
+    service = told.services[0].model_copy(update=loose)
+    attack = Adversary(service, told.jobs[0], material.episodes, options.derate)
     tried: list[TriedSchedule] = []
     for seed in range(1, options.seeds + 1):
         tried += attack.search(options.requests // options.seeds, seed)

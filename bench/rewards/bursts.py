@@ -23,6 +23,7 @@ import aiohttp
 from aiohttp import web
 
 from bench.rewards.killed import running
+from bench.scenarios import scenario
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
 from rose_engines.fake.scheduler import FakeScheduler
@@ -30,15 +31,12 @@ from rose_engines.fake.server import FakeServer
 from rose_engines.session import WeightSession
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.scenario import Regime, Scenario
+from rose_simulate.model.scenario import Regime
 from rose_simulate.model.simulation import Simulation
-from rose_simulate.reading import read_material, read_scenario
-from rose_simulate.studies import SCENARIOS
 from tests.batches.helpers import Caller
 from tests.batches.processes import COMPLETIONS, ask, check_answers, pair, token_file
 from tests.router.conftest import LEASE, VERSION
 
-_SCENARIO: Final = "normal"
 _ENGINES: Final = 2
 _WARM_S, _PLAYED_S, _LOOK_S = 120.0, 120.0, 0.005
 _TOKEN_S: Final = 0.005
@@ -68,11 +66,8 @@ class Burst:
 
 def gates(seed: int) -> list[Moves]:
     """When production's guard opens and shuts the gates of the busiest replicas that lend."""
-    path = SCENARIOS / f"{_SCENARIO}.yaml"
-    told = read_scenario(path)
-    if not isinstance(told, Scenario):
-        raise TypeError(path)
-    world = Simulation(told, RULES[Regime.OURS], seed, read_material(path, told))
+    told, material = scenario("normal")
+    world = Simulation(told, RULES[Regime.OURS], seed, material)
     world.clock.run(round(_WARM_S * SECOND))
     found: list[Moves] = [[(0.0, one.gate.is_open)] for one in world.replicas]
     for look in range(1, round(_PLAYED_S / _LOOK_S)):

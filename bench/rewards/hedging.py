@@ -42,7 +42,7 @@ class _Sleeping:
         return verifying.total() < _WORKERS
 
     async def verify(
-        self, _name: str, _body: bytes, seconds: float, _apart: set[object] | None = None
+        self, _name: str, _body: bytes, seconds: float, _apart: set[object]
     ) -> tuple[object, float]:
         slow = _SLOW if self.draw.random() < _SLOW_SHARE else 1.0
         takes = _USUAL_S * self.draw.lognormvariate(0.0, _SPREAD) * slow

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from bench.record import Figure, figure
+from bench.scenarios import scenario
 from rose_core.stats import mean_of
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.job import JobCounts, StepParts
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.scenario import Regime, Scenario
+from rose_simulate.model.scenario import Regime
 from rose_simulate.model.simulation import Simulation
-from rose_simulate.reading import read_material, read_scenario
-from rose_simulate.studies import SCENARIOS
 
 REWARD_S: Final = 10.0
 _AIM: Final = 0.01
@@ -84,14 +83,11 @@ class Added:
 
 def played(trainer: str, seconds: float, seed: int, reward_s: float) -> JobCounts:
     """One run of ``tail-whole``'s job; ``trainer`` as in the table above."""
-    path = SCENARIOS / "tail-whole.yaml"
-    told = read_scenario(path)
-    if not isinstance(told, Scenario):
-        raise TypeError(path)
+    told, material = scenario("tail-whole")
     changes = {**_TRAINERS[trainer], "reward_s": reward_s}
     jobs = tuple(job.model_copy(update=changes) for job in told.jobs)
     told = told.model_copy(update={"jobs": jobs, "seconds": seconds})
-    world = Simulation(told, RULES[Regime.OURS], seed, read_material(path, told))
+    world = Simulation(told, RULES[Regime.OURS], seed, material)
     world.clock.run(round(seconds * SECOND))
     return world.jobs[jobs[0].name].counts
 

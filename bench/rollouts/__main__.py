@@ -19,10 +19,10 @@ from bench.rollouts.steps import (
     taking_the_oldest,
     vanishing,
 )
+from bench.scenarios import scenario
 from rose_simulate.model.outcome import paired_ratio
 from rose_simulate.model.scenario import Scenario
 from rose_simulate.model.simulation import SimulationInputs
-from rose_simulate.reading import read_material, read_scenario
 
 FOLDER = Path(__file__).parent
 TAKEN_APART = ("joint", "rose-paper", "rose-paper + keeping", "rose-paper-dedicated")
@@ -42,16 +42,6 @@ NOTES = (
 )
 
 
-def scenario(name: str) -> tuple[Scenario, SimulationInputs]:
-    """One of the folder's scenarios with its traces."""
-    path = FOLDER / f"{name}.yaml"
-    told = read_scenario(path)
-    if not isinstance(told, Scenario):
-        message = f"{path} is a fleet"
-        raise SystemExit(message)
-    return told, read_material(path, told)
-
-
 def makespans(seeds: list[int], names: list[str], steps: int) -> list[Figure]:
     """Mean makespan by policy, and the paper's over ours, paired by seed.
 
@@ -64,7 +54,7 @@ def makespans(seeds: list[int], names: list[str], steps: int) -> list[Figure]:
     Raises:
         SystemExit: a policy does not make so many steps in the scenario's time.
     """
-    told, material = scenario("step")
+    told, material = scenario("step", FOLDER)
     means: dict[str, list[float]] = {}
     rows: list[Figure] = []
     for name in names:
@@ -115,7 +105,7 @@ def drafts(seeds: list[int], steps: int, nodes: int, per_step: list[float]) -> l
         nodes: tokens that a step verifies for each trajectory.
         per_step: tokens that it gives, one case each; how many they are depends on the task.
     """
-    told, material = scenario("step")
+    told, material = scenario("step", FOLDER)
 
     def means(one: Scenario) -> list[float]:
         found = (simulate(one, POLICIES["joint"], seed, material, steps) for seed in seeds)
@@ -143,7 +133,7 @@ def inclusion(seeds: list[int], few: list[int]) -> list[Figure]:
         seeds: for the aim; the rarest stratum needs many.
         few: for what is shown beside it.
     """
-    told, material = scenario("stream")
+    told, material = scenario("stream", FOLDER)
     oldest = taking_the_oldest(told)
     rows = _inclusion("oldest first", oldest, ("joint",), seeds, material)
     rows += _inclusion("oldest first", oldest, DEGENERATE, few, material)
@@ -207,7 +197,7 @@ def _counted(found: list[RunResult], seeds: list[int]) -> Strata:
 
 def vanish(seeds: list[int]) -> list[Figure]:
     """What is lost when every borrowed engine vanishes in the middle."""
-    streaming, material = scenario("stream")
+    streaming, material = scenario("stream", FOLDER)
     told = taking_the_oldest(streaming)
     gone = vanishing(told, told.warmup_s + told.seconds / 3)
     found = [simulate(gone, POLICIES["joint"], seed, material) for seed in seeds]

@@ -146,6 +146,17 @@ async def forked(host: Host) -> list[float]:
     return seconds
 
 
+def host_of(runtime: RuncRuntime, root: Path) -> Host:
+    """A host over a runtime, with its records beside it."""
+    return Host(
+        runtime,
+        BpfInspector(runtime.parts.folder / "bpf"),
+        Records(Store(root / "store"), "bench"),
+        owner="bench",
+        scratch=root / "scratch",
+    )
+
+
 async def play(tasks: Sequence[Task], root: Path) -> tuple[dict[str, Tally], list[float]]:
     """Every way through every task, and the seconds of forks."""
     async with own_runtime(root / "runc") as runtime:
@@ -155,13 +166,7 @@ async def play(tasks: Sequence[Task], root: Path) -> tuple[dict[str, Tally], lis
 async def _play(
     tasks: Sequence[Task], root: Path, runtime: RuncRuntime
 ) -> tuple[dict[str, Tally], list[float]]:
-    host = Host(
-        runtime,
-        BpfInspector(runtime.parts.folder / "bpf"),
-        Records(Store(root / "store"), "bench"),
-        owner="bench",
-        scratch=root / "scratch",
-    )
+    host = host_of(runtime, root)
     found: dict[str, Tally] = defaultdict(Tally)
     try:
         for task in tasks:

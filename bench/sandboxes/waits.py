@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.record import Figure, figure, record
-from bench.sandboxes.__main__ import kill
+from bench.sandboxes.__main__ import host_of, kill
 from bench.sandboxes.cost import traced_call
 from bench.sandboxes.mix import PROJECT, Turn, draw
 from bench.sandboxes.own import own_runtime
@@ -38,10 +38,7 @@ from rose_core.sandboxes.policy import Wait
 from rose_sandbox.box import key_of
 from rose_sandbox.errors import Unavailable
 from rose_sandbox.host import Host
-from rose_sandbox.inspector.bpf import BpfInspector
 from rose_sandbox.runtimes.runc import RuncRuntime
-from rose_weights.store.records import Records
-from rose_weights.store.store import Store
 
 TRACE = Path("simulate/scenarios/traces/weka_episodes_400.csv")
 TOKENS_A_SECOND = 40.0
@@ -151,13 +148,7 @@ async def play(written: Sequence[Script], root: Path) -> tuple[dict[str, Tally],
     found = {way: Tally() for way in WAYS}
     async with own_runtime(root / "runc") as runtime:
         call = await traced_call(runtime)
-        host = Host(
-            runtime,
-            BpfInspector(runtime.parts.folder / "bpf"),
-            Records(Store(root / "store"), "bench"),
-            owner="bench",
-            scratch=root / "scratch",
-        )
+        host = host_of(runtime, root)
         for way in WAYS:
             stage = Stage(host, runtime, way, expected(written), found[way])
             names = [f"agent{number}" for number in range(len(written))]

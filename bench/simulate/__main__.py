@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 
 from bench.record import Figure, figure, record
+from bench.scenarios import scenario
 from bench.simulate.growth import growth
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
@@ -21,10 +21,9 @@ from rose_simulate.model.outcome import Interval
 from rose_simulate.model.run import run
 from rose_simulate.model.scenario import Regime, Scenario
 from rose_simulate.model.simulation import SimulationInputs
-from rose_simulate.reading import read_material, read_scenario
+from rose_simulate.studies import SCENARIOS
 from rose_simulate.study import Row, study
 
-SCENARIOS = Path(__file__).parents[2] / "simulate" / "scenarios"
 DERATES = (0.4, 0.5, 0.7)
 MODEL = "Qwen3-14B"
 SATURATED = ((4000, 200, 9218), (32_000, 100, 8299))
@@ -69,16 +68,16 @@ def saturated(derate: float, prompt: int, output: int, *, attention: bool) -> fl
     return (engine.tokens + engine.prefilled) / 120
 
 
-def speed(scenario: Scenario, material: SimulationInputs) -> list[Figure]:
+def speed(told: Scenario, material: SimulationInputs) -> list[Figure]:
     """Virtual GPU-seconds per second, and whether equal seeds give equal bytes."""
-    short = scenario.model_copy(update={"seconds": 200.0})
+    short = told.model_copy(update={"seconds": 200.0})
     began = time.process_time()
     first = run(short, Regime.OURS, 1, material, {})[0]
     spent = time.process_time() - began
     again = run(short, Regime.OURS, 1, material, {})[0]
     same = msgspec.json.encode(first) == msgspec.json.encode(again)
-    gpus = sum(one.replicas * one.gpus_per_replica for one in scenario.services)
-    gpus += sum(one.dedicated * one.gpus_per_engine for one in scenario.jobs)
+    gpus = sum(one.replicas * one.gpus_per_replica for one in told.services)
+    gpus += sum(one.dedicated * one.gpus_per_engine for one in told.jobs)
     return [
         figure("event level: virtual GPU-seconds per CPU second", 200 * gpus / spent, "1"),
         figure("event level: events per CPU second", first.events / spent, "1/s"),
@@ -111,29 +110,19 @@ def _ratio(name: str, ratio: Interval | None, aim: float | None) -> list[Figure]
     return [figure(name, ratio.mean, "ratio", at_least=aim, interval=ends)]
 
 
-def events_scenario(path: Path) -> Scenario:
-    """A scenario of the event level."""
-    found = read_scenario(path)
-    if not isinstance(found, Scenario):
-        message = f"{path} is a fleet; run it with rose simulate"
-        raise SystemExit(message)
-    return found
-
-
 def studies(names: list[str], options: argparse.Namespace) -> list[Figure]:
     """Headlines of every study at every derate."""
     rows: list[Figure] = []
     for name in names:
-        path = SCENARIOS / f"{name}.yaml"
-        scenario = events_scenario(path)
+        told, material = scenario(name)
         changes: dict[str, object] = {"regimes": tuple(Regime(one) for one in options.regimes)}
         if options.seconds:
             changes["seconds"] = options.seconds
         if options.seeds:
             changes["seeds"] = tuple(options.seeds)
-        changed = scenario.model_copy(update=changes)
-        material = read_material(path, scenario)
-        found = study(changed, material, options.derate, lambda _outcome: None)
+        found = study(
+            told.model_copy(update=changes), material, options.derate, lambda _outcome: None
+        )
         for row in found.rows:
             if row.regime != Regime.FIXED:
                 rows += headline(name, row)
@@ -151,9 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--seconds", type=float)
     options = parser.parse_args(argv)
-    normal = SCENARIOS / "normal.yaml"
-    scenario = events_scenario(normal)
-    rows = calibration() + speed(scenario, read_material(normal, scenario))
+    rows = calibration() + speed(*scenario("normal"))
     rows += growth(SCENARIOS / "fleet.yaml")
     notes = ["interference between serving and rollouts is modelled, not measured"]
     record("simulate", rows + studies(options.studies, options), notes=notes)

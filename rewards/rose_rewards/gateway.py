@@ -8,9 +8,9 @@
 
 ``rose_core.rewards.hedging`` says which late one is given to a second worker: the first verdict is
 the result, and the other worker is stopped. A lost one is forgotten, so that asking again tries
-anew. Judges run in an engine and take no
-worker. With a journal a result is on the disk before anybody is told it, and known to the next
-gateway; without one that computes anew what it is asked again.
+anew. Judges run in an engine and take no worker. With a journal a result is on the disk before
+anybody is told it, and known to the next gateway; without one that computes anew what it is asked
+again.
 """
 
 from __future__ import annotations
@@ -53,16 +53,20 @@ class Pool(Protocol):
         """Whether one more of this function may begin; ``verifying`` counts by owner's team."""
 
     async def verify(
-        self, name: str, body: bytes, seconds: float, apart: set[object] | None = None
+        self, name: str, body: bytes, seconds: float, apart: set[object]
     ) -> tuple[object, float]:
-        """What the function said, and its seconds; raises WorkerEnded or TimeoutError.
+        """What the function said, and its seconds.
 
         Args:
             name: of the function.
             body: the object that it takes.
             seconds: that it may take.
             apart: machines that had it before, which are not taken where there is another; its
-                own is added. None = nothing is known of other tries.
+                own is added.
+
+        Raises:
+            WorkerEnded: the worker is gone, or the function failed; the text says how.
+            TimeoutError: it took longer than ``seconds``.
         """
 
     async def close(self) -> None:

@@ -113,23 +113,11 @@ class LinkedWorkers:
         return verifying[team] < self.places(team)
 
     async def verify(
-        self, name: str, body: bytes, seconds: float, apart: set[object] | None = None
+        self, name: str, body: bytes, seconds: float, apart: set[object]
     ) -> tuple[object, float]:
-        """Run one verification on a worker of its team, when one is free.
-
-        Args:
-            name: of the function.
-            body: the object that it takes.
-            seconds: that it may take.
-            apart: links that had it before: another is taken where there is one. Its own is added.
-
-        Raises:
-            WorkerEnded: the worker is gone, or the function failed; the text says how.
-            TimeoutError: it took longer than ``seconds``.
-        """
-        had = set[object]() if apart is None else apart
-        link = await self._free(self.functions[name].team, had)
-        had.add(link)
+        """See ``gateway.Pool``; on a worker of the function's team, when one is free."""
+        link = await self._free(self.functions[name].team, apart)
+        apart.add(link)
         number = next(self._numbers)
         answer: asyncio.Future[VerificationResult] = asyncio.get_running_loop().create_future()
         link.running[number] = answer
@@ -165,7 +153,7 @@ class LinkedWorkers:
         return said.said, min(max(said.seconds, 0.0), most)
 
     async def _free(self, team: str, apart: set[object]) -> _Link:
-        """The link with most room, of those that had it before the last; waits for one."""
+        """The link with most room, those ``apart`` last; waits for one."""
         while True:
             found = [one for one in self._links if one.team == team and one.free > 0]
             if found:

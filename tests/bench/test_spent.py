@@ -5,8 +5,9 @@ from functools import cache
 import pytest
 
 from bench.rollouts import spent
-from bench.rollouts.__main__ import scenario
+from bench.rollouts.__main__ import FOLDER
 from bench.rollouts.steps import POLICIES, simulate
+from bench.scenarios import scenario
 
 _STEPS = 2
 
@@ -16,7 +17,7 @@ def _taken_apart(
     policy: str, *, dedicated: int, borrowed: int, groups: int, members: int
 ) -> tuple[spent.Step, ...]:
     """Steps of a job of such a size."""
-    told, material = scenario("step")
+    told, material = scenario("step", FOLDER)
     size = {"group": members, "batch_groups": groups}
     engines = {"dedicated": dedicated, "borrowed": borrowed, "dedicated_cap": 4, "cap": 4}
     job = told.jobs[0].model_copy(update=size | engines)

@@ -42,7 +42,7 @@ class ScriptedPool:
         return verifying.total() < self.places
 
     async def verify(
-        self, _name: str, body: bytes, seconds: float, _apart: set[object] | None = None
+        self, _name: str, body: bytes, seconds: float, _apart: set[object]
     ) -> tuple[object, float]:
         answer = msgspec.json.decode(body)["answer"]
         tries = self.script.get(answer, [USUAL_S / 2])

@@ -1,0 +1,25 @@
+"""Scenarios of the simulator, as benchmarks play them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rose_simulate.model.scenario import Scenario
+from rose_simulate.model.simulation import SimulationInputs
+from rose_simulate.reading import read_material, read_scenario
+from rose_simulate.studies import SCENARIOS
+
+
+def scenario(name: str, folder: Path = SCENARIOS) -> tuple[Scenario, SimulationInputs]:
+    """A scenario of single events, with its traces.
+
+    Raises:
+        TypeError: it is a fleet.
+        SimulationError: it, or a trace, is missing or wrong.
+    """
+    path = folder / f"{name}.yaml"
+    told = read_scenario(path)
+    if not isinstance(told, Scenario):
+        message = f"{path} is a fleet"
+        raise TypeError(message)
+    return told, read_material(path, told)
