@@ -37,12 +37,15 @@ _MNT_DETACH = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _call(number: int, *arguments: object) -> int:
-    result = int(_libc.syscall(number, *arguments))
+def _checked(result: int, *about: str) -> int:
     if result < 0:
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise OSError(code, os.strerror(code), *about)
     return result
+
+
+def _call(number: int, *arguments: object) -> int:
+    return _checked(int(_libc.syscall(number, *arguments)))
 
 
 def control(descriptor: int, request: int, arguments: bytes) -> None:
@@ -52,9 +55,7 @@ def control(descriptor: int, request: int, arguments: bytes) -> None:
         OSError: as the request.
     """
     buffer = ctypes.create_string_buffer(arguments, len(arguments))
-    if _libc.ioctl(descriptor, ctypes.c_ulong(request), buffer) < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    _checked(_libc.ioctl(descriptor, ctypes.c_ulong(request), buffer))
 
 
 def mount_overlay(options: str, target: Path) -> None:
@@ -67,9 +68,8 @@ def mount_overlay(options: str, target: Path) -> None:
     Raises:
         OSError: a layer is not there, or cannot be one.
     """
-    if _libc.mount(b"overlay", os.fsencode(target), b"overlay", 0, os.fsencode(options)):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(target))
+    place, layers = os.fsencode(target), os.fsencode(options)
+    _checked(_libc.mount(b"overlay", place, b"overlay", 0, layers), str(target))
 
 
 def unmount(target: Path) -> None:
@@ -78,9 +78,7 @@ def unmount(target: Path) -> None:
     Raises:
         OSError: nothing is mounted there.
     """
-    if _libc.umount2(os.fsencode(target), _MNT_DETACH):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(target))
+    _checked(_libc.umount2(os.fsencode(target), _MNT_DETACH), str(target))
 
 
 def open_in(root: int, path: str, flags: int, mode: int = 0) -> int:
@@ -157,9 +155,7 @@ def socket_of(pid: int) -> socket.socket:
     """
     namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if _libc.setns(namespace, _CLONE_NEWNET):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+        _checked(_libc.setns(namespace, _CLONE_NEWNET))
     finally:
         os.close(namespace)
     return socket.socket(socket.AF_INET, socket.SOCK_STREAM)

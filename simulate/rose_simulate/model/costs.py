@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rose_simulate.model.scenario import RolloutJob
+from rose_simulate.model.scenario import RolloutJob
 
 SATURATED = 32
 _PARALLEL_EFFICIENCY = 0.8
