@@ -48,7 +48,7 @@ class Player:
     """One run.
 
     Args:
-        session: with the lease's token in its headers, where it asks for one.
+        session: for both URLs; a token in its headers is shown to both.
         url: the lease's.
         rewards: URL of ``rose rewards``.
         model: by the lease's name.
