@@ -58,14 +58,14 @@ def page(
 
 def _brief(found: Sequence[Result], made: Page) -> None:
     """Production against the paper's rules, and what a trainer that streams brings each regime."""
-    told = {(one.seconds, one.seeds) for one in found}
+    told = dict.fromkeys((one.seconds, one.seeds) for one in found)
     made.text += "".join(
         f"\n{seconds:g} s counted, seeds {', '.join(map(str, seeds))}.\n" for seconds, seeds in told
     )
     made.text += (
         "\n## `ours`\n\nRatios of useful tokens, paired by seed, with 95 % intervals. Of the "
         "paper's rules the better reading that was run.\n\n"
-        "| scenario | derate | useful tok/s | step | x fixed | x the paper's rules "
+        "| scenario | derate, slower | useful tok/s | step | x fixed | x the paper's rules "
         "| added violations | TTFT p50, P99 x alone; with the paper's rules |\n"
         "|---|---|---|---|---|---|---|---|\n"
     )
@@ -76,12 +76,13 @@ def _brief(found: Sequence[Result], made: Page) -> None:
                 continue
             cells += 1
             ours, best = _of(one, row), _paper(one, row)
-            ratio = None if best is None else paired_ratio(_tokens(ours), _tokens(_of(one, best)))
+            ratio = None if best is None else _compared(ours, _of(one, best), _useful)
             above += ratio is not None and (ratio.low or 0.0) > 1
             below += ratio is not None and ratio.high is not None and ratio.high < 1
             read = "" if best is None or ratio is None else f"{_shown(ratio)} (`{best.regime}`)"
             made.text += (
-                f"| {one.scenario} | {row.derate:g} | {row.useful_tokens_per_s:.0f} "
+                f"| {one.scenario} | {row.derate:g}, {row.slowdown:g} "
+                f"| {row.useful_tokens_per_s:.0f} "
                 f"| {_step(ours)} | {_shown(row.throughput)} | {read} "
                 f"| {row.added_violations} of {row.requests} "
                 f"| {'; '.join(map(_ttft, filter(None, (row, best))))} |\n"
@@ -100,7 +101,7 @@ def _streamed(found: Sequence[Result], made: Page) -> None:
     made.text += (
         "\n## A trainer that streams\n\nUseful tokens, x the same trainer that takes the whole "
         "batch, paired by seed.\n\n"
-        f"| scenario | derate | {' | '.join(f'`{one}`' for one in regimes)} "
+        f"| scenario | derate, slower | {' | '.join(f'`{one}`' for one in regimes)} "
         f"| step of `ours`, whole and streamed |\n|---|---|{'---|' * len(regimes)}---|\n"
     )
     gains = cells = 0
@@ -108,20 +109,18 @@ def _streamed(found: Sequence[Result], made: Page) -> None:
         parts = by_name.get(name + _STREAMS)
         if parts is None:
             continue
-        for derate in dict.fromkeys(row.derate for row in whole.rows):
+        for derate, slower in dict.fromkeys((row.derate, row.slowdown) for row in whole.rows):
             shown, steps = [], ""
             for regime in regimes:
-                rows = [r for r in whole.rows if (r.regime, r.derate) == (regime, derate)]
-                base, ours = (_of(one, rows[0]) if rows else [] for one in (whole, parts))
-                if not base or len(base) != len(ours):
-                    shown.append("")
-                    continue
-                ratio = paired_ratio(_tokens(ours), _tokens(base))
-                cells, gains = cells + 1, gains + ((ratio.low or 0.0) > 1)
+                base, ours = (_in(one, regime, derate, slower) for one in (whole, parts))
+                ratio = _compared(ours, base, _useful) if len(base) == len(ours) else None
                 shown.append(_shown(ratio))
+                if ratio is None:
+                    continue
+                cells, gains = cells + 1, gains + ((ratio.low or 0.0) > 1)
                 if regime == Regime.OURS:
                     steps = f"{_step(base)}, {_step(ours)}"
-            made.text += f"| {name} | {derate:g} | {' | '.join(shown)} | {steps} |\n"
+            made.text += f"| {name} | {derate:g}, {slower:g} | {' | '.join(shown)} | {steps} |\n"
     made.text += f"\nA gain is shown in {gains} of {cells} cells.\n"
 
 
@@ -134,10 +133,6 @@ def _paper(one: Result, row: Row) -> Row | None:
     cell = [r for r in one.rows if (r.derate, r.slowdown) == (row.derate, row.slowdown)]
     read = [r for r in cell if r.regime in READINGS]
     return max(read, key=lambda r: r.useful_tokens_per_s, default=None)
-
-
-def _tokens(ones: Sequence[RunOutcome]) -> list[float]:
-    return [_useful(one) for one in ones]
 
 
 def _step(ones: Sequence[RunOutcome]) -> str:
@@ -173,7 +168,11 @@ def _cell(first: Result, row: Row) -> Row:
 
 
 def _of(result: Result, row: Row) -> list[RunOutcome]:
-    cell = (row.regime, row.derate, row.slowdown)
+    return _in(result, row.regime, row.derate, row.slowdown)
+
+
+def _in(result: Result, *cell: object) -> list[RunOutcome]:
+    """Runs of one regime, derate and slowdown."""
     return [one for one in result.outcomes if (one.regime, one.derate, one.slowdown) == cell]
 
 
@@ -188,8 +187,15 @@ def _accepted(one: RunOutcome) -> float:
 def _ratio(
     ours: list[RunOutcome], base: list[RunOutcome], figure: Callable[[RunOutcome], float]
 ) -> str:
+    return _shown(_compared(ours, base, figure))
+
+
+def _compared(
+    ours: list[RunOutcome], base: list[RunOutcome], figure: Callable[[RunOutcome], float]
+) -> Interval | None:
+    """Paired by seed; None where there is nothing, or nothing was made, to compare."""
     pairs = [figure(one) for one in ours], [figure(one) for one in base]
-    return _shown(paired_ratio(*pairs)) if min(*pairs[0], *pairs[1]) > 0 else ""
+    return paired_ratio(*pairs) if min((*pairs[0], *pairs[1]), default=0.0) > 0 else None
 
 
 def _events(name: str, one: Result, made: Page) -> None:

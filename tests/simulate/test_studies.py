@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rose_core.accounting.charts import Line, Row, intervals, lines, ticks
@@ -11,7 +12,7 @@ from rose_simulate.model.scenario import Nodes, Regime
 from rose_simulate.pages import page
 from rose_simulate.reading import read_scenario
 from rose_simulate.studies import SCENARIOS, STUDIES, main
-from rose_simulate.study import study
+from rose_simulate.study import Result, study
 from tests.simulate.worlds import MATERIAL, scenario
 
 
@@ -47,7 +48,7 @@ def test_a_page_of_many_scenarios_says_what_streaming_brings_and_how_often_it_is
         found.append(study(changed, MATERIAL, [0.5], lambda _one: None))
     text = page("rewards", "(x)", "Says.", found).text
     ours = [one.useful_tokens_per_s for one in found[0].outcomes if one.regime == Regime.OURS]
-    assert f"| r | 0.5 | {sum(ours) / 2:.0f} |" in text
+    assert f"| r | 0.5, 2 | {sum(ours) / 2:.0f} |" in text
     assert "(`rose-paper-dedicated`)" in text
     streamed = text.split("## A trainer that streams")[1]
     (row,) = [line for line in streamed.splitlines() if line.startswith("| r |")]
@@ -59,6 +60,39 @@ def test_a_page_of_many_scenarios_says_what_streaming_brings_and_how_often_it_is
     assert f"{ratio.mean:.2f} [" in row.split(" | ")[4]
     assert "A gain is shown in" in streamed
     assert "of 3 cells" in streamed
+
+
+def test_a_page_of_many_scenarios_tells_factors_apart_and_runs_that_made_nothing() -> None:
+    """The second factor was left out, and a run without a token ended the page."""
+    regimes = (Regime.FIXED, Regime.ROSE_PAPER_DEDICATED, Regime.OURS)
+    whole = study(scenario(seeds=(1,), regimes=regimes), MATERIAL, [0.5], lambda _one: None)
+
+    def at(factor: float, **more: float) -> Result:
+        """The same at another factor; ``more`` of each job."""
+        told = [
+            msgspec.structs.replace(
+                one,
+                slowdown=factor,
+                jobs=tuple(msgspec.structs.replace(job, **more) for job in one.jobs),
+            )
+            for one in whole.outcomes
+        ]
+        rows = (msgspec.structs.replace(one, slowdown=factor) for one in whole.rows)
+        return msgspec.structs.replace(whole, rows=tuple(rows), outcomes=tuple(told))
+
+    slower, idle = at(3.0), at(4.0, useful_tokens_per_s=0.0)
+    both = msgspec.structs.replace(
+        whole,
+        rows=whole.rows + slower.rows + idle.rows,
+        outcomes=whole.outcomes + slower.outcomes + idle.outcomes,
+    )
+    streams = msgspec.structs.replace(both, scenario=f"{both.scenario}-streams")
+    text = page("rewards", "(x)", "Says.", (both, streams)).text
+    table, streamed = text.split("## A trainer that streams")
+    assert all(f"| {both.scenario} | 0.5, {one} | " in table for one in (2, 3, 4))
+    assert f"| {both.scenario} | 0.5, 3 | 1.00 | 1.00 | 1.00 | " in streamed
+    assert f"| {both.scenario} | 0.5, 4 |  |  |  |  |" in streamed
+    assert "in 0 of 6 cells" in streamed
 
 
 def test_a_page_says_which_kind_of_work_went_to_which_kind_of_engine() -> None:
