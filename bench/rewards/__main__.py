@@ -31,7 +31,7 @@ def flags() -> argparse.ArgumentParser:
     add("--rewards", type=int, default=10_000, help="under kills; 0 leaves them out")
     add("--lines", type=int, default=10_000, help="of the batch; 0 leaves it out")
     add("--seconds", type=float, default=1800.0, help="simulated; 0 leaves virtual time out")
-    add("--seed", type=int, default=1, help="of what is killed, and of how busy workers are")
+    add("--seed", type=int, default=1, help="of everything but the steps")
     add("--step-seeds", type=int, nargs="+", default=[1, 2, 3], help="of what is added to a step")
     return parser
 

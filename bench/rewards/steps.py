@@ -1,7 +1,7 @@
 """What rewards that take time add to a training step, and what of it is which wait.
 
 The simulator plays the same job with rewards that take no time and with rewards that take
-``_REWARD_S``, paired by seed and over the rounds that both have. A step of a job is the sum of its
+``REWARD_S``, paired by seed and over the rounds that both have. A step of a job is the sum of its
 parts (``rose_simulate.model.job.StepParts``), so what is added is told by part, and not guessed.
 
 | a trainer | begins with a group | begins the next step's rollouts |

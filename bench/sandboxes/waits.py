@@ -170,7 +170,7 @@ def figures(found: dict[str, Tally], call: float, written: Sequence[Script]) -> 
     """What was measured, with the aims."""
     free, own, lost = (found[way] for way in WAYS)
     turns = sum(own.actions.values())
-    idle = sum(own.actions[False, action] for _, action in own.actions if _ is False)
+    idle = sum(count for (changes, _), count in own.actions.items() if not changes)
     told = own.actions[False, "none"]
     missed = own.actions[True, "none"]
     restores = sorted(lost.restoring)

@@ -87,7 +87,7 @@ def breakdown(
     threshold = None
     if factors is not None and bill.dedicated and own:
         # Without borrowing every token costs what a dedicated one does.
-        alone = factors.per_million[Tier.DEDICATED] * factors.total / factors.blended
+        alone = factors.per_million[Tier.DEDICATED] * factors.tokens / _MILLION
         threshold = factors.borrowed_threshold(alone)
     return CostBreakdown(
         bill=bill,
