@@ -54,7 +54,7 @@ def _unlent(
     world: PlanningPass, pool: Pool, replica: Replica, stop: Cause | None
 ) -> ReplicaDecision:
     found = world.verdicts[replica.uid]
-    if found.reason is Reason.INSUFFICIENT_MEMORY and pool.whole is not None:
+    if world.could_sleep(replica):
         return _left_awake(world, pool, replica, stop)
     if found.reason is not Reason.QUALIFIES:
         return found

@@ -85,18 +85,12 @@ class PlanningPass:
                 continue
             if self.verdicts[replica.uid].reason is Reason.QUALIFIES:
                 self._free[replica.pool][replica.uid] = replica
-            elif self._could_sleep(replica):
+            elif self.could_sleep(replica):
                 self._full[replica.pool][replica.uid] = replica
         self._sleepers: dict[str, set[PodUid]] = defaultdict(set)
         for slot in self.snapshot.slots:
             if slot.whole:
                 self._sleepers[slot.pool].add(slot.replica)
-
-    def _could_sleep(self, replica: Replica) -> bool:
-        """Only its memory speaks against lending it, and its owner lets it sleep for that."""
-        pool = self.pools.get(replica.pool)
-        full = self.verdicts[replica.uid].reason is Reason.INSUFFICIENT_MEMORY
-        return full and not replica.group and pool is not None and pool.whole is not None
 
     def _count(self, pool: str, node: str, replica: Replica | None, change: int) -> None:
         self.lent_on[pool, f"node/{node}"] += change
@@ -116,7 +110,7 @@ class PlanningPass:
             fit_since={
                 uid: old.fit_since.get(uid, self.now)
                 for uid, found in self.verdicts.items()
-                if found.reason is Reason.QUALIFIES or self._could_sleep(self.replicas[uid])
+                if found.reason is Reason.QUALIFIES or self.could_sleep(self.replicas[uid])
             },
             unfit_since={
                 slot.uid: old.unfit_since.get(slot.uid, self.now)
@@ -183,6 +177,12 @@ class PlanningPass:
     def sleepers(self, pool: str) -> frozenset[PodUid]:
         """Replicas of the pool that are lent whole, leaving ones included."""
         return frozenset(self._sleepers[pool])
+
+    def could_sleep(self, replica: Replica) -> bool:
+        """Only its memory speaks against lending it, and its owner lets it sleep for that."""
+        pool = self.pools.get(replica.pool)
+        full = self.verdicts[replica.uid].reason is Reason.INSUFFICIENT_MEMORY
+        return full and not replica.group and pool is not None and pool.whole is not None
 
     def awake(self, pool: str) -> int:
         """Replicas of the pool that serve, and go on serving after this pass."""

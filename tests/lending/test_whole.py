@@ -52,6 +52,14 @@ def test_in_a_trough_a_replica_without_memory_to_lend_is_lent_whole() -> None:
     assert not wholes(world(full(4), [WANTS], pools=[pool()]))
 
 
+def test_a_pod_of_a_group_never_sleeps_and_lacks_memory_all_the_same() -> None:
+    pods = [replace(one, group=f"s/chat/{one.uid}") for one in full(4)]
+    snapshot = world(pods, [WANTS], pools=[trough()])
+    assert not wholes(snapshot)
+    told = plan(snapshot, NOW).members["s/chat"]
+    assert {one.reason for one in told} == {Reason.INSUFFICIENT_MEMORY}
+
+
 def test_what_can_be_shared_is_lent_first_and_is_waited_for() -> None:
     shared = replica("s")
     snapshot = world([*full(3), shared], [replace(WANTS, max_slots=1)], pools=[trough()])
