@@ -158,8 +158,8 @@ class GroupStop:
     """How long after a request's arrival the last engine of a replica over several nodes stood.
 
     All of it is measured by the leader's clock, from the arrival until the follower's word that its
-    engines stand has come back. So both ways of the hop are in it: what the certificate's D takes
-    of it may be too large, and is never too small.
+    engines stand has come back. So both ways of the hop are in it: of engines that the leader knew
+    to compute, what the certificate's D takes may be too large, and is never too small.
 
     Attributes:
         arrival_ns: the request's.

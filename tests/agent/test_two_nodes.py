@@ -1,8 +1,8 @@
 """A replica over two nodes, with real guards, tap, engine host and permits, over a bad network.
 
 A permit's end is a promise to compute no longer. So what must hold is read there: after a fault
-none reaches further than 150 ms beyond it, whatever the test machine does meanwhile; and while the
-leader's engine has a request, the follower's permit is closed.
+none reaches further beyond it than a word is good for, whatever the test machine does meanwhile;
+and while the leader's engine has a request, the follower's permit is closed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from rose_core.guard.following import WORD_NS
 from tests.agent.node import tap_refusal
 from tests.agent.pair import MS, Pair, pair
 from tests.tap.net import link_refusal
@@ -27,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(bool(_REFUSAL), reason=_REFUSAL or "-"),
 ]
 
-PROMISE_NS = 150 * MS
+PROMISE_NS = WORD_NS + 10 * MS  # a signal arrives a moment after it was sent
 # From a request until its guards have heard, on a busy test machine.
 GRACE_NS = 500 * MS
 IDLE_CPU_SECONDS = 0.05

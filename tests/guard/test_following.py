@@ -24,7 +24,6 @@ from rose_core.telemetry.signal import ServingSignal
 from rose_core.wire.leading import Word
 from tests.guard.worlds import MS, NOW, S, facts
 
-PROMISE_NS = 150 * MS
 UNSEEN = ServingSignal(None, None)  # what a follower's own node sees of requests
 
 
@@ -200,7 +199,7 @@ class Network:
     def check(self) -> None:
         verdict = judge(facts(UNSEEN, following=self.state), GateLimits(), self.now_ns)
         if verdict.open:
-            assert max(self.given_ns) + PROMISE_NS > verdict.until_ns
+            assert verdict.until_ns <= max(self.given_ns) + WORD_NS
             assert verdict.until_ns <= self.now_ns + WORD_NS
 
 
