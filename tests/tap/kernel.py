@@ -50,10 +50,7 @@ class Kernel:
             ),
             _TEST.size,
         )
-        call = bpf_maps._CALLS[os.uname().machine]
-        if bpf_maps._libc.syscall(call, _TEST_RUN, attributes, _TEST.size):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        bpf_maps.call(_TEST_RUN, attributes)
         return int(struct.unpack_from("=I", attributes, _RESULT_AT)[0])
 
 

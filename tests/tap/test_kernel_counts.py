@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rose_agent.tap.kernel_counts import MOST, KernelCounts
-from rose_agent.tap.metrics import COUNTED
+from rose_agent.tap.metrics import COUNTED, NOT_ENTRUSTED
 from rose_agent.tap.packets import decode
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived, Ended, FirstToken, Progress, TapEvent
@@ -276,6 +276,7 @@ def test_a_full_map_leaves_streams_with_the_reader_and_a_closed_one_makes_room(
     program: Kernel,
 ) -> None:
     pair, sides, shown = Pair(program), [], []
+    refused = NOT_ENTRUSTED._value.get()
     for number in range(MOST + 1):
         side = Side((f"0a0000{number >> 8:02x}", 1000 + number % 256))
         sides.append(side)
@@ -285,6 +286,7 @@ def test_a_full_map_leaves_streams_with_the_reader_and_a_closed_one_makes_room(
             pair.rest()
     assert len(list(program.streams.all())) == MOST
     assert len(pair.waiting) == 0
+    assert NOT_ENTRUSTED._value.get() == refused + 2, "after its first token, and its second"
     end = sides[0].segment(to_server=False, flags=RST)
     for one in [end, *sides[-1].answers(event(3))]:
         pair.show(one)

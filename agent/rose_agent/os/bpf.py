@@ -176,4 +176,9 @@ def attach(tap: socket.socket, code: bytes) -> None:
     buffer = ctypes.create_string_buffer(code, len(code))
     record = struct.pack("HL", len(code) // 8, ctypes.addressof(buffer))
     tap.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, record)
+    lock(tap)
+
+
+def lock(tap: socket.socket) -> None:
+    """Keep the filter that it has for good."""
     tap.setsockopt(socket.SOL_SOCKET, SO_LOCK_FILTER, 1)

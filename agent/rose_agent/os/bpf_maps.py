@@ -14,13 +14,26 @@ import struct
 from collections.abc import Iterator
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_CALLS = {"x86_64": 321, "aarch64": 280}
+CALLS = {"x86_64": 321, "aarch64": 280}
+"""Numbers of the system call, by machine."""
 _LOOKUP, _UPDATE, _TAKE, _BATCH = 1, 2, 21, 24
 COMMANDS = frozenset({_LOOKUP, _UPDATE, _TAKE, _BATCH})
 """What is done with a map here, for a filter of system calls that allows nothing else."""
 _ELEMENT = struct.Struct("=IIQQQ")
 _MANY = struct.Struct("=QQQQIIQQ")
 _COUNT_AT = 32  # offset of the number of entries in ``_MANY``
+
+
+def call(command: int, attributes: ctypes.Array[ctypes.c_char]) -> None:
+    """The system call; what it answers it writes into ``attributes``.
+
+    Raises:
+        OSError: the kernel refuses, or the machine is unknown.
+    """
+    number = CALLS.get(platform.machine(), -1)
+    if _libc.syscall(number, command, attributes, len(attributes)):
+        error = ctypes.get_errno()
+        raise OSError(error, f"bpf: {os.strerror(error)}")
 
 
 class HashMap:
@@ -35,7 +48,6 @@ class HashMap:
 
     def __init__(self, descriptor: int, key: int, value: int, most: int) -> None:
         self._descriptor = descriptor
-        self._call = _CALLS.get(platform.machine(), -1)
         self._key = ctypes.create_string_buffer(key)
         self._value = ctypes.create_string_buffer(value)
         self._most = most
@@ -88,7 +100,7 @@ class HashMap:
             ),
             _MANY.size,
         )
-        self._ask(_BATCH, attributes, _MANY.size)
+        _ask(_BATCH, attributes)
         (found,) = struct.unpack_from("=I", attributes, _COUNT_AT)
         key, value = len(self._key), len(self._value)
         keys, values = self._keys.raw[: found * key], self._values.raw[: found * value]
@@ -104,14 +116,16 @@ class HashMap:
             ),
             _ELEMENT.size,
         )
-        return self._ask(command, attributes, _ELEMENT.size)
+        return _ask(command, attributes)
 
-    def _ask(self, command: int, attributes: ctypes.Array[ctypes.c_char], size: int) -> bool:
-        if _libc.syscall(self._call, command, attributes, size) == 0:
-            return True
-        number = ctypes.get_errno()
+
+def _ask(command: int, attributes: ctypes.Array[ctypes.c_char]) -> bool:
+    try:
+        call(command, attributes)
+    except OSError as error:
         # No such entry (or, of a batch: no more), no room, none for the moment: the kernel makes
         # entries in a context in which it cannot wait for memory.
-        if number in {errno.ENOENT, errno.E2BIG, errno.ENOMEM}:
+        if error.errno in {errno.ENOENT, errno.E2BIG, errno.ENOMEM}:
             return False
-        raise OSError(number, f"bpf: {os.strerror(number)}")
+        raise
+    return True

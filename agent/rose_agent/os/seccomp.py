@@ -13,17 +13,17 @@ import logging
 import platform
 import socket
 
-from rose_agent.os import bpf, kernel
+from rose_agent.os import bpf, bpf_maps, kernel
 
 _log = logging.getLogger(__name__)
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 _LD_W, _JEQ, _JGE, _RET = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # SECCOMP_RET_ERRNO with EPERM
 _X32 = 0x40000000
-# AUDIT_ARCH, and the numbers of: socket; bpf; execve, execveat, ptrace, process_vm_readv, _writev.
+# AUDIT_ARCH, and the numbers of: socket; execve, execveat, ptrace, process_vm_readv, _writev.
 _MACHINES = {
-    "x86_64": (0xC000003E, 41, 321, (59, 322, 101, 310, 311)),
-    "aarch64": (0xC00000B7, 198, 280, (221, 281, 117, 270, 271)),
+    "x86_64": (0xC000003E, 41, (59, 322, 101, 310, 311)),
+    "aarch64": (0xC00000B7, 198, (221, 281, 117, 270, 271)),
 }
 OPENER = frozenset({socket.AF_UNIX, socket.AF_PACKET, socket.AF_NETLINK})
 PARSER = frozenset({socket.AF_UNIX})
@@ -42,7 +42,7 @@ def program(families: frozenset[int], machine: str, commands: frozenset[int] | N
     Raises:
         KeyError: the machine's system call numbers are not known.
     """
-    architecture, make_socket, use_bpf, refused = _MACHINES[machine]
+    architecture, make_socket, refused = _MACHINES[machine]
     of_bpf: list[bpf.Line] = [
         (_LD_W, _FIRST_ARGUMENT),
         *(bpf.Jump(_JEQ, command, "allow", "") for command in sorted(commands or ())),
@@ -55,7 +55,7 @@ def program(families: frozenset[int], machine: str, commands: frozenset[int] | N
             (_LD_W, _NUMBER),
             bpf.Jump(_JGE, _X32, "refuse", ""),
             *(bpf.Jump(_JEQ, number, "refuse", "") for number in refused),
-            bpf.Jump(_JEQ, use_bpf, "bpf", ""),
+            bpf.Jump(_JEQ, bpf_maps.CALLS[machine], "bpf", ""),
             bpf.Jump(_JEQ, make_socket, "", "allow"),
             (_LD_W, _FIRST_ARGUMENT),
             *(bpf.Jump(_JEQ, family, "allow", "") for family in sorted(families)),

@@ -71,6 +71,7 @@ class KernelCounts:
         self.doubtful = False
         """Something was counted twice or not at all since this was last set to False."""
         self._stopped = False
+        self._counted = 0  # since the metric was told
 
     def feed(self, segment: Segment) -> list[TapEvent]:
         """Take a segment that the kernel passed.
@@ -83,9 +84,7 @@ class KernelCounts:
         if stream is None:
             events = self._tracker.feed(segment)
         else:
-            before = stream.tokens
             events = self._take(stream, self._map.get(key))
-            metrics.COUNTED.inc(stream.tokens - before)
             events += self._tracker.feed(segment)
             if self._tracker.position(stream.client) != stream.position:
                 self._withdraw(key, stream)
@@ -126,19 +125,16 @@ class KernelCounts:
             OSError: the kernel does not answer.
         """
         events: list[TapEvent] = []
-        counted = 0
         for key, value in self._map.all() if self._streams else ():
             stream = self._streams.get(key)
             if stream is None:
                 continue
-            before = stream.tokens
             told = self._take(stream, value)
             events += told
-            counted += stream.tokens - before
             # Given up, as silent or because there are too many: the reader has to see what comes.
             if not told and self._tracker.position(stream.client) is None:
                 self._withdraw(key, stream)
-        metrics.COUNTED.inc(counted)
+        self._note_counted()
         for client in [one for one in self._fruitless if self._tracker.position(one) is None]:
             del self._fruitless[client]
         return events
@@ -150,12 +146,9 @@ class KernelCounts:
             OSError: the kernel does not answer.
         """
         events: list[TapEvent] = []
-        counted = 0
         for key, stream in self._streams.items():
-            before = stream.tokens
             events += self._take(stream, self._map.take(key))
-            counted += stream.tokens - before
-        metrics.COUNTED.inc(counted)
+        self._note_counted()
         self._streams.clear()
         self._next.clear()
         self._stopped = True
@@ -182,9 +175,14 @@ class KernelCounts:
             tokens=tokens - stream.tokens,
             each=size / of_tokens if of_tokens else 0.0,
         )
+        self._counted += tokens - stream.tokens
         stream.position, stream.tokens = until, tokens
         self.doubtful |= events is None
         return events or []
+
+    def _note_counted(self) -> None:
+        metrics.COUNTED.inc(self._counted)
+        self._counted = 0
 
     def _withdraw(self, key: bytes, stream: _Stream) -> None:
         del self._streams[key]

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose_agent.errors import NoKernelCounts
+from rose_agent.os import bpf
 
 FOLDER = Path(sys.prefix) / "bpf"
 """With ``tokens.o`` and, where the system has none of its own, ``libbpf.so.1``."""
-SO_ATTACH_BPF, SO_LOCK_FILTER = 50, 44
+SO_ATTACH_BPF = 50
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Program:
             tap.setsockopt(socket.SOL_SOCKET, SO_ATTACH_BPF, self.program)
         except OSError as error:
             raise NoKernelCounts(f"the kernel refuses it as a filter: {error}") from error
-        tap.setsockopt(socket.SOL_SOCKET, SO_LOCK_FILTER, 1)
+        bpf.lock(tap)
 
 
 @contextmanager
