@@ -41,8 +41,10 @@ from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
 from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import (
     EngineSpec,
+    FollowerPod,
     Grant,
     PoolPolicy,
+    ReplicaGroup,
     SignalSource,
     SyncReply,
     WeightSource,
@@ -190,13 +192,17 @@ async def test_short_chunks_reach_the_permit_of_an_engine_that_can_cut_them(
         for chunk_divisor, seconds in zip(CHUNK_DIVISORS, (0.06, 0.02), strict=True):
             envelope.note_stop(seconds, chunk_divisor)
     limited = msgspec.structs.replace(POLICY, ttft_milliseconds=400)
-    made.on_reply(SyncReply(1, True, (GRANT,), (limited,)), time.monotonic())
-    assert is_open(permit)
-    assert permit.chunk_divisor == CHUNK_DIVISORS[-1]
+    follower = FollowerPod(PodUid("follower"), "elsewhere")
+    group = ReplicaGroup(POD, "node", "127.0.0.1:1", (follower,))
     spread = msgspec.structs.replace(GRANT, engine=EngineSpec("fake", "m", ranks=2))
-    made.on_reply(SyncReply(1, True, (spread,), (limited,)), time.monotonic())
-    assert not is_open(permit), "its ranks keep whole chunks, which stop too late"
-    assert made._verdicts[POD].reason is GateReason.NOT_CERTIFIED
+    for grant, groups in ((GRANT, (group,)), (spread, ())):
+        made.on_reply(SyncReply(1, True, (GRANT,), (limited,)), time.monotonic())
+        assert is_open(permit)
+        assert permit.chunk_divisor == CHUNK_DIVISORS[-1]
+        told = SyncReply(1, True, (grant,), (limited,), groups=groups)
+        made.on_reply(told, time.monotonic())
+        assert not is_open(permit), "other nodes' engines, or its ranks, keep whole chunks"
+        assert made._verdicts[POD].reason is GateReason.NOT_CERTIFIED
 
 
 async def test_the_owners_share_of_a_second_closes_the_permit_of_an_idle_replica(

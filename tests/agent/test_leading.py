@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from rose_agent.guard import followerlink
 from rose_agent.guard.followerlink import Beside, FollowerLink
 from rose_agent.guard.leading import Leading
+from rose_agent.metrics import REGISTRY
 from rose_core.guard.certificate import FIRST_STOP_S
 from rose_core.guard.following import LOST_STOP_NS, STOP_WAIT_NS
 from rose_core.guard.gate import GateVerdict
@@ -187,6 +189,20 @@ async def test_a_stop_counts_until_the_follower_says_that_it_stands(town: Town) 
     assert not town.leading.takes_stop(LEADER, 5 * MS)
 
 
+async def test_an_opened_gate_is_asked_for_and_told_of_without_waiting_for_the_next_question(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followerlink, "ASK_NS", 10**12)
+    monkeypatch.setattr(followerlink, "_SILENT_SECONDS", 1e3)
+    town.verdict = SHUT
+    async with town.follows(lambda: Beside(lent=True, computing=link.state.is_open)) as link:
+        await until(lambda: link.state.reason is GateReason.SERVING_BUSY)
+        town.verdict = OPEN
+        town.leading.note(LEADER, OPEN, 0, own=False)
+        await until(lambda: link.state.is_open)
+        await until(lambda: town.leading.computing_until_ns(LEADER) > town.now_ns)
+
+
 async def test_a_follower_that_is_lost_counts_as_what_any_death_may_take(town: Town) -> None:
     computing = Beside(lent=True, computing=True)
     async with town.follows(lambda: computing):
@@ -198,6 +214,16 @@ async def test_a_follower_that_is_lost_counts_as_what_any_death_may_take(town: T
     town.leading.note(LEADER, SHUT, 0, own=False)
     assert town.stops == [(LEADER, LOST_STOP_NS)]
     await until(lambda: not town.leading.lent(LEADER))
+
+
+def word_age() -> float | None:
+    """As the follower's guard shows it."""
+    return REGISTRY.get_sample_value("rose_guard_leader_word_age_seconds", {"replica": "pod"})
+
+
+def is_known() -> bool:
+    """Whether the follower's guard shows its replica's state as known."""
+    return bool(REGISTRY.get_sample_value("rose_guard_signal_known", {"pod": "pod"}))
 
 
 async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
@@ -220,9 +246,13 @@ async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
             guard.step_all()
             return guard.slots[test_guard.KEY.uid].verdict.reason
 
+        guard.on_tap_lost(time.monotonic_ns())
         assert reason() is GateReason.LEADER_SILENT
+        assert is_known(), "nothing on its own node has to say what it does"
+        assert (dict(guard.tap._watches), dict(guard.pollers)) == ({}, {}), "nor is asked"
         tell(town.group())
         await until(lambda: permit.until_ns > 0)
+        assert word_age() is not None
         guard.on_reply(SyncReply(1, False), time.monotonic())  # an operator that has just begun
         since_ns = permit.until_ns
         await until(lambda: permit.until_ns > since_ns)
@@ -235,6 +265,7 @@ async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
         await until(lambda: permit.until_ns > 0)
         tell()
         assert (permit.until_ns, reason()) == (0, GateReason.LEADER_SILENT)
+        assert word_age() is None
 
 
 async def test_what_computes_beside_a_follower_counts_as_beside_the_leader(

@@ -72,6 +72,20 @@ async def test_a_group_lends_nothing_while_one_of_its_pods_is_not_ready() -> Non
     assert bench.slots() == []
 
 
+async def test_a_group_lends_nothing_while_its_leaders_node_is_silent() -> None:
+    bench = lending()
+    ask(bench, Kind.LEASE, "grpo", "why")
+    report(bench, pod("a", 0), pod("b", 1, **BLIND))
+    bench.now += 20.0  # more than a report may be old, and less than makes it forgotten
+    follower = SyncRequest("n2", "t", 0, (pod("b", 1, **BLIND),), guard="10.0.0.2:7448")
+    bench.telemetry.record(follower, bench.now)
+    await bench.turn(2)
+    assert bench.slots() == []
+    found = explanation(bench, Kind.LEASE, "grpo")
+    assert found is not None
+    assert {one["reason"] for one in found["verdicts"]} == {Reason.TELEMETRY_STALE}
+
+
 async def test_a_guard_that_may_be_asked_from_now_on_makes_its_group_whole_at_once() -> None:
     bench = lending()
     for guard, whole in (("", False), ("10.0.0.2:7448", True)):
@@ -80,6 +94,13 @@ async def test_a_guard_that_may_be_asked_from_now_on_makes_its_group_whole_at_on
         bench.telemetry.record(leader, bench.now)
         assert bench.telemetry.record(late, bench.now), "it matters at once"
         assert bool(bench.telemetry.groups_on("n1")) is whole
+
+
+async def test_a_pod_whose_place_is_told_from_now_on_makes_its_group_whole_at_once() -> None:
+    bench = lending()
+    for place in (None, GroupPlace("llama/0", 1, 2)):
+        report(bench, pod("a", 0), replica("default/chat", "b", place=place, **BLIND))
+        assert bool(bench.telemetry.groups_on("n1")) is (place is not None)
 
 
 async def test_a_group_without_its_leader_lends_nothing_and_says_what_is_missing() -> None:

@@ -167,6 +167,17 @@ async def test_a_connection_too_many_is_503(stage: Make) -> None:
                 found = await status()
 
 
+async def test_a_router_that_ends_hangs_up_on_who_said_nothing(stage: Make) -> None:
+    async with stage() as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        async with s.http.get(s.url + "/health") as reply:  # taken after the other one was
+            assert reply.status == 200
+    async with asyncio.timeout(30):
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+    writer.close()
+
+
 async def test_who_says_nothing_shuts_nobody_out(stage: Make) -> None:
     async with stage(limits=ConnectionLimits(connections=8)) as s:
         held = [await _asked(s.router.http_port) for _ in range(4)]
