@@ -39,9 +39,11 @@ import uvloop
 
 from bench.record import Figure, figure, record
 from bench.router.routes import Route, process, rose, stub
-from rose_core.api.rolloutlease import LeaseSpec, RouterSettings
-from rose_core.rollouts.router_size import RouterSize, size_of
+from rose_core.api import RolloutLease
+from rose_core.rollouts.router_size import RouterSize
 from rose_core.stats import paired_ratio, quantile
+from rose_operator.apply import routers
+from tests.api.objects import LEASE, changed
 
 MIB = 1 << 20
 _PAST_SECONDS = 1.0
@@ -197,14 +199,8 @@ def peak(route: Route) -> int:
 
 def _size(given: argparse.Namespace) -> RouterSize:
     """What the operator gives the router of such a lease."""
-    turns = LeaseSpec.model_fields["max_trajectories_per_slot"].default
-    waiting = RouterSettings.model_fields["queue_limit"].default
-    return size_of(
-        context_tokens=given.context_tokens,
-        turns=given.slots * turns,
-        waiting=waiting,
-        replicas=1,
-    )
+    wanted = {"spec.contextTokens": given.context_tokens, "spec.slots.max": given.slots}
+    return routers.size(RolloutLease.model_validate(changed(LEASE, wanted)), None)
 
 
 async def measure(given: argparse.Namespace) -> list[Figure]:

@@ -12,11 +12,11 @@ import sys
 import time
 from dataclasses import dataclass
 
-from bench.tap.traffic import _BODY, _CHUNK, _HEAD
+from bench.tap.traffic import CHUNK, HEAD, post
 from rose_agent.os import kernel
 from tests.tap.inside import loopback_up
 
-_REQUEST = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(_BODY)}\r\n\r\n".encode()
+_REQUEST = post("/generate")
 _END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 _DRAIN_EVERY = 20  # tokens: less than the buffers hold
 
@@ -38,10 +38,10 @@ def _connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
 
 def _step(stream: _Stream, tokens: int) -> None:
     if stream.token == 0:
-        stream.client.sendall(_REQUEST + _BODY)
+        stream.client.sendall(_REQUEST)
         stream.server.recv(65536)
-        stream.server.sendall(_HEAD)
-    stream.server.sendall(_CHUNK)
+        stream.server.sendall(HEAD)
+    stream.server.sendall(CHUNK)
     stream.token += 1
     if stream.token == tokens:
         stream.server.sendall(_END)

@@ -15,11 +15,17 @@ from dataclasses import asdict, dataclass
 from rose_agent.os import kernel
 from tests.tap.inside import loopback_up
 
-_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 _EVENT = b'data: {"text":"' + b"x" * 120 + b'"}\n\n'
-_CHUNK = b"%x\r\n" % len(_EVENT) + _EVENT + b"\r\n"
+CHUNK = b"%x\r\n" % len(_EVENT) + _EVENT + b"\r\n"
 _PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
-_BODY = b'{"text":"' + b"y" * 400 + b'"}'
+BODY = b'{"text":"' + b"y" * 400 + b'"}'
+
+
+def post(path: str) -> bytes:
+    """A request."""
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n"
+    return head.encode() + BODY
 
 
 @dataclass
@@ -56,17 +62,17 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     try:
         while True:
             head = await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(len(_BODY))
+            await reader.readexactly(len(BODY))
             _, kind, _, tokens, micros = head.split(b" ", 2)[1].decode().split("/")
             if kind == "plain":
                 writer.write(_PLAIN)
                 break
-            writer.write(_HEAD)
+            writer.write(HEAD)
             due = time.monotonic()
             for _ in range(int(tokens)):
                 due += int(micros) / 1e6
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
-                writer.write(_CHUNK)
+                writer.write(CHUNK)
             writer.write(b"0\r\n\r\n")
     except (asyncio.IncompleteReadError, ConnectionError):
         pass
@@ -77,9 +83,8 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 async def _ask(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, end: bytes
 ) -> Seen:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(_BODY)}\r\n\r\n".encode()
     seen = Seen(path, time.monotonic_ns(), 0, 0, 0)
-    writer.write(head + _BODY)
+    writer.write(post(path))
     tail = b""
     while not tail.endswith(end):
         data = await reader.read(65536)
