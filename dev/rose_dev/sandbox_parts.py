@@ -273,14 +273,13 @@ def compile_bpf(source: Path, folder: Path, target: Path) -> None:
     )
 
 
-def main() -> int:
-    """Install, or say which part is skipped and why."""
+def provide(what: str, install: Callable[[Path], Path]) -> None:
+    """Install into the cache, or say that it is skipped and why: what needs it skips, too."""
     try:
         print(install(cache_folder()))
     except Impossible as error:
-        print(f"SKIPPED sandbox parts: {error}", file=sys.stderr)
-    return 0
+        print(f"SKIPPED {what}: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    provide("sandbox parts", install)

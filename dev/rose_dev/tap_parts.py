@@ -8,13 +8,12 @@ one, unpacked into ``$ROSE_CACHE/tap``. Where it cannot be had the tap reads pac
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import rose_agent.tap
 from rose_agent.tap.kernel_program import FOLDER
-from rose_dev.environments import cache_folder, say
-from rose_dev.sandbox_parts import NEWER, Impossible, Packages, compile_bpf, put_clang, put_libbpf
+from rose_dev.environments import say
+from rose_dev.sandbox_parts import NEWER, Packages, compile_bpf, provide, put_clang, put_libbpf
 
 
 def install(cache: Path) -> Path:
@@ -23,8 +22,9 @@ def install(cache: Path) -> Path:
     Raises:
         Impossible: there is no compiler and none can be had.
     """
-    tools = cache / "sandbox"
-    if not (tools / "bpf" / "clang").exists():
+    places = (cache / "sandbox", cache / "tap")
+    tools = next((one for one in places if (one / "bpf" / "clang").exists()), None)
+    if tools is None:
         tools = cache / "tap"
         _fetch(tools)
     FOLDER.mkdir(exist_ok=True)
@@ -35,8 +35,6 @@ def install(cache: Path) -> Path:
 
 
 def _fetch(tools: Path) -> None:
-    if (tools / "bpf" / "clang").exists():
-        return
     say(f"tap: clang ({NEWER}) and libbpf")
     (tools / "bpf").mkdir(parents=True, exist_ok=True)
     own, newer = Packages(tools / "own", None), Packages(tools / "newer", NEWER)
@@ -48,14 +46,5 @@ def _fetch(tools: Path) -> None:
     put_clang(newer, tools)
 
 
-def main() -> int:
-    """Install, or say why not."""
-    try:
-        print(install(cache_folder()))
-    except Impossible as error:
-        print(f"SKIPPED the tap's program in the kernel: {error}", file=sys.stderr)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    provide("the tap's program in the kernel", install)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
@@ -181,29 +182,19 @@ class ConnectionLimiter:
         """A whole request head has come over it: from now on aiohttp's keep-alive watches it."""
         self._silent.pop(cast("asyncio.Transport", transport), None)
 
-    def close_silent(self) -> int:
-        """Close those that have not sent a whole request head in time; their number."""
-        limit = self.clock - self._limits.head_seconds
-        late = itertools.takewhile(lambda one: one[1].opened < limit, self._silent.items())
-        return self._close([transport for transport, _ in late])
-
-    def close_all_silent(self) -> None:
+    def close_silent(self, opened_before: float = math.inf) -> None:
         """Close those that sent no whole request head: aiohttp knows only of the others."""
-        self._close(list(self._silent))
-
-    @staticmethod
-    def _close(transports: list[asyncio.Transport]) -> int:
-        for transport in transports:
+        late = itertools.takewhile(lambda one: one[1].opened < opened_before, self._silent.items())
+        for transport, _ in list(late):
             transport.abort()
-        return len(transports)
 
     async def watch(self) -> None:
-        """Close silent ones until cancelled."""
+        """Close those that are silent for too long until cancelled."""
         step = min(1.0, self._limits.head_seconds / 4)
         while True:
             await asyncio.sleep(step)
             self.clock += step
-            self.close_silent()
+            self.close_silent(opened_before=self.clock - self._limits.head_seconds)
 
 
 class Certificate:
@@ -300,4 +291,4 @@ async def listening(
     finally:
         watch.cancel()
         listener.close()
-        doors.close_all_silent()
+        doors.close_silent()

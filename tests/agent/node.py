@@ -77,15 +77,13 @@ class FakeOperator:
         self.arguments = {"token-seconds": "0.002"}
         self.others: tuple[PoolPolicy, ...] = ()
         self.requests: list[SyncRequest] = []
-        self.port = 0
         self.address = ""
         self._server = Server()
         self._server.unary(SYNC, self._sync)
         self._server.server_stream(NOTICES, self._notices)
 
     async def start(self) -> None:
-        self.port = await self._server.start("127.0.0.1:0")
-        self.address = f"127.0.0.1:{self.port}"
+        self.address = f"127.0.0.1:{await self._server.start('127.0.0.1:0')}"
 
     async def stop(self) -> None:
         await self._server.stop(0)
