@@ -1,13 +1,17 @@
 """What a plugin needs in an engine of others: whether functions are there, and a word on leaving.
 
-Standard library only: it is imported inside engines. Next step: ``sglang.plugin``, ``vllm.plugin``.
+Next step: ``sglang.plugin`` and ``vllm.plugin`` hook them; the two ``launch`` start no engine
+without its plugin.
 """
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import sys
 from collections.abc import Iterable
+
+from rose_engines.launch import PERMIT_VARIABLE, SOCKET_VARIABLE
 
 
 def exists(target: str) -> bool:
@@ -30,6 +34,21 @@ def require(targets: Iterable[str], engine: str, supported: str) -> None:
         if not exists(target):
             refuse(f"this {engine} has no {target}; the plugin supports {supported}")
             raise SystemExit(3)
+
+
+def check_loaded(loaded: bool, engine: str) -> None:
+    """End a launcher whose engine has not loaded the plugin: it could not be stopped.
+
+    Args:
+        loaded: it has.
+        engine: its name.
+
+    Raises:
+        SystemExit: it has not, and the environment names a permit or a control socket.
+    """
+    if not loaded and any(map(os.environ.get, (PERMIT_VARIABLE, SOCKET_VARIABLE))):
+        refuse(f"{engine} did not load ROSE's plugin; the engine is not started")
+        raise SystemExit(3)
 
 
 def refuse(reason: str) -> None:

@@ -64,8 +64,7 @@ class Fleet:
 
     def written(self) -> int:
         """Tokens of the turn that runs."""
-        legs = [leg for one in self.router.service.fleet for leg in one.legs.values()]
-        return sum(leg.tokens for leg in legs)
+        return written(self.router)
 
     async def judge(self, out: list[int], versions: list[str], base: list[int]) -> None:
         """Every token is one that its own version samples after those before it."""
@@ -130,6 +129,11 @@ async def before_two(
     ):
         await until(lambda: len(router.service.fleet) == 2)
         yield router, http, (first, second)
+
+
+def written(router: RunningRouter) -> int:
+    """Tokens of the turns that run."""
+    return sum(leg.tokens for one in router.service.fleet for leg in one.legs.values())
 
 
 def weights_of(model: Path) -> dict[str, torch.Tensor]:

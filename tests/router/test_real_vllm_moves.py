@@ -16,7 +16,7 @@ from rose_dev.vllm_testing import start_vllm
 from rose_dev.waiting import until
 from rose_router.main import RunningRouter
 from tests.router.pushing import json_of
-from tests.router.real_fleet import before_two
+from tests.router.real_fleet import before_two, written
 from tests.router.test_real_engines import PROMPT, VERSION
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio]
@@ -46,11 +46,7 @@ async def moved_once(
     first, second = owners
     url = f"http://127.0.0.1:{router.http_port}/generate"
     asked = asyncio.create_task(json_of(http.post(url, json=turn())))
-
-    def written() -> int:
-        return sum(leg.tokens for one in router.service.fleet for leg in one.legs.values())
-
-    await until(lambda: written() > 20)
+    await until(lambda: written(router) > 20)
     second.say(gate_open=True)
     first.say(gate_open=False, leaving=True)
     return await asked

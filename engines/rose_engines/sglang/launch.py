@@ -18,7 +18,7 @@ import os
 import sys
 
 from rose_engines.exposed_routes import KEY_VARIABLE, RouteFilter
-from rose_engines.launch import PERMIT_VARIABLE, SOCKET_VARIABLE
+from rose_engines.hooks import check_loaded
 
 
 def on_cpu(argv: list[str]) -> bool:
@@ -59,10 +59,7 @@ def main(argv: list[str]) -> int:
     from rose_engines.sglang import plugin  # noqa: PLC0415
 
     load_plugins()
-    wanted = any(os.environ.get(name) for name in (PERMIT_VARIABLE, SOCKET_VARIABLE))
-    if wanted and not plugin.registered():
-        sys.stderr.write("rose: SGLang did not load ROSE's plugin; the engine is not started\n")
-        return 3
+    check_loaded(plugin.registered(), "SGLang")
     key = os.environ.pop(KEY_VARIABLE, "")  # the engine's children have no business with it
     if key:
         from sglang.srt.entrypoints.http_server import app  # noqa: PLC0415

@@ -12,7 +12,7 @@ import os
 import sys
 
 from rose_engines.exposed_routes import KEY_VARIABLE
-from rose_engines.launch import PERMIT_VARIABLE, SOCKET_VARIABLE
+from rose_engines.hooks import check_loaded
 
 
 def main() -> int:
@@ -23,10 +23,7 @@ def main() -> int:
     from rose_engines.vllm import plugin, turns  # noqa: PLC0415
 
     load_general_plugins()
-    wanted = any(os.environ.get(name) for name in (PERMIT_VARIABLE, SOCKET_VARIABLE))
-    if wanted and not plugin.registered():
-        sys.stderr.write("rose: vLLM did not load ROSE's plugin; the engine is not started\n")
-        return 3
+    check_loaded(plugin.registered(), "vLLM")
     turns.TurnRoutes.key = os.environ.pop(KEY_VARIABLE, "")  # children have no business with it
     serve()
     return 0
