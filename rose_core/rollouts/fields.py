@@ -306,11 +306,12 @@ def check_within(
     _check_ids(prompt, sampling, request, bounds.vocabulary)
 
 
-def check_context(tokens: int, bounds: Bounds) -> None:
+def check_context(tokens: int, bounds: Bounds, *, at_least: bool = False) -> None:
     """Raises ``UnsafeTurn`` where a prompt of so many tokens leaves no room for an answer."""
     if bounds.context and tokens >= bounds.context:
+        count = f"at least {tokens}" if at_least else tokens
         message = (
-            f"the prompt has {tokens} tokens, and the context {bounds.context}: it must leave "
+            f"the prompt has {count} tokens, and the context {bounds.context}: it must leave "
             "room for an answer (spec.contextTokens of the lease)"
         )
         raise UnsafeTurn(message)

@@ -193,6 +193,7 @@ async def running(
             handler_cancellation=True,
             max_line_size=HEAD_BYTES,
             max_field_size=HEAD_BYTES,
+            lingering_time=0.0,  # ``pass_by`` does it
         )
         await runner.setup()
         if runner.server is None:

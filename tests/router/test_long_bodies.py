@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
-from rose_core.rollouts.fields import Bounds
+from rose_core.rollouts.fields import NOTHING_SAID, Bounds
 from rose_router.engines.engine_client import _encoded
 from rose_router.errors import TooLarge
 from rose_router.http import bodies
@@ -29,11 +29,10 @@ from rose_router.http.bodies import (
     BODY_SECONDS,
     LARGE_BODIES,
     MOST_HISTORY,
+    BodyShape,
     LargeBodies,
     _begins_with_text,
-    _check_objects,
     _in_slices,
-    _long_numbers,
     json_object,
     read_body,
 )
@@ -48,13 +47,26 @@ pytestmark = pytest.mark.asyncio
 Staging = Callable[..., AbstractAsyncContextManager[Stage]]
 IDS = list(range(100_000, 180_000))
 LONG = json.dumps(IDS)
-UNPACED = LoopShare(1.0, 60.0)
 
 
 def unpaced() -> LargeBodies:
     made = LargeBodies()
-    made.slices = UNPACED
+    made.slices = LoopShare(1.0, 60.0)
     return made
+
+
+def shape_of(raw: bytes, width: int = 1 << 16, bounds: Bounds = NOTHING_SAID) -> BodyShape:
+    """Of a body that comes in pieces of so many bytes."""
+    shape = BodyShape(lambda: bounds)
+    for place in range(0, len(raw), width):
+        shape.feed(raw[place : place + width])
+    return shape
+
+
+async def in_slices(raw: bytes, large: LargeBodies) -> dict[str, Any] | None:
+    """As ``read_body`` does; ``None`` where it decodes the body whole."""
+    numbers = shape_of(raw).numbers
+    return await _in_slices(raw, numbers, large) if numbers else None
 
 
 @pytest.mark.parametrize(
@@ -68,7 +80,7 @@ def unpaced() -> LargeBodies:
     ],
 )
 async def test_a_list_of_ids_is_read_in_slices(body: str) -> None:
-    assert await _in_slices(body.encode(), unpaced()) == json.loads(body)
+    assert await in_slices(body.encode(), unpaced()) == json.loads(body)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +104,7 @@ async def test_a_list_of_ids_is_read_in_slices(body: str) -> None:
     ],
 )
 async def test_what_is_unusual_is_read_whole_and_never_as_something_else(body: str) -> None:
-    assert await _in_slices(body.encode(), unpaced()) is None
+    assert await in_slices(body.encode(), unpaced()) is None
 
 
 async def test_other_work_goes_on_between_slices() -> None:
@@ -106,7 +118,7 @@ async def test_other_work_goes_on_between_slices() -> None:
 
     working = asyncio.create_task(work())
     raw = msgspec.json.encode({"input_ids": IDS * 4})
-    assert await _in_slices(raw, unpaced()) == json_object(raw)
+    assert await in_slices(raw, unpaced()) == json_object(raw)
     working.cancel()
     assert done >= len(raw) // (1 << 16)
 
@@ -124,18 +136,27 @@ async def test_bodies_that_come_all_the_time_have_a_share_of_the_loop() -> None:
     large = LargeBodies()
     large.slices = Counted(1.0, 1.0)
     began = asyncio.get_running_loop().time()
-    await asyncio.gather(*(_in_slices(raw, large) for _ in range(8)))
+    await asyncio.gather(*(in_slices(raw, large) for _ in range(8)))
     took = asyncio.get_running_loop().time() - began
     assert took >= (sum(paid) - 0.01) * 8 * 0.99
     assert took >= 2 * sum(paid)
 
 
-async def test_a_prompt_beyond_the_context_is_refused_before_it_is_decoded() -> None:
-    large = LargeBodies(lambda: Bounds(context=4096))
-    with pytest.raises(UnsafeTurn, match="the prompt has 80000 tokens, and the context 4096"):
-        await _in_slices(json.dumps({"input_ids": IDS}).encode(), large)
-    assert large.slices.charge(0.0, now=0.0) == 0
-    assert await _in_slices(json.dumps({"tokens": IDS}).encode(), large) == {"tokens": IDS}
+@pytest.mark.parametrize("width", [1 << 16, 1000, 7])
+async def test_a_prompt_beyond_the_context_is_refused_when_that_has_come(
+    width: int,
+) -> None:
+    raw, bounds = json.dumps({"input_ids": IDS}).encode(), Bounds(context=70_000)
+    refused = r"the prompt has at least 7\d{4} tokens, and the context 70000"
+    enough = raw[: 8 * 70_000 + (1 << 16)]
+    with pytest.raises(UnsafeTurn, match=refused):
+        shape_of(enough, width, bounds)
+    shape_of(raw[: 8 * 69_990], width, bounds)
+
+
+async def test_what_is_no_prompt_may_be_longer_than_the_context() -> None:
+    raw = json.dumps({"tokens": IDS}).encode()
+    assert shape_of(raw, bounds=Bounds(context=4096)).numbers is not None
 
 
 @pytest.mark.parametrize(
@@ -161,9 +182,9 @@ async def test_more_objects_than_any_request_needs_are_refused_before_they_are_m
 async def test_brackets_in_texts_are_no_objects() -> None:
     code = json.dumps([{"content": 'x = {"a": [1]}; ' * 150_000}, "\\", '"{'] + [[]] * 1000)
     assert code.count("{") + code.count("[") > 200_000
-    await _check_objects(code.encode(), UNPACED)
+    shape_of(code.encode())
     with pytest.raises(TooLarge):
-        await _check_objects(code.encode() + b"[" * 200_000, UNPACED)
+        shape_of(code.encode() + b"[" * 200_000)
 
 
 VALUES = st.recursive(
@@ -188,43 +209,83 @@ async def test_objects_are_counted_across_slices(
     value: object, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw, made = json.dumps(value).encode(), _made_of(value)
-    monkeypatch.setattr(bodies, "_SLICE", width)
     monkeypatch.setattr(bodies, "_MOST_OBJECTS", made)
-    await _check_objects(raw, UNPACED)
+    shape_of(raw, width)
     monkeypatch.setattr(bodies, "_MOST_OBJECTS", made - 1)
     with pytest.raises(TooLarge):
-        await _check_objects(raw, UNPACED)
+        shape_of(raw, width)
+
+
+NAMES = st.text(st.sampled_from('\\",:[ai'), max_size=4) | st.just("input_ids")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    value=st.dictionaries(NAMES, VALUES | st.lists(st.integers(), min_size=9), max_size=4),
+    width=st.integers(1, 30),
+)
+async def test_long_numbers_are_found_where_they_are(
+    value: dict[str, object], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "_WHOLE", 2 * width)
+    raw = json.dumps(value).encode()
+    found = shape_of(raw, width).numbers
+    if found is not None:
+        assert json.loads(b"[%b]" % raw[found.begin : found.end]) == value[found.name]
+    long = [
+        name
+        for name, one in value.items()
+        if name.isalpha() or name == "input_ids"
+        if isinstance(one, list) and all(isinstance(number, int) for number in one)
+        if len(json.dumps(one)) - 2 >= 2 * width
+    ]
+    assert long[:1] == ([found.name] if found else [])
 
 
 @pytest.mark.parametrize("text", [b"{" * (1 << 20), b'\\"{' * (1 << 18), b"\\\\" * (1 << 19)])
-async def test_a_long_text_is_looked_at_in_slices(text: bytes) -> None:
-    paid = list[float]()
+async def test_a_long_text_is_looked_at_in_slices(stage: Staging, text: bytes) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        paid, pay = list[float](), LoopShare.pay
 
-    class Counted(LoopShare):
-        async def pay(self, seconds: float, _limit: asyncio.Timeout | None = None) -> None:
+        async def noted(share: LoopShare, seconds: float, *rest: Any) -> None:  # noqa: ANN401  # its own
             paid.append(seconds)
+            await pay(share, seconds, *rest)
 
-    raw = b'{"text":"%b"}' % text
-    await _check_objects(raw, Counted(1.0, 1.0))
-    assert len(paid) >= len(raw) // (1 << 16)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LoopShare, "pay", noted)
+            raw = b'{"text":"%b","sampling_params":{"max_new_tokens":1}}' % text
+            async with s.http.post(s.url + "/generate", data=io.BytesIO(raw)) as reply:
+                assert reply.status == 200, await reply.text()
+        assert len(paid) >= len(raw) // (1 << 16)
 
 
-@pytest.mark.parametrize(("begins", "ends"), [(b'"a":[1,', b'"}'), (b'x\\":[1,', b'","a":[]}')])
-async def test_what_only_looks_like_numbers_is_not_searched_again_and_again(
-    begins: bytes, ends: bytes
+async def test_what_is_sent_after_the_answer_has_its_share_of_the_loop(
+    stage: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    searched = 0
+    """Ten megabytes that are refused at their beginning, twice over one connection."""
+    raw = json.dumps({"text": "word " * 2_000_000}).encode()
+    paid, pay = list[float](), LoopShare.pay
 
-    class Counted(bytes):
-        def find(self, sub: Any, begin: Any = 0, end: Any = None) -> int:  # noqa: ANN401  # its own
-            nonlocal searched
-            found = super().find(sub, begin, end)
-            searched += (len(self) if found < 0 else found) - begin
-            return found
+    async def noted(share: LoopShare, seconds: float, *rest: Any) -> None:  # noqa: ANN401  # its own
+        paid.append(seconds)
+        await pay(share, seconds, *rest)
 
-    raw = Counted(b'{"n":1,' + begins * 256 + b"x" * (1 << 20) + ends)
-    assert _long_numbers(raw) is None
-    assert searched <= len(raw)
+    async with stage(tokenizer=folder()) as s:
+        monkeypatch.setattr(LoopShare, "pay", noted)
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        for _ in range(2):
+            paid.clear()
+            writer.write(head.encode() + raw)
+            assert (await reader.readline()).split()[1] == b"413"
+            answer = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(answer.lower().split(b"content-length:")[1].split()[0]))
+            await writer.drain()
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"200"
+        writer.close()
+    assert sum(paid) >= (len(raw) - (1 << 20)) * bodies._RECEIVED_SECONDS
 
 
 async def test_bodies_that_hold_the_loop_are_decoded_one_after_the_other() -> None:

@@ -51,7 +51,7 @@ from rose_router.http import (
     trajectories,
     virtual,
 )
-from rose_router.http.bodies import BODY_SECONDS, LARGE_BODIES, LargeBodies
+from rose_router.http.bodies import BODY_SECONDS, LARGE_BODIES, LargeBodies, pass_by
 from rose_router.http.handlers import TurnHandlers
 from rose_router.http.memory import MemoryLimiter, limit_of_process
 from rose_router.http.message_replies import error_json
@@ -198,10 +198,11 @@ def _outermost(doors: ConnectionLimiter) -> Middleware:
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         doors.note_head(request.transport)
         try:
-            return await handler(request)
+            response = await handler(request)
         except web.HTTPException as error:
-            return error_response(error, request.path)
+            response = error_response(error, request.path)
         except (RouterError, RolloutError, EngineRefused) as error:
-            return error_response(error, request.path)
+            response = error_response(error, request.path)
+        return response if request.content.is_eof() else await pass_by(request, response)
 
     return answer

@@ -1,12 +1,14 @@
-"""Reading bodies, which callers send for free: long ones are bounded before they are made.
+"""Reading bodies, which callers send for free: long ones are bounded while they come.
 
 | a body | is |
 |---|---|
 | of a text beyond ``MOST_HISTORY`` | refused from its length or its beginning, unread |
 | up to ``_WHOLE`` | decoded at once |
-| with one long list of numbers | received and decoded a slice at a time |
-| with more than ``_MOST_OBJECTS`` | refused before these are made |
+| with more than ``_MOST_OBJECTS``, or a prompt beyond the context | refused once that has come |
+| with one long list of numbers | decoded a slice at a time |
 | else | decoded at once when its turn has come, since everybody waits for it |
+
+What a caller goes on sending after his answer is thrown away, as slowly as it would be read.
 
 Next step: ``dialects`` say what is in them.
 """
@@ -14,9 +16,11 @@ Next step: ``dialects`` say what is in them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,10 +37,11 @@ BODY_SECONDS = web.AppKey("body_seconds", float)
 MOST_HISTORY = 8 << 20
 """Bytes of a conversation: two million tokens of text, which no engine here has context for. What
 is longer is refused unread."""
-_ARRIVED = web.RequestKey("arrived", bytes)
 _BEGINNING = 1 << 16
 _IDS_OR_TEXT = frozenset({"/generate", "/v1/completions", "/tokenize", "/v1/tokenize"})
 """Routes of prompts that may be ids, of which a context can hold more bytes than of text."""
+_ARRIVED = web.RequestKey("arrived", bytes)
+_SHAPE: web.RequestKey[BodyShape] = web.RequestKey("shape", object)
 _MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[{}\[\]]', re.DOTALL)
 
 
@@ -65,23 +70,46 @@ async def raw_body(request: web.Request, limit: asyncio.Timeout | None = None) -
     kept: bytes | None = request.get(_ARRIVED)
     if kept is not None:
         return kept
-    share = request.app[LARGE_BODIES].slices
+    large = request.app[LARGE_BODIES]
     long = length if length and length > MOST_HISTORY and request.path in _IDS_OR_TEXT else 0
-    pieces, size, looked = [], 0, False
+    pieces, size, shape = [], 0, BodyShape(large.bounds)
     async for piece in request.content.iter_any():
         pieces.append(piece)
         size += len(piece)
         if size > request.client_max_size:
             raise web.HTTPRequestEntityTooLarge(request.client_max_size, size)
-        if long and not looked and size >= _BEGINNING:
-            looked = True
+        if long and size >= _BEGINNING:
             if _begins_with_text(b"".join(pieces)[:_BEGINNING]):
                 raise too_long(long)
-        if size > _WHOLE:
-            # While this waits aiohttp reads no more of the body, and its sender is held back.
-            await share.pay(len(piece) * _RECEIVED_SECONDS, limit)
-    request[_ARRIVED] = whole = b"".join(pieces)
+            long = 0  # it is none
+        # While this waits aiohttp reads no more of the body, and its sender is held back.
+        for place in range(0, len(piece), _SLICE):
+            began = time.perf_counter()
+            shape.feed(piece[place : place + _SLICE])
+            taken = time.perf_counter() - began
+            await large.slices.pay(taken + _SLICE * _RECEIVED_SECONDS, limit)
+    began = time.perf_counter()
+    whole = b"".join(pieces)
+    pieces.clear()
+    await large.slices.pay(time.perf_counter() - began, limit)
+    request[_ARRIVED], request[_SHAPE] = whole, shape
     return whole
+
+
+async def pass_by(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """Answer a caller who is still sending; the rest is thrown away, for which it pays.
+
+    Unread, aiohttp would read it as fast as it comes, and closed without reading, the caller's
+    kernel would drop the answer.
+    """
+    await response.prepare(request)
+    await response.write_eof()
+    share = request.app[LARGE_BODIES].slices
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_PASSING_SECONDS) as limit:
+            async for piece in request.content.iter_any():
+                await share.pay(len(piece) * _RECEIVED_SECONDS, limit)
+    return response
 
 
 def _begins_with_text(raw: bytes) -> bool:
@@ -126,7 +154,9 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     if len(raw) <= _WHOLE:
         return json_object(raw)
     large = request.app[LARGE_BODIES]
-    return await _in_slices(raw, large) or await _at_once(raw, large)
+    numbers = request[_SHAPE].numbers
+    made = await _in_slices(raw, numbers, large) if numbers else None
+    return made or await large.holds.hold(partial(json_object, raw))
 
 
 class LargeBodies:
@@ -157,67 +187,132 @@ _RECEIVED_SECONDS = 4e-9
 _MOST_OBJECTS = 200_000
 """Lists, objects and fields of a body: so many lists are made in 30 ms, so many fields of an object
 in 0.1 s. 16 MiB have room for five million lists and two million fields."""
-_OBJECTS = (b"{", b"[", b":")
 _SLICE = 1 << 16
-_LONG_NUMBERS = re.compile(rb'":\s*\[\s*-?\d')
-_FIELD = re.compile(rb'(?<=[{,])\s*"([A-Za-z_]+)$')
+_PASSING_SECONDS = 10.0
+"""How long a caller may go on sending what nobody reads, without the time he is held back."""
+_FIELD = re.compile(rb'(?<=[{,])\s*"([A-Za-z_]+)"\s*:\s*$')
+_NAME_BYTES = 80  # within which a field's name and its colon stand before its list
 _PROMPTS = frozenset({"input_ids", "prompt", "token_ids"})
-_MOST_LISTS = 256  # that are looked at before a body counts as usual
 _numbers = msgspec.json.Decoder(list[int | float]).decode
 
 
-async def _at_once(raw: bytes, large: LargeBodies) -> dict[str, Any]:
-    """A body that is decoded whole, once it is known not to hold the loop for long."""
-    if sum(raw.count(mark) for mark in _OBJECTS) > _MOST_OBJECTS:  # in texts, too
-        await _check_objects(raw, large.slices)
-    return await large.holds.hold(partial(json_object, raw))
+@dataclass(frozen=True, slots=True)
+class LongNumbers:
+    """A field of the object itself that is a long list of numbers.
+
+    Attributes:
+        name: of the field.
+        begin: of its first number, in bytes of the body.
+        end: of its last one; where its bracket closes.
+    """
+
+    name: str
+    begin: int
+    end: int
 
 
-async def _check_objects(raw: bytes, share: LoopShare) -> None:
-    """Raises ``TooLarge`` where there are more lists, objects and fields than any request needs."""
-    place, quotes, opened = 0, 0, 0
-    while place < len(raw):
-        began = time.perf_counter()
-        piece = raw[place : place + _SLICE].replace(b"\\\\", b"")
-        place += _SLICE + piece.endswith(b"\\")  # what that escapes is in the next slice
-        parts = piece.replace(b'\\"', b"").split(b'"')
-        outside = b" ".join(parts[quotes % 2 :: 2])  # of texts
-        quotes += len(parts) - 1
-        opened += sum(outside.count(mark) for mark in _OBJECTS)
-        if opened > _MOST_OBJECTS:
+class BodyShape:
+    """What a JSON object will be made of, told while it comes: a slice is gone through in C.
+
+    Whether a byte stands in a text is exact, also where slices part an escape. What is no JSON is
+    left to the decoder.
+
+    Args:
+        bounds: of prompts.
+
+    Attributes:
+        numbers: the first list of numbers above ``_WHOLE``.
+    """
+
+    def __init__(self, bounds: Callable[[], Bounds]) -> None:
+        self._bounds = bounds
+        self._in_text = False
+        self._half = b""  # a backslash, whose other half is in the next slice
+        self._before = b""  # the end of what came before: a name may begin in it
+        self._size = 0  # without ``_half``
+        self._objects = 0
+        self._depth = 0
+        self._open: tuple[str, int, int] | None = None  # name, begin, commas of what goes on
+        self.numbers: LongNumbers | None = None
+
+    def feed(self, piece: bytes) -> None:
+        """Look at what has come.
+
+        Raises:
+            TooLarge: there are more lists, objects and fields than any request needs.
+            UnsafeTurn: a prompt is longer than the context.
+        """
+        # Escapes become blanks of the same length: a quote that is left begins or ends a text.
+        plain = (self._half + piece).replace(rb"\\", b"  ").replace(rb"\"", b"  ")
+        self._half = plain[-1:] if plain.endswith(b"\\") else b""
+        plain = plain[: len(plain) - len(self._half)]
+        parts = plain.split(b'"')
+        outside = b" ".join(parts[self._in_text :: 2])
+        self._in_text ^= len(parts) % 2 == 0
+        lists = outside.count(b"[") + outside.count(b"{")
+        self._depth += lists - outside.count(b"]") - outside.count(b"}")
+        self._objects += lists + outside.count(b":")
+        if self._objects > _MOST_OBJECTS:
             message = (
                 f"the body holds more than {_MOST_OBJECTS:,} lists, objects and fields; "
                 "send what it asks for in several requests"
             )
             raise TooLarge("TooLarge", message)
-        await share.pay(time.perf_counter() - began)
+        if self._open is not None:
+            self._go_on(plain)
+        if self._open is None:
+            self._find_opened(plain)
+        self._before = (self._before + plain)[-_NAME_BYTES:]
+        self._size += len(plain)
+
+    def _find_opened(self, plain: bytes) -> None:
+        """Note a field whose numbers go on in the next slice."""
+        begin = plain.rfind(b"[") + 1
+        # The list is the object's own, and nothing but numbers has come of it.
+        if not begin or self._depth != 2 or self._in_text or not _only_numbers(plain[begin:]):
+            return
+        found = _FIELD.search((self._before + plain[: begin - 1])[-_NAME_BYTES:])
+        if found is not None:
+            commas = plain.count(b",", begin)
+            self._open = (found[1].decode(), self._size + begin, commas)
+
+    def _go_on(self, plain: bytes) -> None:
+        """Count the numbers of the open field, up to its end."""
+        if self._open is None:
+            return
+        name, begin, commas = self._open
+        end = plain.find(b"]")
+        inside = plain if end < 0 else plain[:end]
+        if not _only_numbers(inside):
+            self._open = None
+            return
+        commas += inside.count(b",")
+        if name in _PROMPTS:
+            check_context(commas + 1, self._bounds(), at_least=True)
+        self._open = (name, begin, commas) if end < 0 else None
+        if end >= 0 and self.numbers is None and self._size + end - begin >= _WHOLE:
+            self.numbers = LongNumbers(name, begin, self._size + end)
 
 
-async def _in_slices(raw: bytes, large: LargeBodies) -> dict[str, Any] | None:
-    """A body with one long list of numbers, decoded a slice at a time; ``None``: no such body.
+def _only_numbers(part: bytes) -> bool:
+    return not part.translate(None, b"0123456789, \t\r\n.-+eE")
 
-    What is found between two quotes may be no field's name but stand in a text: it counts only if
-    the rest, decoded without the numbers, has just that field of its own, once and empty. Anything
-    unusual is left to ``json_object``.
 
-    Raises:
-        UnsafeTurn: the numbers are a prompt that is longer than the context.
-        TooLarge: there are too many objects beside them.
+async def _in_slices(raw: bytes, found: LongNumbers, large: LargeBodies) -> dict[str, Any] | None:
+    """A body with one long list of numbers, decoded a slice at a time.
+
+    ``None`` for anything unusual, which is left to ``json_object``.
     """
-    found = _long_numbers(raw)
-    if found is None:
-        return None
-    name, begin, end = found
-    rest = raw[:begin] + raw[end:]
+    place, end = found.begin, found.end
+    rest = raw[:place] + raw[end:]
+    hold = large.holds.hold
     try:
-        body = json_object(rest) if len(rest) <= _WHOLE else await _at_once(rest, large)
+        body = json_object(rest) if len(rest) <= _WHOLE else await hold(partial(json_object, rest))
     except BadRequest:
         return None
-    if body.get(name) != [] or raw.count(b'"%b"' % name.encode()) != 1:
+    if body.get(found.name) != [] or rest.count(b'"%b"' % found.name.encode()) != 1:
         return None
-    if name in _PROMPTS:
-        check_context(raw.count(b",", begin, end) + 1, large.bounds())
-    place, numbers = begin, list[int | float]()
+    numbers = list[int | float]()
     try:
         while place < end:
             cut = end if end - place <= _SLICE else raw.find(b",", place + _SLICE, end)
@@ -228,22 +323,7 @@ async def _in_slices(raw: bytes, large: LargeBodies) -> dict[str, Any] | None:
             await large.slices.pay(time.perf_counter() - began)
     except UNREADABLE:
         return None
-    return body | {name: numbers}
-
-
-def _long_numbers(raw: bytes) -> tuple[str, int, int] | None:
-    """The field that seems to hold a long list of numbers, and where they begin and end."""
-    for _, found in zip(range(_MOST_LISTS), _LONG_NUMBERS.finditer(raw), strict=False):
-        begin = raw.index(b"[", found.start()) + 1
-        named = _FIELD.search(raw, max(0, found.start() - 80), found.start())
-        if named is None:
-            continue
-        end = raw.find(b"]", begin)
-        if end < 0:
-            return None  # each that follows would be looked for to the end
-        if end - begin >= _WHOLE:
-            return named[1].decode(), begin, end
-    return None
+    return body | {found.name: numbers}
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
