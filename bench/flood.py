@@ -13,9 +13,11 @@ and is bounded in count, time and memory:
 
 What counts is the router's peak of memory against its limit, turns of others that were refused,
 broke or took more than a minute, tenants without any answer, and the ratio of the turns' 99th
-percentiles. On a machine with two
-cores callers, flood, engine and router share those, so a part of each ratio is the flood's own
-sending.
+percentiles.
+
+On a small machine callers, flood, engine and router share the cores, so a part of that ratio is the
+flood's own sending. How large it is a third window of each round shows: there the flood goes to
+another process, which takes bytes as fast as the router took them, and throws them away.
 """
 
 from __future__ import annotations
@@ -32,17 +34,19 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import aiohttp
 import msgspec
 import uvloop
 
 from bench.record import Figure, figure, record
-from bench.router.routes import Route, process, rose, stub
+from bench.router.routes import Route, process, rose, said, stub
 from rose_core.api import RolloutLease
 from rose_core.rollouts.router_size import RouterSize
 from rose_core.stats import paired_ratio, quantile
 from rose_operator.apply import routers
+from rose_router.http.loop_share import LoopShare
 from tests.api.objects import LEASE, changed
 
 MIB = 1 << 20
@@ -50,6 +54,7 @@ _PAST_SECONDS = 1.0
 """A flood takes as long to be under way, and its window begins after that."""
 _PATIENT = aiohttp.ClientTimeout(total=60)
 _SPARE_FILES = 200
+_LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
 
 
 def flags() -> argparse.ArgumentParser:
@@ -64,6 +69,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="*", choices=sorted(FLOODS), default=sorted(FLOODS))
     parser.add_argument("--flood", choices=sorted(FLOODS), help=argparse.SUPPRESS)
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--sink", type=float, help=argparse.SUPPRESS)
     return parser
 
 
@@ -137,6 +143,58 @@ FLOODS: dict[str, Callable[[str], Awaitable[None]]] = {
 }
 
 
+# --- a process that takes the same flood
+
+
+@dataclass(eq=False)
+class Sink(asyncio.Protocol):
+    """Throws away what comes, and answers requests; all connections share one pace."""
+
+    pace: LoopShare
+    bytes_per_second: float
+    left: int = 0  # of the body that is coming
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A part of the flood has come."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's inherits from nothing
+
+    def data_received(self, data: bytes) -> None:
+        """Its bytes."""
+        head = _LENGTH.search(data)
+        self.left = int(head[1]) - len(data) if head else self.left - len(data)
+        if self.left <= 0:
+            self._transport.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
+        loop = asyncio.get_running_loop()
+        wait = self.pace.charge(len(data) / self.bytes_per_second, loop.time())
+        if wait > 0:
+            self._transport.pause_reading()
+            loop.call_later(wait, self._go_on)
+
+    def _go_on(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+
+async def sink(bytes_per_second: float) -> None:
+    """Take floods until killed; prints its URL."""
+    pace = LoopShare(1.0, 0.1)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(
+        lambda: Sink(pace, bytes_per_second), "127.0.0.1", 0, backlog=512
+    )
+    sys.stdout.write(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}\n")
+    sys.stdout.flush()
+    await server.serve_forever()
+
+
+def _loopback_bytes() -> int:
+    """What has gone over the loopback device."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split()[1])
+    raise RuntimeError("/proc/net/dev names no loopback device")
+
+
 # --- the others
 
 
@@ -174,7 +232,6 @@ async def others(url: str, given: argparse.Namespace) -> Others:
             found.served.add(tenant)
         else:
             found.failed[outcome] += 1
-
     connector = aiohttp.TCPConnector(limit=0)
     async with (
         aiohttp.ClientSession(connector=connector, timeout=_PATIENT) as http,
@@ -223,17 +280,20 @@ async def measure(given: argparse.Namespace) -> list[Figure]:
 async def _one(name: str, route: Route, limit: int, given: argparse.Namespace) -> list[Figure]:
     quiet: list[Others] = []
     flooded: list[Others] = []
+    beside: list[Others] = []
     await others(route.url, given)  # connections, caches
     for _ in range(given.rounds):
+        began = _loopback_bytes()
         quiet.append(await others(route.url, given))
-        command = (sys.executable, "-m", "bench.flood", f"--flood={name}", f"--url={route.url}")
-        with process(*command) as child:
-            await asyncio.sleep(_PAST_SECONDS)
-            flooded.append(await others(route.url, given))
-            if child.poll() is not None:
-                message = f"the flood {name} ended by itself with {child.returncode}"
-                raise RuntimeError(message)
-        await asyncio.sleep(_PAST_SECONDS)  # what was in flight is over
+        turned = _loopback_bytes()
+        flooded.append(await _during(name, route.url, route.url, given))
+        pace = max(1.0, _loopback_bytes() - 2 * turned + began) / given.seconds
+        command = (sys.executable, "-m", "bench.flood", f"--sink={pace}")
+        with process(*command, speaks=True) as child:
+            beside.append(await _during(name, said(child), route.url, given))
+    for where, windows in (("quiet", quiet), ("elsewhere", beside)):
+        if failed := sum((one.failed for one in windows), Counter[str]()):
+            sys.stderr.write(f"{name}, {where}: turns of others met {dict(failed)}\n")
     failed = sum((one.failed for one in flooded), Counter[str]())
     served = len(set[int]().union(*(one.served for one in flooded)))
     refused = sum(count for outcome, count in failed.items() if outcome.isdigit())
@@ -246,15 +306,34 @@ async def _one(name: str, route: Route, limit: int, given: argparse.Namespace) -
         figure(f"{name}: broken or late ones", failed.total() - refused, "turns", at_most=0),
     ]
     for percent in (50, 99):
-        with_it = [quantile(one.seconds, percent / 100) for one in flooded]
-        without = [quantile(one.seconds, percent / 100) for one in quiet]
-        ratio = paired_ratio(with_it, without)
-        ends = None if ratio.low is None or ratio.high is None else (ratio.low, ratio.high)
+        turns = f"{name}: p{percent} of others"
+        alone, with_it, without = (
+            [quantile(one.seconds, percent / 100) for one in windows]
+            for windows in (quiet, flooded, beside)
+        )
         aim = 1.25 if percent == 99 else None
-        label = f"{name}: p{percent} of others, flooded to quiet"
-        figures.append(figure(label, ratio.mean, "", at_most=aim, interval=ends))
-        figures.append(figure(f"{name}: p{percent} of others, quiet", 1e3 * min(without), "ms"))
+        for label, ours, theirs, most in (
+            ("flooded to quiet", with_it, alone, aim),
+            ("flood elsewhere to quiet", without, alone, None),
+            ("flooded to flood elsewhere", with_it, without, aim),
+        ):
+            ratio = paired_ratio(ours, theirs)
+            ends = None if ratio.low is None or ratio.high is None else (ratio.low, ratio.high)
+            figures.append(figure(f"{turns}, {label}", ratio.mean, "", at_most=most, interval=ends))
+        figures.append(figure(f"{turns}, quiet", 1e3 * min(alone), "ms"))
     return figures
+
+
+async def _during(name: str, victim: str, url: str, given: argparse.Namespace) -> Others:
+    """Turns while a flood goes to ``victim``."""
+    command = (sys.executable, "-m", "bench.flood", f"--flood={name}", f"--url={victim}")
+    with process(*command) as child:
+        await asyncio.sleep(_PAST_SECONDS)
+        found = await others(url, given)
+        if child.poll() is not None:
+            raise RuntimeError(f"the flood {name} ended by itself with {child.returncode}")
+    await asyncio.sleep(_PAST_SECONDS)  # what was in flight is over
+    return found
 
 
 def main() -> int:
@@ -263,6 +342,9 @@ def main() -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if given.flood:
             runner.run(_bounded(given))
+            return 0
+        if given.sink is not None:
+            runner.run(sink(given.sink))
             return 0
         figures = runner.run(measure(given))
     note = (
