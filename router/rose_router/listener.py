@@ -19,6 +19,8 @@ import asyncio
 import contextlib
 import itertools
 import math
+import select
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
@@ -35,8 +37,15 @@ from rose_wire.tls import CERTIFICATE, KEY
 
 HEAD_BYTES = 16 * 1024
 _LOOK_SECONDS = 1.0
-_BACKLOG = 512
-"""Connections that libuv accepts in one go, which takes 30 us each, while everybody waits."""
+_BACKLOG = 4096
+"""Callers that may wait to be accepted: a kernel's usual limit. Beyond it they dial again after a
+second."""
+_AT_ONCE = 64
+"""Callers looked at in a step of the loop: 0.5 ms."""
+_REST_SECONDS = 0.1
+"""Without descriptors, until callers are accepted again."""
+_HANDSHAKE_SECONDS = 10.0
+"""Of TLS."""
 _FULL_BODY = b'{"type":"Connections","code":503,"message":"too many connections"}'
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
@@ -65,41 +74,49 @@ class ConnectionLimits:
 class LimitedConnection(asyncio.Protocol):
     """One connection: passes everything on to aiohttp's protocol, and counts.
 
+    | while it is | it is held by |
+    |---|---|
+    | silent | the kernel's epoll of ``SilentConnections`` |
+    | dialled: has sent a byte, and shakes hands where there is TLS | a task |
+    | speaking | its transport |
+    | over | nobody |
+
     Attributes:
         make: aiohttp's protocol, which a connection without a word is not worth.
-        opened: when it was made, on the clock of all doors.
+        opened: when it was accepted, on the clock of all doors.
         named: what the caller's certificate must name; empty = anything.
+        hang_up: ends it while it has no transport.
+        refused: there was no room for it, which it is told.
     """
 
     make: Callable[[], asyncio.Protocol]
     doors: ConnectionLimiter
     opened: float
     named: str = ""
+    hang_up: Callable[[], object] | None = None
     transport: asyncio.Transport | None = None
     inner: asyncio.Protocol | None = None
     refused: bool = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A caller has come."""
+        """It speaks."""
         # By its duties: uvloop's transports do not inherit from asyncio's.
-        self.transport = cast("asyncio.Transport", transport)
+        self.transport, self.hang_up = cast("asyncio.Transport", transport), None
         if self.named and self.named not in _names(self.transport):
-            self.refused = True
             self.transport.abort()
             return
-        if not self.doors.enter(self):
-            self.refused = True
+        if self.refused:
             self.transport.write(_FULL)
             self.transport.close()
+            return
+        self.doors.note_transport(self)
+        self.inner = self.make()
+        self.inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the caller."""
-        if self.refused or self.transport is None:
-            return
-        if self.inner is None:
-            self.inner = self.make()
-            self.inner.connection_made(self.transport)
-        self.inner.data_received(data)
+        if self.inner is not None:
+            self.inner.data_received(data)
 
     def eof_received(self) -> bool | None:
         """The caller sends no more."""
@@ -107,8 +124,7 @@ class LimitedConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The caller is gone."""
-        if not self.refused:
-            self.doors.leave(self)
+        self.doors.leave(self)
         if self.inner is not None:
             self.inner.connection_lost(exc)
 
@@ -121,6 +137,14 @@ class LimitedConnection(asyncio.Protocol):
         """It has caught up."""
         if self.inner is not None:
             self.inner.resume_writing()
+
+    def abort(self) -> None:
+        """End it, wherever it is."""
+        self.doors.leave(self)
+        if self.transport is not None:
+            self.transport.abort()
+        elif self.hang_up is not None:
+            self.hang_up()
 
 
 def _names(transport: asyncio.Transport) -> set[str]:
@@ -143,58 +167,179 @@ class ConnectionLimiter:
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self.clock = 0.0
-        self._open: dict[asyncio.Transport, LimitedConnection] = {}
-        self._silent: dict[asyncio.Transport, LimitedConnection] = {}  # the oldest first
+        self._open: set[LimitedConnection] = set()
+        self._headless: dict[LimitedConnection, None] = {}  # no whole request yet; the oldest first
+        self._over: dict[asyncio.Transport, LimitedConnection] = {}  # of those that speak
+        metrics.CONNECTIONS.set_function(self.__len__)
 
     def __len__(self) -> int:
         return len(self._open)
 
     def enter(self, door: LimitedConnection) -> bool:
-        """Whether there is room for one more; the oldest that has said nothing gives way."""
-        if door.transport is None or not self._room():
-            metrics.REFUSED.labels("Connections").inc()
-            return False
-        self._open[door.transport] = self._silent[door.transport] = door
-        metrics.CONNECTIONS.set(len(self._open))
+        """Whether there is room for one more; the oldest that has asked nothing gives way."""
+        if len(self._open) >= self._limits.connections:
+            oldest = next(iter(self._headless), None)
+            if oldest is None:
+                metrics.REFUSED.labels("Connections").inc()
+                return False
+            oldest.abort()
+        self._open.add(door)
+        self._headless[door] = None
         return True
 
-    def _room(self) -> bool:
-        if len(self._open) < self._limits.connections:
-            return True
-        oldest = next(iter(self._silent), None)
-        if oldest is None:
-            return False
-        self._forget(oldest)
-        oldest.abort()
-        return True
-
-    def leave(self, door: LimitedConnection) -> None:
-        """It has ended."""
-        if door.transport is not None:
-            self._forget(door.transport)
-        metrics.CONNECTIONS.set(len(self._open))
-
-    def _forget(self, transport: asyncio.Transport) -> None:
-        self._open.pop(transport, None)
-        self._silent.pop(transport, None)
+    def note_transport(self, door: LimitedConnection) -> None:
+        """It has one."""
+        if door.transport is not None and door in self._headless:
+            self._over[door.transport] = door
 
     def note_head(self, transport: asyncio.BaseTransport | None) -> None:
         """A whole request head has come over it: from now on aiohttp's keep-alive watches it."""
-        self._silent.pop(cast("asyncio.Transport", transport), None)
+        door = self._over.pop(cast("asyncio.Transport", transport), None)
+        if door is not None:
+            self._headless.pop(door, None)
 
-    def close_silent(self, opened_before: float = math.inf) -> None:
-        """Close those that sent no whole request head: aiohttp knows only of the others."""
-        late = itertools.takewhile(lambda one: one[1].opened < opened_before, self._silent.items())
-        for transport, _ in list(late):
-            transport.abort()
+    def leave(self, door: LimitedConnection) -> None:
+        """It has ended."""
+        self._open.discard(door)
+        self._headless.pop(door, None)
+        if door.transport is not None:
+            self._over.pop(door.transport, None)
+
+    def close_silent(self, opened_before: float = math.inf, most: int | None = None) -> int:
+        """Close those that sent no whole request head: aiohttp knows only of the others.
+
+        Returns:
+            how many it closed.
+        """
+        late = itertools.takewhile(lambda door: door.opened < opened_before, self._headless)
+        closed = list(itertools.islice(late, most))
+        for door in closed:
+            door.abort()
+        return len(closed)
 
     async def watch(self) -> None:
         """Close those that are silent for too long until cancelled."""
-        step = min(1.0, self._limits.head_seconds / 4)
+        pause = step = min(1.0, self._limits.head_seconds / 4)
         while True:
-            await asyncio.sleep(step)
-            self.clock += step
-            self.close_silent(opened_before=self.clock - self._limits.head_seconds)
+            await asyncio.sleep(pause)
+            self.clock += pause
+            closed = self.close_silent(self.clock - self._limits.head_seconds, _AT_ONCE)
+            pause = 0.0 if closed == _AT_ONCE else step
+
+
+class SilentConnections:
+    """Takes callers, and holds each until its first byte.
+
+    An event loop takes all callers that wait in one go, at 30 us each, and looks at all that hung
+    up likewise: ten thousand without a word kept everybody waiting. Here they cost it one
+    descriptor, an epoll of their own (epoll(7) nests), and it looks at ``_AT_ONCE`` a step.
+
+    Args:
+        listener: bound.
+        doors: counts connections.
+        door: makes what a new caller will speak with.
+        context: of TLS; ``None``: plain text.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        doors: ConnectionLimiter,
+        door: Callable[[], LimitedConnection],
+        context: ssl.SSLContext | None,
+    ) -> None:
+        self._listener = listener
+        self._doors = doors
+        self._door = door
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._epoll = select.epoll()
+        self._silent: dict[int, tuple[socket.socket, LimitedConnection]] = {}
+        self._dialled: set[asyncio.Task[None]] = set()
+        self._resting: asyncio.TimerHandle | None = None
+
+    def open(self) -> None:
+        """Begin."""
+        self._loop.add_reader(self._listener, self._accept)
+        self._loop.add_reader(self._epoll, self._hear)
+
+    def close(self) -> None:
+        """Take nobody any more; those that speak go on."""
+        if self._resting is not None:
+            self._resting.cancel()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._doors.close_silent()
+        self._loop.remove_reader(self._epoll)
+        self._epoll.close()
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                caller, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionAbortedError:
+                continue  # hung up before it was taken
+            except OSError:  # no descriptors: the listener stays ready, so it must not be watched
+                self._loop.remove_reader(self._listener)
+                self._resting = self._loop.call_later(_REST_SECONDS, self._accept_again)
+                return
+            self._take(caller)
+
+    def _accept_again(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _take(self, caller: socket.socket) -> None:
+        caller.setblocking(False)
+        door = self._door()
+        if not self._doors.enter(door):
+            door.refused = True
+            self._dial(caller, door)
+            return
+        number = caller.fileno()
+        self._silent[number] = (caller, door)
+        self._epoll.register(number, select.EPOLLIN)
+        door.hang_up = lambda: self._release(number).close()
+
+    def _release(self, number: int) -> socket.socket:
+        self._epoll.unregister(number)
+        return self._silent.pop(number)[0]
+
+    def _hear(self) -> None:
+        for number, _ in self._epoll.poll(0, _AT_ONCE):
+            caller, door = self._silent[number]
+            try:
+                said = caller.recv(1, socket.MSG_PEEK)
+            except OSError:
+                said = b""
+            if said:
+                self._dial(self._release(number), door)
+            else:  # hung up
+                door.abort()
+
+    def _dial(self, caller: socket.socket, door: LimitedConnection) -> None:
+        """Give it a transport."""
+        task = self._loop.create_task(self._shake_hands(caller, door))
+        door.hang_up = task.cancel
+        self._dialled.add(task)
+
+        def over(_: asyncio.Task[None]) -> None:
+            self._dialled.discard(task)
+            if door.transport is None:
+                caller.close()  # which a transport that was made and failed has taken over
+                self._doors.leave(door)
+
+        task.add_done_callback(over)
+
+    async def _shake_hands(self, caller: socket.socket, door: LimitedConnection) -> None:
+        with contextlib.suppress(OSError):  # no TLS, hung up, took too long
+            await self._loop.connect_accepted_socket(
+                lambda: door,
+                caller,
+                ssl=self._context,
+                ssl_handshake_timeout=_HANDSHAKE_SECONDS if self._context else None,
+            )
 
 
 class Certificate:
@@ -276,19 +421,15 @@ async def listening(
         return LimitedConnection(server, doors, doors.clock, named)
 
     host, port = address.rsplit(":", 1)
-    loop = asyncio.get_running_loop()
-    listener = await loop.create_server(
-        door,
-        host.strip("[]"),
-        int(port),
-        backlog=_BACKLOG,
-        ssl=certificate.context if certificate else None,
-        ssl_handshake_timeout=10.0 if certificate else None,
-    )
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    silent = SilentConnections(listener, doors, door, certificate.context if certificate else None)
     watch = asyncio.create_task(doors.watch())
+    silent.open()
     try:
-        yield int(listener.sockets[0].getsockname()[1])
+        yield int(listener.getsockname()[1])
     finally:
         watch.cancel()
-        listener.close()
-        doors.close_silent()
+        silent.close()

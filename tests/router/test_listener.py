@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable
@@ -194,6 +196,71 @@ async def test_who_says_nothing_shuts_nobody_out(stage: Make) -> None:
         assert not silent[-1][0].at_eof()
         for _, writer in silent:
             writer.close()
+
+
+async def test_more_silent_callers_than_are_looked_at_in_a_step(stage: Make) -> None:
+    """All are closed when they are late; those that hang up before make room."""
+    async with stage(limits=ConnectionLimits(head_seconds=0.5, connections=300)) as s:
+        port = s.router.http_port
+        for _ in range(2):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+            for _, writer in silent:
+                writer.transport.abort()
+        late = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+        async with asyncio.timeout(30):
+            for reader, writer in late:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+                writer.close()
+        (await _asked(port)).close()
+
+
+async def test_a_connection_too_many_is_told_so_through_tls_too(
+    stage: Make, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path / "pki")
+    trust = ssl.create_default_context(cafile=str(authority.certificate))
+    limits = ConnectionLimits(connections=1)
+    async with stage(http_tls_dir=issue(authority, tmp_path / "tls"), limits=limits) as s:
+        url = s.url.replace("http:", "https:") + "/health"
+        async with aiohttp.ClientSession() as one, one.get(url, ssl=trust) as reply:
+            assert reply.status == 200
+            async with aiohttp.ClientSession() as other, other.get(url, ssl=trust) as refused:
+                assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+
+
+async def test_a_caller_that_gives_way_in_its_handshake_is_gone(
+    stage: Make, tmp_path: Path
+) -> None:
+    folder = issue(Authority(tmp_path / "pki"), tmp_path / "tls")
+    async with stage(http_tls_dir=folder, limits=ConnectionLimits(connections=1)) as s:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+            writer.write(b"\x16\x03")  # a handshake begins so
+            _, other = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+            async with asyncio.timeout(5):
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            writer.close()
+            other.close()
+
+
+async def test_without_descriptors_callers_wait_and_nothing_spins(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, accept = 0, socket.socket.accept
+
+    def without(listener: socket.socket) -> tuple[socket.socket, object]:
+        nonlocal tried
+        tried += 1
+        if tried <= 3:
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(listener)
+
+    async with stage() as s:
+        monkeypatch.setattr(socket.socket, "accept", without)
+        (await _asked(s.router.http_port)).close()
+        assert tried <= 6
 
 
 async def test_a_head_above_the_limit_is_refused(stage: Make) -> None:
