@@ -186,7 +186,7 @@ class LargeBodies:
 
     def __init__(self, bounds: Callable[[], Bounds] = Bounds) -> None:
         self.bounds = bounds
-        self.slices = LoopShare(1 / 8, 0.1)
+        self.slices = LoopShare(1 / 8, 0.03)
         self.holds = LoopShare(1 / 100, 0.05)
         self.passing = 0
 
