@@ -232,6 +232,7 @@ async def others(url: str, given: argparse.Namespace) -> Others:
             found.served.add(tenant)
         else:
             found.failed[outcome] += 1
+
     connector = aiohttp.TCPConnector(limit=0)
     async with (
         aiohttp.ClientSession(connector=connector, timeout=_PATIENT) as http,
