@@ -26,8 +26,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
+
+import msgspec
 
 from rose_core.rollouts.errors import UnsafeTurn
 from rose_core.rollouts.splice import REQUEST, SAMPLING, SpliceRow, SpliceRule
@@ -42,8 +43,7 @@ _MOST_WORDS = 64  # stop strings and patterns, each looked for at every token
 _INT64 = 2**63
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True, gc=False):
     """What is known of the engines that a turn may run on; 0 = unknown, and then not checked.
 
     Attributes:
@@ -250,34 +250,35 @@ def admitted(
     Raises:
         UnsafeTurn: a field is unknown, or its value is none that an engine bears; names it.
     """
-    asked = {
-        name: value
-        for name, value in sampling.items()
-        if value is not None and name not in _UNREAD and not _neutral(SAMPLING.get(name), value)
-    }
-    for name, value in asked.items():
-        _admit(f"sampling_params.{name}", _SAMPLING.get(name), value)
-    beside = {
-        name: value
-        for name, value in request.items()
-        if value is not None and not _neutral(REQUEST.get(name), value)
-    }
-    for name, value in beside.items():
-        _admit(name, REQUEST_FIELDS.get(name), value)
-    return asked, beside
+    return (
+        _admitted(sampling, SAMPLING, _SAMPLING, "sampling_params."),
+        _admitted(request, REQUEST, REQUEST_FIELDS, ""),
+    )
 
 
-def _neutral(row: SpliceRow | None, value: object) -> bool:
-    return row is not None and row.rule is not SpliceRule.CARRIED and value in row.neutral
-
-
-def _admit(name: str, rule: tuple[Check, str] | None, value: object) -> None:
-    if rule is None:
-        message = f"{name}: no field that an engine may be sent; leave it out"
-        raise UnsafeTurn(message)
-    if not rule[0](value):
-        message = f"{name}: expected {rule[1]}, got {value!r:.100}"
-        raise UnsafeTurn(message)
+def _admitted(
+    given: Mapping[str, Any],
+    rows: Mapping[str, SpliceRow],
+    rules: Mapping[str, tuple[Check, str]],
+    where: str,
+) -> dict[str, Any]:
+    """One of the two; in one go, for every turn has some fields."""
+    asked = {}
+    for name, value in given.items():
+        if value is None or (rows is SAMPLING and name in _UNREAD):
+            continue
+        row = rows.get(name)
+        if row is not None and row.rule is not SpliceRule.CARRIED and value in row.neutral:
+            continue
+        rule = rules.get(name)
+        if rule is None:
+            message = f"{where}{name}: no field that an engine may be sent; leave it out"
+            raise UnsafeTurn(message)
+        if not rule[0](value):
+            message = f"{where}{name}: expected {rule[1]}, got {value!r:.100}"
+            raise UnsafeTurn(message)
+        asked[name] = value
+    return asked
 
 
 def check_within(
@@ -324,12 +325,13 @@ def asked_with(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> froze
         sampling: as ``admitted`` has let it through.
         request: likewise.
     """
-    return frozenset(
-        name
-        for part in (sampling, request)
-        for name, value in part.items()
-        if name in SOME_REFUSE and value is not None and SOME_REFUSE[name](value)
-    )
+    found = set()
+    for part in (sampling, request):
+        for name, value in part.items():
+            refuses = SOME_REFUSE.get(name)
+            if refuses is not None and value is not None and refuses(value):
+                found.add(name)
+    return frozenset(found)
 
 
 def check_taken(asked: frozenset[str], refused: Sequence[Collection[str]]) -> None:

@@ -90,6 +90,8 @@ def narrowed(case: PlacementCase) -> Sequence[EngineView]:
         Some of ``able``; empty when the turn must wait for a dedicated engine.
     """
     turn, able, policy = case.turn, _young(case), case.policy
+    if len(able) < 2 and not case.full:
+        return able  # no guard leaves a turn without the only engine that could take it
     if turn.control or _must_be_safe(case):
         safe = dedicated(able)
         return safe if safe or dedicated(case.full) else able

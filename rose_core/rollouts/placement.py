@@ -168,6 +168,4 @@ def among(
     """The policy's choice among those that pass."""
     able = found.able
     chosen = choose(PlacementCase(turn, able, found.full, policy, outlook)) if able else None
-    if chosen is None:
-        return Wait(found.nearest)
-    return Placement(chosen.name, cost(turn, chosen, policy))
+    return Wait(found.nearest) if chosen is None else Placement(chosen.name)

@@ -32,18 +32,12 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._names)
 
-    def note(self, name: str, context: Sequence[int], prompt: int) -> None:
-        """A turn of the trajectory has ended.
-
-        Args:
-            name: the trajectory's.
-            context: prompt and output.
-            prompt: how many of these tokens are prompt.
-        """
-        whole = len(context) // BLOCK * BLOCK
-        if whole <= prompt:
+    def note(self, name: str, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """A turn of the trajectory has ended."""
+        whole = (len(prompt) + len(output)) // BLOCK * BLOCK
+        if whole <= len(prompt):
             return
-        key = next(_hashes(context, [whole]), None)
+        key = next(_hashes([*prompt, *output], [whole]), None)
         if key is None:
             return
         if key not in self._names:

@@ -313,12 +313,21 @@ class Prospects:
             control=known.arm is Arm.CONTROL,
         )
 
-    def note_placement(self, name: str, kind: EngineKind, *, left_home: bool) -> None:
-        """Note the engine of a turn; ``left_home``: its home could have taken it."""
+    def note_placement(
+        self, name: str, kind: EngineKind, *, left_home: bool, stratum: str = ""
+    ) -> None:
+        """Note the engine of a turn.
+
+        Args:
+            name: its trajectory's.
+            kind: the engine's.
+            left_home: its home could have taken it.
+            stratum: that its view said; empty = found out again.
+        """
         known = self._trajectories.get(name)
         if known is None:
             return
-        self.shares.record(self._stratum(known), kind)
+        self.shares.record(stratum or self._stratum(known), kind)
         known.borrowed = known.borrowed or kind is EngineKind.BORROWED
         known.since_move = 0 if left_home else known.since_move + 1
 

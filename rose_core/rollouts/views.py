@@ -186,10 +186,9 @@ class Policy:
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """Send the turn here; ``cost`` is the expected seconds."""
+    """Send the turn here."""
 
     engine: str
-    cost: float
 
 
 class Wait(msgspec.Struct, frozen=True, gc=False):

@@ -403,5 +403,5 @@ async def test_answers_that_no_engine_takes_are_refused_before_any_is_made() -> 
     async with world(like_vllm("vllm")) as w:
         turn = w.ask(5)
         with pytest.raises(UnsafeTurn, match="sampling_seed"):
-            w.service.admit([turn.request.but(sampling={"max_new_tokens": 5, **SEEDED})])
+            w.service.admit([turn.request.but(sampling={"max_new_tokens": 5, **SEEDED})] * 2)
         await over(turn)

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import msgspec
@@ -37,9 +36,8 @@ _VISIBLE = re.compile(r"[\x21-\x7e]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """An engine's data route.
+class Target(msgspec.Struct, frozen=True, gc=False):
+    """An engine's data route; made for every leg.
 
     Attributes:
         certificates: SHA-256, in hex, of those that it may show.
@@ -49,7 +47,7 @@ class Target:
     url: str
     token: str = ""
     certificates: tuple[str, ...] = ()
-    traceparent: str = field(default="", compare=False)
+    traceparent: str = ""
 
     @classmethod
     def of(cls, update: EngineUpdate, traceparent: str = "") -> Target:
@@ -146,7 +144,7 @@ class HttpEngineClient:
             return False
 
     async def _ask(self, target: Target, path: str, body: bytes) -> Connection:
-        place, head = _head(target, path)
+        place, head = _head(target.url, target.token, target.certificates, path)
         trace = f"traceparent: {target.traceparent}\r\n" if target.traceparent else ""
         whole = b"%b%d\r\n%b\r\n%b" % (head, len(body), trace.encode("ascii"), body)
         return await self._connections.ask(place, whole)
@@ -176,7 +174,7 @@ async def send_drafts(
     body = msgspec.json.encode({"texts": texts})
     try:
         async with asyncio.timeout(_DRAFT_SECONDS):
-            place, head = _head(target, "/drafts")
+            place, head = _head(target.url, target.token, target.certificates, "/drafts")
             whole = b"%b%d\r\n\r\n%b" % (head, len(body), body)
             connection = await connections.ask(place, whole)
             connection.leave()
@@ -186,23 +184,23 @@ async def send_drafts(
 
 
 @functools.lru_cache(maxsize=4096)
-def _head(target: Target, path: str) -> tuple[Place, bytes]:
+def _head(url: str, token: str, certificates: tuple[str, ...], path: str) -> tuple[Place, bytes]:
     """Where a request goes and how it begins, up to the length of its body.
 
     Raises:
         Unreachable: the route cannot be one.
     """
-    complaint = target.complaint()
+    complaint = Target(url, token, certificates).complaint()
     if complaint:
         raise Unreachable(complaint)
-    host, port, secure, before = place_of(target.url)
+    host, port, secure, before = place_of(url)
     name = f"[{host}]" if ":" in host else host
-    token = f"Authorization: Bearer {target.token}\r\n" if target.token else ""
+    shown = f"Authorization: Bearer {token}\r\n" if token else ""
     head = (
-        f"POST {before}{path} HTTP/1.1\r\nHost: {name}:{port}\r\n{token}"
+        f"POST {before}{path} HTTP/1.1\r\nHost: {name}:{port}\r\n{shown}"
         "Content-Type: application/json\r\nContent-Length: "
     )
-    return (host, port, secure, target.certificates), head.encode("ascii")
+    return (host, port, secure, certificates), head.encode("ascii")
 
 
 async def _check_status(connection: Connection) -> None:

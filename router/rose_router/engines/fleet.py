@@ -102,7 +102,7 @@ class Engine:
         speed: as the router saw it; ``None`` before it saw any.
         fences: request ids whose abort the engine has not taken yet.
         reserved: turns placed here, in flight or about to be.
-        part: this replica's part of a cap.
+        part: this replica's part of a cap; ``None`` = it is alone.
         kept: it takes no other turn until one that must be alone has come.
         solo: that one runs there.
         died_with: legs of its last death, and those of them that may have caused it.
@@ -125,7 +125,7 @@ class Engine:
     backing_off_until: float = 0.0
     turns: int = 0
     tokens: int = 0
-    part: Callable[[int], int] = lambda cap: cap
+    part: Callable[[int], int] | None = None
     kept: bool = False
     solo: bool = False
     died_with: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
@@ -188,7 +188,7 @@ class Engine:
     @property
     def cap(self) -> int:
         """Most turns that this router may have on it; other replicas have their own part."""
-        return self.part(self.update.cap)
+        return self.update.cap if self.part is None else self.part(self.update.cap)
 
     @property
     def name(self) -> str:
@@ -259,7 +259,7 @@ class Fleet:
         self.head: WeightVersion | None = None
         self._heads: dict[str, WeightVersion] = {}  # of runs beside the first
         self.residents = Residents()
-        self._part: Callable[[int], int] = lambda cap: cap
+        self._part: Callable[[int], int] | None = None
         self.usual = Speed()
         self.by_class: dict[str, Speed] = {}
         self.changed = Signal()

@@ -14,7 +14,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from rose_router.errors import NotFound, Overloaded
-from rose_router.http.bearer import CALLER
+from rose_router.http.bearer import caller_of
 
 TENANT = "X-Rose-Tenant"
 PREFIXES = ("/v1/files", "/v1/batches")
@@ -40,7 +40,7 @@ def routes(url: str, token: str, session: aiohttp.ClientSession | None) -> list[
             )
             raise NotFound("NoBatches", message)
         headers = _some(request.headers)
-        headers[TENANT] = urllib.parse.quote(request.get(CALLER, "anybody"), safe=" /:@")
+        headers[TENANT] = urllib.parse.quote(caller_of(request).name, safe=" /:@")
         if token:
             headers["Authorization"] = f"Bearer {token}"
         limit = aiohttp.ClientTimeout(

@@ -44,13 +44,6 @@ from rose_router.errors import Forbidden, NotAllowed, RouterError
 from rose_wire.service_accounts import ServiceAccounts
 
 ENVIRONMENT = "ROSE_TURN_TOKEN"
-JOB = web.RequestKey("job", str)
-"""Key of a request under which the job of its token is found."""
-
-CALLER = web.RequestKey("caller", str)
-"""Key of a request under which its caller's name is found."""
-LIMITED = web.RequestKey("limited", bool)
-"""True where the caller's token is for turns only."""
 ACCESS = logging.getLogger("rose_router.access")
 
 _LOOK_SECONDS = 2.0
@@ -80,6 +73,16 @@ class Caller:
     name: str
     job: str = ""
     limited: bool = False
+
+
+_ANYBODY = Caller("anybody")
+_NOBODY_KNOWN = Caller("nobody known")
+_CALLER = web.RequestKey("caller", Caller)
+
+
+def caller_of(request: web.Request) -> Caller:
+    """Who has sent a request."""
+    return request.get(_CALLER, _ANYBODY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +289,13 @@ class RunningRequests:
             if self._tokens.caller_of(shown) is None and request.transport is not None:
                 text = "%s of lease %s by %s from %s: cut, the caller is no longer heard"
                 ACCESS.info(
-                    *(text, request.path, self._tokens.lease, request[CALLER], request.remote)
+                    *(
+                        text,
+                        request.path,
+                        self._tokens.lease,
+                        caller_of(request).name,
+                        request.remote,
+                    )
                 )
                 request.transport.abort()
 
@@ -329,7 +338,7 @@ def middleware(tokens: Tokens, running: RunningRequests) -> Middleware:
             outcome = str(reply.status)
             return reply
         finally:
-            who = request.get(CALLER, "nobody known")
+            who = request.get(_CALLER, _NOBODY_KNOWN).name
             text = "%s of lease %s by %s from %s: %s"
             ACCESS.info(text, request.path, tokens.lease, who, request.remote, outcome)
 
@@ -346,7 +355,7 @@ def _admit(tokens: Tokens, request: web.Request) -> str | None:
         NotAllowed: nobody known.
         Forbidden: somebody whose token is for less.
     """
-    caller, shown = Caller("anybody"), None
+    caller, shown = _ANYBODY, None
     if tokens.asked and request.path not in OPEN_PATHS:
         shown = request.headers.get("Authorization", "")
         if not shown and (key := request.headers.get("x-api-key")):
@@ -355,12 +364,13 @@ def _admit(tokens: Tokens, request: web.Request) -> str | None:
         if found is None:
             raise NotAllowed("NotAllowed", tokens.complaint(shown))
         caller = found
-        request[JOB] = caller.job
-    request[CALLER] = caller.name
-    resource = request.match_info.route.resource
-    path = request.path if resource is None else resource.canonical
-    if caller.limited and path not in _HARNESSES:
+    request[_CALLER] = caller
+    if caller.limited and _route(request) not in _HARNESSES:
         message = f"{request.path}: this token is for turns only; the trainer's may"
         raise Forbidden("TurnsOnly", message)
-    request[LIMITED] = caller.limited
     return shown
+
+
+def _route(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return request.path if resource is None else resource.canonical

@@ -29,7 +29,7 @@ from aiohttp import web
 from rose_core.rollouts import saved_turns
 from rose_core.rollouts.message_tree import MessageTree, TurnNode
 from rose_router.errors import BadRequest, NotHere
-from rose_router.http.bearer import JOB
+from rose_router.http.bearer import caller_of
 from rose_router.http.bodies import read_body
 from rose_router.http.dialects.common import Hints, Whole, read_as
 from rose_router.turns.request import named
@@ -227,7 +227,7 @@ def _decoded(text: str) -> bytes:
 
 
 def _job(request: web.Request) -> str:
-    return request.get(JOB, "") or Hints({}, request.headers).job
+    return caller_of(request).job or Hints({}, request.headers).job
 
 
 def _json(body: object, status: int = 200) -> web.Response:

@@ -14,7 +14,7 @@ from aiohttp import web
 from rose_core.unreadable import UNREADABLE
 from rose_core.wire.routing import EngineKind
 from rose_router.errors import BadRequest
-from rose_router.http.bearer import JOB
+from rose_router.http.bearer import caller_of
 from rose_router.turns.service import Service
 
 
@@ -31,7 +31,7 @@ def routes(service: Service) -> list[web.RouteDef]:
         return _json(workers_json(service, own_url(request)))
 
     async def loads(request: web.Request) -> web.Response:
-        return _json(loads_json(service, request.get(JOB, "")))
+        return _json(loads_json(service, caller_of(request).job))
 
     async def list_workers(request: web.Request) -> web.Response:
         return _json({"urls": [own_url(request)]})

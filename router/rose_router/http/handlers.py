@@ -19,7 +19,7 @@ from rose_core.rollouts.message_tree import KnownDigests, Match, MessageTree
 from rose_router import metrics
 from rose_router.errors import BadRequest, Forbidden, TurnLost
 from rose_router.http import replies
-from rose_router.http.bearer import JOB, LIMITED
+from rose_router.http.bearer import caller_of
 from rose_router.http.bodies import LARGE_BODIES, raw_body, read_body
 from rose_router.http.chat_replies import ChatReplies
 from rose_router.http.completion_replies import CompletionReplies
@@ -43,6 +43,9 @@ from rose_router.turns.turn import Turn, TurnState, typed_abort
 
 _LONG_BODY = 1 << 16
 """Bytes; a shorter one is read in about a millisecond, and a thread costs a tenth of that."""
+_LONG_IDS = 1 << 18
+"""The same of ids without a word: 40,000 are read in a millisecond, where they were decoded at
+once, too. On a busy machine a thread is waited for longer than that, twice."""
 _READERS = 2
 """Threads for long bodies: one that takes its template's whole budget stops no other."""
 _FIND_SECONDS = 60.0  # a loop that ends answers nobody
@@ -86,7 +89,7 @@ class TurnHandlers:
         """SGLang's ``/generate``."""
         body = await self._read(request)
         reading = partial(sglang.read, body, request.headers, self._tokenizer, random_rid)
-        ask = await self._aside(request, reading)
+        ask = await self._aside(request, reading, body)
         with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], self._sglang_events)
@@ -99,7 +102,7 @@ class TurnHandlers:
         """OpenAI's ``/v1/completions``."""
         body = await self._read(request)
         reading = partial(completions.read, body, request.headers, self._tokenizer, random_rid)
-        ask = await self._aside(request, reading)
+        ask = await self._aside(request, reading, body)
         model = self._service.settings.model
         answering = CompletionReplies(model, self._tokenizer, self._names(body))
         with self._turns(request, ask) as turns:
@@ -222,7 +225,7 @@ class TurnHandlers:
             random_rid,
             context=self._service.bounds().context,
         )
-        ask = await self._aside(request, reading)
+        ask = await self._aside(request, reading, body)
         with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], _vllm_events)
@@ -233,8 +236,9 @@ class TurnHandlers:
     async def abort(self, request: web.Request) -> web.Response:
         """SGLang's ``/abort_request``: by exact id, or everything of this lease."""
         body = await self._read(request)
-        job = request.get(JOB, "") or Hints(body, request.headers).job
-        if body.get("abort_all") and request.get(LIMITED):
+        caller = caller_of(request)
+        job = caller.job or Hints(body, request.headers).job
+        if body.get("abort_all") and caller.limited:
             raise Forbidden("TurnsOnly", "abort_all: this token is for turns only; give a rid")
         if body.get("abort_all"):
             self._service.abort_all(job)
@@ -260,9 +264,22 @@ class TurnHandlers:
         )
         return await self._aside(request, reading)
 
-    async def _aside(self, request: web.Request, work: Callable[[], Made]) -> Made:
-        """Do what a long body needs in a thread: no stream waits for it."""
-        if len(await raw_body(request)) <= _LONG_BODY:
+    async def _aside(
+        self,
+        request: web.Request,
+        work: Callable[[], Made],
+        body: Mapping[str, Any] | None = None,
+    ) -> Made:
+        """Do what a long body needs in a thread: no stream waits for it.
+
+        Args:
+            request: whose.
+            work: is done.
+            body: where its prompt may be ids.
+        """
+        size = len(await raw_body(request))
+        wordless = _LONG_BODY < size <= _LONG_IDS and body is not None and not _has_texts(body)
+        if size <= _LONG_BODY or wordless:
             return work()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._readers, copy_context().run, work)
@@ -406,6 +423,14 @@ def _says_words(body: Mapping[str, Any]) -> bool:
     return isinstance(first, str) or isinstance(body.get("tokens"), list)
 
 
+def _has_texts(body: Mapping[str, Any]) -> bool:
+    """Whether something in it is encoded, as prompts and stops are, or compiled, as patterns."""
+    sampling = body.get("sampling_params") or {}
+    if not isinstance(sampling, dict) or _says_words(body):
+        return True
+    return any(one.get(name) for one in (body, sampling) for name in ("stop", "stop_regex"))
+
+
 def _vllm_events(turn: Turn) -> Events:
     tokens, over = 0, False
     while not over:
@@ -434,7 +459,8 @@ def _job_of(request: web.Request) -> str | None:
 
     A token for turns alone, an agent's, does not choose.
     """
-    return request.get(JOB, "") or ("" if request.get(LIMITED) else None)
+    caller = caller_of(request)
+    return caller.job or ("" if caller.limited else None)
 
 
 async def _begun(turn: Turn) -> None:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from rose_core.rollouts import versions
 from rose_router.engines.fleet import Engine
-from rose_router.http.bearer import JOB
+from rose_router.http.bearer import caller_of
 from rose_router.http.dialects.common import Hints
 from rose_router.turns.ledger import summary
 from rose_router.turns.request import named
@@ -46,7 +46,7 @@ def routes(service: Service) -> list[web.RouteDef]:
         return _json({"weight_version": shown})
 
     async def finished(request: web.Request) -> web.Response:
-        job = request.get(JOB, "") or Hints({}, request.headers).job
+        job = caller_of(request).job or Hints({}, request.headers).job
         service.end_trajectory(named(job, request.query.get("session_id", "")))
         return _json({"status": "ok"})
 

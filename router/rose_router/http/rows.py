@@ -15,7 +15,7 @@ from aiohttp import web
 
 from rose_core.rollouts.message_tree import MessageTree, Routing, TrainingRow
 from rose_router.errors import NotFound
-from rose_router.http.bearer import JOB
+from rose_router.http.bearer import caller_of
 from rose_router.http.dialects.common import Hints
 from rose_router.http.replies import spans_json
 from rose_router.turns.service import Service
@@ -26,7 +26,7 @@ def routes(tree: MessageTree, service: Service) -> list[web.RouteDef]:
 
     async def rows(request: web.Request) -> web.Response:
         key = request.match_info["key"]
-        job = request.get(JOB, "") or Hints({}, request.headers).job
+        job = caller_of(request).job or Hints({}, request.headers).job
         found = tree.rows((job, key))
         if not found:
             message = (

@@ -29,7 +29,7 @@ from rose_core.rollouts.inclusion import Inclusion, InclusionCell, InclusionRow
 from rose_core.rollouts.prospects import Prospects
 from rose_core.stats import Share
 from rose_router import metrics
-from rose_router.http.bearer import JOB
+from rose_router.http.bearer import caller_of
 from rose_router.http.bodies import read_body
 from rose_router.http.dialects.common import Hints
 from rose_router.turns.request import named
@@ -46,7 +46,7 @@ def routes(service: Service) -> list[web.RouteDef]:
 
     async def report(request: web.Request) -> web.Response:
         body = await read_body(request)
-        job = request.get(JOB, "") or Hints(body, request.headers).job
+        job = caller_of(request).job or Hints(body, request.headers).job
         rewards = _numbers(body, "rewards")
         reasoning = _numbers(body, "reasoning")
         correct = _correct(body, rewards)

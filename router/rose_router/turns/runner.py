@@ -102,9 +102,8 @@ class TurnRunner:
             turn.ended, held = self._clock(), turn.held
             context = len(turn.request.prompt) + held
             if not turn.request.keyed:
-                self._prefixes.note(
-                    turn.request.trajectory, turn.transcript.context, len(turn.request.prompt)
-                )
+                name, prompt = turn.request.trajectory, turn.request.prompt
+                self._prefixes.note(name, prompt, turn.transcript.tokens)
             self._prospects.end_turn(
                 turn.request.trajectory, held, context, turn.ended, moves=len(turn.moves)
             )
@@ -157,7 +156,9 @@ class TurnRunner:
     def _note_placed(self, turn: Turn, view: TurnView, engine: Engine) -> None:
         home = self._fleet.get(view.home) if view.home != engine.name else None
         had_room = home is not None and home.gate_open and home.occupied < home.cap
-        self._prospects.note_placement(turn.request.trajectory, engine.kind, left_home=had_room)
+        self._prospects.note_placement(
+            turn.request.trajectory, engine.kind, left_home=had_room, stratum=view.stratum
+        )
 
     async def _leg(self, turn: Turn, engine: Engine, held: int) -> MoveReason | None:
         """Run one leg and fold it; why the turn must go on elsewhere, ``None`` when it ended."""

@@ -222,11 +222,15 @@ class Service:
     def admit(self, requests: Sequence[TurnRequest]) -> None:
         """Refuse a request's turns before anything is made for them.
 
+        One that is alone is asked by ``submit``, also before.
+
         Raises:
             Busy: they do not fit into the queue.
             UnsafeTurn: no engine attached could bear one of them, or takes it.
         """
         self.room.check_room(requests[0].job, len(requests))
+        if len(requests) == 1:
+            return
         bounds, seen = self.bounds(), None
         for request in requests:
             if request.prompt is not seen:  # answers to one prompt have all in common

@@ -83,6 +83,7 @@ class TurnQueue:
         self._waiting: list[Waiter] = []
         self._again: asyncio.TimerHandle | None = None
         self._shares = FairShares()
+        self._keeps = False  # an engine free
         self.held = False
         self.finish_rate: Callable[[], float] = lambda: 0.0
 
@@ -175,7 +176,9 @@ class TurnQueue:
         insort(self._waiting, waiter, key=lambda one: one.key)
         self.pump()
         try:
-            if not future.done() and not holds_tokens:
+            if future.done():
+                return future.result()
+            if not holds_tokens:
                 self._check_room_without(waiter)
             return await self._until_placed(waiter)
         except BaseException:  # also when cancelled, and raised again
@@ -265,13 +268,20 @@ class TurnQueue:
 
         Never more than one: the others serve everybody else meanwhile.
         """
-        first = next((one.view for one in self._waiting if one.view.alone), None)
+        first = None
+        for one in self._waiting:
+            if one.view.alone:
+                first = one.view
+                break
+        if first is None and not self._keeps:
+            return  # the usual case
         able = [] if first is None else [e for e in self._fleet if self._could(first, e)]
         kept = min(
             able,
             key=lambda e: (not e.solo, not e.kept, e.kind is EngineKind.BORROWED, e.reserved),
             default=None,
         )
+        self._keeps = kept is not None
         for engine in self._fleet:
             engine.kept = engine is kept
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.prospects import Deadline, Hint
-from rose_core.rollouts.versions import Pin, read_pin
+from rose_core.rollouts.prospects import NO_HINT, Deadline, Hint
+from rose_core.rollouts.versions import NO_PIN, Pin, read_pin
 from rose_router.http.bodies import MOST_HISTORY, too_long
 from rose_router.http.tokenization import Tokenizer
 
@@ -21,6 +21,12 @@ SESSION_FIELDS = ("session_id", "routing_key")
 # Where agents' harnesses put theirs, without having been told to; first match wins.
 _HARNESS_HEADERS = ("session-id", "session_id", "X-Claude-Code-Session-Id", "conversation_id")
 _METADATA = ("session_id", "trajectory_id", "conversation_id")
+_ROSE_HEADERS = (
+    *("X-Rose-Job", "X-Rose-Min-Version", "X-Rose-Exact-Version", "X-Rose-Run"),
+    *("X-Rose-Expected-Tokens", "X-Rose-Group", "X-Rose-Deadline", "X-Rose-Turn"),
+)
+_ALL_HEADERS = frozenset(map(str.lower, (*SESSION_HEADERS, *_HARNESS_HEADERS, *_ROSE_HEADERS)))
+_NO_HEADERS: Mapping[str, str] = {}
 # A cache key or a user may be the same for all of a harness's trajectories: one that has a UUID in
 # it is not. ``user`` is never one: that is whom a harness serves.
 _UUID = re.compile(
@@ -209,13 +215,23 @@ class Hints:
         trajectory: group, deadline and number of the turn.
     """
 
+    job: str
+    pin: Pin
+    expected: int
+    trajectory: Hint
+
     def __init__(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
         asked = read_as(body, Hinted)
         rose = asked.rose or _NO_ROSE
+        if _ALL_HEADERS.isdisjoint(map(str.lower, headers)):
+            headers = _NO_HEADERS  # as most trainers send: one look instead of eighteen
         self.session, self.session_by = _session(rose, asked, headers)
         self.record = rose.record is not False
+        if rose is _NO_ROSE and not headers:
+            self.job, self.pin, self.expected, self.trajectory = "", NO_PIN, 0, NO_HINT
+            return
         self.job = rose.job or _header(headers, "X-Rose-Job")
-        self.pin: Pin = read_pin(
+        self.pin = read_pin(
             rose.min_version or headers.get("X-Rose-Min-Version"),
             rose.version or headers.get("X-Rose-Exact-Version"),
             rose.run or _header(headers, "X-Rose-Run"),
@@ -235,7 +251,7 @@ def _session(rose: Rose, asked: Hinted, headers: Mapping[str, str]) -> tuple[str
     """The session's key, and what says it; two empty texts where nothing does."""
     if rose.session:
         return rose.session, "rose.session"
-    for name in SESSION_HEADERS:
+    for name in SESSION_HEADERS if headers else ():
         if name in headers and (key := _header(headers, name)):
             return key, name
     if asked.session_id or asked.routing_key:
