@@ -93,12 +93,10 @@ def next_turn(
         The turn's index with its placement, None when no turn can go now; and the time at which
         the first of those passed over stops waiting for its home, None when none was.
     """
-    known = {engine.name: engine for engine in scene.engines}
     able = [engine for engine in scene.engines if _has_room(engine, scene.now)]
     again: float | None = None
     if not able:
         return None, None
-    price = min(engine.speed.prefill_seconds_per_token * (1 + engine.live) for engine in able)
     hopeless: set[tuple[object, ...]] = set()  # alike in what they can run on, and nothing can
     passing: dict[tuple[object, ...], SortedEngines] = {}
     for index, one in enumerate(waiting):
@@ -106,7 +104,7 @@ def next_turn(
         sort = filter_key(turn)
         if (sort, turn.begins) in hopeless:
             continue
-        until = _patience(one, known.get(turn.home), price, scene)
+        until = _patience(one, able, scene) if turn.cached else None
         if until is not None:
             again = until if again is None else min(again, until)
             continue
@@ -120,13 +118,13 @@ def next_turn(
     return None, again
 
 
-def _patience(
-    one: WaitingTurn, home: EngineView | None, price: float, scene: DispatchState
-) -> float | None:
-    """Until when the turn waits for its home; None when it need not."""
+def _patience(one: WaitingTurn, able: Sequence[EngineView], scene: DispatchState) -> float | None:
+    """Until when the turn, which has keys at its home, waits for it; None when it need not."""
     turn = one.view
-    if home is None or not turn.cached or _has_room(home, scene.now):
+    home = next((engine for engine in scene.engines if engine.name == turn.home), None)
+    if home is None or _has_room(home, scene.now):
         return None
+    price = min(engine.speed.prefill_seconds_per_token * (1 + engine.live) for engine in able)
     until = one.since + min(turn.cached, turn.context) * price
     passing = obstacle(turn, home, scene.head, scene.policy, scene.now) in _PASSING
     return until if passing and scene.now < until else None

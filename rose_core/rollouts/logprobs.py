@@ -89,10 +89,14 @@ def terms_of(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> Logprob
     """
     given = sampling.get("temperature")
     known = isinstance(given, int | float) and given >= _GREEDY
-    changes = [one for one in sampling if one in _CHANGING and _asks(sampling[one], SAMPLING[one])]
-    changes += ["logit_bias"] if sampling.get("logit_bias") else []
-    beside = [one for one in request if one in _CHANGING_BESIDE]
-    changes += [one for one in beside if _asks(request[one], REQUEST[one])]
+    changes = ["logit_bias"] if sampling.get("logit_bias") else []
+    if not (_CHANGING.isdisjoint(sampling) and _CHANGING_BESIDE.isdisjoint(request)):
+        for given_of, named, rows in (
+            (sampling, _CHANGING, SAMPLING),
+            (request, _CHANGING_BESIDE, REQUEST),
+        ):
+            found = named & given_of.keys()
+            changes += [one for one in found if _asks(given_of[one], rows[one])]
     temperature = float(given) if known and given is not None else 1.0
     return LogprobTerms(temperature, tuple(sorted(changes)), sampling.get("top_k") == 1)
 

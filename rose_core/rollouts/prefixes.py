@@ -58,7 +58,7 @@ class Prefixes:
         """The trajectory with the longest known prefix of the prompt; empty when none is known."""
         blocks = range(BLOCK, len(prompt) + 1, BLOCK)
         if len(blocks) > len(self._sizes):
-            fitting = sorted(size for size in self._sizes if size in blocks)
+            fitting = sorted([size for size in self._sizes if size in blocks])
         else:
             fitting = [size for size in blocks if size in self._sizes]
         found = ""

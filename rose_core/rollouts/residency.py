@@ -93,13 +93,14 @@ class Residents:
         self, turn: TurnView, engines: Iterable[EngineView], now: float
     ) -> frozenset[str]:
         """Engines on which the turn would push out keys that are still wanted."""
-        return frozenset(one.name for one in engines if not self._fits(turn, one, now))
-
-    def _fits(self, turn: TurnView, engine: EngineView, now: float) -> bool:
-        known = self._engines.get(engine.name)
-        if known is None or not known.pool or engine.name == turn.home:
-            return True
-        if engine.live < IDLE_SHARE * engine.cap:
-            return True
-        known.expire(now)
-        return known.used + max(turn.context + turn.expected, self._usual) <= known.pool
+        crowded = []
+        for engine in engines:
+            known = self._engines.get(engine.name)
+            if known is None or not known.pool or engine.name == turn.home:
+                continue
+            if engine.live < IDLE_SHARE * engine.cap:
+                continue
+            known.expire(now)
+            if known.used + max(turn.context + turn.expected, self._usual) > known.pool:
+                crowded.append(engine.name)
+        return frozenset(crowded)

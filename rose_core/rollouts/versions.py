@@ -113,6 +113,8 @@ def next_head(
 
 def lag(version: WeightVersion, head: WeightVersion) -> int | None:
     """How many publishes ``version`` is behind ``head``; ``None`` when they do not compare."""
+    if version is head:
+        return 0  # the usual case, asked several times a turn
     if (version.run, version.incarnation) != (head.run, head.incarnation):
         return None
     if head.is_base:
@@ -126,7 +128,7 @@ def age(began_with: WeightVersion, head: WeightVersion) -> int | None:
     The same as ``lag``, but for version 0: however its weights relate to those of the first
     publisher, that one's first publish came one publish later. Before it there was none.
     """
-    if not began_with.is_base:
+    if began_with is head or not began_with.is_base:
         return lag(began_with, head)
     if began_with.run != head.run:
         return None
@@ -146,6 +148,8 @@ def older(version: WeightVersion, other: WeightVersion) -> bool:
 
     Two versions 0 have no order: neither came before the other.
     """
+    if version is other:
+        return False
     if version.is_base and other.is_base:
         return False
     return (version.incarnation, version.sequence) < (other.incarnation, other.sequence)

@@ -107,6 +107,7 @@ class Engine:
         solo: that one runs there.
         died_with: legs of its last death, and those of them that may have caused it.
         together: all adapters of its process, itself among them.
+        name: unique in the lease.
         head: newest version of its run, where that is not the lease's first.
         last_version: what its process attested last; it may do so again in a moment.
     """
@@ -132,9 +133,10 @@ class Engine:
     head: WeightVersion | None = None
     last_version: WeightVersion | None = None
     together: tuple[Engine, ...] = field(init=False, repr=False)
+    name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.together = (self,)
+        self.together, self.name = (self,), self.update.engine
 
     @property
     def leads(self) -> bool:
@@ -189,11 +191,6 @@ class Engine:
     def cap(self) -> int:
         """Most turns that this router may have on it; other replicas have their own part."""
         return self.update.cap if self.part is None else self.part(self.update.cap)
-
-    @property
-    def name(self) -> str:
-        """Unique in the lease."""
-        return self.update.engine
 
     @property
     def process(self) -> str:
@@ -311,8 +308,10 @@ class Fleet:
 
     def has_room(self) -> bool:
         """Whether any engine is open and below its cap."""
-        engines = self._engines.values()
-        return any(e.gate_open and e.occupied < e.cap and not e.fences for e in engines)
+        for one in self._engines.values():  # asked for every turn: no generator
+            if one.gate_open and one.occupied < one.cap and not one.fences:
+                return True
+        return False
 
     def live_versions(self) -> list[WeightVersion]:
         """Attested versions of the engines attached."""

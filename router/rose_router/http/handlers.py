@@ -495,8 +495,10 @@ def _raise_if_all_failed(turns: list[Turn]) -> None:
     Raises:
         Exception: what the first turn failed with.
     """
-    if all(turn.state is TurnState.FAILED for turn in turns):
-        raise turns[0].error or TurnLost("Internal", "the turn failed without saying why")
+    for turn in turns:
+        if turn.state is not TurnState.FAILED:
+            return
+    raise turns[0].error or TurnLost("Internal", "the turn failed without saying why")
 
 
 def _prompt_text(body: dict[str, Any]) -> str:

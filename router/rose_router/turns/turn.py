@@ -210,10 +210,12 @@ class Turn:
             AssertionError: a token has no span or no log-prob of its own.
         """
         held = self.transcript
-        lengths = {name: len(values) for name, values in held.per_token.items()}
-        whole = covers(held.spans, len(held.tokens))
-        if not whole or any(length != len(held.tokens) for length in lengths.values()):
-            message = f"turn {self.request.rid}: {len(held.tokens)} tokens, {lengths}, {held.spans}"
+        whole, count = covers(held.spans, len(held.tokens)), len(held.tokens)
+        for values in held.per_token.values():
+            whole = whole and len(values) == count
+        if not whole:
+            lengths = {name: len(values) for name, values in held.per_token.items()}
+            message = f"turn {self.request.rid}: {count} tokens, {lengths}, {held.spans}"
             raise AssertionError(message)
 
 

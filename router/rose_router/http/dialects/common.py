@@ -176,10 +176,12 @@ def token_ids(value: object, field: str) -> tuple[int, ...]:
         message = f"{field}: expected a list of token ids with at least one entry"
         raise InvalidTurn(message)
     try:
+        if len(value) <= _MOST_AT_ONCE:
+            return msgspec.convert((value,), _Prompt).ids
         # In slices, between which a thread gives way.
         slices = (value[n : n + _MOST_AT_ONCE] for n in range(0, len(value), _MOST_AT_ONCE))
         made = [msgspec.convert((one,), _Prompt).ids for one in slices]
-        return made[0] if len(made) == 1 else tuple(itertools.chain.from_iterable(made))
+        return tuple(itertools.chain.from_iterable(made))
     except msgspec.ValidationError as error:
         message = f"{field}: every token id must be a whole number from 0 to {_MOST_ID}"
         raise InvalidTurn(message) from error
@@ -257,17 +259,16 @@ def _session(rose: Rose, asked: Hinted, headers: Mapping[str, str]) -> tuple[str
     if asked.session_id or asked.routing_key:
         name = "session_id" if asked.session_id else "routing_key"
         return asked.session_id or asked.routing_key or "", name
-    for name, value in _of_harness(asked, headers):
-        if value:
-            return _key(value, name), name
-    return "", ""
+    if headers or asked.metadata or asked.prompt_cache_key or asked.conversation_id:
+        for name, value in _of_harness(asked, headers):
+            if value:
+                return _key(value, name), name
+    return "", ""  # as every trainer's request
 
 
 def _of_harness(asked: Hinted, headers: Mapping[str, str]) -> Iterator[tuple[str, object]]:
     """Where a harness may have put a key."""
     yield from [(name, headers[name]) for name in _HARNESS_HEADERS if name in headers]
-    if not (asked.metadata or asked.prompt_cache_key or asked.conversation_id):
-        return  # as every trainer's request
     more = asked.metadata if isinstance(asked.metadata, dict) else {}
     yield from ((f"metadata.{name}", more.get(name)) for name in _METADATA)
     perhaps = (
