@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from rose_dev.waiting import until
-from rose_router.engines.connections import Connection, Connections, Place, Stage
+from rose_router.engines.connections import Connection, Connections, Place, Stage, _context
 from rose_router.errors import Unreachable
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -150,3 +151,13 @@ async def test_nobody_there_is_said_so() -> None:
         pass
     with pytest.raises(Unreachable, match=str(place[1])):
         await asked(connections, place)
+
+
+def test_only_who_asks_authorities_reads_them() -> None:
+    pinned, believing = _context(pinned=True), _context(pinned=False)
+    assert not pinned.cert_store_stats()["x509_ca"]
+    assert pinned.verify_mode is ssl.CERT_NONE
+    assert believing.verify_mode is ssl.CERT_REQUIRED
+    assert believing.check_hostname
+    assert pinned.minimum_version == believing.minimum_version
+    assert pinned.options == believing.options

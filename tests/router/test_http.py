@@ -18,6 +18,8 @@ from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
+from rose_router import metrics
+from rose_router.http.handlers import _has_texts
 from rose_wire.errors import Refused
 from tests.router.conftest import LEASE, VERSION, Stage
 
@@ -406,3 +408,37 @@ async def test_a_body_without_words_is_refused_with_a_reason_before_a_tokenizer_
         assert reply.status == 400
         answer = await reply.json()
         assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "texts"),
+    [
+        ({"input_ids": [1, 2]}, False),
+        ({"token_ids": [1], "sampling_params": {"max_tokens": 4, "stop": None}}, False),
+        ({"prompt": [1, 2], "stop": "a"}, True),
+        ({"prompt": "a"}, True),
+        ({"prompt": ["a"]}, True),
+        ({"input_ids": [1], "sampling_params": {"stop": ["a"]}}, True),
+        ({"input_ids": [1], "sampling_params": {"stop_regex": "a+"}}, True),
+        ({"input_ids": [[1], [2]], "sampling_params": [{"stop": "a"}, None]}, True),
+        ({"messages": [{"role": "user", "content": "a"}]}, True),
+    ],
+)
+async def test_a_long_body_is_left_to_a_thread_where_texts_are_encoded_or_compiled(
+    body: dict[str, Any], texts: bool
+) -> None:
+    assert _has_texts(body) == texts
+
+
+async def test_durations_are_counted_as_prometheus_counts_them() -> None:
+    def counted() -> list[float]:
+        name, get = "rose_router_barrier_seconds", metrics.REGISTRY.get_sample_value
+        bounds = ("0.001", "0.005", "0.02", "300.0", "+Inf")
+        found = [get(f"{name}_bucket", {"le": bound}) for bound in bounds]
+        return [one or 0.0 for one in (*found, get(f"{name}_count"), get(f"{name}_sum"))]
+
+    before = counted()
+    for seconds in (0.001, 0.004, 0.02, 400.0):
+        metrics.BARRIER_SECONDS.observe(seconds)
+    more = [new - old for new, old in zip(counted(), before, strict=True)]
+    assert more == pytest.approx([1, 2, 3, 3, 4, 4, 400.025])

@@ -82,7 +82,8 @@ _CALLER = web.RequestKey("caller", Caller)
 
 def caller_of(request: web.Request) -> Caller:
     """Who has sent a request."""
-    return request.get(_CALLER, _ANYBODY)
+    found: Caller = request.get(_CALLER, _ANYBODY)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
