@@ -15,7 +15,7 @@ ARGS ?=
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
-.PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-computing test-engines test-cluster test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
+.PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-computing test-engines test-cluster test-node test-api test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal reasoning-gym sandbox-adapters sandbox-harbor test-clients
 
@@ -63,7 +63,7 @@ demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest
 # says so; generated examples are the same every time, so that a change is judged by what it does. While you
 # work (`make unit`) nothing is tried twice, and examples are new each time. Each lane ends with its slowest tests.
-LANES := test test-computing test-engines test-cluster test-sandboxes
+LANES := test test-computing test-engines test-cluster test-node test-api test-sandboxes
 $(LANES): AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci --durations 15 --durations-min 5
 test: venv  ## everything that CI runs
 	$(MAKE) --no-print-directory -j 3 check engine cluster sandbox
@@ -77,12 +77,19 @@ test-computing:
 	$(MAKE) --no-print-directory test-engines AGAIN='$(AGAIN)'
 	$(MAKE) --no-print-directory test-sandboxes AGAIN='$(AGAIN)'
 
-# One worker for a lane, which a hung test ends without ending the run, so that it starts what its tests share once.
+# One worker, which a hung test ends without ending the run, so that it starts what its tests share once.
 test-engines:
 	$(BIN)/pytest $(LANE) -m "engine and not cluster and not long" $(AGAIN) $(ARGS)
 
+# The machine has one node; what an API server alone answers is tested beside it.
 test-cluster:
-	$(BIN)/pytest $(LANE) -m "cluster and not long" $(AGAIN) $(ARGS)
+	$(MAKE) --no-print-directory -j 2 test-node test-api AGAIN='$(AGAIN)'
+
+test-node:
+	$(BIN)/pytest $(LANE) -m "cluster and node and not long" $(AGAIN) $(ARGS)
+
+test-api:
+	$(BIN)/pytest $(LANE) -m "cluster and not node and not long" $(AGAIN) $(ARGS)
 
 test-sandboxes:
 	$(CONTAINED) --limit 300 $(BIN)/pytest -v -n 0 -m sandbox tests/sandbox $(AGAIN) $(ARGS)

@@ -5,8 +5,10 @@ to deselect what is in them costs a minute of CPU time, so a file that does not 
 left out. One that had the marker without naming it would be lost that way; a run that imports it
 says so, and ``make unit`` imports every file.
 
-What needs the node with GPUs comes last and together, because a node is replaced by the other kind
-whenever a test wants it. Next step: ``testing`` has both kinds.
+A machine has one node, and what needs it is marked ``node`` here, by its fixture: it is a lane of
+its own beside what an API server alone answers. A start of the node takes half a minute and it is
+replaced by the other kind whenever a test wants it, so first come the tests that end it, then the
+rest, and last those that need GPUs. Next step: ``testing`` has both kinds of node.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from pathlib import Path
 import pytest
 
 MARKERS = ("engine", "cluster", "sandbox", "vllm", "long")
+NODE = "node_session"
+"""The fixture behind everything that needs the machine's node."""
+PLAIN = "node"
+"""The fixture for a node that is up; a test with ``NODE`` alone may end it."""
 GPUS = "gpu_session"
 """The fixture behind everything that needs the node with GPUs."""
 _PLAIN = re.compile(r"(not )?\w+( and (not )?\w+)*")
@@ -38,10 +44,18 @@ def names(path: Path, marker: str) -> bool:
 
 
 def by_node(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The same tests, files that need the node with GPUs last."""
+    """The same tests; what needs the node is marked and in the order that the module says."""
     listed = list(items)
-    last = {item.path for item in listed if GPUS in getattr(item, "fixturenames", ())}
-    return sorted(listed, key=lambda item: item.path in last)
+    ending, gpus = _files_with(NODE, listed) - _files_with(PLAIN, listed), _files_with(GPUS, listed)
+    for item in listed:
+        if NODE in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.node)
+    return sorted(listed, key=lambda item: (item.path not in ending - gpus, item.path in gpus))
+
+
+def _files_with(fixture: str, items: Iterable[pytest.Item]) -> set[Path]:
+    """Files of which a test needs a fixture."""
+    return {item.path for item in items if fixture in getattr(item, "fixturenames", ())}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -102,6 +102,8 @@ def kubelet(place: NodeFolders, pki: Path) -> str:
             "podLogsDir": str(place.run / "pod-logs"),
             "volumePluginDir": str(place.run / "volume-plugins"),
             "nodeStatusUpdateFrequency": "5s",
+            # How soon a pod sees that a mounted Secret has changed; the default is a minute.
+            "syncFrequency": "10s",
         },
         sort_keys=False,
     )

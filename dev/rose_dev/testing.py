@@ -24,6 +24,7 @@ from rose_dev.node import Node, require_root
 
 _TURN_SECONDS = 240.0
 _CLAIMED = 8
+_NEVER = "never"
 MACHINE = "h100x8"
 """The node of ``gpu_node``."""
 
@@ -48,12 +49,19 @@ class NodeSession:
         self._owner = self.node.place.run / "owner"
         left_behind = self._owner.exists()
         self.ours = left_behind or not self.node.sandbox.alive()
+        self._up: int | str | None = _NEVER
         if left_behind:
             self.node.down()
 
     def ensure(self, gpus: int | str | None = None) -> Node:
-        """The node, up: a test before may have ended it, or wanted other GPUs."""
-        self.node.up(gpus=_CLAIMED if gpus is None and self.ours else gpus)
+        """The node, up: a test before may have ended it, or wanted other GPUs.
+
+        Its image is made of the checkout once: that takes longer than many a test on the node.
+        """
+        wanted = _CLAIMED if gpus is None and self.ours else gpus
+        if self._up != wanted or not self.node.healthy():
+            self.node.up(gpus=wanted)
+            self._up = wanted
         if self.ours:
             self._owner.write_text(f"tests, process {os.getpid()}\n")
         return self.node

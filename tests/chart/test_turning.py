@@ -1,7 +1,7 @@
 """The chart on a real node, from a registry where there is one; every certificate turns meanwhile.
 
 That a successor waits for a day until it signs is in its date: the test makes one that is nearly a
-day old. The certificates of engines' data routes turn every two minutes here.
+day old. The certificates of engines' data routes turn every minute here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rose_dev.release import Releaser
 from rose_dev.waiting import wait_until
 from rose_wire import certificates
 from rose_wire.ports import free_port
-from tests.chart.installation import SECONDS, SYSTEM, field, installation, make_models
+from tests.chart.installation import CHART, SECONDS, SYSTEM, field, installation, make_models
 from tests.chart.test_end_to_end import callers_token, publish, service, wait_for
 from tests.chart.turns import Turns
 
@@ -32,10 +32,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 AUTHORITIES = ("rose-authority", "rose-node-authority", "rose-router-authority")
 SPREAD = dt.timedelta(days=1)
-# Kubelets take a minute, the operator looks once a minute.
-LEARNT = dt.timedelta(seconds=150)
+# The operator looks once a minute, this node's kubelet every ten seconds.
+LEARNT = dt.timedelta(seconds=100)
 DATA_PORT = 30800
 HOST = "app.kubernetes.io/name=rose-engine-host"
+CRANE = next(part for part in parts.RELEASE if part.name == "crane")
 
 
 @contextmanager
@@ -56,17 +57,31 @@ def _listens(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
+def tools() -> tuple[Path, Path] | None:
+    """crane and helm; None where a chart can be in no registry."""
+    crane, helm = (parts.find(part) for part in (CRANE, parts.HELM_PART))
+    return (crane, helm) if crane is not None and helm is not None else None
+
+
 @pytest.fixture
-def pushed() -> Iterator[tuple[str, ...]]:
-    """What ``helm install`` is given: the chart in a registry, pushed as ``make release`` does."""
-    tools = {part.name: parts.find(part) for part in (parts.HELM_PART, *parts.RELEASE)}
-    crane, helm = tools["crane"], tools["helm"]
-    if crane is None or helm is None:
-        pytest.skip("no registry here, and the chart is in none (make release-parts)")
+def chart() -> Iterator[tuple[str, ...]]:
+    """What ``helm install`` is given: the chart in a registry, pushed as ``make release`` does.
+
+    Its folder, where there are no tools; ``test_there_is_a_registry_to_install_from`` says so.
+    """
+    if (found := tools()) is None:
+        yield (str(CHART),)
+        return
+    crane, helm = found
     with registry(crane) as place:
         made = Releaser(f"{place}/rose", Path(), {"crane": crane, "helm": helm}, plain_http=True)
         name, _, version = made.chart().name.rpartition(":")
         yield f"oci://{name}", f"--version={version}", "--plain-http"
+
+
+def test_there_is_a_registry_to_install_from() -> None:
+    if tools() is None:
+        pytest.skip("no registry here, and the chart is in none (make release-parts)")
 
 
 def secret(node: Node, name: str) -> dict[str, bytes]:
@@ -87,18 +102,13 @@ def prepare(node: Node, name: str) -> bytes:
     return held["tls.crt"]
 
 
-def test_the_chart_is_installed_from_a_registry(
-    node: Node, tmp_path: Path, pushed: tuple[str, ...]
+def test_while_every_certificate_turns_no_turn_fails(
+    node: Node, tmp_path: Path, chart: tuple[str, ...]
 ) -> None:
-    with installation(node, make_models(tmp_path), chart=pushed):
+    quick = "--set=engineHost.extraArgs={--data-tls-seconds=61}"
+    with installation(node, make_models(tmp_path), quick, chart=chart):
         listed = json.loads(node.helm("list", f"--namespace={SYSTEM}", "--output=json"))
         assert [one["status"] for one in listed] == ["deployed"]
-        wait_for(node, "Granted")
-
-
-def test_while_every_certificate_turns_no_turn_fails(node: Node, tmp_path: Path) -> None:
-    quick = "--set=engineHost.extraArgs={--data-tls-seconds=61}"
-    with installation(node, make_models(tmp_path), quick):
         wait_for(node, "Granted")
         publish(node, tmp_path)
         wait_for(node, "Ready")

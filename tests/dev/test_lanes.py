@@ -28,7 +28,7 @@ def test_a_marker_is_wanted_when_no_test_without_it_can_run(
 
 
 CONFTEST = 'pytest_plugins = ["rose_dev.lanes"]\n'
-INI = "[pytest]\nmarkers =\n    cluster: c\n    engine: e\n"
+INI = "[pytest]\nmarkers =\n    cluster: c\n    engine: e\n    node: n\n"
 
 
 @pytest.fixture(autouse=True)
@@ -64,12 +64,20 @@ def test_a_marker_that_a_file_has_without_naming_it_is_refused(pytester: pytest.
     found.stderr.fnmatch_lines(["*test_hidden.py: name the marker cluster*"])
 
 
-def test_files_that_need_the_node_with_gpus_come_last(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        shared="import pytest\n@pytest.fixture\ndef gpu_session(): pass\n"
-        "@pytest.fixture\ndef installed(gpu_session): pass\n"
-    )
+def test_what_ends_the_node_comes_first_and_what_needs_gpus_last(
+    pytester: pytest.Pytester,
+) -> None:
+    fixtures = {"node_session": "", "node": "node_session", "gpu_session": "node_session"}
+    made = (f"@pytest.fixture\ndef {name}({of}): pass\n" for name, of in fixtures.items())
+    pytester.makepyfile(shared="import pytest\n" + "".join(made))
     pytester.syspathinsert()
-    both = "from shared import *\ndef test_a(): pass\ndef test_b(installed): pass\n"
-    found = run(pytester, "-v", test_first=both, test_second="def test_c(): pass\n")
-    found.stdout.fnmatch_lines(["*test_second*test_c*", "*test_first*test_a*", "*::test_b*"])
+    tests = {
+        "test_1": "def test_a(): pass\n",
+        "test_2": "def test_b(): pass\ndef test_c(gpu_session): pass\n",
+        "test_3": "def test_d(node): pass\n",
+        "test_4": "def test_e(node_session): pass\n",
+    }
+    shared = {name: f"from shared import *\n{text}" for name, text in tests.items()}
+    found = run(pytester, "-v", **shared)
+    found.stdout.fnmatch_lines([f"*::test_{name} *" for name in "eadbc"])
+    run(pytester, "-m", "node", **shared).assert_outcomes(passed=3, deselected=2)
