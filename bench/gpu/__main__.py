@@ -70,7 +70,7 @@ from rose_dev.gpu.state import GpuProcess, State, StateGpu
 # what it says of a process is true of that process.
 
 # Several times while a check waits for memory to come free; a look costs a fraction of that.
-_LOOK_SECONDS = 0.02
+_LOOK_SECONDS = 0.05
 
 
 def descendants(pid: int, proc: Path = Path("/proc")) -> Iterator[int]:

@@ -41,6 +41,8 @@ KINDS = {
     "prefill2k": (2048, 1, 2048),
 }
 _IDLE_SECONDS = 0.0005
+# After each step of a rehearsal, which tries orders: the core is others' too.
+_REHEARSED_SECONDS = 0.005
 Step = tuple[int, int, float]
 
 
@@ -173,6 +175,8 @@ class Stepper:
                     self._churn()
                 else:
                     self._steps.append(self._once(name))
+            if not self._model.gpu:
+                time.sleep(_REHEARSED_SECONDS)
 
     def _listen(self) -> None:
         for line in sys.stdin:

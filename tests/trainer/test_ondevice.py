@@ -51,10 +51,10 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64,
 }
-SHAPES = {  # cut along rows, along columns, with a remainder at the edges, not cut
-    "model.layers.0.mlp.up_proj.weight": (640, 384),
-    "model.layers.0.mlp.down_proj.weight": (384, 640),
-    "model.embed_tokens.weight": (1001, 300),
+SHAPES = {  # cut along rows, along columns, large but odd, small; as few elements as can be cut
+    "model.layers.0.mlp.up_proj.weight": (512, 256),
+    "model.layers.0.mlp.down_proj.weight": (256, 512),
+    "model.embed_tokens.weight": (441, 300),
     "model.norm.weight": (96,),
     "scale": (),
 }
