@@ -11,6 +11,7 @@ import base64
 import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,18 +105,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngin
     python.chmod(0o755)
     model = mixture(tmp_path_factory.mktemp("mixture"))
     more = ["--enable-return-routed-experts"]
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                start_engine(
-                    *(tmp_path_factory.mktemp(name), model),
-                    version=VERSION,
-                    python=python,
-                    more=more,
-                )
-            )
-            for name in ("first", "second")
-        ]
+    folders = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:  # its threads live as long as both
+
+        def start(folder: Path) -> RealEngine:
+            made = start_engine(folder, model, version=VERSION, python=python, more=more)
+            return stack.enter_context(made)
+
+        yield list(pool.map(start, folders))
 
 
 @dataclass

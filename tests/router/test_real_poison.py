@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import aiohttp
 import msgspec
@@ -12,7 +12,7 @@ from bench.fire.poison import poisoned
 from rose_agent.host.sizing import vocabulary
 from rose_core.rollouts.admission import QueueLimits
 from rose_core.wire.routing import EngineKind
-from rose_dev.engine_testing import start_engine
+from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.owners import owner
 from rose_router.config import Settings
 from rose_router.main import running
@@ -22,20 +22,26 @@ from tests.router.test_real_engines import VERSION, update_of
 pytestmark = pytest.mark.engine
 
 
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
+    needed_model()
+    with start_engine(tmp_path_factory.mktemp("poison"), version=VERSION) as started:
+        yield started
+
+
 @pytest.mark.parametrize("kind", list(EngineKind))
-async def test_no_request_of_the_matrix_ends_an_engine(tmp_path: Path, kind: EngineKind) -> None:
-    model = needed_model()
-    with start_engine(tmp_path, "tiny-peaked", version=VERSION) as engine:
-        said = msgspec.structs.replace(
-            update_of(engine, "only"), kind=kind, vocabulary=vocabulary(model)
-        )
-        async with (
-            aiohttp.ClientSession() as http,
-            running(
-                Settings(lease="team/grpo", attach_token="secret", queue=QueueLimits(seconds=20))
-            ) as router,
-            owner(router.attach_port, said, "secret"),
-        ):
-            url = f"http://127.0.0.1:{router.http_port}"
-            dead = lambda: [] if engine.process.poll() is None else ["only"]  # noqa: E731
-            assert await poisoned(http, url, "", dead) == []
+async def test_no_request_of_the_matrix_ends_an_engine(
+    engine: RealEngine, kind: EngineKind
+) -> None:
+    said = msgspec.structs.replace(
+        update_of(engine, "only"), kind=kind, vocabulary=vocabulary(engine.model)
+    )
+    settings = Settings(lease="team/grpo", attach_token="secret", queue=QueueLimits(seconds=20))
+    async with (
+        aiohttp.ClientSession() as http,
+        running(settings) as router,
+        owner(router.attach_port, said, "secret"),
+    ):
+        url = f"http://127.0.0.1:{router.http_port}"
+        dead = lambda: [] if engine.process.poll() is None else ["only"]  # noqa: E731
+        assert await poisoned(http, url, "", dead) == []
