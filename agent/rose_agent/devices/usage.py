@@ -7,6 +7,7 @@ serving takes its memory at its start.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +15,6 @@ from typing import Protocol
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.errors import DeviceError
 from rose_core.uids import GpuUuid
-from rose_engines.memory import PAGE
 
 
 class MemoryMeter(Protocol):
@@ -79,4 +79,4 @@ def _private_bytes(pid: int) -> int | None:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:
         return None
-    return (int(fields[1]) - int(fields[2])) * PAGE
+    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
