@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -35,8 +35,10 @@ from rose_engines.device_loops import SIGNED, here
 from rose_engines.device_stage import ahead
 from rose_trainer.device_diff import Band, DeviceDiff, Region, bands, differences
 from rose_trainer.errors import BadState
-from rose_trainer.shards import Shard
 from rose_trainer.staging import Layout, Tensors, held, pairs, place_of, refuse_shared
+
+if TYPE_CHECKING:  # PyTorch's sharded tensors take as long to import as half of PyTorch
+    from rose_trainer.shards import Shard
 
 Place = Literal["host", "device"]
 """Where the state before lies."""
