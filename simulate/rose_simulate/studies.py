@@ -164,6 +164,16 @@ STUDIES: Mapping[str, Study] = {
         "discarded.",
         (Regime.FIXED, Regime.OURS),
     ),
+    "widths": Study(
+        "how wide a job's own engines are",
+        ("widths-1", "widths-2", "widths-4", "widths-8", "widths-elastic"),
+        "RollPacker's rounds (`tail-whole`) on eight GPUs of the job's own, as engines of 1, 2, 4 "
+        "or 8 GPUs, and as engines whose width is chosen for every round (`model.widths`). Nothing "
+        "is lent. Tensor parallelism over n GPUs is 0.8 n times as fast as one (assumed); a switch "
+        "takes an engine's start, which begins with the trainer's step.",
+        (Regime.FIXED,),
+        band=(),
+    ),
     "rewards": Study(
         "rewards that take time, and a trainer that streams",
         tuple(

@@ -30,10 +30,11 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 from rose_core.rollouts.consumption import ConsumptionBound, next_batch
-from rose_core.rollouts.rounds import Closing, Rounds, RoundShape
+from rose_core.rollouts.rounds import Closing, RoundKind, Rounds, RoundShape
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.router import Router
 from rose_simulate.model.turns import Turn
+from rose_simulate.model.widths import RoundSeen, Written
 from rose_simulate.model.workload import Episode, group
 
 
@@ -136,9 +137,12 @@ class Job:
         *,
         draw: random.Random,
         publish: Callable[[int], None],
+        round_over: Callable[[RoundKind, RoundSeen, RoundKind], None],
     ) -> None:
         self._clock, self._facts, self._router = clock, facts, router
         self._pool, self._draw, self._publish = pool, draw, publish
+        self._round_over = round_over
+        self._written: dict[int, Written] = {}  # of the round that is open, by trajectory
         self.version = 0
         self._rounds = None if facts.surplus is None else Rounds(_shape(facts))
         self._named: dict[str, Group] = {}
@@ -254,6 +258,7 @@ class Job:
         self.counts.finished += 1
         self.counts.finish_s.append(self._clock.now_s)
         if self._rounds is not None:
+            self._written[trajectory.number] = Written(tokens, trajectory.read, ended=True)
             if len(one.members) == self._facts.members:
                 self._cut(one)
                 self._added_until_s = (
@@ -272,11 +277,28 @@ class Job:
         late, one.under_way = one.under_way, []
         for trajectory in late:
             self.counts.cut += 1
-            self.counts.finished += 1
-            self.counts.discarded_tokens += trajectory.withdraw(self._router)
+            self._stop(trajectory)
             stale = self.version - one.oldest
             fate = Fate(trajectory.session, trajectory.planned, trained=False, stale=stale)
             self.counts.fates.append(fate)
+
+    def _stop(self, trajectory: Trajectory) -> None:
+        """Nobody samples it any further."""
+        written = trajectory.withdraw(self._router)
+        self.counts.finished += 1
+        self.counts.discarded_tokens += written
+        self._written[trajectory.number] = Written(written, trajectory.read, ended=False)
+
+    def _tell(self, kind: RoundKind) -> None:
+        """Whoever runs the engines hears what the round was made of, and which comes next."""
+        assert self._rounds is not None  # noqa: S101  # one of its rounds is over
+        told = tuple(self._written[number] for number in sorted(self._written))
+        self._written.clear()
+        seen = RoundSeen(told, sum(one.ended for one in told))
+        many = len(self._rounds.deferred) >= self._facts.batch
+        coming = RoundKind.LONG if many else RoundKind.SHORT
+        # An engine is in the middle of the step that ended the round.
+        self._clock.after(0.0, lambda: self._round_over(kind, seen, coming))
 
     def _close(self, closing: Closing) -> None:
         """The round is over: what is put off stops, the batch is trained on."""
@@ -285,12 +307,12 @@ class Job:
             self.counts.deferred += len(one.episodes)
             self.counts.discarded_tokens += one.tokens
             for trajectory in one.under_way:
-                self.counts.discarded_tokens += trajectory.withdraw(self._router)
-                self.counts.finished += 1
+                self._stop(trajectory)
             for session, _ in one.members:
                 self._router.prospects.conclude(session, trained=False)
             one.under_way.clear()
         self._ready += [self._named.pop(name) for name in closing.batch]
+        self._tell(closing.kind)
         self._train()
 
     def _train(self) -> None:
@@ -377,7 +399,8 @@ class Trajectory:
 
     def __init__(self, job: Job, one: Group, session: str, episode: Episode, number: int) -> None:
         self._job, self._group, self.session, self._episode = job, one, session, episode
-        self._number = number
+        self.number = number
+        self.read = 0
         self._index = self._context = self._tokens = 0
         self._oldest = one.oldest
         self._turn: Turn | None = None
@@ -401,10 +424,11 @@ class Trajectory:
             return
         planned = self._episode[self._index]
         self._index += 1
+        self.read += planned.new
         self._context += planned.new
         before = self._turn
         group = str(self._group.number)
-        turn = Turn(self.session, self._context, planned.output, 0, self.next, group, self._number)
+        turn = Turn(self.session, self._context, planned.output, 0, self.next, group, self.number)
         if before is not None:
             turn.home, turn.cached = before.home, before.cached
             turn.home_version = before.home_version

@@ -104,6 +104,7 @@ def _job(
     if job.dedicated == 0 and (fixed or job.borrowed == 0):
         yield "dedicated", "nothing would ever compute in the fixed pool"
     yield from _rounds(job)
+    yield from _widths(job, scenario)
     if job.awaits_weights and not job.dedicated:
         yield "awaits_weights", "there are no dedicated engines to wait for"
     if job.borrowed:
@@ -122,6 +123,21 @@ def _rounds(job: RolloutJob) -> Iterator[tuple[str, str]]:
             "oldest_first",
             "tail batching has an order of its own: leave one of them out",
         )
+
+
+def _widths(job: RolloutJob, scenario: Scenario) -> Iterator[tuple[str, str]]:
+    if not job.widths:
+        return
+    gpus = job.dedicated * job.gpus_per_engine
+    if job.surplus is None:
+        yield "widths", "engines change between rounds: give a surplus too, 0 or more"
+    odd = [one for one in job.widths if gpus % one]
+    if odd:
+        yield "widths", f"{odd[0]} GPUs for an engine do not divide the job's {gpus}"
+    if max(job.widths) > scenario.nodes.gpus:
+        yield "widths", f"a node has {scenario.nodes.gpus} GPUs"
+    if scenario.nodes.fail_every_s or any(one.kind == "node" for one in scenario.failures):
+        yield "widths", "which engines a failing node takes along is not modelled for them"
 
 
 def _borrowing(job: RolloutJob, services: dict[str, Service]) -> Iterator[tuple[str, str]]:

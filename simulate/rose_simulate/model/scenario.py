@@ -149,6 +149,9 @@ class RolloutJob(Strict):
         draft_nodes: tokens that a step verifies for each trajectory (``drafts: Router`` of a
             lease); each costs what a token of a prompt does. 0 = a step gives one token.
         tokens_per_step: of a step that verifies drafts; it has to be measured on the task.
+        widths: with ``surplus``: GPUs of an engine of its own that they may change to between two
+            rounds, as many engines as the GPUs make (``simulate.model.widths``); empty = they stay
+            as wide as ``gpus_per_engine``, which ``dedicated`` and ``dedicated_cap`` are of.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
@@ -175,6 +178,7 @@ class RolloutJob(Strict):
     idle_seconds: Annotated[float, Field(ge=10, le=604_800)] = 90.0
     draft_nodes: Annotated[int, Field(ge=0, le=64)] = 0
     tokens_per_step: Annotated[float, Field(ge=1, le=64)] = 1.0
+    widths: tuple[Annotated[int, Field(ge=1, le=8)], ...] = ()
 
     @model_validator(mode="after")
     def _several_tokens_need_drafts(self) -> Self:

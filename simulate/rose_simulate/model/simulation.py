@@ -19,12 +19,13 @@ from rose_core.wire.sync import SignalSource
 from rose_simulate.model.balancer import Balancer
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import costs, costs_of, kv_tokens
+from rose_simulate.model.costs import costs
 from rose_simulate.model.demand import Demands
 from rose_simulate.model.gates import ServingRequest
 from rose_simulate.model.job import Job, JobFacts
 from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
-from rose_simulate.model.nodes import Dedicated, Nodes
+from rose_simulate.model.nodes import Nodes
+from rose_simulate.model.own_engines import USUAL_CONTEXT, OwnEngines
 from rose_simulate.model.paper import PaperGate
 from rose_simulate.model.planner import Planner, PlannerInputs, lend_once
 from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
@@ -34,8 +35,6 @@ from rose_simulate.model.turns import Engine
 from rose_simulate.model.whole import WholeLender
 from rose_simulate.model.workload import Arrival, Episode, Shape, bursts, replay
 
-_DEDICATED_MEMORY = 0.9
-_USUAL_CONTEXT = 12_000
 _LOOK_S = 10.0  # the paper's choice of GPUs needs some recent KV use
 
 MakeRouter = Callable[[Clock, str, Policies, RouterOptions, random.Random], Router]
@@ -77,7 +76,7 @@ class Simulation:
         self.requests: dict[str, list[ServingRequest]] = {}
         self.routers: dict[str, Router] = {}
         self.jobs: dict[str, Job] = {}
-        self.dedicated: list[Dedicated] = []
+        self.own: dict[str, OwnEngines] = {}
         self._lent_ns: dict[str, int] = {}
         self.held_ns = 0
         self.gate_moves: list[tuple[float, int]] = []
@@ -197,15 +196,9 @@ class Simulation:
             random.Random(f"{self.seed}/{job.name}/dice"),  # noqa: S311  # a model's randomness
         )
         self.routers[job.name] = router
-        derate, pays = self.scenario.derate, self.scenario.prefill_attention
-        own = costs_of(job, job.device, job.gpus_per_engine, derate, attention=pays)
-        pool = kv_tokens(job.device, job.model, _DEDICATED_MEMORY, job.gpus_per_engine)
-        cap = max(1, min(job.dedicated_cap, pool // _USUAL_CONTEXT))
-        for number in range(job.dedicated):
-            batch = BatchEngine(self.clock, own, pool, _nothing)
-            name = f"{job.name}-dedicated-{number}"
-            engine = Dedicated(name, batch, cap, router, partial(self._newest, job.name))
-            self.dedicated.append(engine)
+        own = OwnEngines(self.clock, self.scenario, job, router, partial(self._newest, job.name))
+        self.own[job.name] = own
+        for engine in own.engines:
             self.nodes.put(engine)
             engine.attach(0)
         draw = random.Random(f"{self.seed}/{job.name}")  # noqa: S311  # a model's randomness
@@ -229,6 +222,7 @@ class Simulation:
             self.material.episodes,
             draw=draw,
             publish=lambda version: self._publish(job, version),
+            round_over=own.on_round_over,
         )
         self.jobs[job.name] = one
         self.clock.after(0.0, one.start)
@@ -270,7 +264,7 @@ class Simulation:
         job = replica.job
         assert job is not None  # noqa: S101  # only a lent replica has an engine
         now = self.clock.now_ns
-        cap = max(1, min(job.cap, batch.kv_tokens // _USUAL_CONTEXT))
+        cap = max(1, min(job.cap, batch.kv_tokens // USUAL_CONTEXT))
         engine = Engine(
             replica.name, EngineKind.BORROWED, batch, None, replica.gate.is_open, cap, now
         )
@@ -334,14 +328,11 @@ class Simulation:
         """Count up to now."""
         for replica in self.replicas:
             replica.device.finish()
-        for one in self.dedicated:
-            one.batch.settle()
+        for own in self.own.values():
+            for one in own.engines:
+                one.batch.settle()
         now = self.clock.now_ns
         for name, since in self._lent_ns.items():
             gpus = next(r.service.gpus_per_replica for r in self.replicas if r.name == name)
             self.held_ns += (now - since) * gpus
             self._lent_ns[name] = now
-
-
-def _nothing() -> None:
-    """A dedicated engine shares its GPUs with nobody."""
