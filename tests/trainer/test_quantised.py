@@ -74,7 +74,7 @@ def test_masters_their_casts_and_parts_of_whole_blocks_make_the_same_bits() -> N
 
 
 def test_zeros_stay_zeros_and_what_is_no_number_is_refused_by_name() -> None:
-    weight, factors = blocks(NAME, torch.zeros(130, 3), "power-of-two")
+    weight, factors = blocks(NAME, torch.zeros(130, 3), "exact")
     assert not bits_of(weight).any()
     assert torch.equal(factors, torch.ones(2, 1))
     for wrong in (float("nan"), float("inf")):

@@ -27,6 +27,10 @@ BLOCK = 128
 LARGEST = 448.0
 """Of E4M3 without infinities."""
 
+_LEAST = 1e-4
+"""A block whose largest magnitude is below has the factor of this one, with powers of two: so
+SGLang and DeepGEMM quantise, and their bits are then these."""
+
 KEPT = r"(embed_tokens|lm_head|norm|mlp\.gate|router)\b"
 """Names that stay as they are, besides vectors: what FP8 checkpoints leave out."""
 
@@ -40,7 +44,8 @@ class BlockFp8:
     Attributes:
         kept: regular expression of names that are not quantised; found anywhere in the name.
         scales: ``exact`` uses the whole range of every block. ``power-of-two`` rounds factors up to
-            one, as engines with such scales want; factors and so weights then change less often.
+            one, as engines with such scales want: the bits are those that SGLang makes of the same
+            weights by itself. Factors, and so weights, then change less often.
         rest: element type of the other floating-point tensors; None leaves them.
     """
 
@@ -100,9 +105,9 @@ def blocks(name: str, weight: torch.Tensor, scales: Scales) -> tuple[torch.Tenso
 
 
 def _factors(largest: torch.Tensor, scales: Scales) -> torch.Tensor:
-    exact = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
     if scales == "exact":
-        return exact
+        return torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
+    exact = largest.clamp(min=_LEAST) / LARGEST
     # The next power of two, from the bits: log2 is not the same on every device.
     mantissa, exponent = torch.frexp(exact)
     return torch.ldexp(torch.ones_like(exact), exponent - (mantissa == 0.5).to(exponent.dtype))
