@@ -19,6 +19,9 @@ from rose_dev.engine_testing import RealEngine, prepare, start_program, until_en
 from rose_dev.models import Recipe
 from rose_engines.vllm.arguments import command, environment
 
+_NO_COMPILER = {"CXX": "no-compiler"}
+"""As in an image: an engine that compiled something would end."""
+
 
 @contextmanager
 def start_vllm(
@@ -33,7 +36,7 @@ def start_vllm(
     python = vllm_environment.vllm_python()
     spec, launch, holder = prepare(folder, model, spec, version, python, opened=opened)
     with (folder / "engine.log").open("wb") as log:
-        line, variables = command(spec, launch), environment(launch, os.environ)
+        line, variables = command(spec, launch), environment(launch, os.environ) | _NO_COMPILER
         process = start_program(line, variables, log.fileno())
     with until_ended(folder, launch, process, holder) as engine:
         yield engine

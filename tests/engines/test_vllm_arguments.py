@@ -82,6 +82,7 @@ def test_what_is_not_built_is_refused_by_name(
 
 def test_it_loads_roses_plugin_alone() -> None:
     assert environment(LAUNCH, {})["VLLM_PLUGINS"] == "rose"
+    assert environment(LAUNCH, {})["TORCH_COMPILE_DISABLE"] == "1"
 
 
 def test_the_plugin_is_visible_to_vllm() -> None:

@@ -111,6 +111,9 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
         # `uni` alone is silently turned back into processes on CPU.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # vLLM compiles its sampling and ranks at the first turn, `enforce-eager` or not; that needs
+        # a C++ compiler, which images have not, and the core would end with all turns.
+        "TORCH_COMPILE_DISABLE": "1",
         # GiB, and at least one: what is taken is given by the number of blocks.
         "VLLM_CPU_KVCACHE_SPACE": "1",
         VERSION_VARIABLE: launch.version,
