@@ -11,7 +11,6 @@ import yaml
 from rose_demo.options import Options
 from rose_demo.pieces import (
     DEDICATED,
-    ENGINE_CLASS,
     LEASE,
     RESEARCH,
     ROUTER,
@@ -41,7 +40,10 @@ _SHARED: list[Object] = [
 
 def dedicated(options: Options, engines: Engines) -> list[Object]:
     """A rollout engine that is never taken back: engine host and weight-sync in one pod."""
-    paths = [*engines.host_paths(), {"path": str(engines.models), "type": "Directory"}]
+    paths = [
+        *engines.rollout_build.host_paths(),
+        {"path": str(engines.models), "type": "Directory"},
+    ]
     pod = {
         "terminationGracePeriodSeconds": 10,
         "enableServiceLinks": False,
@@ -61,7 +63,7 @@ def dedicated(options: Options, engines: Engines) -> list[Object]:
 def _settings(options: Options, engines: Engines) -> Object:
     return {
         "name": DEDICATED,
-        "engineClass": ENGINE_CLASS,
+        "engineClass": engines.rollout_build.engine_class,
         "model": engines.rollout,
         "run": RUN,
         "weightEndpoint": f"rose-weights.{SYSTEM}.svc:{STORE_PORT}",
@@ -80,7 +82,7 @@ def _host(engines: Engines, paths: list[dict[str, str]]) -> Object:
         "command": ["rose", "engine-host"],
         "args": [
             f"--models={engines.models}",
-            f"--engine-python={engines.python}",
+            f"--engine-python={engines.rollout_build.python}",
             "--data-host=$(POD_IP)",
             "--cgroup=signals",
             "--dedicated=/etc/dedicated/engine.yaml",

@@ -22,6 +22,7 @@ from typing import NoReturn
 import msgspec
 
 from rose_core.accounting.breakdown import CostBreakdown, money
+from rose_demo import builds
 from rose_demo.agents import play_on
 from rose_demo.costs import costs
 from rose_demo.errors import AlreadyRunning, DemoError
@@ -34,7 +35,6 @@ from rose_demo.stack import Stack
 from rose_demo.table import Screen
 from rose_demo.trace import read_trace
 from rose_demo.verdicts import Findings, judge
-from rose_dev import engine_environment
 from rose_dev.environments import SetupFailed
 from rose_dev.errors import DevelopmentError
 from rose_dev.node import Node, require_root
@@ -157,7 +157,8 @@ def main(argv: list[str]) -> int:
         read_trace(options.trace)  # before minutes of set-up
         node = Node()
         with only_one(node.place.run.with_suffix(".demo.lock")):
-            engine_environment.install()
+            for kind in (builds.SERVING, builds.KINDS[options.rollout_engine]):
+                kind.environment.install()
             with tempfile.TemporaryDirectory(prefix="rose-demo-") as scratch:
                 return run(options, node, Path(scratch))
     except (DemoError, DevelopmentError, SetupFailed) as error:

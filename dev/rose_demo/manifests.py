@@ -14,7 +14,6 @@ from rose_demo.options import Options
 from rose_demo.pieces import (
     CREDENTIALS,
     DEDICATED,
-    ENGINE_CLASS,
     LEASE,
     PACKAGES,
     POOL,
@@ -107,10 +106,10 @@ def chart_values(options: Options, engines: Engines, parts: Path | None = None) 
             ],
         },
         "engineHost": {
-            "engineClasses": [ENGINE_CLASS],
-            "enginePython": str(engines.python),
+            "engineClasses": [engines.rollout_build.engine_class],
+            "enginePython": str(engines.rollout_build.python),
             "modelsPath": str(engines.models),
-            "hostPaths": engines.host_paths(),
+            "hostPaths": engines.rollout_build.host_paths(),
             # The engine lies in a cache that perhaps only its owner may read.
             "engines": {"firstUser": 0},
         },
@@ -119,9 +118,10 @@ def chart_values(options: Options, engines: Engines, parts: Path | None = None) 
 
 def serving(engines: Engines) -> Object:
     """Two replicas of a real SGLang; ROSE changes nothing in them."""
-    spec = EngineSpec(ENGINE_CLASS, engines.serving, context_tokens=4096, max_running=16)
+    build = engines.serving_build
+    spec = EngineSpec(build.engine_class, engines.serving, context_tokens=4096, max_running=16)
     launch = Launch(
-        python=engines.python,
+        python=build.python,
         model=engines.models / engines.serving,
         port=SERVING_PORT,
         host="0.0.0.0",  # noqa: S104  # in its own pod
@@ -130,7 +130,7 @@ def serving(engines: Engines) -> Object:
         "PYTHONPATH": f"{_SHIM}:{PACKAGES}",
         "HOME": "/tmp",  # noqa: S108  # the pod's own
     }
-    paths = [*engines.host_paths(), {"path": str(engines.models), "type": "Directory"}]
+    paths = [*build.host_paths(), {"path": str(engines.models), "type": "Directory"}]
     container = {
         "name": "engine",
         "image": IMAGE,
@@ -290,7 +290,7 @@ def lease(options: Options, engines: Engines) -> Object:
         "spec": {
             "poolRef": {"namespace": SERVING, "name": POOL},
             "model": {"name": engines.rollout},
-            "engineClass": ENGINE_CLASS,
+            "engineClass": engines.rollout_build.engine_class,
             "slots": {"min": 1, "max": 1},
             "weights": {
                 "storeName": "main",

@@ -26,14 +26,13 @@ from rose_demo.collect import Collector, gate_intervals, stop_seconds
 from rose_demo.errors import SetUpFailed
 from rose_demo.load import burst, span_seconds
 from rose_demo.options import Options
-from rose_demo.pieces import DEDICATED
+from rose_demo.pieces import DEDICATED, Engines
 from rose_demo.reaper import Reaper
 from rose_demo.records import Recording, Request, Sample
 from rose_demo.spans import SpanRecord, most_telling, since
 from rose_demo.stack import Addresses, Stack
 from rose_demo.table import Screen, frame
 from rose_demo.trace import Scale
-from rose_dev.engine_environment import SGLANG_VERSION
 from rose_dev.image import checkout
 
 _LOOK_SECONDS = 1.0
@@ -256,7 +255,7 @@ def _recording(
         trajectory=seen.trajectory,
         story=seen.story or stack.story(),
         before_s=seen.before_s,
-        notes=notes() | {"load": load} | lateness(seen.requests),
+        notes=notes(stack.engines) | {"load": load} | lateness(seen.requests),
     )
 
 
@@ -372,10 +371,11 @@ def lateness(requests: Sequence[Request]) -> dict[str, str]:
     return {"load generator behind its plan": text}
 
 
-def notes() -> dict[str, str]:
-    """Facts of the machine and of the engine."""
+def notes(engines: Engines) -> dict[str, str]:
+    """Facts of the machine and of the engines."""
     return {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
-        "engine": f"SGLang {SGLANG_VERSION} on CPU, stock",
+        "serving engine": f"stock {engines.serving_build.title}",
+        "rollout engine": f"stock {engines.rollout_build.title}",
         "python": platform.python_version(),
     }

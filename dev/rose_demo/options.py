@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose_demo.builds import KINDS
 from rose_demo.calibrate import Objective
 from rose_demo.records import Settings
 from rose_demo.trace import BUSY_SHARE, default_trace
@@ -24,6 +25,7 @@ class Options:
     control_share: float
     serving_model: str
     rollout_model: str
+    rollout_engine: str
     ttft_slo_ms: int | None
     tpot_slo_ms: int | None
     percentile: int
@@ -48,6 +50,7 @@ class Options:
             trace=self.trace.name,
             serving_model=self.serving_model,
             rollout_model=self.rollout_model,
+            rollout_engine=self.rollout_engine,
         )
 
 
@@ -82,6 +85,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--serving-model", choices=models, default="mid", help="model of the serving replicas")
     add("--rollout-model", choices=models, default="tiny", help="model being trained")
+    add(
+        "--rollout-engine",
+        choices=sorted(KINDS),
+        default="sglang",
+        help="stock engine of the slot and of the dedicated engine; what serves is SGLang either "
+        "way. The environment of vLLM is made when it is asked for (6 GB)",
+    )
     measured = "without, what a replica of the speed that is measured here can promise"
     add("--ttft-slo-ms", type=one_or_more, help=f"time to the first token; {measured}")
     add("--tpot-slo-ms", type=one_or_more, help=f"time per output token; {measured}")

