@@ -13,6 +13,9 @@ from tests.router.conftest import Stage
 Staging = Callable[..., AbstractAsyncContextManager[Stage]]
 OURS = ("/rose_router/", "/rose_core/rollouts/")
 TURNS, EVENTS = 50, 200
+ROUNDS = 3
+"""Of which the least counts: what the router does by the clock beside them is no turn's, and on a
+machine that stands still for a while it is a part of the count."""
 MOST_OF_A_TURN = 465
 """Calls of a turn that is answered at once: 437 to 438, whatever else the machine does. A few per
 cent are left for other changes; when they were first counted it was 636, and later 510."""
@@ -53,19 +56,26 @@ async def test_a_turn_calls_no_more_than_it_did(stage: Staging) -> None:
     async with stage() as s:
         await s.engine(token_seconds=0)
         await ask(s, 4, stream=False)
-        with counted() as calls:
-            for _ in range(TURNS):
-                await ask(s, 4, stream=False)
-    assert 100 < calls[0] / TURNS <= MOST_OF_A_TURN, COSTLY
+        spent = []
+        for _ in range(ROUNDS):
+            with counted() as calls:
+                for _ in range(TURNS):
+                    await ask(s, 4, stream=False)
+            spent.append(calls[0] / TURNS)
+    assert 100 < min(spent) <= MOST_OF_A_TURN, COSTLY
 
 
 async def test_an_event_calls_no_more_than_it_did(stage: Staging) -> None:
     async with stage() as s:
         await s.engine(token_seconds=0.001)
+        await ask(s, 1, stream=True)  # for what is made once
         spent = []
-        for tokens in (1, 1, 1 + EVENTS):  # the first is for what is made once
-            with counted() as calls:
-                said = await ask(s, tokens, stream=True)
-            assert said.count(b"data: ") > tokens, "an event for each token"
-            spent.append(calls[0])
-    assert 10 < (spent[2] - spent[1]) / EVENTS <= MOST_OF_AN_EVENT, COSTLY
+        for tokens in (1, 1 + EVENTS):
+            counts = []
+            for _ in range(ROUNDS):
+                with counted() as calls:
+                    said = await ask(s, tokens, stream=True)
+                assert said.count(b"data: ") > tokens, "an event for each token"
+                counts.append(calls[0])
+            spent.append(min(counts))
+    assert 10 < (spent[1] - spent[0]) / EVENTS <= MOST_OF_AN_EVENT, COSTLY
