@@ -2,7 +2,8 @@
 
 A schedule is trains of requests with idle time between, because a gate that is never opened adds
 nothing. The search keeps the worst schedules found, changes them at random, and keeps what has
-become worse (an evolution strategy, (mu + lambda)). Equal seeds give equal schedules.
+become worse (an evolution strategy, (mu + lambda)). Equal seeds give equal schedules. Nothing is
+kept of the others, so a search may go on for as long as one likes.
 
 Serving's memory never binds here: the bound says nothing of requests that wait for memory.
 """
@@ -10,10 +11,11 @@ Serving's memory never binds here: the bound says nothing of requests that wait 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rose_core.guard.certificate import LendingCost
+from rose_core.guard.chunk import prefill_chunk
 from rose_simulate.model.batch import PREFILL_CHUNK
 from rose_simulate.model.costs import costs, kv_tokens, pairs
 from rose_simulate.model.curves import (
@@ -24,14 +26,22 @@ from rose_simulate.model.curves import (
     ReplicaYield,
     Row,
 )
-from rose_simulate.model.paper import QUANTUM
-from rose_simulate.model.scenario import Delays, Interference, Regime, RolloutJob, Service
+from rose_simulate.model.scenario import (
+    Contexts,
+    Delays,
+    Interference,
+    Regime,
+    RolloutJob,
+    Service,
+)
 from rose_simulate.model.workload import Episode
 
 PROMPTS = (16, 200, 1500, 4000, 8191)
 """Tokens: from nothing to the longest that alone does not exceed a batch."""
 OUTPUTS = (1, 2, 40, 200)
-_TRAINS, _LENGTH = 12, 12
+_TRAINS, _LENGTH = 40, 12
+"""Trains: a schedule's minute of warm-up is shared by some 250 requests."""
+_CHANGES = 10  # of a schedule at once, at most: a quarter of its trains
 _GAPS_S = (0.0, 0.0005, 0.002, 0.006, 0.02, 0.05, 0.12, 0.3)
 _IDLE_S = (0.06, 0.15, 0.4, 1.0)
 
@@ -100,7 +110,8 @@ def cost_of(
     # 1. The longest quantum: a chunk at the end of the longest context, or a step of a full batch.
     room = kv_tokens(service.device, job.model, service.rollout_memory_share)
     batch = max(1, min(job.cap, room // USUAL_CONTEXT))
-    chunk = rolls.prefill(QUANTUM, pairs(QUANTUM, context))
+    tokens = prefill_chunk(Contexts().most)
+    chunk = rolls.prefill(tokens, pairs(tokens, context))
     quantum = max(chunk, rolls.step(batch, min(room, batch * context))[0]) * slow.rollout_slowdown
     # 2. One step with every request at its longest.
     step = serves.step(len(asked), sum(prompt + output for _, prompt, output in asked))[0]
@@ -126,12 +137,10 @@ class Adversary:
         """Serve the schedule alone and lent, and compare request by request."""
         asked = rows(schedule)
         lender = Lender(self.service, self.job, Regime.OURS, self.derate)
-        seconds = asked[-1][0] / 1e9 - WARM_S + 30
-        alone = ReplicaBench(
-            replace(lender, regime=Regime.FIXED), lends=False, seconds=seconds
-        ).run(asked)
+        by_itself = replace(lender, regime=Regime.FIXED)
+        alone = ReplicaBench(by_itself, lends=False, seconds=None).run(asked)
         draw = random.Random(seed)  # a model's randomness
-        lent = ReplicaBench(lender, lends=True, seconds=seconds).run(asked, self.pool, draw)
+        lent = ReplicaBench(lender, lends=True, seconds=None).run(asked, self.pool, draw)
         longest = max(sum(turn.new + turn.output for turn in one) for one in self.pool)
         cost = cost_of(lender, asked, longest, self.delays, self.slow)
         bound = cost.added_s
@@ -144,16 +153,18 @@ class Adversary:
         share = worst / bound
         return TriedSchedule(schedule, len(added), exceeded, worst, share, cost, chunk, lent)
 
-    def search(self, requests: int, seed: int, keep: int = 4) -> list[TriedSchedule]:
-        """Every schedule that was tried, until so many requests were served twice."""
+    def search(self, requests: int, seed: int, keep: int = 4) -> Iterator[TriedSchedule]:
+        """Every schedule that is tried, until so many requests were served twice."""
         draw = random.Random(seed)  # a search's randomness
-        tried: list[TriedSchedule] = []
-        while sum(found.requests for found in tried) < requests:
-            best = sorted(tried, key=lambda one: -one.share)[:keep]
-            fresh = len(tried) < 2 * keep or draw.random() < 0.2
+        best: list[TriedSchedule] = []
+        schedules = served = 0
+        while served < requests:
+            fresh = schedules < 2 * keep or draw.random() < 0.2
             schedule = _drawn(draw) if fresh else _changed(draw.choice(best).schedule, draw)
-            tried.append(self.try_out(schedule, draw.randrange(2**31)))
-        return tried
+            found = self.try_out(schedule, draw.randrange(2**31))
+            schedules, served = schedules + 1, served + found.requests
+            best = sorted([*best, found], key=lambda one: -one.share)[:keep]
+            yield found
 
 
 def _drawn(draw: random.Random) -> Schedule:
@@ -174,7 +185,7 @@ def _requests(length: int, draw: random.Random) -> tuple[tuple[float, int, int],
 
 def _changed(schedule: Schedule, draw: random.Random) -> Schedule:
     trains = list(schedule)
-    for _ in range(draw.randint(1, 3)):
+    for _ in range(draw.randint(1, _CHANGES)):
         place = draw.randrange(len(trains))
         train, kind = trains[place], draw.randrange(4)
         if kind == 0:

@@ -35,7 +35,7 @@ from typing import Any
 KINDS = {
     "decode1": (1, 1, 8192),
     "decode32": (1, 32, 8192),
-    # What ROSE gives an engine of such a context (``rose_engines.launch.prefill_chunk``).
+    # What ROSE gives an engine of such a context (``rose_core.guard.chunk.prefill_chunk``).
     "prefill": (416, 1, 4096),
     "prefill_32k": (208, 1, 32768),
     "prefill2k": (2048, 1, 2048),

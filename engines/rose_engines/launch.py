@@ -20,17 +20,6 @@ from rose_core.identity import BASE_LABEL
 from rose_core.wire.sync import AdapterSpec
 from rose_engines.errors import ArgumentRefused
 
-# An engine that is to stop ends its chunk first, while serving waits (the aim of gpu-check).
-_CHUNK_MS = 25.0
-# Over several GPUs a chunk of 20 ms is ended with its engine (decision 0190).
-_CHUNK_TOGETHER_MS = 15.0
-# An 8B on an H200 took 28 ms for 512 tokens after 2,048 tokens of context and 60 ms after 32,768
-# (decision 0199): so much for a token, and for a token and each token of context before it.
-_TOKEN_MS = 0.0505
-_PAIR_MS = 2.03e-6
-# Engines take any size; smaller ones than this spend more on launches than on tokens.
-_CHUNK_STEP, _LARGEST_CHUNK = 16, 512
-
 PERMIT_VARIABLE = "ROSE_PERMIT"
 SOCKET_VARIABLE = "ROSE_PLUGIN_SOCKET"
 # What becomes of cached KV at a commit (``kv``); unset = ``Keep``.
@@ -90,17 +79,6 @@ class Launch:
     def plugged(self) -> bool:
         """ROSE's plugin runs inside."""
         return self.permit is not None or self.plugin_socket is not None
-
-
-def prefill_chunk(context_tokens: int, ranks: int = 1) -> int:
-    """Tokens of a prefill chunk that ends in time, also at the end of a context of this length.
-
-    Larger models and smaller GPUs take longer; a lease may name a smaller chunk. What several GPUs
-    gain is left to the larger models that are spread over them.
-    """
-    most_ms = _CHUNK_MS if ranks == 1 else _CHUNK_TOGETHER_MS
-    fits = int(most_ms / (_TOKEN_MS + _PAIR_MS * context_tokens))
-    return max(_CHUNK_STEP, min(_LARGEST_CHUNK, fits // _CHUNK_STEP * _CHUNK_STEP))
 
 
 def check_arguments(arguments: Mapping[str, str]) -> None:

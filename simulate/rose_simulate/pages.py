@@ -25,6 +25,7 @@ _ACROSS = frozenset({"agents", "attention", "eager", "freshness", "tail", "mps"}
 _KINDS = frozenset({"mixed"})  # studies in which dedicated and borrowed devices differ
 _BRIEF = frozenset({"rewards"})  # studies of many scenarios, of which two tables say it all
 _STREAMS = "-streams"  # how a scenario ends that differs from another one in that alone
+_KEYS = frozenset({"kept"})  # studies of how much is prefilled again
 _GATES = frozenset({"attribution"})  # studies that compare at equal harm to serving
 _ORDER = ("fixed", "rose-paper", "rose-paper-dedicated", "ours")
 
@@ -212,6 +213,7 @@ def _events(name: str, one: Result, made: Page) -> None:
     made.text += _recovered(one) + _nodes(one)
     made.text += _affinity(one) if name in _KINDS else ""
     made.text += _same_gate(one) if name in _GATES else ""
+    made.text += _refilled(one) if name in _KEYS else ""
     made.text += _sensitivity(one)
     bars = [
         Bar(
@@ -272,6 +274,29 @@ def _affinity(one: Result) -> str:
     told = ", ".join(f"`{who}` {' / '.join(ratios)}" for who, ratios in shown.items())
     head = "Prompt tokens computed per output token, on dedicated and on borrowed engines"
     return f"\n{head}: {told}.\n"
+
+
+def _refilled(one: Result) -> str:
+    """How many tokens of prompts are computed for each new one, and what fewer of them bring."""
+    text = (
+        "\nTokens of prompts for each that was in no earlier turn: computed (warmed ones among "
+        "them), fetched.\n\n"
+        "| derate | slower | regime | computed | fetched | useful tok/s, x `ours` |\n"
+        "|---|---|---|---|---|---|\n"
+    )
+    for row in one.rows:
+        mine = _of(one, row)
+        jobs = [job for outcome in mine for job in outcome.jobs]
+        new = sum(job.new_tokens for job in jobs)
+        computed = sum(job.prefilled_tokens + job.warmed_tokens for job in jobs) / max(1, new)
+        fetched = sum(job.fetched_tokens for job in jobs) / max(1, new)
+        base = _of(one, msgspec.structs.replace(row, regime=Regime.OURS))
+        ratio = "" if row.regime == Regime.OURS else _ratio(mine, base, _useful)
+        text += (
+            f"| {row.derate:g} | {row.slowdown:g} | `{row.regime}` | {computed:.2f} "
+            f"| {fetched:.2f} | {ratio} |\n"
+        )
+    return text
 
 
 def _same_gate(one: Result) -> str:

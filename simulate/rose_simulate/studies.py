@@ -119,6 +119,15 @@ STUDIES: Mapping[str, Study] = {
         (Regime.FIXED, Regime.FULL_MEMORY),
         band=(),
     ),
+    "kept": Study(
+        "keys that outlive an engine",
+        ("normal",),
+        "Production beside production whose engines fetch the keys that others of their job made "
+        "(`ours-kept`). Only that is modelled: the product has no such tier.",
+        (Regime.FIXED, Regime.OURS, Regime.OURS_KEPT),
+        derates=(0.5,),
+        band=(Interference(serving_slowdown=2.0, rollout_slowdown=2.0),),
+    ),
     "storm": Study(
         "(d) engines die inside a long tail",
         ("storm",),

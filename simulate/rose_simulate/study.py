@@ -151,9 +151,9 @@ def _row(
         slowdown=ones[0].slowdown,
         against_best=None if best is None else _ratio(ones, found[best]),
         best=best,
-        ttft_paired=_worst(ones, "ttft_paired"),
-        slower_5=_worst(ones, "slower_5"),
-        slower_25=_worst(ones, "slower_25"),
+        ttft_paired=worst_mean(ones, "ttft_paired"),
+        slower_5=worst_mean(ones, "slower_5"),
+        slower_25=worst_mean(ones, "slower_25"),
         gpu_hours=None if ones is fixed else won,
         per_violation=won / added if added and ones is not fixed else None,
     )
@@ -178,7 +178,7 @@ def _won(ones: list[RunOutcome], fixed: list[RunOutcome], cell: Scenario) -> flo
     return gpus * hours * (ours / base - 1) if base else 0.0
 
 
-def _worst(ones: list[RunOutcome], field: str) -> float | None:
+def worst_mean(ones: Sequence[RunOutcome], field: str) -> float | None:
     """The worst service's mean over seeds; None where a run was compared with nothing."""
     means: list[float] = []
     for index in range(len(ones[0].services)):

@@ -3,7 +3,7 @@
 | verb | varies | shows |
 |---|---|---|
 | ``frontier`` | requests of a burst, tokens of a prompt | what each rule makes late |
-| ``slots`` | replicas lent at most | what one slot more brings, in dedicated engines |
+| ``slots`` | replicas lent at most | what one slot more brings, and what serving feels of it |
 
 A burst is worth asking about up to where serving alone breaks; beyond that lending has no harm left
 to add, and the row says so. Equal seeds give equal bytes.
@@ -26,6 +26,7 @@ from rose_simulate.overrides import changed
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.runner import Case, Runner
 from rose_simulate.studies import SCENARIOS
+from rose_simulate.study import worst_mean
 
 RULES = (
     Regime.FIXED,
@@ -64,6 +65,8 @@ class Loan(msgspec.Struct, frozen=True):
         engines: useful tokens beyond those without a loan, in engines of the fixed pool.
         open_hours: GPU-hours in which rollouts might compute on lent GPUs, over all seeds.
         marginal: engines won per slot more than in the row before; None in the first.
+        ttft_paired, slower_5: see ``ServingOutcome``; means over seeds, of the worst service. None
+            without a loan.
     """
 
     slots: int
@@ -71,6 +74,8 @@ class Loan(msgspec.Struct, frozen=True):
     engines: float
     open_hours: float
     marginal: float | None
+    ttft_paired: float | None = None
+    slower_5: float | None = None
 
 
 def bursts(
@@ -155,7 +160,8 @@ def loans(
         marginal = None
         if before is not None:
             marginal = (engines - before.engines) / (count - before.slots)
-        found.append(Loan(count, useful, engines, hours, marginal))
+        felt = [worst_mean(last, name) for name in ("ttft_paired", "slower_5")]
+        found.append(Loan(count, useful, engines, hours, marginal, *felt))
     return found
 
 
@@ -180,16 +186,22 @@ def frontier_table(found: Sequence[Burst]) -> str:
 def slots_table(found: Sequence[Loan]) -> str:
     """The loans as a table in Markdown."""
     lines = [
-        "| slots at most | useful tok/s | won, in dedicated engines | per slot more | open GPU-h |",
-        "|---|---|---|---|---|",
+        "| slots at most | useful tok/s | won, in dedicated engines | per slot more | open GPU-h "
+        "| median of paired TTFT | slower by > 5 % |",
+        "|---|---|---|---|---|---|---|",
     ]
     for one in found:
         more = "" if one.marginal is None else f"{one.marginal:.2f}"
         lines.append(
             f"| {one.slots} | {one.useful_tokens_per_s:.0f} | {one.engines:.2f} | {more} "
-            f"| {one.open_hours:.2f} |"
+            f"| {one.open_hours:.2f} | {_felt(one.ttft_paired, '.2f')} "
+            f"| {_felt(one.slower_5, '.0%')} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _felt(value: float | None, shown: str) -> str:
+    return "" if value is None else format(value, shown)
 
 
 def parser(verb: str) -> argparse.ArgumentParser:

@@ -3,7 +3,8 @@
 | delay | figure of the guard's benchmark | says |
 |---|---|---|
 | ``tap_s`` | arrival to permit closed, p50 | first segment to decision |
-| ``close_s`` | arrival to every thread stopped, p50, less that | bound: the permit acts first |
+| ``close_s`` | | nothing more: the permit is closed by then |
+| ``freeze_s`` | arrival to every thread stopped, p50, less that | with an iteration in it |
 | ``open_s`` | open gate to first rollout token, p50 | bound: a step of that engine is in it |
 
 Medians, because a delay here is one number; the benchmark's tails are not in the simulation. What
@@ -41,7 +42,8 @@ def measured(path: Path, assumed: Delays) -> Delays:
         message = f"{path}: no figure {missing[0]!r}; is it the guard's benchmark?"
         raise ScenarioError(message)
     closed, stopped, opened = (figures[name]["value"] / 1000 for name in MEDIANS)
-    changes = {"tap_s": closed, "close_s": max(0.0, stopped - closed), "open_s": opened}
+    freeze = max(0.0, stopped - closed)
+    changes = {"tap_s": closed, "close_s": 0.0, "freeze_s": freeze, "open_s": opened}
     return assumed.model_copy(update=changes)
 
 

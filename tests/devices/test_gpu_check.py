@@ -21,7 +21,7 @@ from bench.gpu.commits import MODELS, shapes
 from bench.gpu.pack import LIGHT, pack, split
 from bench.gpu.stepper import KINDS
 from bench.gpu.suite import BOUND_SECONDS, CHECKS, Check, apart, carry_out, chosen
-from rose_engines.launch import prefill_chunk
+from rose_core.guard.chunk import prefill_chunk
 
 ROOT = Path(__file__).parents[2]
 # Nothing of these is on a machine that has torch and nvidia-ml-py alone.

@@ -3,10 +3,12 @@
 import pytest
 
 import rose_core.guard.gate
+from rose_core.guard.chunk import prefill_chunk
 from rose_core.guard.ladder import LadderLimits
 from rose_simulate.model import guarded
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.costs import costs_of
 from rose_simulate.model.gates import ServingRequest
 from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
 from rose_simulate.model.regimes import RULES
@@ -120,3 +122,29 @@ def test_a_slot_taken_back_ends_the_engine() -> None:
     bench.run(60)
     assert bench.replica.device.rollout is None
     assert not bench.replica.gate.is_open
+
+
+def test_what_is_launched_ends_by_itself_and_nothing_follows_it() -> None:
+    bench = Bench(Regime.OURS)
+    bench.serve(30.0)
+    bench.run(60)
+    told = scenario()
+    engine = bench.replica.device.rollout
+    assert engine is not None
+    own = costs_of(told.jobs[0], "H100", 1, told.derate, attention=True)
+    step = own.step(4, 4 * 9000)[0]
+    most = told.delays.tap_s + told.delays.close_s + 2.0 * step  # at half speed beside serving
+    assert 0 < bench.replica.device.shared_ns <= most * SECOND
+
+
+@pytest.mark.parametrize("regime", [Regime.OURS, Regime.ROSE_PAPER])
+def test_chunks_are_productions_beside_its_guard_and_the_papers_beside_its_own(
+    regime: Regime,
+) -> None:
+    bench = Bench(regime)
+    bench.run(90)
+    engine = bench.replica.device.rollout
+    assert engine is not None
+    ours = prefill_chunk(scenario().contexts.most)
+    assert engine.quantum == (ours if regime is Regime.OURS else 512)
+    assert ours < 512

@@ -37,6 +37,8 @@ def test_each_slot_more_is_told_what_it_brings_in_dedicated_engines() -> None:
     assert (found[0].engines, found[0].marginal, found[0].open_hours) == (0.0, None, 0.0)
     assert sum(one.marginal or 0.0 for one in found) == pytest.approx(found[2].engines)
     assert found[1].open_hours < found[2].open_hours
+    assert (found[0].ttft_paired, found[0].slower_5) == (None, None)
+    assert all((one.ttft_paired or 0) >= 1 and one.slower_5 is not None for one in found[1:])
     assert "| 2 | " in slots_table(found)
 
 

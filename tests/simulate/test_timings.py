@@ -24,7 +24,9 @@ def _result(path: Path, others: float = 0.01, **changes: float | None) -> Path:
 
 def test_delays_are_taken_from_the_medians_and_the_rest_stays_assumed(tmp_path: Path) -> None:
     found = measured(_result(tmp_path / "guard.json"), Delays(poll_s=0.2, start_s=30))
-    assert (found.tap_s, found.close_s, found.open_s) == pytest.approx((0.0015, 0.005, 0.012))
+    assert (found.tap_s, found.close_s, found.freeze_s, found.open_s) == pytest.approx(
+        (0.0015, 0.0, 0.005, 0.012)
+    )
     assert (found.poll_s, found.start_s) == (0.2, 30)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from rose_core.adapters import pool_slots
+from rose_core.guard.chunk import prefill_chunk
 from rose_core.rollouts.drafts import MOST_TOKENS, verified_tokens
 from rose_core.wire.sync import EngineSpec
 from rose_engines import activity
@@ -21,7 +22,6 @@ from rose_engines.launch import (
     command_line,
     common_environment,
     own_packages,
-    prefill_chunk,
 )
 
 # Nodes of the tree of what an engine has said itself: some 100 MB on the host.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rose_core.api.arguments import ALLOWED
+from rose_core.guard.chunk import prefill_chunk
 from rose_core.rollouts.fields import MOST_TOP
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
@@ -19,7 +20,6 @@ from rose_engines.launch import (
     command_line,
     common_environment,
     own_packages,
-    prefill_chunk,
 )
 
 SUPPORTED = "0.32.0"

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from rose_simulate.model.clock import SECOND, Clock, Event
 from rose_simulate.model.costs import Costs, pairs, steps_in, time_of
+from rose_simulate.model.kept import KeptKeys
 
 PREFILL_CHUNK = 8192
 
@@ -31,6 +32,8 @@ class Sequence:
         session: key of the prefix cache; empty = never cached.
         context: tokens before the first new one.
         left: output tokens still to come.
+        uncached: tokens of the context that it had to prefill; ``fetched``: that it got from the
+            job's tier instead.
     """
 
     session: str
@@ -40,6 +43,7 @@ class Sequence:
     on_done: Callable[[], None]
     produced: int = 0
     uncached: int = 0
+    fetched: int = 0
     reserved: int = 0
 
 
@@ -52,6 +56,7 @@ class BatchEngine:
         kv_tokens: size of the KV pool; a sequence is admitted when its whole length fits.
         on_busy: called when it begins or ceases to have work.
         quantum: tokens of one prefill chunk, the longest time it cannot be stopped.
+        kept: where keys are that other engines made; None = nowhere.
     """
 
     def __init__(
@@ -60,10 +65,12 @@ class BatchEngine:
         costs: Costs,
         kv_tokens: int,
         on_busy: Callable[[], None],
+        *,
         quantum: int = PREFILL_CHUNK,
+        kept: KeptKeys | None = None,
     ) -> None:
-        self._clock, self._costs = clock, costs
-        self.kv_tokens, self._on_busy, self._quantum = kv_tokens, on_busy, quantum
+        self._clock, self._costs, self._kept = clock, costs, kept
+        self.kv_tokens, self._on_busy, self.quantum = kv_tokens, on_busy, quantum
         self._divisor = 1
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -100,7 +107,7 @@ class BatchEngine:
         """Seconds at full speed until it can be stopped: the rest of the step or chunk."""
         self._settle()
         if self._prefilling:
-            quantum = self._quantum // self._divisor
+            quantum = self.quantum // self._divisor
             chunk = self._costs.prefill(quantum, 0.0) * self._stretch
             return min(chunk - self._work % chunk, max(0.0, self._total - self._work))
         # Of a step that gives several tokens none can be told from the others: all may be left.
@@ -207,7 +214,7 @@ class BatchEngine:
             self._admit()
         if self._prefilling:
             self._work = 0.0
-            self._total = self._prefill_s()
+            self._total = self._prefill_s() + self._fetch_s()
         elif self.running:
             self._first, self._growth = self._costs.step(len(self.running), self._context)
             self._steps = min(sequence.left for sequence in self.running)
@@ -218,13 +225,18 @@ class BatchEngine:
         alone = self._costs.prefill(tokens, 0.0)
         attended = sum(pairs(s.uncached, s.context - s.uncached) for s in self._prefilling)
         whole = self._costs.prefill(tokens, attended)
-        short = self._quantum // self._divisor
-        if self._divisor > 1 and tokens > short:
+        short = self.quantum // self._divisor
+        if self.quantum < PREFILL_CHUNK and tokens > short:
             # Each chunk has its fixed part, and reads all weights, which takes a decode step.
             chunk = self._costs.prefill(short, 0.0) * whole / alone
             whole = tokens / short * max(chunk, self._costs.step(1, 0)[0])
         self._stretch = whole / alone
         return whole
+
+    def _fetch_s(self) -> float:
+        if self._kept is None:
+            return 0.0
+        return self._kept.fetch_s * sum(one.fetched for one in self._prefilling)
 
     def _admit(self) -> None:
         chunk = 0
@@ -236,7 +248,9 @@ class BatchEngine:
             self.waiting.popleft()
             kept = self._cache.pop(sequence.session, 0)
             self._cached -= kept
-            sequence.uncached = max(1, sequence.context - kept)
+            there = self._kept.held(sequence.session) if self._kept is not None else 0
+            sequence.fetched = max(0, min(there, sequence.context - 1) - kept)
+            sequence.uncached = max(1, sequence.context - kept - sequence.fetched)
             sequence.reserved = whole
             self._reserved += whole
             self._prefilling.append(sequence)
@@ -278,6 +292,7 @@ class BatchEngine:
             self.running = [sequence for sequence in self.running if sequence.left > 0]
             for sequence in done:
                 self._release(sequence, keep=True)
+                self._write(sequence, sequence.context + sequence.produced)
         self._choose()
         self._note_busy()
         for sequence in done:
@@ -292,8 +307,13 @@ class BatchEngine:
             self.tokens += 1
             self._context += sequence.context + sequence.produced
             self.running.append(sequence)
+            self._write(sequence, sequence.context)
         for sequence in fresh:
             sequence.on_first()
+
+    def _write(self, sequence: Sequence, tokens: int) -> None:
+        if self._kept is not None and sequence.session:
+            self._kept.keep(sequence.session, tokens)
 
     def _release(self, sequence: Sequence, *, keep: bool) -> None:
         self._reserved -= sequence.reserved

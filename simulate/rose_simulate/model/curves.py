@@ -189,7 +189,7 @@ class ReplicaBench:
     Args:
         lender: the replica.
         lends: rollouts compute beside it.
-        seconds: how long requests are served.
+        seconds: how long requests are served; None = until each has its first token.
         certifies: production's gate asks for a certificate, as it does.
     """
 
@@ -198,7 +198,7 @@ class ReplicaBench:
         lender: Lender,
         *,
         lends: bool,
-        seconds: float = _SECONDS,
+        seconds: float | None = _SECONDS,
         certifies: bool = True,
     ) -> None:
         self._lender, self._lends, self._seconds = lender, lends, seconds
@@ -222,16 +222,25 @@ class ReplicaBench:
         requests = [ServingRequest(number, *row) for number, row in enumerate(rows)]
         for request in requests:
             self._clock.at(request.arrived_ns, partial(replica.serve, request))
-        self._clock.run(round((WARM_S + self._seconds) * SECOND))
+        self._serve(requests)
         replica.device.finish()
+        seconds = self._clock.now_s - WARM_S
         gate = replica.gate if isinstance(replica.gate, GuardedGate) else None
         return ReplicaYield(
-            (sum(one.tokens for one in self._engines) - tokens) / self._seconds,
-            (replica.device.computing_ns - open_ns) / SECOND / self._seconds,
+            (sum(one.tokens for one in self._engines) - tokens) / seconds,
+            (replica.device.computing_ns - open_ns) / SECOND / seconds,
             frozenset(one.number for one in requests if self._late(one)),
             tuple(requests),
             *((gate.verdicts, gate.certificate, gate.certified) if gate is not None else ()),
         )
+
+    def _serve(self, requests: Rows[ServingRequest]) -> None:
+        if self._seconds is not None:
+            self._clock.run(round((WARM_S + self._seconds) * SECOND))
+            return
+        for request in requests:
+            while not request.first_ns:
+                self._clock.run(max(self._clock.now_ns + SECOND, request.arrived_ns))
 
     def _replica(self, pool: Rows[Episode], draw: random.Random | None) -> LentReplica:
         lender = self._lender
@@ -245,7 +254,7 @@ class ReplicaBench:
         # Only services[0], delays and interference of it are read.
         told = Scenario(
             name="curve",
-            seconds=WARM_S + self._seconds,
+            seconds=WARM_S + (self._seconds or 0.0),
             derate=lender.derate,
             episodes="",
             services=(lender.service.model_copy(update={"load": Load()}),),

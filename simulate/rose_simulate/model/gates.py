@@ -54,7 +54,8 @@ class Timings:
 
     Attributes:
         tap_s: first segment on the wire to the guard.
-        close_s: guard's decision to an engine that launches nothing more.
+        close_s: guard's decision to a permit that the engine's next look finds closed.
+        freeze_s: to an engine whose every thread stands.
         open_s: decision to an engine that computes again.
         poll_s: period of a polled source.
         start_s: an engine's start until it serves.
@@ -62,7 +63,8 @@ class Timings:
     """
 
     tap_s: float = 0.001
-    close_s: float = 0.005
+    close_s: float = 0.0002
+    freeze_s: float = 0.005
     open_s: float = 0.010
     poll_s: float = 0.050
     start_s: float = 45.0

@@ -284,7 +284,7 @@ class GuardedGate(Gate):
                 self._experience.note_stop(self._timings.tap_s + late, self._chunk_divisor)
         elif action.order is Order.HOLD and not self._holding:
             self._holding = True
-            self.clock.after(self._timings.close_s, self._confirm_hold)
+            self.clock.after(self._timings.freeze_s, self._confirm_hold)
         elif action.order is Order.LET_GO:
             self._holding = False
             self.clock.after(self._timings.open_s, self._confirm_let_go)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from rose_core.guard.chunk import prefill_chunk
 from rose_core.guard.predictor import Profile
 from rose_core.guard.slack import Objective
 from rose_simulate.model.batch import BatchEngine, Sequence
@@ -14,6 +15,7 @@ from rose_simulate.model.costs import Costs, costs, costs_of, kv_tokens, pairs
 from rose_simulate.model.device import Device, Sharing
 from rose_simulate.model.gates import Gate, Host, ServingRequest, Timings
 from rose_simulate.model.guarded import BYTES_PER_TOKEN, GuardedGate
+from rose_simulate.model.kept import KeptKeys
 from rose_simulate.model.machines import Machine
 from rose_simulate.model.paper import ACTIVATION_S, QUANTUM, PaperGate
 from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
@@ -75,7 +77,10 @@ class ReplicaCallbacks:
 
 
 class LentReplica:
-    """One replica of a service under one regime's rules; ``machine`` None = one of its own."""
+    """One replica of a service under one regime's rules; ``machine`` None = one of its own.
+
+    ``tiers``: by job, where keys of its other engines are.
+    """
 
     def __init__(
         self,
@@ -87,7 +92,9 @@ class LentReplica:
         rules: RegimeRules,
         ears: ReplicaCallbacks,
         machine: Machine | None = None,
+        tiers: Mapping[str, KeptKeys] | None = None,
     ) -> None:
+        self._tiers = tiers or {}
         self.number, self.service = number, service
         self.name = f"{service.name}-{number}"
         self.machine = machine or Machine(self.name)
@@ -108,6 +115,7 @@ class LentReplica:
         once = rules.lends is LendingMode.ONCE  # the paper's engines lie dormant on every replica
         start_s = ACTIVATION_S if once else scenario.delays.start_s
         self.host = Host(clock, self.device, start_s, self._make, self._lost)
+        self._papers = rules.gate is GateKind.PAPER
         self.gate = self._gate(rules, own)
 
     def _gate(self, rules: RegimeRules, own: Costs) -> Gate:
@@ -128,9 +136,7 @@ class LentReplica:
                 tpot_s=tpot_s,
             )
         if rules.gate in {GateKind.GUARD, GateKind.POLLED}:
-            timings = Timings(
-                delays.tap_s, delays.close_s, delays.open_s, delays.poll_s, delays.start_s
-            )
+            timings = Timings(**delays.model_dump())
             return GuardedGate(
                 self._clock,
                 self.device,
@@ -154,7 +160,9 @@ class LentReplica:
         derate, pays = self._scenario.derate, self._scenario.prefill_attention
         own = costs_of(job, service.device, gpus, derate, attention=pays)
         pool = kv_tokens(service.device, job.model, service.rollout_memory_share, gpus)
-        engine = BatchEngine(self._clock, own, pool, self.device.update, quantum=QUANTUM)
+        chunk = QUANTUM if self._papers else prefill_chunk(self._scenario.contexts.most)
+        tier = self._tiers.get(job.name)
+        engine = BatchEngine(self._clock, own, pool, self.device.update, quantum=chunk, kept=tier)
         engine.set_speed(0.0)
         self._ears.served(self, engine)
         return engine

@@ -55,6 +55,9 @@ class JobOutcome(msgspec.Struct, frozen=True):
         moves: turns that left an engine before their end.
         prefilled_tokens: of prompts, computed because no keys of them were there;
             ``borrowed_prefilled_tokens`` of them on borrowed engines.
+        warmed_tokens: of prompts, computed before their turn came.
+        new_tokens: of prompts, that were in no earlier turn of their trajectory.
+        fetched_tokens: of prompts, whose keys came from the job's tier.
     """
 
     name: str
@@ -74,6 +77,9 @@ class JobOutcome(msgspec.Struct, frozen=True):
     queue_s_per_turn: float
     prefilled_tokens: int
     borrowed_prefilled_tokens: int = 0
+    warmed_tokens: int = 0
+    new_tokens: int = 0
+    fetched_tokens: int = 0
 
 
 class RunOutcome(msgspec.Struct, frozen=True):

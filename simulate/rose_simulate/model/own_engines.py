@@ -13,6 +13,7 @@ from rose_core.rollouts.rounds import RoundKind
 from rose_simulate.model.batch import BatchEngine
 from rose_simulate.model.clock import Clock
 from rose_simulate.model.costs import costs_of, kv_tokens
+from rose_simulate.model.kept import KeptKeys
 from rose_simulate.model.nodes import Dedicated
 from rose_simulate.model.router import Router
 from rose_simulate.model.scenario import RolloutJob, Scenario
@@ -27,6 +28,7 @@ class OwnEngines:
 
     Args:
         newest: the version that its trainer has.
+        kept: where keys of the job's other engines are; None = nowhere.
     """
 
     def __init__(
@@ -36,7 +38,10 @@ class OwnEngines:
         job: RolloutJob,
         router: Router,
         newest: Callable[[], int],
+        *,
+        kept: KeptKeys | None = None,
     ) -> None:
+        self._kept = kept
         self._clock, self._job, self._router, self._newest = clock, job, router, newest
         self._start_s = scenario.delays.start_s
         self._widths = {
@@ -51,7 +56,9 @@ class OwnEngines:
         width = self._widths[self.width]
         found = []
         for number in range(width.engines):
-            batch = BatchEngine(self._clock, width.times, width.kv_tokens, _nothing)
+            batch = BatchEngine(
+                self._clock, width.times, width.kv_tokens, _nothing, kept=self._kept
+            )
             name = f"{self._job.name}-dedicated-{number}"
             found.append(Dedicated(name, batch, width.most, self._router, self._newest))
         return found

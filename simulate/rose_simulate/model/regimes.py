@@ -19,6 +19,7 @@
 | ``rose-paper-queue`` | once | the paper's slack rule | paper's | begun anew | ours |
 | ``ours-ladder`` | planner | ours | paper's | continued | fifo |
 | ``ours-held`` | planner, ``slots.max`` whatever the turns say | ours | ours | continued | ours |
+| ``ours-kept`` | planner | ours | ours | continued, its keys too (``kept``) | ours |
 | ``ours`` | planner | ours | ours | continued | ours |
 | ``clairvoyant`` | planner | stops at once, traceless | ours, true lengths | continued | ours |
 
@@ -74,6 +75,7 @@ class RegimeRules:
         by_demand: the planner hears of turns; otherwise leases hold all that they may.
         least_loan_s: a whole replica is not called back earlier, unless serving is in need.
         ends: how the router learns that a trajectory is over.
+        keeps_keys: engines of a job can fetch keys that others of them made.
     """
 
     lends: LendingMode = LendingMode.PLANNER
@@ -90,9 +92,12 @@ class RegimeRules:
     whole_memory: bool = False
     by_demand: bool = True
     ends: Ends = Ends.INFERRED
+    keeps_keys: bool = False
 
 
 _LADDER = PolicyName.ROSE_PAPER
+# Nobody asks about an engine that never comes.
+_ALONE = RegimeRules(lends=LendingMode.NOTHING, gate=GateKind.OPEN)
 
 
 def _paper(gate: GateKind, *, keeps: bool, lends: LendingMode = LendingMode.ONCE) -> RegimeRules:
@@ -100,9 +105,9 @@ def _paper(gate: GateKind, *, keeps: bool, lends: LendingMode = LendingMode.ONCE
 
 
 RULES: Mapping[Regime, RegimeRules] = {
-    Regime.FIXED: RegimeRules(lends=LendingMode.NOTHING),
-    Regime.FIXED_LADDER: RegimeRules(lends=LendingMode.NOTHING, placement=_LADDER, waits=False),
-    Regime.FULL_MEMORY: RegimeRules(lends=LendingMode.NOTHING, whole_memory=True),
+    Regime.FIXED: _ALONE,
+    Regime.FIXED_LADDER: replace(_ALONE, placement=_LADDER, waits=False),
+    Regime.FULL_MEMORY: replace(_ALONE, whole_memory=True),
     Regime.UNGUARDED: RegimeRules(gate=GateKind.OPEN),
     Regime.STATIC_SPLIT: _paper(GateKind.OPEN, keeps=False),
     Regime.ON_OFF: RegimeRules(gate=GateKind.ON_OFF),
@@ -123,6 +128,7 @@ RULES: Mapping[Regime, RegimeRules] = {
     Regime.ROSE_PAPER_QUEUE: replace(_paper(GateKind.PAPER, keeps=False), waits=True),
     Regime.OURS_LADDER: RegimeRules(placement=_LADDER, waits=False),
     Regime.OURS_HELD: RegimeRules(by_demand=False),
+    Regime.OURS_KEPT: RegimeRules(keeps_keys=True),
     Regime.OURS: RegimeRules(),
     Regime.CLAIRVOYANT: RegimeRules(gate=GateKind.OPEN, knows_lengths=True, yielding=True),
 }

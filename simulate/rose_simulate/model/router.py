@@ -184,6 +184,7 @@ class Router:
     def submit(self, turn: Turn) -> None:
         """A turn has come."""
         self.counts.turns += 1
+        self.counts.new_tokens += turn.context - turn.cached
         if self._sight.remembers:
             now = self._clock.now_s
             if self._manners.ends is not Ends.UNKNOWN:
@@ -326,6 +327,7 @@ class Router:
         self._residents.end_turn(engine.name, turn.session, keys, self._clock.now_s)
         self.counts.tokens += sequence.produced
         self.counts.again_prefilled += sequence.uncached
+        self.counts.fetched_tokens += sequence.fetched
         if engine.kind is EngineKind.BORROWED:
             self.counts.borrowed_tokens += sequence.produced
             self.counts.borrowed_prefilled += sequence.uncached

@@ -265,6 +265,9 @@ def _counts(world: Simulation) -> Counter[str]:
             "turns": routed.turns,
             "queue_ms": round(1000 * routed.queue_s),
             "prefilled": routed.again_prefilled,
+            "warmed": router.warmer.tokens,
+            "new": routed.new_tokens,
+            "fetched": routed.fetched_tokens,
             "borrowed_prefilled": routed.borrowed_prefilled,
         }
         found.update({f"{name}/{what}": number for what, number in numbers.items()})
@@ -294,6 +297,9 @@ def _job(name: str, counted: Counter[str], seconds: float) -> JobOutcome:
         queue_s_per_turn=of("queue_ms") / 1000 / max(1, of("turns")),
         prefilled_tokens=of("prefilled"),
         borrowed_prefilled_tokens=of("borrowed_prefilled"),
+        warmed_tokens=of("warmed"),
+        new_tokens=of("new"),
+        fetched_tokens=of("fetched"),
     )
 
 

@@ -37,6 +37,7 @@ class Regime(StrEnum):
     ROSE_PAPER_QUEUE = "rose-paper-queue"
     OURS_LADDER = "ours-ladder"
     OURS_HELD = "ours-held"
+    OURS_KEPT = "ours-kept"
     OURS = "ours"
     CLAIRVOYANT = "clairvoyant"
 
@@ -207,6 +208,18 @@ class Link(Strict):
     dedicated_s: Annotated[float, Field(ge=0)] = 2.0
 
 
+class KvTier(Strict):
+    """Where ``ours-kept`` keeps keys and values beyond the engine that made them (``kept``).
+
+    Attributes:
+        gigabytes: of each job's tier.
+        gbps: gigabits per second at which an engine gets them back.
+    """
+
+    gigabytes: Positive = 1000.0
+    gbps: Positive = 100.0
+
+
 class Interference(Strict):
     """Modelled cost of co-running, as factors of time; see ``device``.
 
@@ -276,14 +289,17 @@ class Delays(Strict):
 
     Attributes:
         tap_s: first segment of a request on the wire to the guard's decision.
-        close_s: that decision to an engine that launches nothing more.
+        close_s: that decision to a permit that an engine finds closed when it next looks. What it
+            has launched by then runs to its end.
+        freeze_s: that decision to an engine whose every thread stands.
         open_s: decision to an engine that computes again.
         poll_s: period of a polled source, in regimes without the tap.
         start_s: an engine's start until it serves.
     """
 
     tap_s: Annotated[float, Field(ge=0)] = 0.001
-    close_s: Annotated[float, Field(ge=0)] = 0.005
+    close_s: Annotated[float, Field(ge=0)] = 0.0002
+    freeze_s: Annotated[float, Field(ge=0)] = 0.005
     open_s: Annotated[float, Field(ge=0)] = 0.010
     poll_s: Positive = 0.050
     start_s: Annotated[float, Field(ge=0)] = 45.0
@@ -316,6 +332,7 @@ class Scenario(Strict):
         services: what serves.
         jobs: what borrows.
         link: how weights travel.
+        kv_tier: where one regime keeps keys and values.
         interference: what co-running costs.
         prefill_attention: prefill pays for attention to what is before it too (``costs``), as
             published speeds of long prompts show that it does.
@@ -336,6 +353,7 @@ class Scenario(Strict):
     services: Annotated[tuple[Service, ...], Field(min_length=1)]
     jobs: Annotated[tuple[RolloutJob, ...], Field(min_length=1)]
     link: Link = Link()
+    kv_tier: KvTier = KvTier()
     interference: Interference = Interference()
     prefill_attention: bool = True
     delays: Delays = Delays()

@@ -23,6 +23,7 @@ from rose_simulate.model.costs import costs
 from rose_simulate.model.demand import Demands
 from rose_simulate.model.gates import ServingRequest
 from rose_simulate.model.job import Job, JobFacts
+from rose_simulate.model.kept import KeptKeys
 from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
 from rose_simulate.model.nodes import Nodes
 from rose_simulate.model.own_engines import USUAL_CONTEXT, OwnEngines
@@ -84,11 +85,21 @@ class Simulation:
         self.weight_bytes = 0
         self._whole: WholeLender | None = None
         self.planner: Planner | None = None
+        self._tiers = self._kept_keys()
         self.nodes = Nodes(self.clock, scenario, seed, self._again, self._retry)
         self._balancer = Balancer(self._serving, lambda: self.nodes.down > 0)
         self._build()
 
     # --- building
+
+    def _kept_keys(self) -> dict[str, KeptKeys]:
+        """By job, where its engines' keys are kept; nowhere under most regimes."""
+        tier, found = self.scenario.kv_tier, {}
+        for job in self.scenario.jobs if self.rules.keeps_keys else ():
+            size = costs(job.device, job.model, 1.0).fit.kv_bytes_per_token
+            room = round(tier.gigabytes * 1e9 / size)
+            found[job.name] = KeptKeys(room, size * 8 / (tier.gbps * 1e9))
+        return found
 
     def _build(self) -> None:
         ears = ReplicaCallbacks(self._gate, self._lost, self._served)
@@ -102,6 +113,7 @@ class Simulation:
                     rules=self.rules,
                     ears=ears,
                     machine=self.nodes.under(len(self.replicas) + n),
+                    tiers=self._tiers,
                 )
                 for n in range(service.replicas)
             ]
@@ -196,7 +208,9 @@ class Simulation:
             random.Random(f"{self.seed}/{job.name}/dice"),  # noqa: S311  # a model's randomness
         )
         self.routers[job.name] = router
-        own = OwnEngines(self.clock, self.scenario, job, router, partial(self._newest, job.name))
+        newest = partial(self._newest, job.name)
+        tier = self._tiers.get(job.name)
+        own = OwnEngines(self.clock, self.scenario, job, router, newest, kept=tier)
         self.own[job.name] = own
         for engine in own.engines:
             self.nodes.put(engine)

@@ -89,9 +89,16 @@ class Leg:
 
 @dataclass
 class Counts:
-    """What the router counts."""
+    """What the router counts.
+
+    Attributes:
+        new_tokens: of prompts, that were in no earlier turn of their trajectory.
+        fetched_tokens: whose keys came from the job's tier.
+    """
 
     turns: int = 0
+    new_tokens: int = 0
+    fetched_tokens: int = 0
     moves: int = 0
     redone_tokens: int = 0
     again_prefilled: int = 0

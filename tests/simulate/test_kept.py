@@ -1,0 +1,98 @@
+"""Keys that outlive the engine that made them: what is fetched, and what is computed again."""
+
+from rose_simulate.model.batch import BatchEngine, Sequence
+from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.costs import costs
+from rose_simulate.model.kept import KeptKeys
+from rose_simulate.model.regimes import RULES
+from rose_simulate.model.run import run
+from rose_simulate.model.scenario import Regime
+from tests.simulate.worlds import MATERIAL, scenario
+
+COSTS = costs("H100", "Qwen3-8B", 0.5)
+SHORT_S, LONG_S = 0.5, 100.0
+
+
+class Pair:
+    """Two engines of one job, and their tier."""
+
+    def __init__(self, room: int = 100_000, fetch_s: float = 1e-5) -> None:
+        self.clock = Clock()
+        self.tier = KeptKeys(room, fetch_s)
+        self.first, self.second = (
+            BatchEngine(self.clock, COSTS, 400_000, lambda: None, kept=self.tier) for _ in range(2)
+        )
+        self.first_s: dict[str, float] = {}
+
+    def turn(self, engine: BatchEngine, session: str, context: int, output: int) -> Sequence:
+        """A turn and what became of it; ``first_s`` has how long its first token took."""
+        began = self.clock.now_s
+
+        def first() -> None:
+            self.first_s[session] = self.clock.now_s - began
+
+        one = Sequence(session, context, output, first, lambda: None)
+        engine.submit(one)
+        return one
+
+    def run(self, seconds: float) -> None:
+        self.clock.run(self.clock.now_ns + round(seconds * SECOND))
+
+
+def test_an_engine_fetches_what_another_has_made_and_computes_the_rest() -> None:
+    pair = Pair()
+    pair.turn(pair.first, "t@1", 4000, 10)
+    pair.run(LONG_S)
+    later = pair.turn(pair.second, "t@1", 4060, 10)
+    pair.run(LONG_S)
+    assert (later.fetched, later.uncached) == (4010, 50)
+    computed = COSTS.prefill(50, 50 * (4010 + 25))
+    assert abs(pair.first_s["t@1"] - computed - 4010 * 1e-5) < 1e-3
+
+
+def test_keys_of_one_version_are_never_used_under_another() -> None:
+    pair = Pair()
+    pair.turn(pair.first, "t@1", 4000, 10)
+    pair.run(LONG_S)
+    for engine in (pair.first, pair.second):
+        later = pair.turn(engine, "t@2", 4060, 10)
+        pair.run(LONG_S)
+        if engine is pair.first:
+            assert (later.fetched, later.uncached) == (0, 4060)
+        else:
+            assert later.fetched == 4059, "the second has it from the first, of the same version"
+
+
+def test_a_cut_turn_has_the_keys_of_its_prompt_and_no_more() -> None:
+    pair = Pair()
+    cut = pair.turn(pair.first, "t@1", 4000, 1000)
+    pair.run(SHORT_S)
+    pair.first.settle()
+    assert cut.produced > 1
+    pair.first.set_speed(0.0)
+    pair.first.remove(cut)
+    again = pair.turn(pair.second, "t@1", 4000 + cut.produced, 1000 - cut.produced)
+    pair.run(LONG_S)
+    assert (again.fetched, again.uncached) == (4000, cut.produced)
+
+
+def test_the_least_recently_used_session_goes_first() -> None:
+    tier = KeptKeys(250, 0.0)
+    tier.keep("a", 100)
+    tier.keep("b", 100)
+    assert tier.held("a") == 100
+    tier.keep("c", 100)
+    assert [tier.held(name) for name in "abc"] == [100, 0, 100]
+    tier.keep("a", 50)
+    assert tier.held("a") == 100, "what was longer stays"
+
+
+def test_fewer_tokens_are_computed_again_where_keys_are_kept() -> None:
+    told = scenario()
+    jobs = [
+        run(told, regime, 1, MATERIAL, {})[0].jobs[0] for regime in (Regime.OURS, Regime.OURS_KEPT)
+    ]
+    assert RULES[Regime.OURS_KEPT].keeps_keys
+    assert jobs[0].fetched_tokens == 0 < jobs[1].fetched_tokens
+    again = [(one.prefilled_tokens + one.warmed_tokens) / one.new_tokens for one in jobs]
+    assert again[1] < again[0]
