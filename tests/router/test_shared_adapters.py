@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.errors import InvalidTurn, UnknownVersion
 from rose_core.rollouts.quorum import Quorum, missing
 from rose_core.rollouts.versions import Pin, read_pin
 from rose_core.rollouts.views import EngineView
@@ -299,3 +299,17 @@ async def test_engines_that_are_reached_nowhere_yet_are_no_one_process() -> None
             assert len(fleet.processes()) == 2
             w.attach(first)
             w.attach(second)
+
+
+async def test_a_turn_that_waits_is_told_when_no_engine_has_its_run_any_more() -> None:
+    engine, other = shared("e", a="1.0", b="1.0"), shared("other", a="1.0")
+    engine.gate_open = False
+    async with world(engine, other) as w:
+        turn = w.ask(10, pin=pin("b"))
+        await asyncio.sleep(5)
+        assert not turn.is_over, "its engine's gate is shut"
+        engine.adapters = {"a": "a@1.0"}
+        w.tell(engine)
+        await over(turn)
+        assert isinstance(turn.error, UnknownVersion)
+        assert "no engine has run b yet; there are a" in str(turn.error)

@@ -405,3 +405,17 @@ async def test_answers_that_no_engine_takes_are_refused_before_any_is_made() -> 
         with pytest.raises(UnsafeTurn, match="sampling_seed"):
             w.service.admit([turn.request.but(sampling={"max_new_tokens": 5, **SEEDED})] * 2)
         await over(turn)
+
+
+async def test_a_turn_that_came_before_any_engine_is_refused_by_name_once_none_takes_it() -> None:
+    """As if it came now, and not after the longest wait."""
+    async with world() as w:
+        turn, plain = w.ask(5, sampling=SEEDED), w.ask(5)
+        await asyncio.sleep(1)
+        assert not turn.is_over
+        w.attach(like_vllm("vllm"))
+        judge_whole(await over(plain))
+        await over(turn)
+        assert isinstance(turn.error, UnsafeTurn)
+        assert "sampling_seed: no engine attached" in str(turn.error)
+        assert turn.ended - turn.began < w.service.settings.queue.seconds / 2

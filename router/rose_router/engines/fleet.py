@@ -21,7 +21,7 @@ import msgspec
 from rose_core.identity import WeightVersion
 from rose_core.rollouts import versions
 from rose_core.rollouts.estimates import Hazard, Speed
-from rose_core.rollouts.fields import Bounds, least
+from rose_core.rollouts.fields import Bounds, check_taken, least
 from rose_core.rollouts.placement import EngineView
 from rose_core.rollouts.residency import Residents
 from rose_core.rollouts.suspects import suspects
@@ -330,6 +330,16 @@ class Fleet:
         last = (engine.last_version for engine in self._engines.values())
         head, had = self.head_of(pin.run), [version for version in last if version]
         versions.check_pin(pin, head, had, held=held)
+
+    def check_taken(self, asked: frozenset[str], *, dedicated_only: bool) -> None:
+        """Refuse a turn that each engine attached refuses something of.
+
+        Raises:
+            UnsafeTurn: each does; names what.
+        """
+        kinds = [EngineKind.DEDICATED] if dedicated_only else list(EngineKind)
+        engines = self._engines.values()
+        check_taken(asked, [one.update.refuses for one in engines if one.kind in kinds])
 
     def heads(self) -> dict[str, WeightVersion]:
         """The newest versions of runs beside the lease's first."""

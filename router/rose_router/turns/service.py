@@ -19,7 +19,6 @@ from rose_core.rollouts.fields import (
     NOTHING_SAID,
     Bounds,
     asked_with,
-    check_taken,
     check_within,
     least,
 )
@@ -336,10 +335,8 @@ class Service:
             raise Unprocessable("NotSpliceable", message)
 
     def _check_taken(self, request: TurnRequest, asked: frozenset[str]) -> None:
-        if not asked:
-            return  # the usual case
-        kinds = [EngineKind.DEDICATED] if request.dedicated_because else list(EngineKind)
-        check_taken(asked, [one.update.refuses for one in self.fleet if one.kind in kinds])
+        if asked:  # the usual turn asks for nothing that an engine might refuse
+            self.fleet.check_taken(asked, dedicated_only=bool(request.dedicated_because))
 
     def _may_have_dedicated(self) -> bool:
         kinds = {engine.kind for engine in self.fleet}

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from rose_core.rollouts.admission import QueueLimits, has_room, rank, retry_after
 from rose_core.rollouts.dispatch import DispatchState, next_turn
-from rose_core.rollouts.errors import UnknownVersion, VersionGone
+from rose_core.rollouts.errors import UnknownVersion, UnsafeTurn, VersionGone
 from rose_core.rollouts.fairness import FairShares, work
 from rose_core.rollouts.guards import NOTHING_KNOWN, RolloutOutlook
 from rose_core.rollouts.placement import (
@@ -166,6 +166,8 @@ class TurnQueue:
             Busy: the queue is full.
             Overloaded: the turn has waited too long.
             VersionGone: the exact version asked for runs nowhere any more.
+            UnknownVersion: no engine attached has the turn's run any more.
+            UnsafeTurn: no engine attached takes it.
         """
         began = self._clock()
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
@@ -343,12 +345,23 @@ class TurnQueue:
         waiter.future.set_result(engine)
 
     def _fail_if_gone(self, waiter: Waiter) -> None:
-        if waiter.view.pin.exact is None or waiter.future.done():
+        """End a turn that no waiting helps.
+
+        One that holds no tokens ends by what it would be refused for if it came now: engines may
+        have come, and gone, since it came. One that holds some waits for an engine that goes on.
+        """
+        view, fresh = waiter.view, waiter.key[0]
+        if waiter.future.done() or (view.pin.exact is None and not fresh):
             return
         try:
-            self._fleet.check_pin(waiter.view.pin)
+            self._fleet.check_pin(view.pin)
+            if fresh and view.asked:
+                self._fleet.check_taken(view.asked, dedicated_only=view.dedicated_only)
+        except UnsafeTurn as error:
+            waiter.future.set_exception(error)
         except UnknownVersion as error:
-            waiter.future.set_exception(VersionGone(str(error)))
+            gone = view.pin.exact is not None
+            waiter.future.set_exception(VersionGone(str(error)) if gone else error)
 
     def _raise_if_late(self, waiter: Waiter) -> None:
         if waiter.future.done() or self.held:
