@@ -205,6 +205,13 @@ class Gateway:
         """Rewards that wait or run."""
         return len(self._waiting) + len(self._running)
 
+    def queued(self, team: str | None = None) -> int:
+        """Of those, the ones of a team's functions; None = all."""
+        if team is None:
+            return self.queue
+        found = (*self._waiting.values(), *self._under_way.values())
+        return sum(self.functions[one.reward.function].team == team for one in found)
+
     @property
     def verifications(self) -> int:
         """Of those, the ones that take a worker."""

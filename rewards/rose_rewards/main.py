@@ -112,10 +112,15 @@ def application(
         return web.Response(body=msgspec.json.encode(result), content_type="application/json")
 
     async def queue(request: web.Request) -> web.Response:
-        if caller_of(request, teams) is None:
+        team = caller_of(request, teams)
+        if team is None:
             return _said(401, "send Authorization: Bearer TOKEN of your team (--token-file)")
-        wanted = gateway.wish(target)
-        said = {"queue": gateway.queue, "p50_seconds": gateway.p50(), "wish": wanted}
+        whose = team or None  # where there are teams, none hears of what another's rewards take
+        said = {
+            "queue": gateway.queued(whose),
+            "p50_seconds": gateway.p50(whose),
+            "wish": gateway.wish(target, whose),
+        }
         return web.json_response(said)
 
     app = web.Application(client_max_size=_BODY_BYTES)

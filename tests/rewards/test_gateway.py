@@ -425,6 +425,22 @@ async def test_a_team_calls_its_own_functions_and_a_stranger_none(folder: Path) 
         assert closed == {"POST /v1/rewards", "GET /v1/queue", "GET /v1/work"}
 
 
+async def test_a_team_hears_of_its_own_functions_queue_alone(folder: Path) -> None:
+    tokens = folder / "tokens"
+    tokens.write_text("a word-a\nb word-b\n")
+    listed = {"mine": own(folder, "noisy", team="a"), "theirs": own(folder, "noisy", team="b")}
+    async with serving(folder, listed, token_file=tokens) as rewards:
+        assert (await rewards.ask("word-a", function="mine"))[0] == 200
+        told = {}
+        for token in ("word-a", "word-b"):
+            headers = {"Authorization": f"Bearer {token}"}
+            url = rewards.url.replace("/v1/rewards", "/v1/queue")
+            async with rewards.session.get(url, headers=headers) as reply:
+                told[token] = await reply.json()
+        assert told["word-a"]["p50_seconds"] > 0
+        assert told["word-b"] == {"queue": 0, "p50_seconds": None, "wish": 0}
+
+
 async def test_a_judge_that_is_away_is_asked_again_and_one_that_refuses_is_named(
     folder: Path,
 ) -> None:
