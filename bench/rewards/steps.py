@@ -8,10 +8,13 @@ parts (``rose_simulate.model.job.StepParts``), so what is added is told by part,
 |---|---|---|
 | whole | when the whole round is there | after its step |
 | streams | as soon as it is ready (``Batches(stream=True)``) | after its step |
+| one late | as whole or streams; a round does not wait for one group's rewards | after its step |
 | overlaps by n | when a step's groups are there, the oldest first | up to n versions ahead of it |
 
-A step of the first two ends after its last reward, which no rollout of that step can hide. A job
-that overlaps has the next steps' rollouts to hide it behind, as far as its bound lets them begin.
+A step of the first two ends after its last reward, which no rollout of that step can hide. With
+``RoundShape(late=1)`` the next step's rollouts hide it, and that group is trained on one version
+late. A job that overlaps has the next steps' rollouts to hide all behind, as far as its bound lets
+them begin.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ _AIM: Final = 0.01
 _TRAINERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "whole": {},
     "streams": {"streams": True},
+    "whole, one late": {"late": 1},
+    "streams, one late": {"streams": True, "late": 1},
     # The first is what trainers call one-step off-policy.
     **{
         f"overlaps by {versions}": {

@@ -22,7 +22,7 @@ import aiohttp
 from examples.grpo.errors import MalformedReply, OutOfTime, TurnRefused
 from rose_wire import flags
 
-_RETRIED = frozenset({409, 429, 500, 502, 503, 504})
+RETRIED = frozenset({409, 429, 500, 502, 503, 504})
 _LONGEST_PAUSE_SECONDS = 5.0
 _HINT_SECONDS = 5.0
 _REPORTS = 3
@@ -259,7 +259,7 @@ class LeaseClient:
                 headers={**keys, **self._shown()},
                 timeout=aiohttp.ClientTimeout(total=remaining),
             ) as reply:
-                if reply.status in _RETRIED:
+                if reply.status in RETRIED:
                     self.counters.retries += 1
                     return None, pause_before_retry(attempt, reply.headers.get("Retry-After"))
                 if reply.status >= 300:

@@ -2,12 +2,17 @@
 
 A step's groups are those of one round (``rose_trainer.rounds``), handed out as they become ready:
 gradients are added while the round's tail is sampled, and the step comes with the last of them.
-Nothing is in flight between two rounds, so all of a step is sampled by the same weights. A short
-round starts more prompts and more episodes of each than the step takes.
+Nothing samples between two rounds, so all of a round is sampled by the same weights. A short round
+starts more prompts and more episodes of each than the step takes.
+
+With ``score`` rewards come from elsewhere (``scoring``). With ``RoundShape.late`` a round does not
+wait for the last of them: up to so many groups are trained on in the next step, by weights that are
+one publish newer than those that sampled them.
 
 | an episode is | when | reported as |
 |---|---|---|
 | trained on | among the first ``members`` of its group, which is fresh | trained |
+| unscored | a member of its group has no reward that may be used | dropped, without a reward |
 | too old | its group is ready but older than the bound, as in ``rollouts`` | dropped |
 | cut | its group was ready without it | dropped, without a reward |
 | put off | its group was not ready when the short round ended; sampled anew | withdrawn |
@@ -20,12 +25,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from examples.grpo.client import LeaseClient
-from examples.grpo.errors import OutOfTime
+from examples.grpo.errors import OutOfTime, Unscored
 from examples.grpo.rollouts import Group, Part, SamplerStatistics, Trajectory, fresh, play
 from examples.grpo.task import Task, draw
 from rose_core.identity import WeightVersion
@@ -49,9 +54,11 @@ class _Prompt:
 
 @dataclass
 class _RoundCounts:
-    """Of the round that runs: groups, and episodes by what became of them."""
+    """Of the round that runs: groups, of which late, and episodes by what became of them."""
 
     groups: int = 0
+    late: int = 0
+    unscored: int = 0
     trained: int = 0
     cut: int = 0
     stale: int = 0
@@ -67,6 +74,7 @@ class RoundSampler:
         head: returns the version last published.
         seed: of the task sequence.
         tell: is given a record of every round.
+        score: gives an episode its rewards, given its group too; None = it has them.
     """
 
     def __init__(
@@ -78,11 +86,14 @@ class RoundSampler:
         head: Callable[[], WeightVersion | None],
         seed: int,
         tell: Tell,
+        score: Callable[[Trajectory, str], Awaitable[Trajectory]] | None = None,
     ) -> None:
         self._client, self._bound, self._head, self._tell = client, bound, head, tell
         self._random = random.Random(seed)
         self._episodes = itertools.count()
-        self._batches = Batches(self._prompts(), self._play, shape, stream=True)
+        self._score = score
+        reward = None if score is None else self._scored
+        self._batches = Batches(self._prompts(), self._play, shape, stream=True, reward=reward)
         self._iterator = self._batches.__aiter__()
         self._open: dict[str, set[str]] = {}  # group -> keys of which nothing was said yet
         self._stale: dict[str, float] = {}
@@ -103,7 +114,7 @@ class RoundSampler:
             TrainerError: sampling failed for good.
         """
         async for batch in self._iterator:
-            if self._batches.failures:
+            if self._failures():
                 break
             groups = self._sorted_out(batch)
             given = self._given or bool(groups)
@@ -135,7 +146,7 @@ class RoundSampler:
 
     def _prompts(self) -> Iterator[_Prompt]:
         """Fresh tasks until something fails for good: the rounds then come to their end."""
-        while not self._batches.failures:
+        while not self._failures():
             group = f"group-{self.statistics.groups:06d}"
             self.statistics.groups += 1
             yield _Prompt(group, draw(self._random))
@@ -146,10 +157,26 @@ class RoundSampler:
         self._open.setdefault(prompt.group, set()).add(key)
         return await play(self._client, prompt.task, key, prompt.group)
 
+    async def _scored(self, prompt: _Prompt, member: Trajectory) -> Trajectory:
+        assert self._score is not None  # noqa: S101  # else nobody asks
+        return await self._score(member, prompt.group)
+
+    def _failures(self) -> list[BaseException]:
+        """What ends the run; a group that has no reward is left out, and nothing more."""
+        errors: list[BaseException] = []
+        for prompt, error in self._batches.failures:
+            if not isinstance(error, Unscored):
+                errors.append(error)
+            elif (keys := self._open.pop(prompt.group, None)) is not None:
+                self._cut += sorted(keys)
+                self._round.unscored += len(keys)
+        return errors
+
     def _sorted_out(self, batch: Batch[_Prompt, Trajectory]) -> list[Group]:
         """The groups to train on; notes what is to be said of all other episodes."""
         groups: list[Group] = []
         counts = self._round
+        counts.late += batch.late
         for prompt, samples in batch.groups:
             group, began = tuple(samples), self._open.pop(prompt.group)
             cut = sorted(began - {member.key for member in group})
@@ -176,7 +203,7 @@ class RoundSampler:
             for key in sorted(self._open.pop(prompt.group, ()))
         ]
         self._withdrawn += put_off
-        every = counts.trained + counts.cut + counts.stale
+        every = counts.trained + counts.cut + counts.stale + counts.unscored
         self._tell(
             "round",
             kind=str(kind),
@@ -184,12 +211,14 @@ class RoundSampler:
             trained=counts.trained,
             cut=counts.cut,
             stale=counts.stale,
+            late=counts.late,
+            unscored=counts.unscored,
             put_off=len(put_off),
             inclusion=counts.trained / every if every else 1.0,
         )
 
     def _failure(self) -> BaseException:
         """Why there is no more; a real failure says more than the time limit around it."""
-        errors = [error for _, error in self._batches.failures]
+        errors = self._failures()
         real = (error for error in errors if not isinstance(error, OutOfTime))
         return next(real, errors[0])

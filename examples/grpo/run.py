@@ -48,6 +48,7 @@ class Settings:
         rounds: steps are rounds of tail batching instead of overlapping (``grpo.rounds``).
         surplus, member_surplus: groups and trajectories of each that a short round starts beyond
             those of a step, as shares of them; without effect otherwise.
+        late: groups whose rewards a round need not wait for; they are in the next step.
         publish_every: steps per published version.
         evaluate_seconds: time between evaluations on the fixed tasks.
     """
@@ -65,6 +66,7 @@ class Settings:
     rounds: bool = False
     surplus: float = 0.25
     member_surplus: float = 0.25
+    late: int = 0
 
 
 @dataclass

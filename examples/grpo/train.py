@@ -16,7 +16,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -30,9 +30,10 @@ from examples.grpo.errors import OutOfTime, RoundTooLarge, TrainerError
 from examples.grpo.evaluate import Evaluation
 from examples.grpo.progress import Progress
 from examples.grpo.publishing import RosePublisher, Weights
-from examples.grpo.rollouts import Group, Part, Sampler, SamplerStatistics
+from examples.grpo.rollouts import Group, Part, Sampler, SamplerStatistics, Trajectory
 from examples.grpo.rounds import RoundSampler
 from examples.grpo.run import Run, Settings, begin
+from examples.grpo.scoring import RewardClient
 from rose_trainer.errors import TrainerLibraryError
 from rose_trainer.rounds import RoundShape
 from rose_wire import flags
@@ -49,6 +50,7 @@ _KNOBS: dict[str, Callable[[str], float]] = {
     "seed": flags.count,
     "surplus": flags.amount,
     "member_surplus": flags.amount,
+    "late": flags.count,
 }
 
 
@@ -75,6 +77,8 @@ async def train(
     stop: asyncio.Event,
     *,
     turn_token: Path | None = None,
+    rewards: str = "",
+    reward_token: Path | None = None,
 ) -> Evaluation:
     """Run until the time limit or ``stop``.
 
@@ -88,7 +92,12 @@ async def train(
     await asyncio.to_thread(run.publish)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         client = LeaseClient(url, session, deadline, token_file=turn_token, counters=run.counters)
-        sampler = _source(run, client)
+        score = None
+        if rewards:
+            members = settings.group_size
+            asked = RewardClient(rewards, session, members, deadline, token_file=reward_token)
+            score = asked.scored
+        sampler = _source(run, client, score)
         reason = await _until_over(run, sampler, stop, deadline)
     await asyncio.to_thread(run.report_published, wait=True)
     evaluation = await asyncio.to_thread(run.evaluate, final=True)
@@ -99,7 +108,11 @@ async def train(
     return evaluation
 
 
-def _source(run: Run, client: LeaseClient) -> Source:
+def _source(
+    run: Run,
+    client: LeaseClient,
+    score: Callable[[Trajectory, str], Awaitable[Trajectory]] | None,
+) -> Source:
     settings = run.settings
     if settings.rounds:
         return RoundSampler(
@@ -109,6 +122,7 @@ def _source(run: Run, client: LeaseClient) -> Source:
             head=lambda: run.head,
             seed=settings.seed,
             tell=run.progress.write,
+            score=score,
         )
     return Sampler(
         client,
@@ -123,11 +137,12 @@ def _source(run: Run, client: LeaseClient) -> Source:
 
 def _shape(settings: Settings) -> RoundShape:
     surplus, members = settings.surplus, settings.member_surplus
-    shape = RoundShape(settings.per_step, settings.group_size, surplus, members)
+    late = settings.late
+    shape = RoundShape(settings.per_step, settings.group_size, surplus, members, late)
     if shape.started > settings.concurrency:
         message = (
             f"a short round starts {shape.started} groups at once, --concurrency allows "
-            f"{settings.concurrency}: raise it, or lower --per-step or --surplus"
+            f"{settings.concurrency}: raise it, or lower --per-step, --surplus or --late"
         )
         raise RoundTooLarge(message)
     return shape
@@ -200,6 +215,10 @@ def parser() -> argparse.ArgumentParser:
         help="tail batching: short rounds start a surplus of groups and of members, and keep the "
         "first; late groups wait for a long round",
     )
+    result.add_argument(
+        "--rewards", default="", metavar="URL", help="rose rewards; with --rounds (grpo.scoring)"
+    )
+    result.add_argument("--reward-token-file", type=Path, help="the team's token for it")
     result.add_argument("--quiet", action="store_true", help="do not print progress")
     defaults = Settings(Path())
     for name, kind in _KNOBS.items():
@@ -229,9 +248,16 @@ async def _run(arguments: argparse.Namespace) -> Evaluation:
         RosePublisher(arguments.store, run=arguments.run, token=token) as weights,
     ):
         try:
-            settings, turns = _settings(arguments), arguments.turn_token_file
-            url = arguments.url
-            return await train(settings, url, weights, progress, stop, turn_token=turns)
+            return await train(
+                _settings(arguments),
+                arguments.url,
+                weights,
+                progress,
+                stop,
+                turn_token=arguments.turn_token_file,
+                rewards=arguments.rewards,
+                reward_token=arguments.reward_token_file,
+            )
         except TrainerError as error:
             progress.write("end", reason=f"{type(error).__name__}: {error}")
             raise
@@ -244,7 +270,14 @@ def main(argv: list[str] | None = None) -> int:
         0 when the run ended at its limit, 1 when turns were refused, weights not published or a
             file could not be used.
     """
-    arguments = parser().parse_args(argv)
+    asked = parser()
+    arguments = asked.parse_args(argv)
+    if arguments.rewards and not arguments.rounds:
+        asked.error("--rewards: give --rounds too; other steps have the task's own rewards")
+    if arguments.late and not arguments.rewards:
+        asked.error("--late: give --rewards too; without it no reward comes after its last token")
+    if arguments.late and arguments.max_age < 1:
+        asked.error("--late: give --max-age of at least 1: what is late is a publish old")
     try:
         evaluation = asyncio.run(_run(arguments))
     except (TrainerError, TrainerLibraryError, OSError) as error:

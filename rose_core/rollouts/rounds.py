@@ -7,25 +7,37 @@ ready then are *deferred*, as whole groups. Once a batch of them has gathered, a
 them alone, without any surplus and to the end. So no prompt is deferred twice, and prompts with
 long answers are trained on as often as those with short ones.
 
-A *group* is the trajectories of one prompt; it is ready when ``members`` of them ended. Those that
-a short round started beyond these are *cut*: nobody samples them again. The first to end are the
-short ones, so this is a filter by length inside the group. It is off unless asked for
-(``member_surplus``); prompts of long rounds are free of it.
+A *group* is the trajectories of one prompt. It is *sampled* when ``members`` of them have their
+last token, and ready when these have their rewards. Those that a short round started beyond them
+are *cut*: nobody samples them again. The first to end are the short ones, so this is a filter by
+length inside the group. It is off unless asked for (``member_surplus``); prompts of long rounds are
+free of it.
+
+The last reward of a round comes after its last token, and nothing of the round hides it. With
+``late`` a round closes without the rewards of up to so many groups. They are *carried* into the
+next round, whose rollouts hide them, and are in its batch for certain: what is carried is trained
+on one version late, never two. So that a batch is always ``batch`` groups, the first round starts
+``late`` more. With 0 a round waits for every reward.
 
 | prompt | on | next |
 |---|---|---|
 | (none) | ``begin`` while a round is open | running |
-| running | ``finished`` for as many as ``members``; its others are cut | ready |
+| running | ``sampled`` for as many as ``members``; its others are cut | sampled |
+| running, sampled | ``finished`` for as many as ``members``; its others are cut | ready |
 | running | its short round has a batch: ``Closing.deferred`` | deferred |
+| sampled, ready | its round closes without it: ``Closing.carried`` | the same, carried |
+| sampled, ready | likewise, and ``late`` are carried: ``Closing.deferred`` | deferred |
 | (none) | ``put_off``: an earlier run of the trainer had deferred it | deferred |
 | ready | its round closes: ``Closing.batch`` | trained |
 | deferred | ``open`` makes a long round: ``Opening.resumed`` | running |
-| running, ready, deferred | ``drop`` | dropped |
+| running, sampled, ready, deferred | ``drop`` | dropped |
 
-| round | opened when | starts | closes when ready are |
+| round | opened when | starts | closes when it has a batch, and sampled or ready are |
 |---|---|---|---|
-| short | fewer than ``batch`` are deferred | ``started`` x ``started_members`` | ``batch`` |
-| long | ``batch`` are, or none is left to draw | oldest ``batch`` x ``members`` | all |
+| short | fewer than ``due`` are deferred | ``due`` and a surplus x ``started_members`` | ``due`` |
+| long | ``due`` are, or none is left to draw | oldest ``due`` x ``members`` | all |
+
+``due`` is ``batch + late``, less what is carried into the round; ``batch`` where ``late`` is 0.
 
 Every prompt that was begun is trained or dropped exactly once, or still counted as under way.
 Next step: ``rose_trainer.rounds`` drives it for a trainer, ``simulate.job`` on virtual time.
@@ -58,17 +70,25 @@ class RoundShape:
         surplus: prompts that a short round starts beyond the batch, as a share of it.
         member_surplus: trajectories that it starts beyond ``members`` for each prompt, likewise.
             RollPacker's eta is 1 + surplus for both.
+        late: groups whose rewards a round need not wait for; they are in the next round's batch.
     """
 
     batch: int
     members: int
     surplus: float = 0.25
     member_surplus: float = 0.0
+    late: int = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes that no round could have."""
         if self.batch < 1 or self.members < 1:
             message = f"batch {self.batch} and members {self.members} must be at least 1"
+            raise InvalidRound(message)
+        if not 0 <= self.late <= self.batch:
+            message = (
+                f"late {self.late} must be 0 to batch, {self.batch}: what is carried into a round "
+                "is a part of its batch"
+            )
             raise InvalidRound(message)
         for name, share in (("surplus", self.surplus), ("member_surplus", self.member_surplus)):
             if not 0 <= share < math.inf:
@@ -77,8 +97,12 @@ class RoundShape:
 
     @property
     def started(self) -> int:
-        """Prompts that a short round runs."""
-        return _with_surplus(self.batch, self.surplus)
+        """Prompts that a short round runs at most."""
+        return self.started_for(self.batch + self.late)
+
+    def started_for(self, due: int) -> int:
+        """Prompts that a short round runs to have so many sampled."""
+        return _with_surplus(due, self.surplus)
 
     @property
     def started_members(self) -> int:
@@ -117,12 +141,17 @@ class Deferral:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """A round that ends: train on the batch, stop the deferred groups' members."""
+    """A round that ends: train on the batch, stop the deferred groups' members.
+
+    Attributes:
+        carried: sampled in this round and in the next one's batch; their rewards go on.
+    """
 
     number: int
     kind: RoundKind
     batch: tuple[str, ...]
     deferred: tuple[Deferral, ...]
+    carried: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +175,11 @@ class Rounds:
         self.shape = shape
         self._number = self._fresh = self._trained = self._dropped = 0
         self._kind: RoundKind | None = None
-        self._running: OrderedDict[str, int] = OrderedDict()
+        self._running: OrderedDict[str, _Ended] = OrderedDict()
+        self._sampled: OrderedDict[str, _Ended] = OrderedDict()
         self._ready: list[str] = []
+        self._batch: list[str] = []
+        self._carried: tuple[str, ...] = ()
         self._deferred: OrderedDict[str, Deferral] = OrderedDict()
 
     @property
@@ -161,9 +193,40 @@ class Rounds:
         return tuple(self._deferred.values())
 
     @property
+    def carried(self) -> tuple[str, ...]:
+        """Groups of the round before that are in this one's batch; between two, in the next's."""
+        return self._carried
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """Ready groups that are in the open round's batch for certain, as they became ready.
+
+        Those that were carried into it have their places, ready or not. None between two rounds.
+        """
+        if self._kind is not None:
+            self._take()
+        return tuple(self._batch)
+
+    def _take(self) -> None:
+        """What is ready goes into the batch while there are places."""
+        for prompt in self._ready:
+            fresh = sum(one not in self._carried for one in self._batch)
+            places = self.shape.batch - len(self._carried) - fresh
+            if prompt not in self._batch and (prompt in self._carried or places > 0):
+                self._batch.append(prompt)
+
+    def has_tokens(self, prompt: str) -> bool:
+        """Whether as many members as its group needs have their last token."""
+        return prompt in self._sampled or prompt in self._ready
+
+    @property
+    def _due(self) -> int:
+        return self.shape.batch + self.shape.late - len(self._carried)
+
+    @property
     def tally(self) -> Tally:
         """The account."""
-        under_way = len(self._running) + len(self._ready) + len(self._deferred)
+        under_way = sum(map(len, (self._running, self._sampled, self._ready, self._deferred)))
         begun = under_way + self._trained + self._dropped
         return Tally(begun, self._trained, self._dropped, under_way)
 
@@ -191,20 +254,20 @@ class Rounds:
         if self._kind is not None:
             message = f"round {self._number} is still open"
             raise InvalidRound(message)
-        if last and not self._deferred:
+        if last and not self._deferred and not self._carried:
             return None
         self._number += 1
-        if last or len(self._deferred) >= self.shape.batch:
+        if last or len(self._deferred) >= self._due:
             return self._open_long()
-        self._kind, self._fresh = RoundKind.SHORT, self.shape.started
+        self._kind, self._fresh = RoundKind.SHORT, self.shape.started_for(self._due)
         return Opening(self._number, RoundKind.SHORT, (), self._fresh, self.shape.started_members)
 
     def _open_long(self) -> Opening:
         self._kind, self._fresh = RoundKind.LONG, 0
-        resumed = tuple(self._deferred)[: self.shape.batch]
+        resumed = tuple(self._deferred)[: self._due]
         for prompt in resumed:
             del self._deferred[prompt]
-            self._running[prompt] = 0
+            self._running[prompt] = _Ended()
         return Opening(self._number, RoundKind.LONG, resumed, 0, self.shape.members)
 
     def begin(self, prompt: str) -> None:
@@ -218,10 +281,11 @@ class Rounds:
             raise InvalidRound(message)
         self._check_new(prompt)
         self._fresh -= 1
-        self._running[prompt] = 0
+        self._running[prompt] = _Ended()
 
     def _check_new(self, prompt: str) -> None:
-        if prompt in self._running or prompt in self._ready or prompt in self._deferred:
+        known = (self._running, self._sampled, self._ready, self._deferred)
+        if any(prompt in names for names in known):
             message = f"prompt {prompt!r} is under way already; give every draw its own name"
             raise InvalidRound(message)
 
@@ -230,18 +294,35 @@ class Rounds:
         self._fresh = 0
         return self._maybe_close()
 
+    def sampled(self, prompt: str) -> Closing | None:
+        """A member of the prompt's group has its last token, and its reward is still to come.
+
+        Whoever tells this of a member tells it of each; a group's others are cut as soon as
+        ``has_tokens``.
+        """
+        ended = self._running.get(prompt)
+        if ended is None:
+            return None
+        ended.sampled += 1
+        if ended.sampled < self.shape.members:
+            return None
+        self._sampled[prompt] = self._running.pop(prompt)
+        return self._maybe_close()
+
     def finished(self, prompt: str) -> Closing | None:
         """A member of the prompt's group has ended; the closing when that ends the round.
 
         A member of a group that is ready, deferred or dropped changes nothing: it was under way
         when that happened. The caller stops those of a ready group that are under way still.
         """
-        if prompt not in self._running:
+        ended = self._running.get(prompt) or self._sampled.get(prompt)
+        if ended is None:
             return None
-        self._running[prompt] += 1
-        if self._running[prompt] < self.shape.members:
+        ended.rewarded += 1
+        if ended.rewarded < self.shape.members:
             return None
-        del self._running[prompt]
+        self._running.pop(prompt, None)
+        self._sampled.pop(prompt, None)
         self._ready.append(prompt)
         return self._maybe_close()
 
@@ -251,27 +332,53 @@ class Rounds:
         Raises:
             InvalidRound: the prompt is not under way.
         """
-        if self._deferred.pop(prompt, None) is None and self._running.pop(prompt, None) is None:
+        holders = (self._deferred, self._running, self._sampled)
+        if all(names.pop(prompt, None) is None for names in holders):
             if prompt not in self._ready:
                 message = f"prompt {prompt!r} is not under way"
                 raise InvalidRound(message)
             self._ready.remove(prompt)
+            self._batch = [one for one in self._batch if one != prompt]
+        self._carried = tuple(one for one in self._carried if one != prompt)
         self._dropped += 1
         return self._maybe_close()
 
     def _maybe_close(self) -> Closing | None:
         if self._kind is None:
             return None
-        full = len(self._ready) >= self.shape.batch
-        if not full and (self._running or self._fresh):
+        whole = self.shape.batch + self.shape.late
+        sampled = len(self._sampled) + len(self._ready)
+        if sampled < whole and (self._running or self._fresh):
             return None
+        self._take()
+        if len(self._batch) < min(self.shape.batch, sampled):
+            return None
+        batch, self._batch = tuple(self._batch), []
         kind, self._kind = self._kind, None
+        rest = [one for one in self._ready if one not in batch] + list(self._sampled)
+        self._carried, beyond = tuple(rest[: self.shape.late]), rest[self.shape.late :]
+        members = self.shape.members
         put_off = tuple(
-            Deferral(prompt, self._number, done) for prompt, done in self._running.items()
+            Deferral(prompt, self._number, self._sampled[prompt].rewarded)
+            if prompt in self._sampled
+            else Deferral(prompt, self._number, members)
+            for prompt in beyond
+        ) + tuple(
+            Deferral(prompt, self._number, ended.rewarded)
+            for prompt, ended in self._running.items()
         )
         self._deferred.update((one.prompt, one) for one in put_off)
-        batch = tuple(self._ready)
         self._running.clear()
-        self._ready.clear()
+        for prompt in beyond:
+            self._sampled.pop(prompt, None)
+        self._ready = [prompt for prompt in self._ready if prompt in self._carried]
         self._fresh, self._trained = 0, self._trained + len(batch)
-        return Closing(self._number, kind, batch, put_off)
+        return Closing(self._number, kind, batch, put_off, self._carried)
+
+
+@dataclass(slots=True)
+class _Ended:
+    """Members of a group by how far they came."""
+
+    sampled: int = 0
+    rewarded: int = 0

@@ -1,15 +1,15 @@
 """Rounds of tail batching as the example's source of groups, on virtual time."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
 
 from examples.grpo.client import LeaseClient, Span, Turn
-from examples.grpo.errors import OutOfTime, TrainerError, TurnRefused
-from examples.grpo.rollouts import Group
+from examples.grpo.errors import OutOfTime, TrainerError, TurnRefused, Unscored
+from examples.grpo.rollouts import Group, Trajectory
 from examples.grpo.rounds import RoundSampler
 from rose_core.identity import WeightVersion
 from rose_trainer.rounds import RoundShape
@@ -74,9 +74,20 @@ class Records:
         self.rounds.append(fields)
 
 
-def sampler(client: FakeClient, tell: Records, shape: RoundShape = SHAPE) -> RoundSampler:
+def sampler(
+    client: FakeClient,
+    tell: Records,
+    shape: RoundShape = SHAPE,
+    score: Callable[[Trajectory, str], Awaitable[Trajectory]] | None = None,
+) -> RoundSampler:
     return RoundSampler(
-        cast("LeaseClient", client), shape=shape, bound=1, head=lambda: HEAD, seed=0, tell=tell
+        cast("LeaseClient", client),
+        shape=shape,
+        bound=1,
+        head=lambda: HEAD,
+        seed=0,
+        tell=tell,
+        score=score,
     )
 
 
@@ -211,3 +222,47 @@ async def test_a_tail_that_is_too_old_ends_its_step_with_what_it_has() -> None:
     end = await source.take()
     assert (list(end.groups), end.last) == ([], True)
     await source.close()
+
+
+async def test_late_rewards_are_in_the_next_step_and_every_episode_is_reported_once() -> None:
+    async def score(member: Trajectory, _group: str) -> Trajectory:
+        await asyncio.sleep(10.0)
+        return member
+
+    loop, records = asyncio.get_running_loop(), Records()
+    client = FakeClient(lambda group: 20.0 + int(group[-3:]) % 5)
+    shape = RoundShape(batch=3, members=2, surplus=0.0, late=1)
+    source = sampler(client, records, shape, score)
+    steps = []
+    for _ in range(4):
+        began = loop.time()
+        groups = await whole(source)
+        assert len(groups) == 3
+        await source.report(groups)
+        steps.append(loop.time() - began)
+    await source.close()
+    assert [record["late"] for record in records.rounds] == [0, 1, 1, 1]
+    # Two turns of up to 24 s, a second more for the sibling; ten more if it waited for the last.
+    assert max(steps) < 2 * (24.0 + 1.0) + 10.0
+    said = [key for keys in client.said.values() for key in keys]
+    assert sorted(said) == sorted(client.began)
+
+
+async def test_a_group_without_a_reward_is_left_out_and_the_run_goes_on() -> None:
+    async def score(member: Trajectory, group: str) -> Trajectory:
+        if group == "group-000001" and member.key.endswith("2."):
+            message = "masked: NoVerdict"
+            raise Unscored(message)
+        return member
+
+    client, records = FakeClient(), Records()
+    source = sampler(client, records, RoundShape(batch=2, members=2, surplus=0.5), score)
+    for _ in range(3):
+        await source.report(await whole(source))
+    await source.close()
+    left_out = [key for key, group in client.groups.items() if group == "group-000001"]
+    assert len(left_out) == 2
+    assert set(left_out) <= set(client.said["dropped"]) | set(client.said["cut"])
+    assert sum(int(str(record["unscored"])) for record in records.rounds) == 2
+    said = [key for keys in client.said.values() for key in keys]
+    assert sorted(said) == sorted(client.began)

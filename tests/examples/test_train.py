@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -20,6 +21,7 @@ from examples.grpo.run import Settings
 from examples.grpo.train import main, parser, train
 from rose_core.identity import WeightVersion
 from rose_dev.models import Recipe, make_model
+from rose_rewards.main import running
 from rose_trainer.rounds import RoundShape
 
 SMALL = Recipe(
@@ -89,13 +91,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(SMALL, tmp_path_factory.mktemp("models"))
 
 
-async def run(lease: FakeLease, settings: Settings, out: Path) -> list[dict[str, object]]:
+async def run(
+    lease: FakeLease, settings: Settings, out: Path, rewards: str = ""
+) -> list[dict[str, object]]:
     app = web.Application()
     app.router.add_post("/generate", lease.generate)
     app.router.add_post("/trajectories", lease.report)
     async with TestServer(app) as server:
         with Progress(out, echo=None) as progress:
-            await train(settings, str(server.make_url("/")), lease, progress, lease.stop)
+            url = str(server.make_url("/"))
+            await train(settings, url, lease, progress, lease.stop, rewards=rewards)
     return [json.loads(line) for line in (out / "progress.jsonl").read_text().splitlines()]
 
 
@@ -128,6 +133,43 @@ async def test_a_run_steps_publishes_evaluates_and_ends_when_told(
     assert int(str(mismatch["tokens"])) > 0
     assert float(str(mismatch["k3"])) < 1e-6
     assert set(mismatch["pools"]) == {"Borrowed"}  # type: ignore[call-overload]
+
+
+async def test_a_run_takes_its_rewards_from_the_gateway_and_trains_on_late_ones_a_step_later(
+    folder: Path, tmp_path: Path
+) -> None:
+    check = {"module": "examples.grpo.checks:score", "path": str(Path(__file__).parents[2])}
+    (tmp_path / "functions.yaml").write_text(yaml.safe_dump({"grpo": check}))
+    lease = FakeLease(folder)
+    told = replace(settings(folder, seconds=200.0), rounds=True, surplus=0.5, late=1)
+    # As this process' user: the checkout may lie where others may not look.
+    gateway = running(tmp_path / "functions.yaml", workers=1, first_user=0)
+    async with gateway as (_, port):
+        records = await run(lease, told, tmp_path / "out", f"http://127.0.0.1:{port}")
+    rounds = [record for record in records if record["event"] == "round"]
+    steps = [record for record in records if record["event"] == "step"]
+    assert len(rounds) >= len(steps) >= 3
+    assert [record["late"] for record in rounds] == [0] + [1] * (len(rounds) - 1)
+    assert {record["staleness_max"] for record in steps} <= {0, 1}
+    assert any(record["staleness_max"] == 1 for record in steps), "late ones, by a publish"
+    assert all(record["unscored"] == 0 for record in rounds)
+    for step in steps:
+        assert 0.0 < float(str(step["reward"])) < 1.0, "a random policy, judged by the function"
+
+
+def test_late_rewards_ask_for_what_makes_them_late(capsys: pytest.CaptureFixture[str]) -> None:
+    usual = ["--url", "http://lease", "--store", "store:1", "--out", "out"]
+    for given, named in (
+        (["--rewards", "http://rewards"], "--rewards: give --rounds too"),
+        (["--rounds", "--late", "1"], "--late: give --rewards too"),
+        (
+            ["--rounds", "--rewards", "http://r", "--late", "1", "--max-age", "0"],
+            "--late: give --max-age of at least 1",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            main([*usual, *given])
+        assert named in capsys.readouterr().err
 
 
 async def test_a_run_of_rounds_trains_on_them_and_reports_what_was_cut(

@@ -1,7 +1,7 @@
 """Tail batching: which prompts a round starts, trains on and puts off; each counted once."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -253,3 +253,142 @@ def test_every_prompt_is_trained_or_dropped_exactly_once_and_put_off_at_most_onc
         len(dropped),
         0,
     )
+
+
+def _sampled(rounds: Rounds, name: str) -> Closing | None:
+    closings = [rounds.sampled(name) for _ in range(rounds.shape.members)]
+    assert closings[:-1] == [None] * (len(closings) - 1)
+    assert rounds.has_tokens(name)
+    return closings[-1]
+
+
+def test_a_round_does_not_wait_for_late_rewards_and_the_next_batch_has_them() -> None:
+    rounds = Rounds(RoundShape(batch=2, members=2, surplus=0.0, late=1))
+    opening = rounds.open()
+    assert opening is not None
+    assert opening.fresh == 3, "one more than a batch, once"
+    _begun(rounds, "a", "b", "c")
+    for name in "abc":
+        assert _sampled(rounds, name) is None
+    assert _ready(rounds, "c") is None
+    closing = _ready(rounds, "a")
+    assert closing is not None, "b has its tokens, and its rewards hold nobody up"
+    assert (closing.batch, closing.carried, closing.deferred) == (("c", "a"), ("b",), ())
+    opening = rounds.open()
+    assert opening is not None
+    assert opening.fresh == 2, "what is carried has a place in the batch"
+    _begun(rounds, "d", "e")
+    for name in "de":
+        assert _sampled(rounds, name) is None
+        assert _ready(rounds, name) is None
+    assert rounds.taken == ("d",), "b has its place, whenever its rewards come"
+    closing = _ready(rounds, "b")
+    assert closing is not None
+    assert (closing.batch, closing.carried) == (("d", "b"), ("e",))
+    assert rounds.open(last=True) is not None
+    closing = rounds.exhausted()
+    assert closing is not None
+    assert (closing.batch, closing.carried) == (("e",), ())
+    assert rounds.open(last=True) is None
+    assert rounds.tally.under_way == 0
+
+
+def test_a_round_still_waits_for_tokens_and_for_more_rewards_than_may_be_late() -> None:
+    rounds = Rounds(RoundShape(batch=2, members=1, surplus=0.0, late=1))
+    rounds.open()
+    _begun(rounds, "a", "b", "c")
+    _sampled(rounds, "a")
+    _ready(rounds, "a")
+    _sampled(rounds, "b")
+    assert _ready(rounds, "b") is None, "a batch is ready, and c still writes"
+    closing = _sampled(rounds, "c")
+    assert closing is not None
+    assert (closing.batch, closing.carried) == (("a", "b"), ("c",))
+    rounds.open()
+    _begun(rounds, "d", "e")
+    _sampled(rounds, "d")
+    assert _sampled(rounds, "e") is None
+    assert _ready(rounds, "e") is None, "c is late once already: the round waits for it"
+    assert _ready(rounds, "c") is not None
+
+
+def test_more_late_groups_than_a_batch_has_are_refused() -> None:
+    with pytest.raises(InvalidRound, match="late 3 must be 0 to batch, 2"):
+        RoundShape(batch=2, members=1, late=3)
+
+
+@dataclass
+class TwoSteps:
+    """A job whose members have their tokens first and their rewards later, in any order."""
+
+    rounds: Rounds
+    begun: int = 0
+    batches: list[tuple[str, ...]] = field(default_factory=list)
+    carried: list[tuple[str, ...]] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    left: dict[str, list[int]] = field(default_factory=dict)  # members to sample, and to reward
+
+    def round(self, draw: random.Random, *, last: bool, losses: float) -> bool:
+        opening = self.rounds.open(last=last)
+        if opening is None:
+            return False
+        fresh = [str(self.begun + n + 1) for n in range(opening.fresh)]
+        self.begun += len(fresh)
+        _begun(self.rounds, *fresh)
+        self.left |= {name: [opening.members, 0] for name in (*opening.resumed, *fresh)}
+        closing = None if opening.fresh or opening.resumed else self.rounds.exhausted()
+        given: list[str] = []
+        while closing is None:
+            closing = self.step(draw, losses)
+            given += [name for name in self.rounds.taken if name not in given]
+        assert list(closing.batch[: len(given)]) == given, "what was given early stays first"
+        for one in closing.deferred:
+            del self.left[one.prompt]
+        self.batches.append(closing.batch)
+        self.carried.append(closing.carried)
+        return True
+
+    def step(self, draw: random.Random, losses: float) -> Closing | None:
+        name = draw.choice(sorted(one for one, left in self.left.items() if any(left)))
+        left = self.left[name]
+        if draw.random() < losses:
+            del self.left[name]
+            self.dropped.append(name)
+            return self.rounds.drop(name)
+        if left[1] and (not left[0] or draw.random() < 0.3):
+            left[1] -= 1
+            return self.rounds.finished(name)
+        left[0] -= 1
+        left[1] += 1
+        closing = self.rounds.sampled(name)
+        if self.rounds.has_tokens(name):
+            left[0] = 0
+        return closing
+
+
+@given(
+    shape=SHAPES,
+    late=st.integers(0, 3),
+    seed=st.integers(0, 2**32),
+    losses=st.sampled_from([0.0, 0.02, 0.3]),
+)
+def test_what_is_late_is_trained_on_one_round_later_and_never_two(
+    shape: RoundShape, late: int, seed: int, losses: float
+) -> None:
+    shape = replace(shape, late=min(late, shape.batch))
+    draw, played = random.Random(seed), TwoSteps(Rounds(shape))
+    for _ in range(12):
+        played.round(draw, last=False, losses=losses)
+    if not losses:
+        assert {len(batch) for batch in played.batches} == {shape.batch}
+    while played.round(draw, last=True, losses=losses):
+        pass
+    for carried, batch in zip(played.carried, played.batches[1:], strict=False):
+        assert len(carried) <= shape.late
+        assert set(carried) - set(played.dropped) <= set(batch)
+    trained = [name for batch in played.batches for name in batch]
+    assert sorted([*trained, *played.dropped], key=int) == [
+        str(n + 1) for n in range(played.begun)
+    ], "each once"
+    assert not played.carried[-1]
+    assert played.rounds.tally.under_way == 0

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from rose_core.rollouts.errors import InvalidRound
 from rose_trainer.rounds import Batches, RoundKind, RoundShape
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
@@ -201,3 +202,93 @@ async def test_a_trainer_that_is_busy_with_a_part_gets_the_batches_of_one_that_i
     assert streamed == [*whole, []]
     if shape.members == 1:
         assert [[prompt for prompt, _ in groups] for groups in whole] == [[0, 2], [3, 4], [1]]
+
+
+def _rewarded(
+    seconds: Callable[[int], float],
+) -> Callable[[int, str], asyncio.Future[str]]:
+    async def reward(prompt: int, sample: str) -> str:
+        await asyncio.sleep(seconds(prompt))
+        return f"{sample}!"
+
+    return lambda prompt, sample: asyncio.ensure_future(reward(prompt, sample))
+
+
+async def test_late_rewards_are_hidden_behind_the_next_round_and_are_in_its_batch() -> None:
+    rollout = _rollout(lambda n: 100.0 + n % 3, [])
+    shape = RoundShape(2, 2, surplus=0.0, late=1)
+    batches = Batches(range(9), rollout, shape, reward=_rewarded(lambda _: 10.0))
+    found, carried = [], []
+    async for batch in batches:
+        found.append(([prompt for prompt, _ in batch.groups], batch.late))
+        carried.append(list(batches.carried))
+    assert found == [([0, 1], 0), ([2, 3], 1), ([4, 6], 1), ([5, 7], 1), ([8], 1)]
+    assert carried == [[2], [4], [5], [8], []], "the last to have its tokens"
+    assert batches.tally.trained == 9
+    assert batches.failures == []
+
+
+async def test_a_round_waits_for_its_last_token_and_not_for_the_reward_after_it() -> None:
+    def played(late: int) -> Batches[int, str]:
+        # The last prompt of each round is a straggler.
+        slow = {late + n for n in (2, 5, 8)} | {2 + late}
+        rollout = _rollout(lambda n: 100.0 if n in slow else 20.0, [])
+        shape = RoundShape(3, 1, surplus=0.0, late=late)
+        return Batches(range(9 + late), rollout, shape, reward=_rewarded(lambda _: 10.0))
+
+    loop = asyncio.get_running_loop()
+    steps = []
+    for late in (0, 1):
+        began, found = loop.time(), []
+        async for batch in played(late):
+            found.append(len(batch.groups))
+            if len(found) == 3:
+                break
+        steps.append((loop.time() - began) / 3)
+        assert found == [3, 3, 3]
+    assert 110 <= steps[0] < 111
+    assert 100 <= steps[1] < 101
+
+
+async def test_streamed_parts_with_late_groups_are_the_batches_of_whole_rounds() -> None:
+    def batches(*, stream: bool) -> Batches[int, str]:
+        rollout = _rollout(lambda n: 10.0 + (n * 7) % 5, [])
+        shape = RoundShape(3, 2, surplus=0.5, member_surplus=0.5, late=2)
+        score = _rewarded(lambda n: 1.0 + (n * 3) % 7)
+        return Batches(range(30), rollout, shape, stream=stream, reward=score)
+
+    whole = [(batch.groups, batch.late) async for batch in batches(stream=False)]
+    streamed: list[tuple[list[tuple[int, list[str]]], int]] = []
+    groups: list[tuple[int, list[str]]] = []
+    late = 0
+    async for part in batches(stream=True):
+        groups, late = [*groups, *part.groups], late + part.late
+        if part.last:
+            streamed.append((groups, late))
+            groups, late = [], 0
+    assert streamed == whole
+    assert any(count for _, count in whole)
+    trained = sorted(prompt for groups, _ in whole for prompt, _ in groups)
+    assert trained == list(range(30))
+    assert all(sample.endswith("!") for groups, _ in whole for _, one in groups for sample in one)
+
+
+async def test_a_reward_that_fails_drops_its_prompt_also_when_it_is_late() -> None:
+    async def score(prompt: int, sample: str) -> str:
+        await asyncio.sleep(5.0)
+        if prompt == 2:
+            message = "no worker"
+            raise ConnectionError(message)
+        return sample
+
+    shape = RoundShape(2, 1, surplus=0.0, late=1)
+    batches = Batches(range(6), _rollout(lambda n: 10.0 + n % 3, []), shape, reward=score)
+    found = [prompt for batch in [one async for one in batches] for prompt, _ in batch.groups]
+    assert sorted(found) == [0, 1, 3, 4, 5]
+    assert [(prompt, str(error)) for prompt, error in batches.failures] == [(2, "no worker")]
+    assert (batches.tally.trained, batches.tally.dropped, batches.tally.under_way) == (5, 1, 0)
+
+
+async def test_late_groups_without_a_reward_of_their_own_are_refused() -> None:
+    with pytest.raises(InvalidRound, match="late 1 needs reward="):
+        Batches(range(2), _rollout(lambda _: 1.0, []), RoundShape(2, 1, late=1))

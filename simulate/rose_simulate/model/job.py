@@ -15,7 +15,8 @@ surplus members have written when their group is ready.
 
 A trainer that *streams* adds the gradients of a round's groups one after the other, each as soon as
 it is ready; its step ends when the last one's are added. A trajectory has ended when it has its
-reward, ``reward_s`` after its last token; a round may be over before that, as for any other.
+reward, ``reward_s`` after its last token. A round waits for that, but for the rewards of ``late``
+groups: these are carried into the next round's batch, and trained on one version late.
 
 A trainer that *awaits* its weights starts groups only when its dedicated engines have what it
 published; one that does not starts them in the second in which it publishes, and engines that are
@@ -25,7 +26,7 @@ two seconds behind make them one version older than they need be.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
@@ -53,6 +54,7 @@ class JobFacts:
     member_surplus: float = 0.0
     streams: bool = False
     reward_s: float = 0.0
+    late: int = 0
 
     @property
     def part_s(self) -> float:
@@ -152,6 +154,8 @@ class Job:
         self._training = self._awaiting = False
         self._step_ns = 0
         self._step_waited_s = (0.0, 0.0)  # for the last token, and for the end of the round
+        self._round_token_s = 0.0  # the last one that a round has waited for
+        self._added: set[str] = set()  # groups whose gradients are in the step
         self._added_until_s = 0.0  # a trainer that streams is busy with groups that were ready
         self.counts = JobCounts()
 
@@ -185,6 +189,7 @@ class Job:
             self._named[str(one.number)] = one
             rounds.begin(str(one.number))
             self._begin(one)
+        self._add(rounds.taken)
 
     def _drawn(self, members: int) -> Group:
         """A fresh prompt."""
@@ -231,14 +236,21 @@ class Job:
         """Virtual time."""
         return self._clock.now_s
 
-    def on_last_turn(self, end: Callable[[], None], session: str) -> None:
+    def on_last_turn(self, one: Group, end: Callable[[], None], session: str) -> None:
         """A trajectory has its last token; it ends when it has its reward."""
         self._router.end_trajectory(session)
-        if self._facts.reward_s:
-            self._in_gap += 1
-            self._clock.after(self._facts.reward_s, end)
-        else:
+        if not self._facts.reward_s:
             end()
+            return
+        self._in_gap += 1
+        self._clock.after(self._facts.reward_s, end)
+        if self._facts.late and self._rounds is not None:
+            one.last_token_s = self._clock.now_s
+            closing = self._rounds.sampled(str(one.number))
+            if self._rounds.has_tokens(str(one.number)):
+                self._cut(one, [other for other in one.under_way if not other.has_tokens])
+            if closing is not None:
+                self._close(closing)
 
     def leave_reward(self) -> None:
         """A trajectory waits for its reward no more: it has it, or nobody needs it."""
@@ -260,11 +272,9 @@ class Job:
         if self._rounds is not None:
             self._written[trajectory.number] = Written(tokens, trajectory.read, ended=True)
             if len(one.members) == self._facts.members:
-                self._cut(one)
-                self._added_until_s = (
-                    max(self._added_until_s, self._clock.now_s) + self._facts.part_s
-                )
+                self._cut(one, list(one.under_way))
             closing = self._rounds.finished(str(one.number))
+            self._add(self._rounds.taken if closing is None else closing.batch)
             if closing is not None:
                 self._close(closing)
         elif one.left == 0:
@@ -272,10 +282,18 @@ class Job:
             self._ready.append(one)
             self._train()
 
-    def _cut(self, one: Group) -> None:
-        """A group is ready: the members that it did not need stop; nobody samples them again."""
-        late, one.under_way = one.under_way, []
-        for trajectory in late:
+    def _add(self, taken: Iterable[str]) -> None:
+        """A trainer that streams adds what is in its batch, one group after the other."""
+        for name in taken:
+            if name not in self._added:
+                self._added.add(name)
+                begins = max(self._added_until_s, self._clock.now_s)
+                self._added_until_s = begins + self._facts.part_s
+
+    def _cut(self, one: Group, members: Rows[Trajectory]) -> None:
+        """A group has enough: members that it does not need stop, and nobody samples them again."""
+        for trajectory in members:
+            one.under_way.remove(trajectory)
             self.counts.cut += 1
             self._stop(trajectory)
             stale = self.version - one.oldest
@@ -311,7 +329,10 @@ class Job:
             for session, _ in one.members:
                 self._router.prospects.conclude(session, trained=False)
             one.under_way.clear()
+        of_round = [self._named[name] for name in (*closing.batch, *closing.carried)]
+        self._round_token_s = max(one.last_token_s for one in of_round)
         self._ready += [self._named.pop(name) for name in closing.batch]
+        self._added.clear()
         self._tell(closing.kind)
         self._train()
 
@@ -320,7 +341,7 @@ class Job:
             return
         fresh: list[Group] = []
         for one in self._ready:
-            if self.version - one.oldest <= self._facts.staleness:
+            if self.version - one.oldest <= self._facts.staleness + bool(self._facts.late):
                 fresh.append(one)
             else:
                 self._groups -= 1
@@ -336,7 +357,8 @@ class Job:
                 self._conclude(one, trained=True)
             now = self._clock.now_s
             # A trainer that was busy waited for no token of what it takes now.
-            last = max(self._step_ns / SECOND, *(one.last_token_s for one in chosen))
+            token_s = max(self._round_token_s, *(one.last_token_s for one in chosen))
+            last = max(self._step_ns / SECOND, token_s)
             self._step_waited_s = (last, now)
             self._training = True
             self._clock.after(self._step_left_s(), self._trained)
@@ -391,7 +413,7 @@ class Job:
 
 def _shape(facts: JobFacts) -> RoundShape:
     surplus = facts.surplus or 0.0
-    return RoundShape(facts.batch, facts.members, surplus, facts.member_surplus)
+    return RoundShape(facts.batch, facts.members, surplus, facts.member_surplus, facts.late)
 
 
 class Trajectory:
@@ -408,6 +430,11 @@ class Trajectory:
         self.last_token_s = 0.0
 
     @property
+    def has_tokens(self) -> bool:
+        """It waits for its reward, or has it."""
+        return bool(self.last_token_s)
+
+    @property
     def planned(self) -> int:
         """Tokens that it writes when nobody stops it."""
         return sum(turn.output for turn in self._episode)
@@ -420,7 +447,7 @@ class Trajectory:
         if self._index >= len(self._episode):
             self._turn = None
             self.last_token_s = self._job.now_s
-            self._job.on_last_turn(self._end, self.session)
+            self._job.on_last_turn(self._group, self._end, self.session)
             return
         planned = self._episode[self._index]
         self._index += 1
