@@ -46,7 +46,7 @@ def costs(recording: Recording, attainments: Mapping[str, Attainment]) -> CostBr
     seconds = recording.before_s + recording.samples[-1].at_s - recording.samples[0].at_s
     accepted, correct, trained = (_sum(steps, word) for word in ("trained", "correct", "kept"))
     served = recording.settings.seconds / _HOUR_S  # the requests are those of the measurement
-    violation = violation_price(DEDICATED_HOUR, REPLICAS, served, len(recording.requests))
+    violation = violation_price(DEDICATED_HOUR, REPLICAS * served, len(recording.requests))
     late = late_requests(attainments)
     own = round(OWN_GPUS * seconds * _MILLISECONDS)
     ledger = Ledger(

@@ -173,6 +173,12 @@ LENT_SECONDS = Gauge(
     ["lease"],
     registry=REGISTRY,
 )
+RESERVED_SECONDS = Gauge(
+    "rose_lease_reserved_seconds",
+    "GPU time under a grant, by the share of memory that serving did without for it.",
+    ["lease"],
+    registry=REGISTRY,
+)
 DECISIONS = Counter(
     "rose_planner_decisions",
     "Slots lent and released, with the reason.",

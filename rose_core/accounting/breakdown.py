@@ -1,7 +1,7 @@
 """What a run cost and what drives it, as lines that people read: ``rose report`` and the demo.
 
 Three prices stand beside each other: of dedicated tokens, of borrowed ones, and of what borrowing
-took from serving (late requests, and at most the reserve). Money is in micro-units; None is
+took from serving (late requests, and memory that was kept back). Money is in micro-units; None is
 unknown, never zero. Next step: ``correct`` takes the bill apart.
 """
 
@@ -10,13 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from rose_core.accounting.correct import CostCorrect, Sampled, reserve_price, taken_apart
+from rose_core.accounting.correct import CostCorrect, Sampled, taken_apart
 from rose_core.accounting.cost import MICRO, Cost, Prices, cost
 from rose_core.accounting.ledger import Ledger, Tier
 
 _MILLION: Final = 1_000_000
-_RESERVE_SHARE: Final = 0.1
-"""Nobody reports how much memory is kept back, so it is priced by the tenth."""
 
 Line = tuple[str, str, str]
 """What, its figure, and what that is of."""
@@ -32,8 +30,8 @@ class CostBreakdown:
         accepted, correct: trajectories that were trained on, and correct answers among them.
         late: requests that lending made late, at most.
         violation: price of one of them.
-        reserve: what each tenth of the lent GPUs' memory that is kept back for rollouts is worth to
-            serving at most.
+        reserve: price of all of a GPU's memory for an hour.
+        reserved_hours: GPU-hours that the memory kept back from serving comes to.
         threshold: price of a million borrowed tokens up to which borrowing pays.
         won_hours: dedicated GPU-hours that the borrowed tokens stand for.
         lent_hours: GPU-hours in which rollouts could compute on borrowed GPUs.
@@ -47,6 +45,7 @@ class CostBreakdown:
     late: int
     violation: float | None
     reserve: float
+    reserved_hours: float
     threshold: float | None
     won_hours: float | None
     lent_hours: float
@@ -96,11 +95,12 @@ def breakdown(
         correct=trajectories.correct,
         late=ledger.serving.added_violations,
         violation=violation,
-        reserve=reserve_price(prices.dedicated_hour, 1, ledger.borrowed.held_hours, _RESERVE_SHARE),
+        reserve=float(prices.reserve_hour),
+        reserved_hours=ledger.reserved_hours,
         threshold=threshold,
         won_hours=lent * own_hours / own if own and own_hours else None,
         lent_hours=ledger.borrowed.computing_hours,
-        harm=bill.violations / lent * _MILLION if lent else None,
+        harm=bill.taken / lent * _MILLION if lent else None,
     )
 
 
@@ -120,13 +120,15 @@ def figures(found: CostBreakdown) -> dict[str, float | None]:
             told[f"per_million_{tier.lower()}_tokens"] = None if price is None else price / MICRO
     micros = {
         "bill": found.bill.total,
-        "late_per_million_borrowed_tokens": found.harm,
+        "reserve": found.bill.reserve,
+        "taken_per_million_borrowed_tokens": found.harm,
         "borrowing_pays_up_to": found.threshold,
         "late_request": found.violation,
-        "reserve_per_tenth": found.reserve,
+        "reserve_hour": found.reserve,
     }
     told |= {name: None if one is None else one / MICRO for name, one in micros.items()}
     return told | {
+        "reserved_gpu_hours": found.reserved_hours,
         "dedicated_hours_per_lent_hour": found.slot,
         "dedicated_hours_per_late_request": found.shadow,
     }
@@ -136,10 +138,15 @@ def lines(found: CostBreakdown) -> list[Line]:
     """Every figure in the order in which they make the bill."""
     bill, parts = found.bill, found.factors
     made = [
-        ("bill", money(bill.total), "of which the next four"),
+        ("bill", money(bill.total), "of which the next five"),
         ("dedicated GPUs", _told(bill.dedicated), "the trainer's too"),
         ("lent time", money(bill.borrowed), "while the gate was open"),
         ("requests made late", money(bill.violations), f"{found.late} of them at most"),
+        (
+            "memory kept back",
+            money(bill.reserve),
+            f"from serving: {found.reserved_hours:.3g} GPU-hours of memory, at most worth that",
+        ),
         ("weights over the network", money(bill.network), ""),
         ("accepted, correct", f"{found.accepted}, {found.correct}", "said by the trainer"),
     ]
@@ -151,7 +158,7 @@ def lines(found: CostBreakdown) -> list[Line]:
     return [
         *made,
         (
-            "late requests, for a million borrowed tokens",
+            "taken from serving, for a million borrowed tokens",
             money(found.harm),
             "in the price of borrowed ones",
         ),
@@ -166,9 +173,9 @@ def lines(found: CostBreakdown) -> list[Line]:
             "as asked, or the pool's GPUs by its requests",
         ),
         (
-            "price of the reserve, at most",
+            "price of the reserve",
             money(found.reserve),
-            "for each tenth of the lent GPUs' memory, if serving could use all of it",
+            "for all of a GPU's memory, an hour",
         ),
         ("a lent GPU-hour brings", _hours(found.slot), "of dedicated ones, all slots together"),
         (

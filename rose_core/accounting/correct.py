@@ -86,7 +86,7 @@ def taken_apart(bill: Cost, tokens: Sampled, accepted: int, correct: int) -> Cos
     """The factors of a run; None where one of them is unknown: no token, none correct.
 
     Args:
-        bill: what was paid. What lending did to serving and its weights' network belong to the
+        bill: what was paid. What lending took from serving and its weights' network belong to the
             borrowed tokens, and dedicated GPUs, the trainer's too, to the dedicated ones.
         tokens: that were sampled and trained on.
         accepted: trajectories trained on.
@@ -94,7 +94,7 @@ def taken_apart(bill: Cost, tokens: Sampled, accepted: int, correct: int) -> Cos
     """
     paid = {
         Tier.DEDICATED: bill.dedicated,
-        Tier.BORROWED: bill.borrowed + bill.violations + bill.network,
+        Tier.BORROWED: bill.borrowed + bill.taken + bill.network,
     }
     produced = tokens.produced
     if not produced or not tokens.trained or not accepted or not correct:
@@ -118,22 +118,12 @@ def taken_apart(bill: Cost, tokens: Sampled, accepted: int, correct: int) -> Cos
     )
 
 
-def violation_price(replica_hour: int, replicas: int, hours: float, requests: int) -> float | None:
+def violation_price(gpu_hour: int, gpu_hours: float, requests: int) -> float | None:
     """What a request is worth at least: what its pool's GPUs cost, by the requests they served.
 
     Args:
-        replica_hour: micro-units of one replica's GPUs for an hour.
-        replicas: of the pool.
-        hours: over which requests were counted.
+        gpu_hour: micro-units of a GPU's hour.
+        gpu_hours: of the GPUs that served them.
         requests: served; None comes of none.
     """
-    return replica_hour * replicas * hours / requests if requests else None
-
-
-def reserve_price(replica_hour: int, replicas: int, hours: float, share: float) -> float:
-    """The reserve's opportunity cost at most: serving's GPUs by the share of memory kept back.
-
-    It is what that memory would be worth if serving turned all of it into as much more admitted
-    load, which it does where it queues for memory and does not elsewhere.
-    """
-    return replica_hour * replicas * hours * share
+    return gpu_hour * gpu_hours / requests if requests else None

@@ -3,7 +3,7 @@
 Money is in micro-units of the owner's currency, as in a pool's ``pricePerGPUHourMicros``. A held
 dedicated GPU costs its full price whether it computes or not. A borrowed GPU is paid for by its
 serving owner; the borrower is charged the lent price for the time in which rollouts could compute,
-and the owner's price for every violation that lending added.
+and the owner's price for every violation that lending added and for the memory that was kept back.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class Prices:
         dedicated_hour, lent_hour: one GPU for one hour.
         violation: what the serving owner asks for one added SLO violation.
         gigabyte: weights moved between clusters.
+        reserve_hour: all of a GPU's memory, kept back from serving for one hour.
     """
 
     dedicated_hour: int
     lent_hour: int
     violation: int = 0
     gigabyte: int = 0
+    reserve_hour: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,17 @@ class Cost:
     borrowed: float
     violations: float
     network: float
+    reserve: float = 0.0
 
     @property
     def total(self) -> float:
         """Everything together."""
-        return self.dedicated + self.borrowed + self.violations + self.network
+        return self.dedicated + self.borrowed + self.taken + self.network
+
+    @property
+    def taken(self) -> float:
+        """The opportunity cost: what lending took from serving, in requests and in memory."""
+        return self.violations + self.reserve
 
 
 def cost(ledger: Ledger, prices: Prices) -> Cost:
@@ -56,6 +64,7 @@ def cost(ledger: Ledger, prices: Prices) -> Cost:
         borrowed=ledger.borrowed.computing_hours * prices.lent_hour,
         violations=float(ledger.serving.added_violations * prices.violation),
         network=ledger.weight_bytes * prices.gigabyte / GIGABYTE,
+        reserve=ledger.reserved_hours * prices.reserve_hour,
     )
 
 

@@ -46,6 +46,7 @@ def ledger_of(
     *,
     serving: ServingImpact | None = None,
     weight_bytes: int = 0,
+    reserved_ms: int = 0,
 ) -> Ledger:
     """The ledger of one lease; open time beyond the granted is a counter's skew and left out."""
     told = beside or OutsideLeases()
@@ -56,4 +57,5 @@ def ledger_of(
         trajectories=Trajectories(None, None, told.accepted, told.correct),
         serving=serving or ServingImpact(),
         weight_bytes=weight_bytes,
+        reserved_milliseconds=reserved_ms,
     )

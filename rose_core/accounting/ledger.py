@@ -156,7 +156,12 @@ def allowed_hundredths(requests: int, percentile: int) -> int:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Everything used and produced in some span of time; ledgers add up."""
+    """Everything used and produced in some span of time; ledgers add up.
+
+    Attributes:
+        reserved_milliseconds: GPU time of borrowed GPUs, by the share of memory that serving did
+            without for it.
+    """
 
     dedicated: GpuTime = field(default_factory=GpuTime)
     borrowed: GpuTime = field(default_factory=GpuTime)
@@ -164,6 +169,7 @@ class Ledger:
     trajectories: Trajectories = field(default_factory=Trajectories)
     serving: ServingImpact = field(default_factory=ServingImpact)
     weight_bytes: int = 0
+    reserved_milliseconds: int = 0
 
     def __add__(self, other: Ledger) -> Ledger:
         return Ledger(
@@ -173,7 +179,13 @@ class Ledger:
             self.trajectories + other.trajectories,
             self.serving + other.serving,
             self.weight_bytes + other.weight_bytes,
+            self.reserved_milliseconds + other.reserved_milliseconds,
         )
+
+    @property
+    def reserved_hours(self) -> float:
+        """GPU-hours that the memory kept back comes to."""
+        return self.reserved_milliseconds / _MILLISECONDS_PER_HOUR
 
     def gpu(self, tier: Tier) -> GpuTime:
         """GPU time of one tier."""

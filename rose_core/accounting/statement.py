@@ -26,7 +26,9 @@ class Statement:
     """What one span of time used, made and cost; money in micro-units.
 
     Attributes:
-        opportunity: what lending cost the serving owner: violations it added, at his price.
+        opportunity: what lending took from serving: violations that it added and memory that was
+            kept back, at their prices.
+        violation: price of one of those.
         break_even: lent price per hour at which borrowing pays as much as not borrowing.
         saved: cost per accepted trajectory against dedicated-only, as a share of the latter.
         sensitivity: cost per accepted trajectory by lent price, as shares of the dedicated one.
@@ -41,6 +43,7 @@ class Statement:
     break_even: float | None
     saved: float | None
     sensitivity: tuple[tuple[float, float | None], ...]
+    violation: int = 0
 
     @property
     def borrowed_hours(self) -> float:
@@ -73,12 +76,13 @@ def statement(
         cost=bill,
         per_accepted=price,
         per_correct=per_correct(ledger, prices),
-        opportunity=bill.violations,
+        opportunity=bill.taken,
         break_even=None
         if dedicated_only is None
         else break_even_lent_hour(ledger, dedicated_only, prices),
         saved=saved,
         sensitivity=tuple((share, _at(ledger, prices, share)) for share in SWEEP),
+        violation=prices.violation,
     )
 
 

@@ -409,6 +409,9 @@ class SlotTotals(ApiModel):
     uid: str = Field(max_length=36, description="The slot's uid.")
     lent_milliseconds: Count = Field(default=0, description="GPU time under a grant.")
     open_milliseconds: Count = Field(default=0, description="GPU time with an open gate.")
+    reserved_milliseconds: Count = Field(
+        default=0, description="GPU time by the share of memory kept back from serving."
+    )
     harvested_tokens: Count = Field(default=0, description="Output tokens made.")
     weight_bytes: Count = Field(default=0, description="Weights pulled.")
     serving_requests: Count = Field(default=0, description="Live requests that ended beside it.")
@@ -441,6 +444,13 @@ class Totals(ApiModel):
     open_milliseconds: Count = Field(
         default=0,
         description="Part of it in which rollouts could compute; what is charged.",
+    )
+    reserved_milliseconds: Count = Field(
+        default=0,
+        description=(
+            "GPU time under a grant, by the share of the GPU's memory that serving did without "
+            "for it: an hour with a quarter kept back is a quarter of an hour."
+        ),
     )
     harvested_tokens: Count = Field(
         default=0, description="Output tokens made by borrowed engines."

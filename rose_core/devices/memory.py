@@ -104,6 +104,11 @@ class MemorySum:
         """What is left."""
         return max(0, self.total - self.serving - self.headroom - self.dormant)
 
+    @property
+    def kept_back(self) -> int:
+        """What serving does without so that rollouts have room; it would keep headroom anyway."""
+        return min(self.lends + self.dormant, max(0, self.total - self.serving))
+
 
 @dataclass(frozen=True)
 class Lendable:

@@ -151,6 +151,7 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
         reason: word of ``GateReason`` or ``HostReason``, also in conditions, Events and metrics.
         version, digest: attested on the live weights, empty before the first attestation.
         lent_milliseconds, open_milliseconds: time granted, and time with the gate open.
+        reserved_milliseconds: time granted, by the share of memory that was kept back from serving.
         harvested_tokens: output tokens the slot's engine made.
         weight_bytes: size of the weights that were pulled for it.
         serving_requests: live requests that ended beside it.
@@ -177,6 +178,7 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     slo_violations: int = 0
     needs_bytes: int | None = None
     adapters: tuple[AdapterVersion, ...] = ()
+    reserved_milliseconds: int = 0
 
 
 class SleepTerms(msgspec.Struct, frozen=True):

@@ -7,6 +7,9 @@
 
 What trainers report of their trajectories stands in a lease's totals. Where none does,
 ``--accepted`` and ``--correct`` give the counts; without any costs per trajectory are *unknown*.
+A late request costs what the GPUs that served cost by the requests that they served, unless
+``--violation`` says otherwise; memory kept back what it is worth at most, unless ``--reserve``
+does.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rose_core.accounting.breakdown import money
+from rose_core.accounting.correct import violation_price
 from rose_core.accounting.cost import GIGABYTE, MICRO, Prices
 from rose_core.accounting.leases import OutsideLeases, ledger_of
 from rose_core.accounting.ledger import ServingImpact, allowed_hundredths, total
@@ -31,6 +36,14 @@ from rose_simulate.model.scenario import Regime
 from rose_simulate.study import Result
 
 _PERCENTILE = "leases: of the pool's SLO, for the share of its error budget"
+_VIOLATION = (
+    "price of an added violation; by default what serving's GPUs cost by the requests they served"
+)
+_RESERVE = (
+    "price of all of a GPU's memory, kept back from serving for an hour; by default that of a "
+    "dedicated GPU-hour, the most it can be worth"
+)
+_HOUR_MS = 3_600_000
 
 
 class CostError(Exception):
@@ -44,7 +57,8 @@ def parser() -> argparse.ArgumentParser:
     add("file", type=Path, help="a simulator's result, or leases as JSON")
     add("--dedicated-hour", type=float, default=1.0, help="price of a dedicated GPU-hour")
     add("--lent-hour", type=float, default=0.0, help="price of a lent GPU-hour")
-    add("--violation", type=float, default=0.0, help="the owner's price of an added violation")
+    add("--violation", type=float, help=_VIOLATION)
+    add("--reserve", type=float, help=_RESERVE)
     add("--gigabyte", type=float, default=0.0, help="price of a gigabyte of weights")
     add("--dedicated-gpu-hours", type=float, default=0.0, help="leases: held beside them")
     add("--accepted", type=int, default=0, help="leases: trajectories the trainer accepted")
@@ -61,17 +75,20 @@ def read(path: Path, options: argparse.Namespace) -> list[Statement]:
     Raises:
         CostError: it is neither a result nor leases.
     """
+    reserve = options.dedicated_hour if options.reserve is None else options.reserve
     prices = Prices(
         *(
             round(price * MICRO)
             for price in (
                 options.dedicated_hour,
                 options.lent_hour,
-                options.violation,
+                options.violation or 0.0,
                 options.gigabyte,
+                reserve,
             )
         )
     )
+    derived = options.violation is None
     try:
         content = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -80,18 +97,23 @@ def read(path: Path, options: argparse.Namespace) -> list[Statement]:
         message = f"{path}:{error.lineno}: no JSON, or cut off: {error.msg}"
         raise CostError(message) from error
     if isinstance(content, dict) and "outcomes" in content:
-        return _of_result(path, content, prices)
+        return _of_result(path, content, prices, derived=derived)
     if isinstance(content, list):
         parts = [one for one in content if isinstance(one, dict) and "rows" in one]
         if parts:
-            return [found for one in parts for found in _of_result(path, one, prices)]
+            return [
+                found for one in parts for found in _of_result(path, one, prices, derived=derived)
+            ]
     if isinstance(content, dict) and ("items" in content or content.get("kind") == "RolloutLease"):
         return _of_leases(path, content, prices, options)
     message = f"{path}: is neither a result of rose simulate nor RolloutLeases as JSON"
     raise CostError(message)
 
 
-def _of_result(path: Path, content: dict[str, Any], prices: Prices) -> list[Statement]:
+def _of_result(
+    path: Path, content: dict[str, Any], prices: Prices, *, derived: bool
+) -> list[Statement]:
+    """``derived``: a late request costs what serving's GPUs cost by the requests they served."""
     try:
         result = msgspec.convert(content, Result)
     except msgspec.ValidationError as error:
@@ -99,21 +121,36 @@ def _of_result(path: Path, content: dict[str, Any], prices: Prices) -> list[Stat
         raise CostError(message) from error
     found: list[Statement] = []
     for derate, slowdown in dict.fromkeys((row.derate, row.slowdown) for row in result.rows):
-        sums = {
-            row.regime: total(
-                ledger(one)
+        runs = {
+            row.regime: [
+                one
                 for one in result.outcomes
                 if (one.regime, one.derate, one.slowdown) == (row.regime, derate, slowdown)
-            )
+            ]
             for row in result.rows
             if (row.derate, row.slowdown) == (derate, slowdown)
         }
+        sums = {regime: total(map(ledger, ran)) for regime, ran in runs.items()}
         base = sums.get(Regime.FIXED.value)
         for regime, used in sums.items():
             name = f"{result.scenario}, {regime}, derate {derate:g}, x{slowdown:g}"
             alone = None if regime == Regime.FIXED.value else base
-            found.append(statement(name, used, prices, alone))
+            hours = sum(one.serving_gpu_ms for one in runs[regime]) / _HOUR_MS
+            if derived and not hours and used.serving.added_violations:
+                message = (
+                    f"{path}: {name}: says nothing of serving's GPUs, by which a late request is "
+                    "priced; run it anew, or say --violation"
+                )
+                raise CostError(message)
+            asked = _late_by(prices, hours, used.serving.requests) if derived else prices
+            found.append(statement(name, used, asked, alone))
     return found
+
+
+def _late_by(prices: Prices, gpu_hours: float, requests: int) -> Prices:
+    """With the price of a late request that follows from the GPUs that served."""
+    late = violation_price(prices.dedicated_hour, gpu_hours, requests)
+    return replace(prices, violation=round(late or 0))
 
 
 def _of_leases(
@@ -129,6 +166,7 @@ def _of_leases(
             opened = int(totals.get("openMilliseconds", lent))  # not said: all of it
             tokens = int(totals.get("harvestedTokens", 0))
             moved = int(totals.get("weightBytes", 0))
+            kept_back = int(totals.get("reservedMilliseconds", 0))
             served, late = (int(totals.get(k, 0)) for k in ("servingRequests", "sloViolations"))
             kept, right = (
                 int(totals.get(k, 0)) for k in ("acceptedTrajectories", "correctAnswers")
@@ -137,15 +175,25 @@ def _of_leases(
             message = f"{path}: items[{index}]: no RolloutLease with status.totals ({error})"
             raise CostError(message) from error
         beside = OutsideLeases(
-            round(options.dedicated_gpu_hours * 3_600_000),
+            round(options.dedicated_gpu_hours * _HOUR_MS),
             options.accepted or kept,
             options.correct or right,
         )
         slo = options.percentile
         allowed = 0 if slo is None else allowed_hundredths(served, slo)
         serving = ServingImpact(served, late, allowed)
-        used = ledger_of(lent, opened, tokens, beside, serving=serving, weight_bytes=moved)
-        found.append(statement(name, used, prices))
+        used = ledger_of(
+            lent,
+            opened,
+            tokens,
+            beside,
+            serving=serving,
+            weight_bytes=moved,
+            reserved_ms=kept_back,
+        )
+        derived = options.violation is None
+        asked = _late_by(prices, used.borrowed.held_hours, served) if derived else prices
+        found.append(statement(name, used, asked))
     return found
 
 
@@ -154,7 +202,8 @@ def show(found: Sequence[Statement]) -> str:
     width = max((len(one.name) for one in found), default=0)
     head = (
         f"{'':<{width}}  dedicated h  borrowed h  duty     tokens       weights GB  violations  "
-        "SLO budget  accepted  cost/accepted  cost/correct  saved    break-even  opportunity"
+        "SLO budget  accepted  cost/accepted  cost/correct  saved    break-even  a late one  "
+        "memory      opportunity"
     )
     return "\n".join([head, *(_line(one, width) for one in found)]) + "\n"
 
@@ -167,7 +216,8 @@ def _line(one: Statement, width: int) -> str:
         f"{used.weight_bytes / GIGABYTE:<10.4g}  {used.serving.added_violations:<10}  "
         f"{percent(used.serving.budget_used):<10}  {used.trajectories.accepted:<8}  "
         f"{money(one.per_accepted):<13}  {money(one.per_correct):<12}  {percent(one.saved):<7}  "
-        f"{money(one.break_even):<10}  {money(one.opportunity)}"
+        f"{money(one.break_even):<10}  {money(one.violation):<10}  "
+        f"{money(one.cost.reserve):<10}  {money(one.opportunity)}"
     )
 
 

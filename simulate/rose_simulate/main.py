@@ -3,7 +3,8 @@
 ``rose simulate study NAME`` runs one of the documented studies (``studies``), ``rose simulate
 calibrate FILE ...`` holds out one load level of the guard's benchmark (``calibrate``), ``rose
 simulate frontier`` grows bursts until serving alone breaks and ``rose simulate slots`` lends one
-slot after another (``sweeps``).
+slot after another (``sweeps``), ``rose simulate reserve`` says what memory that is kept back is
+worth to serving.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from rose_simulate import calibrate, studies, sweeps
+from rose_simulate import calibrate, reserve, studies, sweeps
 from rose_simulate.fleets import FleetResult, fleet_table, run_fleet
 from rose_simulate.model.errors import SimulationError
 from rose_simulate.model.fleet import FleetOutcome
@@ -33,6 +34,7 @@ OTHERS: Mapping[str, Callable[[list[str]], int]] = {
     "calibrate": calibrate.main,
     "frontier": sweeps.frontier,
     "slots": sweeps.slots,
+    "reserve": reserve.main,
 }
 
 

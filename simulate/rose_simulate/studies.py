@@ -110,15 +110,6 @@ STUDIES: Mapping[str, Study] = {
         "difference.",
         MAIN,
     ),
-    "reserve": Study(
-        "what the reserve costs serving",
-        ("normal", "stress", "tight"),
-        "Serving with the memory that lending keeps free for rollouts, beside serving without it. "
-        "Requests of services have no prefix cache here, so what a smaller pool costs one is not "
-        "in it.",
-        (Regime.FIXED, Regime.FULL_MEMORY),
-        band=(),
-    ),
     "kept": Study(
         "keys that outlive an engine",
         ("normal",),

@@ -10,14 +10,19 @@ from hypothesis import strategies as st
 
 from rose_core.accounting.correct import (
     Sampled,
-    reserve_price,
     taken_apart,
     violation_price,
 )
 from rose_core.accounting.cost import Cost
 from rose_core.accounting.ledger import Tier
 
-BILL = Cost(dedicated=9_000_000.0, borrowed=800_000.0, violations=150_000.0, network=50_000.0)
+BILL = Cost(
+    dedicated=9_000_000.0,
+    borrowed=600_000.0,
+    violations=150_000.0,
+    network=50_000.0,
+    reserve=200_000.0,
+)
 TOKENS = Sampled(
     {Tier.DEDICATED: 300_000, Tier.BORROWED: 100_000}, trained=200_000, reasoning=150_000
 )
@@ -35,7 +40,7 @@ def test_each_factor_is_what_its_name_says() -> None:
 
 
 @given(
-    paid=st.tuples(*(st.floats(0, 1e12) for _ in range(4))),
+    paid=st.tuples(*(st.floats(0, 1e12) for _ in range(5))),
     sampled=st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)),
     trained=st.integers(1, 10**9),
     accepted=st.integers(1, 10**6),
@@ -87,7 +92,6 @@ def test_the_threshold_is_the_price_at_which_borrowing_makes_no_difference() -> 
     assert gift.borrowed_threshold(0.0) == 0, "also where nothing has cost anything"
 
 
-def test_prices_of_a_late_request_and_of_the_reserve_come_from_the_pools_own_gpus() -> None:
-    assert violation_price(2_000_000, 4, 0.5, 1000) == 4000.0
-    assert violation_price(2_000_000, 4, 0.5, 0) is None
-    assert reserve_price(2_000_000, 4, 0.5, 0.1) == pytest.approx(400_000)
+def test_the_price_of_a_late_request_comes_from_the_gpus_that_served() -> None:
+    assert violation_price(2_000_000, 2.0, 1000) == 4000.0
+    assert violation_price(2_000_000, 2.0, 0) is None

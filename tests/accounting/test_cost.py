@@ -1,5 +1,7 @@
 """Prices applied to ledgers, checked against sums done by hand."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +38,16 @@ def test_each_cause_is_priced() -> None:
         60_000,
     )
     assert bill.total == 14_062_000
+
+
+def test_memory_kept_back_is_in_the_bill_and_what_lending_took_is_a_part_of_it() -> None:
+    kept = replace(run(2, 6, 100, violations=4), reserved_milliseconds=3 * HOUR)
+    bill = cost(kept, replace(PRICES, reserve_hour=4_000_000))
+    assert bill.reserve == 12_000_000
+    assert bill.taken == 12_002_000
+    assert bill.total == 14_062_000 + 12_000_000
+    assert cost(kept + kept, replace(PRICES, reserve_hour=4_000_000)).reserve == 24_000_000
+    assert cost(kept, PRICES).total == 14_062_000, "memory without a price"
 
 
 def test_borrowed_time_is_charged_only_while_rollouts_could_compute() -> None:

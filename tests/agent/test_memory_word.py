@@ -13,7 +13,7 @@ from rose_agent.devices.owners import Owner
 from rose_agent.devices.watch import DeviceWatch
 from rose_agent.guard import gpus
 from rose_agent.pods.model import Residents
-from rose_core.devices.memory import Budget, Lendable
+from rose_core.devices.memory import Budget, Lendable, MemorySum
 from rose_core.devices.ownership import Claim, Proof
 from rose_core.identity import GpuUuid, PodUid, SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus
@@ -32,9 +32,10 @@ class Slot:
 
     status: EngineStatus | None
     uid: str = "slot-1"
-    grant: Any = field(default_factory=lambda: SimpleNamespace(pod_uid="pod"))
+    grant: Any = field(default_factory=lambda: SimpleNamespace(pod_uid="pod", whole=False))
     budget: Budget = field(default_factory=Budget)
     room: Lendable | None = None
+    reserve: MemorySum | None = None
     told: list[tuple[int, int | None]] = field(default_factory=list)
     renewed: int = 0
 
@@ -134,6 +135,20 @@ def test_a_slot_tells_its_room_again_only_while_its_engine_is_refused_for_it(
     slot.status = status(EngineState.FAILED, reason=HostReason.INSUFFICIENT_MEMORY)
     node.look(slot, monkeypatch)
     assert slot.renewed == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "whole", "kept"),
+    [("Reserved", False, 34), ("Elastic", False, 0), ("Reserved", True, 0)],
+)
+def test_memory_is_kept_back_from_serving_where_it_neither_gives_way_nor_sleeps(
+    nvml: State, monkeypatch: pytest.MonkeyPatch, source: str, whole: bool, kept: int
+) -> None:
+    node, slot = Node(nvml, source), Slot(status())
+    slot.grant.whole = whole
+    node.look(slot, monkeypatch)
+    found = 0 if slot.reserve is None else slot.reserve.kept_back
+    assert found == kept * GIB
 
 
 def test_what_serving_used_hours_ago_counts_for_reserved_memory_alone(

@@ -9,6 +9,7 @@ import pytest
 from rose_agent.guard import state
 from rose_agent.guard.main import main
 from rose_agent.guard.slot import Totals
+from rose_core.devices.memory import MemorySum
 from rose_core.guard.ladder import Rung
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus
@@ -33,6 +34,19 @@ def test_time_and_tokens_add_up_over_engine_restarts() -> None:
     for rung in (Rung.STOP, Rung.STOP, Rung.TERMINATE):
         totals.count_reclaim(rung)
     assert totals.reclaims == {"Stop": 2, "Terminate": 1}
+
+
+def test_memory_kept_back_counts_by_its_share_while_a_slot_is_granted() -> None:
+    totals = Totals(last_ns=0)
+    card = MemorySum(total=80, serving=50, headroom=10, settled=3, dormant=4)
+    assert card.kept_back == 20, "16 may be lent, and 4 are lent already"
+    totals.account(4 * S, granted=True, until_ns=0, status=None, gpus=2, reserve=card)
+    assert totals.reserved_ns == 2 * S, "a quarter of the memory of two GPUs for four seconds"
+    totals.account(5 * S, granted=False, until_ns=0, status=None, reserve=card)
+    totals.account(6 * S, granted=True, until_ns=0, status=None)
+    assert totals.reserved_ns == 2 * S, "without a grant or without a reserve none is"
+    full = MemorySum(total=80, serving=79, headroom=10, settled=3, dormant=4)
+    assert full.kept_back == 1, "not more than serving leaves"
 
 
 REMEMBERED = state.GuardFile(7, (PoolPolicy("a/b", "Lend", {"x": "y"}, 1),))

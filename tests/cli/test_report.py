@@ -211,6 +211,7 @@ class Counted(Objects):
             "sloViolations": 3,
             "lentMilliseconds": 8 * 3_600_000,
             "openMilliseconds": 4 * 3_600_000,
+            "reservedMilliseconds": 2 * 3_600_000,
         }
         return [lease("grpo", 8, 4000, status={"totals": told})]
 
@@ -232,21 +233,30 @@ def test_the_report_takes_a_correct_answers_cost_apart_and_the_parts_give_the_bi
     # A late request is worth 8 lent hours at 2, by 900 requests: 0.01778.
     assert said["price of a late request"] == "0.01778"
     assert said["requests made late"] == "0.05333"
-    # 6 h at 2, 4 open h at the pool's 2, and the late ones.
-    assert said["bill"] == "20.05"
+    assert said["memory kept back"] == "4", "a quarter of 8 lent hours, at 2"
+    # 6 h at 2, 4 open h at the pool's 2, the memory and the late ones.
+    assert said["bill"] == "24.05"
+    parts = (
+        "dedicated GPUs",
+        "lent time",
+        "requests made late",
+        "memory kept back",
+        "weights over the network",
+    )
+    assert sum(float(said[part]) for part in parts) == pytest.approx(24.05, rel=0.01)
     assert said["a million dedicated tokens"] == "1000"
-    assert said["a million borrowed tokens"] == "2013"
-    assert said["late requests, for a million borrowed tokens"] == "13.33"
+    assert said["a million borrowed tokens"] == "3013"
+    assert said["taken from serving, for a million borrowed tokens"] == "1013"
     assert (said["answer"], said["reasoning multiplier"]) == ("20.0 tokens", "4.00")
     assert (said["rollout ratio"], said["accept rate"]) == ("2.00", "40.0%")
     product = float(said["a million tokens"]) / 1e6 * 20.0 * 4.0 * 2.0 / 0.4
     assert product == pytest.approx(float(said["cost of a correct answer"]), rel=0.01)
-    assert product * 40 == pytest.approx(20.05, rel=0.01), "the bill, within 1 %"
+    assert product * 40 == pytest.approx(24.05, rel=0.01), "the bill, within 1 %"
     assert said["borrowing pays up to"] == "1000"
     # 4,000 borrowed tokens stand for two of the six hours that 12,000 dedicated ones took.
     assert said["a lent GPU-hour brings"] == "0.5 GPU-hours"
     assert said["won for each late request"] == "0.667 GPU-hours"
-    assert said["price of the reserve, at most"] == "1.6"
+    assert said["price of the reserve"] == "2"
     assert "What a correct answer cost default/grpo" in page.read_text()
     assert report.main([*told, "-o", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
@@ -263,9 +273,10 @@ def test_tokens_of_gpus_that_nobody_told_of_are_not_free(
     said = _lines(capsys.readouterr().out)
     assert said["dedicated GPUs"] == said["a million dedicated tokens"] == "unknown"
     assert said["borrowing pays up to"] == said["a lent GPU-hour brings"] == "unknown"
-    assert report.main(["--violation", "0"]) == 0
+    assert report.main(["--violation", "0", "--reserve", "0.5"]) == 0
     said = _lines(capsys.readouterr().out)
     assert said["requests made late"] == said["price of a late request"] == "0", "as asked"
+    assert (said["memory kept back"], said["price of the reserve"]) == ("1", "0.5")
 
 
 def test_a_lease_without_counted_tokens_has_no_such_lines(

@@ -65,6 +65,15 @@ def test_counters_are_added_by_what_they_grew_also_when_they_begin_anew() -> Non
     assert (entry.lent_milliseconds, entry.open_milliseconds) == (500, 100)
 
 
+def test_memory_kept_back_is_added_likewise() -> None:
+    lease = RolloutLease.model_validate(objects.LEASE)
+    lease = _after(lease, 1000, 400, 50, reserved_milliseconds=300)
+    lease = _after(lease, 3000, 900, 80, reserved_milliseconds=700)
+    assert lease.status.totals.reserved_milliseconds == 700
+    lease = _after(lease, 500, 100, 5, reserved_milliseconds=100)  # the agent was restarted
+    assert lease.status.totals.reserved_milliseconds == 800
+
+
 def test_weights_and_what_live_traffic_met_are_added_likewise() -> None:
     lease = RolloutLease.model_validate(objects.LEASE)
     lease = _after(lease, 1000, 400, 50, weight_bytes=900, serving_requests=10, slo_violations=1)

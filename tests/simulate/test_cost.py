@@ -31,8 +31,23 @@ def test_every_regime_of_a_result_becomes_a_statement_with_plots(
     assert page.read_text().count("<svg") == 2
     names = [one["name"] for one in json.loads(found.read_bytes())]
     assert names == ["small, fixed, derate 0.5, x2", "small, ours, derate 0.5, x2"]
-    serving = [one["ledger"]["serving"] for one in json.loads(found.read_bytes())]
+    said = json.loads(found.read_bytes())
+    serving = [one["ledger"]["serving"] for one in said]
     assert all(one["allowed_hundredths"] == one["requests"] > 0 for one in serving)  # the 99th
+    gpus = sum(one.replicas * one.gpus_per_replica for one in told.services)
+    for one in said:
+        # A late request is worth what serving's GPUs cost by the requests that they served.
+        worth = gpus * told.seconds / 3600 / one["ledger"]["serving"]["requests"]
+        assert one["violation"] == pytest.approx(1e6 * worth, abs=1)
+        parts = sum(one["cost"].values())
+        assert parts == pytest.approx(
+            one["per_accepted"] * one["ledger"]["trajectories"]["accepted"]
+        )
+    fixed, ours = (one["cost"]["reserve"] for one in said)
+    assert fixed == 0
+    share = told.services[0].rollout_memory_share
+    held = said[1]["ledger"]["borrowed"]["held_milliseconds"] / 3.6e6
+    assert ours == pytest.approx(1e6 * held * share, rel=1e-3)
 
 
 def test_leases_are_priced_with_what_the_trainer_knows(
@@ -56,18 +71,29 @@ def test_leases_are_priced_with_what_the_trainer_knows(
 def test_what_a_lease_did_to_serving_and_moved_is_priced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counted = {"weightBytes": 30 * 10**9, "servingRequests": 800, "sloViolations": 4}
+    counted = {
+        "weightBytes": 30 * 10**9,
+        "servingRequests": 800,
+        "sloViolations": 4,
+        "reservedMilliseconds": 900_000,
+    }
     totals = LEASE["status"]["totals"] | counted
     path, found = tmp_path / "leases.json", tmp_path / "found.json"
     path.write_text(json.dumps({"items": [LEASE | {"status": {"totals": totals}}]}))
-    prices = ["--violation", "0.25", "--gigabyte", "0.01"]
+    prices = ["--violation", "0.25", "--gigabyte", "0.01", "--reserve", "2"]
     assert main([str(path), *prices, "--percentile", "99", "--json", str(found)]) == 0
     (one,) = json.loads(found.read_bytes())
     assert (one["cost"]["violations"], one["cost"]["network"]) == (1_000_000, 300_000)
+    assert one["cost"]["reserve"] == 500_000
+    assert one["opportunity"] == 1_500_000
     serving = {"requests": 800, "added_violations": 4, "allowed_hundredths": 800}
     assert one["ledger"]["serving"] == serving
     shown = capsys.readouterr().out
     assert " 30 " in shown
+    assert main([str(path), "--json", str(found)]) == 0
+    (one,) = json.loads(found.read_bytes())
+    # 2 lent hours at 1 by 800 requests, and a quarter of an hour's memory at a GPU-hour's price.
+    assert (one["violation"], one["opportunity"]) == (2500, 4 * 2500 + 250_000)
     assert " 50.0% " in shown  # 4 of the 8 that an SLO at the 99th percentile allows
 
 

@@ -17,7 +17,7 @@ from rose_agent.guard import report
 from rose_agent.guard.replica import GuardedReplica
 from rose_agent.guard.slot import GuardedSlot
 from rose_agent.pods.model import Residents
-from rose_core.devices.memory import overrun
+from rose_core.devices.memory import MemorySum, overrun
 from rose_core.devices.ownership import Party
 from rose_core.identity import PodUid, SlotUid
 from rose_core.wire.host import EngineState
@@ -54,6 +54,16 @@ def look_at(
         replica.view = devices.look(claim, party, terms, lent, kv_permille)
         for slot in beside:
             _tell(slot, replica.view)
+            slot.reserve = _reserve(slot, replica.view, terms)
+
+
+def _reserve(slot: GuardedSlot, view: ReplicaGpus, terms: PoolGpuTerms) -> MemorySum | None:
+    """The sum whose memory is kept back for the slot; None = none is, or nobody knows.
+
+    Elastic memory is serving's whenever it wants it, and a replica that sleeps needs none.
+    """
+    whole = slot.grant is not None and slot.grant.whole
+    return None if terms.elastic or whole else view.lendable.parts
 
 
 def _tell(slot: GuardedSlot, view: ReplicaGpus) -> None:

@@ -162,6 +162,7 @@ def _slot(slot: GuardedSlot) -> dict[str, Any]:
         "message": slot.message,
         "lentSeconds": totals.lent_ns / 1e9,
         "openSeconds": totals.open_ns / 1e9,
+        "reservedSeconds": totals.reserved_ns / 1e9,
         "harvestedTokens": totals.tokens,
         "reclaims": totals.reclaims,
     }

@@ -228,6 +228,7 @@ def slot_report(slot: GuardedSlot) -> SlotReport | None:
         adapters=status.adapters if status else (),
         lent_milliseconds=totals.lent_ns // 1_000_000,
         open_milliseconds=totals.open_ns // 1_000_000,
+        reserved_milliseconds=totals.reserved_ns // 1_000_000,
         harvested_tokens=totals.tokens,
         weight_bytes=totals.weight_bytes,
         serving_requests=totals.requests,

@@ -24,7 +24,7 @@ from rose_agent.guard.hostlink import HostLink
 from rose_agent.guard.permit import SlotPermit
 from rose_agent.guard.recorder import Recorder
 from rose_agent.guard.routerlink import RouterLink, update_of
-from rose_core.devices.memory import Budget, Lendable
+from rose_core.devices.memory import Budget, Lendable, MemorySum
 from rose_core.guard import lanes
 from rose_core.guard.gate import GateVerdict
 from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
@@ -128,6 +128,7 @@ class Totals:
     Attributes:
         lent_ns, open_ns: GPU time granted, and with an open permit: two seconds in each second of
             a slot of two GPUs.
+        reserved_ns: GPU time granted, by the share of the GPU's memory that serving was denied.
         last_ns: until when that has been counted.
         tokens: output tokens, over restarts of the engine.
         reclaims: rungs entered, by name.
@@ -139,6 +140,7 @@ class Totals:
     last_ns: int
     lent_ns: int = 0
     open_ns: int = 0
+    reserved_ns: int = 0
     tokens: int = 0
     tokens_seen: int = 0
     reclaims: dict[str, int] = field(default_factory=dict)
@@ -156,6 +158,7 @@ class Totals:
         until_ns: int,
         status: EngineStatus | None,
         gpus: int = 1,
+        reserve: MemorySum | None = None,
     ) -> None:
         """Add the time since the last call and the tokens the engine made meanwhile.
 
@@ -165,6 +168,7 @@ class Totals:
             until_ns: end of the permit as it stood all that time; 0 = it was closed.
             status: the host's last word about the engine.
             gpus: of the slot.
+            reserve: the memory of each; None = none is kept back, or nobody knows.
         """
         elapsed = max(0, now_ns - self.last_ns) * gpus
         opened = max(0, min(now_ns, until_ns) - self.last_ns) * gpus
@@ -172,6 +176,8 @@ class Totals:
         if granted:
             self.lent_ns += elapsed
             metrics.LENT_SECONDS.inc(elapsed / 1e9)
+            if reserve is not None and reserve.total:
+                self.reserved_ns += elapsed * reserve.kept_back // reserve.total
         if opened:
             self.open_ns += opened
             metrics.OPEN_SECONDS.inc(opened / 1e9)
@@ -231,6 +237,7 @@ class GuardedSlot:
         self.budget = Budget()
         self.device_class = ""
         self.room = self._told_room = Lendable(None, "")
+        self.reserve: MemorySum | None = None
         self._host = host
         self._history = History(recorder, lambda: self.name)
         self._stops: list[tuple[int, int]] = []
@@ -307,6 +314,7 @@ class GuardedSlot:
             until_ns=until_ns,
             status=self.status,
             gpus=self.grant.engine.ranks if self.grant is not None else 1,
+            reserve=self.reserve,
         )
         seen = self._see(verdict, now_ns, granted)
         before = self.machine

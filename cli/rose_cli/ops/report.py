@@ -58,6 +58,12 @@ def main(argv: list[str]) -> int:
             "requests that they served",
         ),
         ("gigabyte", 0.0, "price of a gigabyte of weights"),
+        (
+            "reserve",
+            None,
+            "price of all of a GPU's memory, kept back from serving for an hour; by default that "
+            "of a dedicated GPU-hour, the most it can be worth",
+        ),
     ):
         parser.add_argument(f"--{name}", type=amount, default=default, help=what)
     for name, what in _TOLD.items():
@@ -101,6 +107,9 @@ def _show(cluster: Cluster, given: argparse.Namespace) -> int:
         lent_hour=0,
         violation=round((given.violation or 0.0) * MICRO),
         gigabyte=round(given.gigabyte * MICRO),
+        reserve_hour=round(
+            (given.dedicated_hour if given.reserve is None else given.reserve) * MICRO
+        ),
     )
     beside = _beside(given)
     if unknown := sorted(beside.keys() - {lease.metadata.key for lease in leases}):

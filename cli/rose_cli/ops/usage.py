@@ -2,7 +2,8 @@
 
 Ledgers add up (``rose_core.accounting``), so a row of a pool or a namespace is its leases' sum.
 Charged is, at the pool's ``pricePerGPUHourMicros``, GPU time in which rollouts could compute, and
-what is asked for violations and moved weights; time under a grant with a shut gate costs nothing.
+what is asked for violations, moved weights and memory that was kept back. Time under a grant with a
+shut gate costs nothing but that memory.
 Unknown figures are empty, never zero.
 """
 
@@ -109,12 +110,13 @@ def _usage(
             totals.serving_requests, totals.slo_violations, _allowed(lease, pools)
         ),
         weight_bytes=totals.weight_bytes,
+        reserved_ms=totals.reserved_milliseconds,
     )
     price = _price(lease, pools)
     late: float | None = asked.violation
     if price_violations:
         hours = used.borrowed.held_hours
-        late = violation_price(asked.dedicated_hour, 1, hours, totals.serving_requests)
+        late = violation_price(asked.dedicated_hour, hours, totals.serving_requests)
     prices = None if price is None else replace(asked, lent_hour=price, violation=round(late or 0))
     return Usage(
         lease.metadata.key,
@@ -203,6 +205,7 @@ def _figures(group: Sequence[Usage]) -> dict[str, object]:
     return {
         "gpu_hours": round(hours, 3),
         "open_gpu_hours": round(used.borrowed.computing_hours, 3),
+        "reserved_gpu_hours": round(used.reserved_hours, 3),
         "tokens": used.tokens.produced,
         "tokens_per_gpu_hour": round(used.tokens.produced / hours) if hours else None,
         "weight_gb": round(used.weight_bytes / GIGABYTE, 3),

@@ -82,6 +82,14 @@ DASHBOARD = Dashboard(
                     {"sum by (lease) (rose_lease_lent_seconds{$here})": "{{lease}}"},
                 ),
                 Panel(
+                    "GPU time of the memory kept back",
+                    "GPU time lent, by the share of the memory that serving did without for it. "
+                    "Times the price of a GPU's hour it is at most what that costs serving; 0 "
+                    "where memory is elastic.",
+                    "s",
+                    {"sum by (lease) (rose_lease_reserved_seconds{$here})": "{{lease}}"},
+                ),
+                Panel(
                     "Trajectories",
                     "Trained on, and correct answers among them, as the lease's trainer reported.",
                     "short",

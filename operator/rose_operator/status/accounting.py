@@ -24,6 +24,7 @@ _CLOCKS_SECONDS = 5.0  # the API server's clock and ours
 _COUNTERS = (
     "lent_milliseconds",
     "open_milliseconds",
+    "reserved_milliseconds",
     "harvested_tokens",
     "weight_bytes",
     "serving_requests",

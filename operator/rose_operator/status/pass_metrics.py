@@ -64,6 +64,7 @@ class PassMetrics:
         self._set(metrics.DEDICATED_TOKENS, status.totals.dedicated_tokens, key)
         self._set(metrics.TRAINED_TOKENS, status.totals.trained_tokens, key)
         self._set(metrics.LENT_SECONDS, status.totals.lent_milliseconds / 1000, key)
+        self._set(metrics.RESERVED_SECONDS, status.totals.reserved_milliseconds / 1000, key)
 
     def end(self) -> None:
         """Series of what is gone go."""

@@ -1,4 +1,7 @@
-"""Serving's balancer: fewest requests under way, over the replicas that are on."""
+"""Serving's balancer: fewest requests under way, over the replicas that are on.
+
+A session goes on where its keys are, as behind a gateway that knows of prefix caches.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ class Balancer:
     ) -> None:
         self._serving, self._any_off = serving, any_off
         self._turn = 0
+        self._homes: dict[str, LentReplica] = {}
         self._stranded: list[tuple[ServingRequest, str]] = []
 
     def take(self, request: ServingRequest, service: str) -> None:
@@ -32,9 +36,14 @@ class Balancer:
         if not among:
             self._stranded.append((request, service))
             return
-        turn, size = self._turn, len(among)
-        best = min(range(size), key=lambda n: (among[n].serving.live, (n - turn) % size))
-        among[best].serve(request)
+        home = self._homes.get(request.session)
+        if home is None or home not in among:
+            turn, size = self._turn, len(among)
+            best = min(range(size), key=lambda n: (among[n].serving.live, (n - turn) % size))
+            home = among[best]
+        if request.session:
+            self._homes[request.session] = home
+        home.serve(request)
 
     def retry(self, request: ServingRequest, service: str) -> None:
         """Begin a request anew whose replica is gone; its client has waited since it first came."""

@@ -26,12 +26,17 @@ from rose_simulate.model.device import Device
 
 @dataclass(eq=False, slots=True)
 class ServingRequest:
-    """One live request of a service."""
+    """One live request of a service.
+
+    Attributes:
+        session: whose keys its prompt begins with; empty = its own alone.
+    """
 
     number: int
     arrived_ns: int
     prompt: int
     output: int
+    session: str = ""
     replica: int = -1
     first_ns: int = 0
     ended_ns: int = 0

@@ -190,7 +190,7 @@ class LentReplica:
             del self._under_way[request]
             self.gate.on_end(request)
 
-        sequence = Sequence("", request.prompt, request.output, first, done)
+        sequence = Sequence(request.session, request.prompt, request.output, first, done)
         request.sequence = sequence
         self.gate.on_arrival(request)
         self.serving.submit(sequence)

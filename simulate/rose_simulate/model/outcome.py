@@ -94,6 +94,8 @@ class RunOutcome(msgspec.Struct, frozen=True):
         node_failures: nodes that went off.
         slowdown: of serving while both compute (``Interference``).
         restarted: serving requests that began anew because their node went.
+        serving_gpu_ms: GPU-milliseconds of the services; 0 = an older version did not say.
+        reserved_ms: those held by slots, by the share of memory that serving did without.
     """
 
     regime: str
@@ -113,6 +115,8 @@ class RunOutcome(msgspec.Struct, frozen=True):
     node_failures: int = 0
     restarted: int = 0
     slowdown: float = 2.0
+    serving_gpu_ms: int = 0
+    reserved_ms: int = 0
 
     @property
     def useful_tokens_per_s(self) -> float:

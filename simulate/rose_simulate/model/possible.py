@@ -81,12 +81,12 @@ def _service(service: Service, scenario: Scenario) -> Iterator[tuple[str, str]]:
 
 
 def _load(load: Load) -> Iterator[tuple[str, str]]:
-    if bool(load.trace) == bool(load.burst_every_s):
-        yield "load", "give either a trace or burst_every_s"
+    if sum(map(bool, (load.trace, load.sessions, load.burst_every_s))) != 1:
+        yield "load", "give one of trace, sessions and burst_every_s"
     if load.shape and not load.trace:
         yield "load", "a shape needs a trace to bend"
-    if load.trace and load.requests_per_s is None:
-        yield "load", "a trace needs requests_per_s"
+    if (load.trace or load.sessions) and load.requests_per_s is None:
+        yield "load", "a trace needs requests_per_s, and so do sessions"
 
 
 def _job(

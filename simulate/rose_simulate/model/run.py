@@ -155,6 +155,12 @@ def run(
         node_failures=counted["node_failures"],
         restarted=counted["restarted"],
         slowdown=scenario.interference.serving_slowdown,
+        serving_gpu_ms=round(
+            sum(one.replicas * one.gpus_per_replica for one in scenario.services)
+            * scenario.seconds
+            * 1000
+        ),
+        reserved_ms=counted["reserved_ms"],
     )
     return outcome, served
 
@@ -237,6 +243,7 @@ def _counts(world: Simulation) -> Counter[str]:
     world.settle()
     found = Counter(
         held_ms=world.held_ns // 1_000_000,
+        reserved_ms=world.reserved_ns // 1_000_000,
         weight_bytes=world.weight_bytes,
         computing_ms=_gpu_ms(world, shared=False),
         shared_ms=_gpu_ms(world, shared=True),
@@ -327,4 +334,5 @@ def ledger(outcome: RunOutcome) -> Ledger:
             sum(service.allowed_hundredths for service in outcome.services),
         ),
         weight_bytes=outcome.weight_bytes,
+        reserved_milliseconds=outcome.reserved_ms,
     )

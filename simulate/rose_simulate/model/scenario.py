@@ -60,6 +60,9 @@ class Load(Strict):
         requests_per_s: over all replicas; the trace is thinned or overlaid to this mean.
         shape: CSV of a slow trend (``t_s,req_per_s``) that the trace's rate follows; for fleets.
         offset_s: where in the trace it begins; without a trace, when the first burst comes.
+        sessions: in place of a trace: requests are turns of the scenario's episodes, each with all
+            of its session before it, ``requests_per_s`` of them on average. The pool keeps the
+            keys of sessions while it has room, and a session's turns go where they are.
         burst_every_s: from one burst to the next, in place of a trace.
         burst_size: requests of a burst over all replicas, all within a second.
         burst_prompt: tokens of a prompt, from half to one and a half of it.
@@ -70,6 +73,7 @@ class Load(Strict):
     requests_per_s: Positive | None = None
     shape: str = ""
     offset_s: Annotated[float, Field(ge=0)] = 0.0
+    sessions: bool = False
     burst_every_s: Positive | None = None
     burst_size: Annotated[int, Field(ge=0)] = 0
     burst_prompt: Annotated[int, Field(ge=1)] = 1500
@@ -141,6 +145,8 @@ class RolloutJob(Strict):
             begins when the round is over.
         reward_s: from a trajectory's last token to its reward; it ends with that. As many rewards
             as there are run at a time.
+        late: with ``surplus``: groups whose rewards a round need not wait for; they are in the next
+            round's batch, one version later than ``staleness`` says.
         oldest_first: the trainer takes the oldest groups and waits for those whose last chance it
             is (``rollouts.consumption``); otherwise those that finished first.
         awaits_weights: new groups begin when the dedicated engines have what was published
@@ -174,12 +180,24 @@ class RolloutJob(Strict):
     member_surplus: Annotated[float, Field(ge=0, le=4)] = 0.0
     streams: bool = False
     reward_s: Annotated[float, Field(ge=0)] = 0.0
+    late: Annotated[int, Field(ge=0)] = 0
     oldest_first: bool = False
     awaits_weights: bool = False
     idle_seconds: Annotated[float, Field(ge=10, le=604_800)] = 90.0
     draft_nodes: Annotated[int, Field(ge=0, le=64)] = 0
     tokens_per_step: Annotated[float, Field(ge=1, le=64)] = 1.0
     widths: tuple[Annotated[int, Field(ge=1, le=8)], ...] = ()
+
+    @model_validator(mode="after")
+    def _late_ones_are_part_of_a_batch(self) -> Self:
+        most = 0 if self.surplus is None else self.batch_groups
+        if self.late > most:
+            why = (
+                "without surplus there are no rounds" if not most else f"a batch has {most} groups"
+            )
+            message = f"late: {self.late} must be at most {most}: {why}"
+            raise ValueError(message)
+        return self
 
     @model_validator(mode="after")
     def _several_tokens_need_drafts(self) -> Self:

@@ -34,7 +34,7 @@ from rose_simulate.model.router import Router, RouterOptions
 from rose_simulate.model.scenario import Failure, RolloutJob, Scenario, Service
 from rose_simulate.model.turns import Engine
 from rose_simulate.model.whole import WholeLender
-from rose_simulate.model.workload import Arrival, Episode, Shape, bursts, replay
+from rose_simulate.model.workload import Arrival, Episode, Shape, bursts, replay, sessions
 
 _LOOK_S = 10.0  # the paper's choice of GPUs needs some recent KV use
 
@@ -79,7 +79,7 @@ class Simulation:
         self.jobs: dict[str, Job] = {}
         self.own: dict[str, OwnEngines] = {}
         self._lent_ns: dict[str, int] = {}
-        self.held_ns = 0
+        self.held_ns = self.reserved_ns = 0
         self.gate_moves: list[tuple[float, int]] = []
         self._link_up_ns = 0
         self.weight_bytes = 0
@@ -155,7 +155,15 @@ class Simulation:
     def _load(self, service: Service) -> None:
         load, seconds = service.load, self.scenario.warmup_s + self.scenario.seconds
         draw = random.Random(f"{self.seed}/{service.name}")  # noqa: S311  # a model's randomness
-        if load.trace:
+        if load.sessions:
+            found = sessions(
+                self.material.episodes,
+                seconds=seconds,
+                requests_per_s=load.requests_per_s or 1.0,
+                token_s=service.tpot_ms / 1000,
+                draw=draw,
+            )
+        elif load.trace:
             found = replay(
                 self.material.traces[load.trace],
                 seconds=seconds,
@@ -228,6 +236,7 @@ class Simulation:
             job.member_surplus,
             job.streams,
             job.reward_s,
+            job.late,
         )
         one = Job(
             self.clock,
@@ -251,9 +260,14 @@ class Simulation:
         if job is not None:
             self._lent_ns[replica.name] = now
         elif replica.name in self._lent_ns:
-            held = now - self._lent_ns.pop(replica.name)
-            self.held_ns += held * replica.service.gpus_per_replica
+            self._count_held(replica, now - self._lent_ns.pop(replica.name))
         replica.lend(job)
+
+    def _count_held(self, replica: LentReplica, held_ns: int) -> None:
+        held_ns *= replica.service.gpus_per_replica
+        self.held_ns += held_ns
+        if self.rules.lends is not LendingMode.WHOLE:  # a replica that sleeps misses no memory
+            self.reserved_ns += round(held_ns * replica.service.rollout_memory_share)
 
     def _runs(self, name: str) -> bool:
         """Whether a lent replica's engine has attested weights."""
@@ -347,6 +361,5 @@ class Simulation:
                 one.batch.settle()
         now = self.clock.now_ns
         for name, since in self._lent_ns.items():
-            gpus = next(r.service.gpus_per_replica for r in self.replicas if r.name == name)
-            self.held_ns += (now - since) * gpus
+            self._count_held(next(r for r in self.replicas if r.name == name), now - since)
             self._lent_ns[name] = now

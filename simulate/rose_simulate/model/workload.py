@@ -173,6 +173,43 @@ def replay(
     return [_request(number, *one) for number, one in enumerate(found)]
 
 
+def sessions(
+    pool: Rows[Episode],
+    *,
+    seconds: float,
+    requests_per_s: float,
+    token_s: float,
+    draw: random.Random,
+) -> list[ServingRequest]:
+    """Turns of sessions that begin at random, each with its whole session as its prompt.
+
+    A turn comes when its gap has passed since the answer before it would have ended with
+    ``token_s`` for each of its tokens: when it comes does not depend on the engine, so runs have
+    the same requests. Sessions that began before the first second are in the middle by then.
+    """
+    turns = sum(map(len, pool)) / len(pool)
+    longest = max(_length_s(one, token_s) for one in pool)
+    found: list[tuple[float, int, int, str]] = []
+    at, number = -longest, 0
+    while (at := at + draw.expovariate(requests_per_s / turns)) < seconds:
+        number += 1
+        now, context = at, 0
+        for turn in pool[draw.randrange(len(pool))]:
+            now, context = now + turn.gap_s, context + turn.new
+            if 0 <= now < seconds:
+                found.append((now, context, turn.output, f"s{number}"))
+            now, context = now + turn.output * token_s, context + turn.output
+    found.sort()
+    return [
+        ServingRequest(n, round(at * SECOND), max(1, prompt), max(1, output), session)
+        for n, (at, prompt, output, session) in enumerate(found)
+    ]
+
+
+def _length_s(episode: Episode, token_s: float) -> float:
+    return sum(turn.gap_s + turn.output * token_s for turn in episode)
+
+
 def bursts(
     *,
     seconds: float,
