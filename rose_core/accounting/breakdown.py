@@ -145,7 +145,7 @@ def lines(found: CostBreakdown) -> list[Line]:
         (
             "memory kept back",
             money(bill.reserve),
-            f"from serving: {found.reserved_hours:.3g} GPU-hours of memory, at most worth that",
+            f"from serving: {found.reserved_hours:.3g} GPU-hours by its share of the memory",
         ),
         ("weights over the network", money(bill.network), ""),
         ("accepted, correct", f"{found.accepted}, {found.correct}", "said by the trainer"),

@@ -8,7 +8,7 @@
 What trainers report of their trajectories stands in a lease's totals. Where none does,
 ``--accepted`` and ``--correct`` give the counts; without any costs per trajectory are *unknown*.
 A late request costs what the GPUs that served cost by the requests that they served, unless
-``--violation`` says otherwise; memory kept back what it is worth at most, unless ``--reserve``
+``--violation`` says otherwise; memory kept back costs its share of the GPU, unless ``--reserve``
 does.
 """
 
@@ -41,7 +41,7 @@ _VIOLATION = (
 )
 _RESERVE = (
     "price of all of a GPU's memory, kept back from serving for an hour; by default that of a "
-    "dedicated GPU-hour, the most it can be worth"
+    "dedicated GPU-hour, so that memory costs its share of the GPU"
 )
 _HOUR_MS = 3_600_000
 

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
             "reserve",
             None,
             "price of all of a GPU's memory, kept back from serving for an hour; by default that "
-            "of a dedicated GPU-hour, the most it can be worth",
+            "of a dedicated GPU-hour, so that memory costs its share of the GPU",
         ),
     ):
         parser.add_argument(f"--{name}", type=amount, default=default, help=what)

@@ -84,8 +84,8 @@ DASHBOARD = Dashboard(
                 Panel(
                     "GPU time of the memory kept back",
                     "GPU time lent, by the share of the memory that serving did without for it. "
-                    "Times the price of a GPU's hour it is at most what that costs serving; 0 "
-                    "where memory is elastic.",
+                    "Times the price of a GPU's hour it is that memory's share of what the GPUs "
+                    "cost; 0 where memory is elastic.",
                     "s",
                     {"sum by (lease) (rose_lease_reserved_seconds{$here})": "{{lease}}"},
                 ),
