@@ -72,6 +72,7 @@ def command(dice: random.Random) -> str:
             "pkill -o -x sleep",
             f"echo {dice.random()} > /dev/shm/x",
             "rm -f /dev/shm/x",
+            f"echo {dice.random()} > /dev/x",
             f"echo v{dice.randrange(9)}={dice.randrange(9)} > /home/in",
             f"sqlite3 /home/db 'create table if not exists t(a); insert into t values "  # noqa: S608
             f"({dice.randrange(9)})'",
@@ -104,9 +105,22 @@ def files_of(facts: Facts) -> dict[str, tuple[object, ...]]:
     return found
 
 
+def in_memory(facts: Facts) -> str:
+    """Every byte of files that lie in memory, but for ROSE's own."""
+    digest = hashlib.sha256()
+    for top in ("run", "dev"):
+        for here, folders, names in os.walk(f"/proc/{facts.init}/root/{top}"):
+            folders[:] = sorted(set(folders) - {"rose"})
+            for name in sorted(names):
+                path = Path(here) / name
+                if path.is_file() and not path.is_symlink():
+                    digest.update(str(path).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def processes_of(facts: Facts) -> dict[int, tuple[str, str]]:
-    """Which processes there are, and every private page of the keeper's heap."""
-    found: dict[int, tuple[str, str]] = {}
+    """Which processes there are, every page of the keeper's heap, and files in memory."""
+    found: dict[int, tuple[str, str]] = {0: ("files in memory", in_memory(facts))}
     for pid in facts.pids:
         if pid == facts.init:
             continue

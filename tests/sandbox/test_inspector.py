@@ -53,6 +53,9 @@ TURNS = [
     ("truncate -s 900G /dev/shm/a", PROCESSES),
     ("cat /dev/shm/a | head -c 10", NONE),
     ("rm /dev/shm/a", PROCESSES),
+    ("echo x > /dev/kept", PROCESSES),
+    ("cat /dev/kept > /dev/null; echo > /dev/null", NONE),
+    ("rm /dev/kept", PROCESSES),
     ("(while :; do date > /home/now; sleep 0.02; done) & sleep 0.3", FULL),
     ("sleep 0.5", FULL),
     ("pkill -f date; pkill bash; sleep 0.1; true", None),
@@ -76,6 +79,8 @@ SESSION = [
     ("exec 5>&-", PROCESSES),
     ("trap 'echo bye' TERM", PROCESSES),
     ("ulimit -n 100", PROCESSES),
+    ("renice -n 5 -p $$ > /dev/null", PROCESSES),
+    ("echo 500 > /proc/$$/oom_score_adj", UNKNOWN),
     ("shopt -s nullglob", PROCESSES),
     ("echo 1 > /home/f", FILES),
 ]

@@ -45,6 +45,8 @@ _VOLATILE_STATUS = re.compile(
     re.MULTILINE,
 )
 _TIME_WAIT = "06"
+_STANDING = (2, 3, 16, 37, 38)
+"""Of a thread's ``stat`` behind its name: group, session, niceness, priority, policy."""
 # Of a shell: its runner's, and those that change with every command. Bash quotes ends of lines in
 # values, so each stands in one line.
 _OWN_VARIABLE = re.compile(
@@ -237,6 +239,12 @@ def _kernel(pid: int, maps: str, unsure: set[str], *, at_rest: bool) -> str:
         with suppress(OSError):
             _add(digest, os.readlink(f"{base}/{link}"))  # noqa: PTH115 - as above
     _add(digest, _text(f"{base}/limits"))
+    with suppress(OSError):
+        _add(digest, _text(f"{base}/oom_score_adj"))
+    for thread in sorted(os.listdir(f"{base}/task")):  # noqa: PTH208 - as above
+        with suppress(OSError):
+            words = _text(f"{base}/task/{thread}/stat").rpartition(") ")[2].split()
+            _add(digest, " ".join(words[at] for at in _STANDING))
     _add(digest, maps)
     if at_rest:
         for thread in sorted(os.listdir(f"{base}/task")):  # noqa: PTH208 - as above
@@ -382,11 +390,13 @@ def _shared(init: int) -> str:
     with suppress(OSError):
         for line in sorted(_text(f"/proc/{init}/net/unix").splitlines()[1:]):
             _add(digest, " ".join(line.split()[1:]))
-    for folder in ("/run", "/dev/shm"):  # noqa: S108 - the sandbox's own
+    for folder in ("/run", "/dev"):
         top = Path(f"/proc/{init}/root{folder}")
         with suppress(OSError):  # a tenant that puts a link there only harms its own checkpoints
             for where, entry in sorted(_listing(top)):
-                if not where.startswith(FOLDER.removeprefix("/run")):
+                # Devices are the host's own, and terminals are of processes.
+                theirs = folder == "/dev" and stat.S_ISCHR(entry[1])
+                if not theirs and not f"{folder}{where}".startswith(FOLDER):
                     _add(digest, f"{folder}{where} {_comparable(entry, strict=False)}")
                     if stat.S_ISREG(entry[1]):
                         # A write through a map leaves no time on a file in memory.
