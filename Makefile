@@ -47,7 +47,7 @@ cluster: venv  ## the parts of the one-node Kubernetes (cached; about 12 minutes
 keda: cluster  ## KEDA itself, for make test-keda (cached; 2 GB of Go modules the first time, which took an hour on a busy machine)
 	@$(BIN)/python -m rose_dev.keda
 
-sandbox: venv  ## runc, CRIU, an image and the inspector's program for real sandboxes (cached; root, Debian)
+sandbox: venv  ## runc, CRIU, gVisor, an image and the inspector's program for real sandboxes (cached; root, Debian)
 	@$(BIN)/python -m rose_dev.sandbox_parts
 
 tap: venv  ## the program by which the tap counts tokens in the kernel (cached compiler; Debian)
@@ -249,11 +249,12 @@ sandbox-adapters: venv sandbox  ## harnesses' own modules (SWE-ReX, verifiers) r
 
 # uv finds a Python on the path or downloads one; pyenv's lie on neither way.
 HARBOR_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) 3.12)
-sandbox-harbor: venv sandbox  ## Harbor's own program plays a task directory in a sandbox (cached; root, Debian, Python 3.12)
+sandbox-harbor: venv sandbox  ## Harbor's own program and NeMo Gym's own sandbox API on real sandboxes (cached; root, Debian, Python 3.12)
 	@test -x $(HARBOR)/bin/python || $(UV) venv -q -p $(HARBOR_PYTHON) $(HARBOR) || { \
 		echo "Harbor needs Python 3.12: install it, or name one: make sandbox-harbor HARBOR_PYTHON=/path/to/python"; exit 1; }
 	@VIRTUAL_ENV=$(HARBOR) $(UV) pip install -q harbor==0.25.0 -e '.[sandbox]'
-	$(RUN)/pytest -v -n 0 tests/sandbox/test_harbor.py $(ARGS)
+	@VIRTUAL_ENV=$(HARBOR) $(UV) pip install -q --no-deps nemo-gym==0.4.0  # its sandbox API needs none of the 100 others
+	$(RUN)/pytest -v -n 0 tests/sandbox/test_harbor.py tests/sandbox/test_nemo_gym.py $(ARGS)
 
 # In an extra of its own: only Linux on x86 has wheels of the fuzzer.
 fuzz: venv  ## bytes of hostile serving pods, made by a coverage-guided fuzzer; ARGS="--seconds 600"

@@ -273,6 +273,7 @@ RULES: tuple[Rule, ...] = (
             *("GET /sessions", "POST /sessions", "DELETE /sessions/{key}"),
             *("POST /sessions/{key}/exec", "GET /sessions/{key}/files"),
             *("PUT /sessions/{key}/files", "* /sessions/{key}/port/{port}/{path}"),
+            "GET /sessions/{key}/tunnel/{port}",
             *(f"POST /sessions/{{key}}/{step}" for step in ("checkpoint", "suspend", "resume")),
         ),
         _TEAMS,

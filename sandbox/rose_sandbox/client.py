@@ -12,11 +12,14 @@ needed, and records lie in ``folder``.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
+import socket
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
@@ -30,10 +33,11 @@ from rose_core.sandboxes.policy import Wait
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_sandbox import errors
 from rose_sandbox.answers import Forked, Told
-from rose_sandbox.errors import CannotCheckpoint, HostAway
+from rose_sandbox.errors import CannotCheckpoint, HostAway, NotListening
 from rose_sandbox.host import COMMAND_SECONDS
 from rose_sandbox.main import open_host
 from rose_sandbox.runtimes.runtime import ExecResult, Limits
+from rose_sandbox.tunnel import carry
 from rose_weights.errors import Fenced
 
 URL, TOKEN = "ROSE_SANDBOX_URL", "ROSE_SANDBOX_TOKEN"
@@ -72,6 +76,10 @@ class Sandboxes(Protocol):
         ...
 
     async def write_file(self, session: str, path: str, data: bytes, mode: int) -> None:
+        """See ``Host``."""
+        ...
+
+    async def connect(self, session: str, port: int) -> socket.socket:
         """See ``Host``."""
         ...
 
@@ -124,6 +132,7 @@ class RemoteHost:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limit = aiohttp.ClientTimeout(total=5 * _ANSWER_SECONDS, sock_connect=_CONNECT_SECONDS)
         self._http = aiohttp.ClientSession(headers=headers, timeout=limit)
+        self._tunnels: set[asyncio.Task[None]] = set()
 
     async def create(
         self,
@@ -161,6 +170,24 @@ class RemoteHost:
         """See ``Host``."""
         asked = {"path": path, "mode": f"{mode:o}"}
         await self._bytes("PUT", f"/{session}/files", asked, data)
+
+    async def connect(self, session: str, port: int) -> socket.socket:
+        """See ``Host``; the connection is carried by the host's own (``tunnel``)."""
+        try:
+            line = await self._http.ws_connect(f"{self._url}/sessions/{session}/tunnel/{port}")
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status == HTTPStatus.BAD_GATEWAY:
+                raise NotListening(f"nothing listens at port {port} of {session}") from error
+            raise HostAway(f"{self._url} answered {error.status}: no tunnel") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise HostAway(f"{self._url} does not answer: {error}") from error
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        task = asyncio.create_task(carry(line, reader, writer))
+        self._tunnels.add(task)
+        task.add_done_callback(self._tunnels.discard)
+        return ours
 
     async def turn_began(
         self, session: str, ids: Sequence[int], *, weight_versions: Sequence[str], wait: Wait | None
@@ -204,6 +231,9 @@ class RemoteHost:
 
     async def close(self) -> None:
         """Hang up; sandboxes live on."""
+        for task in self._tunnels:
+            task.cancel()
+        await asyncio.gather(*self._tunnels, return_exceptions=True)
         await self._http.close()
 
     async def _call(
@@ -351,6 +381,14 @@ class Sandbox:
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         """Write a file."""
         await self._there.write_file(self.session, path, data, mode)
+
+    async def connect(self, port: int) -> socket.socket:
+        """A TCP connection to a server in it; a non-blocking socket.
+
+        Raises:
+            NotListening: nothing answers there.
+        """
+        return await self._there.connect(self.session, port)
 
     async def checkpoint(self, ids: Sequence[int] = ()) -> Told:
         """Make this moment recoverable, with the token ids that led to it."""

@@ -7,6 +7,7 @@
 | ``POST /sessions/{key}/exec`` | ``command``, ``within``, ``name``, ``shell`` | result |
 | ``GET``, ``PUT /sessions/{key}/files?path=`` | the file | the file |
 | ``* /sessions/{key}/port/{port}/{path}`` | | what the server in the sandbox says |
+| ``GET /sessions/{key}/tunnel/{port}`` | | a WebSocket that is a connection to it (``tunnel``) |
 | ``POST /sessions/{key}/turn`` | ``ids``, ``wait`` and more | state: a turn began |
 | ``POST /sessions/{key}/ready`` | | state, once the agent may act |
 | ``POST /sessions/{key}/ended`` | | state: no more turns, so its memory is freed |
@@ -23,6 +24,7 @@ Errors are ``{"error": name, "message": ...}``; the name is the exception's.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
@@ -39,6 +41,7 @@ from rose_sandbox import errors, metrics
 from rose_sandbox.admission import memory_traffic
 from rose_sandbox.host import COMMAND_SECONDS, Host
 from rose_sandbox.runtimes.runtime import FILE_BYTES, Limits
+from rose_sandbox.tunnel import carry
 from rose_weights.errors import Fenced, WeightsError
 from rose_wire.bearer import is_bearer
 from rose_wire.observability import pages
@@ -156,6 +159,7 @@ def application(
             web.get("/sessions/{key}/files", api.read),
             web.put("/sessions/{key}/files", api.write),
             web.route("*", "/sessions/{key}/port/{port}/{path:.*}", api.port),
+            web.get("/sessions/{key}/tunnel/{port}", api.tunnel),
             web.post("/sessions/{key}/turn", api.turn),
             web.post("/sessions/{key}/ready", api.ready),
             web.post("/sessions/{key}/ended", api.ended),
@@ -265,9 +269,7 @@ class _Api:
 
     async def port(self, request: web.Request) -> web.StreamResponse:
         number = request.match_info["port"]
-        if not number.isdecimal():
-            raise ValueError(f"{number!r} is no port")
-        inside = await self._host.connect(_key(request), int(number))
+        inside = await self._inside(request)
         # As the caller wrote it: what is decoded may have spaces and ends of lines.
         path = request.rel_url.raw_path_qs.partition(f"/port/{number}/")[2]
         head = [f"{request.method} /{path} HTTP/1.0"]
@@ -284,6 +286,24 @@ class _Api:
             return await _relayed(request, reader)
         finally:
             writer.close()
+
+    async def tunnel(self, request: web.Request) -> web.WebSocketResponse:
+        line = web.WebSocketResponse()
+        if not line.can_prepare(request):
+            raise ValueError("a tunnel is a WebSocket: ask for that protocol")
+        reader, writer = await asyncio.open_connection(sock=await self._inside(request))
+        try:
+            await line.prepare(request)
+            await carry(line, reader, writer)
+        finally:
+            writer.close()
+        return line
+
+    async def _inside(self, request: web.Request) -> socket.socket:
+        number = request.match_info["port"]
+        if not number.isdecimal():
+            raise ValueError(f"{number!r} is no port")
+        return await self._host.connect(_key(request), int(number))
 
     async def turn(self, request: web.Request) -> web.Response:
         asked = await _read(request, _Turn)

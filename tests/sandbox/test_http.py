@@ -18,7 +18,14 @@ from rose_core.sandboxes.outside import Effect, EffectsCrossed
 from rose_core.sandboxes.policy import Wait
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_sandbox.client import RemoteHost, Sandbox
-from rose_sandbox.errors import AlreadyThere, BadPath, HostAway, UnknownImage, UnknownTurn
+from rose_sandbox.errors import (
+    AlreadyThere,
+    BadPath,
+    HostAway,
+    NotListening,
+    UnknownImage,
+    UnknownTurn,
+)
 from rose_sandbox.http import ServingTraffic, application
 from rose_sandbox.main import parser
 from rose_sandbox.metrics import REGISTRY
@@ -151,7 +158,7 @@ async def hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def test_a_server_in_the_sandbox_answers_at_its_port(served: Served) -> None:
     headers = {"Authorization": "Bearer word"}
-    async with Sandbox(session="s", url=served.url, token="word"):
+    async with Sandbox(session="s", url=served.url, token="word") as box:
         server = await asyncio.start_server(hello, "127.0.0.1", 0)
         real, inside = server.sockets[0].getsockname(), served.world.runtime.connect
 
@@ -173,9 +180,18 @@ async def test_a_server_in_the_sandbox_answers_at_its_port(served: Served) -> No
             assert ASKED[-1] == b"GET /a%20b%2Fc HTTP/1.0"
             async with http.get(f"{served.url}/sessions/s/port/81/") as answer:
                 assert (answer.status, (await answer.json())["error"]) == (502, "NotListening")
+            async with http.get(f"{served.url}/sessions/s/tunnel/80") as answer:
+                assert answer.status == 400, "no WebSocket"
             async with http.post(f"{served.url}/sessions", json={"sessionkey": "t"}) as answer:
                 assert answer.status == 400
                 assert "sessionkey" in (await answer.json())["message"]
+            reader, writer = await asyncio.open_connection(sock=await box.connect(80))
+            writer.write(b"GET /through HTTP/1.0\r\n\r\n")
+            assert (await reader.read()).endswith(b"hello")
+            assert ASKED[-1] == b"GET /through HTTP/1.0"
+            writer.close()
+            with pytest.raises(NotListening, match="port 81 of s"):
+                await box.connect(81)
             burns = {"serving_burns": True, "seconds": 30}
             async with http.post(f"{served.url}/traffic", json=burns) as answer:
                 assert answer.status == 204
