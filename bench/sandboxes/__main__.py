@@ -30,18 +30,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.record import Figure, figure, record
-from bench.sandboxes.own import own_runtime
+from bench.sandboxes.own import own_gvisor, own_runtime
 from bench.sandboxes.tasks import TASKS, Task
 from rose_sandbox.box import key_of
 from rose_sandbox.errors import SandboxError, Unavailable
 from rose_sandbox.host import Host
+from rose_sandbox.inspector.blind import BlindInspector
 from rose_sandbox.inspector.bpf import BpfInspector
+from rose_sandbox.inspector.inspector import Inspector
+from rose_sandbox.main import RUNTIMES
 from rose_sandbox.runtimes.runc import RuncRuntime
+from rose_sandbox.runtimes.runsc import RunscRuntime
 from rose_sandbox.runtimes.runtime import CheckpointParts, Handle, Kind, SandboxSpec
 from rose_weights.errors import WeightsError
 from rose_weights.store.records import Records
 from rose_weights.store.store import Store
 
+Real = RuncRuntime | RunscRuntime
 WAYS = ("chat only", "chat + files", "restart", "full every turn", "ours")
 TURN_SECONDS = 60.0
 CHILDREN, FORKS = 8, 10
@@ -67,7 +72,7 @@ class Tally:
     actions: Counter[str] = field(default_factory=Counter)
 
 
-async def kill(runtime: RuncRuntime, handle: Handle) -> None:
+async def kill(runtime: Real, handle: Handle) -> None:
     """Lose a sandbox: its processes by SIGKILL, then its files."""
     with suppress(SandboxError):
         for pid in (await runtime.facts(handle)).pids:
@@ -76,7 +81,7 @@ async def kill(runtime: RuncRuntime, handle: Handle) -> None:
     await runtime.end(handle)
 
 
-async def plain(runtime: RuncRuntime, task: Task, way: str, tally: Tally, folder: Path) -> int:
+async def plain(runtime: Real, task: Task, way: str, tally: Tally, folder: Path) -> int:
     """Play a task a way that needs no host; returns the exit code of its check."""
     spec = SandboxSpec("plain")
     box = await runtime.create(spec)
@@ -105,7 +110,7 @@ async def plain(runtime: RuncRuntime, task: Task, way: str, tally: Tally, folder
     return code
 
 
-async def ours(host: Host, runtime: RuncRuntime, task: Task, tally: Tally) -> int:
+async def ours(host: Host, runtime: Real, task: Task, tally: Tally) -> int:
     """Play a task on a host; returns the exit code of its check."""
     name = task.name
     await host.create(name)
@@ -146,25 +151,31 @@ async def forked(host: Host) -> list[float]:
     return seconds
 
 
-def host_of(runtime: RuncRuntime, root: Path) -> Host:
+def host_of(runtime: Real, root: Path) -> Host:
     """A host over a runtime, with its records beside it."""
+    inspector: Inspector = BlindInspector("gVisor shows its host no process")
+    if runtime.name == RuncRuntime.name:
+        inspector = BpfInspector(runtime.parts.folder / "bpf")
     return Host(
         runtime,
-        BpfInspector(runtime.parts.folder / "bpf"),
+        inspector,
         Records(Store(root / "store"), "bench"),
         owner="bench",
         scratch=root / "scratch",
     )
 
 
-async def play(tasks: Sequence[Task], root: Path) -> tuple[dict[str, Tally], list[float]]:
-    """Every way through every task, and the seconds of forks."""
-    async with own_runtime(root / "runc") as runtime:
+async def play(
+    tasks: Sequence[Task], root: Path, name: str = RuncRuntime.name
+) -> tuple[dict[str, Tally], list[float]]:
+    """Every way through every task on a runtime, and the seconds of forks."""
+    owned = own_runtime if name == RuncRuntime.name else own_gvisor
+    async with owned(root / name) as runtime:
         return await _play(tasks, root, runtime)
 
 
 async def _play(
-    tasks: Sequence[Task], root: Path, runtime: RuncRuntime
+    tasks: Sequence[Task], root: Path, runtime: Real
 ) -> tuple[dict[str, Tally], list[float]]:
     host = host_of(runtime, root)
     found: dict[str, Tally] = defaultdict(Tally)
@@ -231,17 +242,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = argparse.ArgumentParser(prog="python -m bench.sandboxes", description=__doc__)
     flags.add_argument("--tasks", type=int, default=len(TASKS), help="as many, drawn at random")
     flags.add_argument("--seed", type=int, default=1, help="of the draw")
+    flags.add_argument("--runtime", choices=sorted(RUNTIMES), default=RuncRuntime.name)
     given = flags.parse_args(argv)
     drawn = random.Random(given.seed).sample(TASKS, min(given.tasks, len(TASKS)))
     with tempfile.TemporaryDirectory(prefix="rose-bench-sandboxes-") as root:
         try:
-            found, fork_seconds = asyncio.run(play(drawn, Path(root)))
+            found, fork_seconds = asyncio.run(play(drawn, Path(root), given.runtime))
         except Unavailable as error:
             sys.stderr.write(f"{error}\n")
             return 1
     notes = [f"{way}: {failed}" for way in WAYS for failed in found[way].failed]
     notes.append("saved by action: " + str(dict(found["ours"].actions)))
-    record("sandboxes", figures(found, len(drawn), fork_seconds), notes=notes)
+    name = "sandboxes" if given.runtime == RuncRuntime.name else f"sandboxes-{given.runtime}"
+    record(name, figures(found, len(drawn), fork_seconds), notes=notes)
     return 0
 
 

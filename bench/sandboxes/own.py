@@ -14,12 +14,16 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
+from rose_sandbox.runtimes.container import ContainerRuntime
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.processes import empty, hierarchies
 from rose_sandbox.runtimes.runc import RuncRuntime
+from rose_sandbox.runtimes.runsc import RunscRuntime
 
 REGISTER = Path("/run/rose-sandbox-register")
+_R = TypeVar("_R", bound=ContainerRuntime)
 
 
 @asynccontextmanager
@@ -29,7 +33,25 @@ async def own_runtime(folder: Path, parts: Parts | None = None) -> AsyncIterator
     Raises:
         Unavailable: this machine lacks a part.
     """
-    runtime = RuncRuntime(folder, parts)
+    async with _owned(RuncRuntime(folder, parts)) as runtime:
+        yield runtime
+
+
+@asynccontextmanager
+async def own_gvisor(
+    folder: Path, parts: Parts | None = None, *, way_out: bool = False
+) -> AsyncIterator[RunscRuntime]:
+    """The same of gVisor.
+
+    Raises:
+        Unavailable: this machine lacks a part.
+    """
+    async with _owned(RunscRuntime(folder, parts, way_out=way_out)) as runtime:
+        yield runtime
+
+
+@asynccontextmanager
+async def _owned(runtime: _R) -> AsyncIterator[_R]:
     with _registered(runtime.group):
         try:
             yield runtime

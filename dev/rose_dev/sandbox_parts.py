@@ -6,6 +6,7 @@ Into ``$ROSE_CACHE/sandbox``, once:
 |---|---|---|
 | runc, libbpf | the machine's own suite | they run in the machine's own libraries |
 | CRIU, btrfs-progs, clang | the suite ``NEWER`` | sockets on Linux 6.16 and later need CRIU 4.2 |
+| runsc (gVisor) | the suite ``GVISOR`` | the newest that starts a process without KVM |
 | the image ``base`` | the suite ``IMAGE``, by mmdebstrap | what agents work in |
 | ``bpf/effects.o`` | compiled here | the inspector's program |
 
@@ -30,6 +31,7 @@ import rose_sandbox.inspector
 from rose_dev.environments import cache_folder, say
 
 NEWER = "forky"
+GVISOR = "trixie"
 IMAGE = "trixie"
 IMAGE_PACKAGES = (
     *("procps", "psmisc", "python3", "python3-venv", "python3-pip", "git", "sqlite3", "tmux"),
@@ -175,6 +177,10 @@ def install(cache: Path) -> Path:
     own, newer = Packages(folder / "own", None), Packages(folder / "newer", NEWER)
     _once(folder, "runc", "runc and libbpf", "1", lambda: _own(own, folder))
     _once(folder, "criu", f"CRIU, btrfs-progs, clang ({NEWER})", NEWER, lambda: _new(newer, folder))
+    try:
+        _once(folder, "runsc", f"gVisor ({GVISOR})", GVISOR, lambda: _gvisor(folder))
+    except Impossible as error:  # runc's sandboxes need none of it
+        say(f"sandbox: gVisor is skipped: {error}")
     wanted = f"{IMAGE} {' '.join(IMAGE_PACKAGES)}"
     _once(folder, "image", "the image base (about 650 MB)", wanted, lambda: _image(folder))
     source = Path(rose_sandbox.inspector.__file__).with_name("effects.bpf.c")
@@ -227,6 +233,16 @@ def put_clang(packages: Packages, folder: Path) -> None:
     if clang is None:
         raise Impossible(f"clang of {NEWER} has no program llvm-*/bin/clang")
     packages.put(str(clang.relative_to(packages.root)), folder / "bpf")
+
+
+def _gvisor(folder: Path) -> None:
+    packages = Packages(folder / "gvisor", GVISOR)
+    packages.refresh()
+    packages.unpack("runsc", alone=True)
+    (program,) = packages.root.glob("usr/*bin/runsc")
+    # By no loader: it starts itself again by the name of what runs.
+    shutil.copy(program, folder / "bin" / "runsc")
+    shutil.rmtree(folder / "gvisor")
 
 
 def _image(folder: Path) -> None:

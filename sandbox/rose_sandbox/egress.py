@@ -1,7 +1,8 @@
 """The way out of a sandbox: a small HTTP proxy at ``127.0.0.1:3128`` of its network.
 
-It listens inside the sandbox's network and dials from the host's, so a sandbox has no network of
-its own. Only the hosts that were allowed are dialled, and every request is told before it is sent.
+It listens inside the sandbox's network, or at a socket that something in the sandbox carries
+connections to, and dials from the host's, so a sandbox has no network of its own. Only the hosts
+that were allowed are dialled, and every request is told before it is sent.
 
 A pattern is never enough for the node itself, its loopback, its link or where clouds serve a
 machine's credentials, whatever a name resolves to: such an address must be allowed literally.
@@ -18,10 +19,12 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import ipaddress
+import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from rose_core.sandboxes.outside import Effect
@@ -88,6 +91,17 @@ class Egress:
         made[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made[0].bind(("127.0.0.1", port))
         await self.serve(made[0])
+
+    async def listen_at(self, door: Path) -> None:
+        """Listen at a path that the sandbox's root may connect to.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        door.unlink(missing_ok=True)  # noqa: ASYNC240 - microseconds
+        self._server = await asyncio.start_unix_server(self._met, door, limit=HEAD_BYTES)
+        os.chown(door, kernel.FIRST_ID, kernel.FIRST_ID)
+        door.chmod(0o600)  # noqa: ASYNC240 - as above
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer at a socket that is bound."""

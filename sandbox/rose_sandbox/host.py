@@ -550,9 +550,12 @@ class Host:
         """Inspector and proxy belong to the processes: set anew with every life of them."""
         facts = await self._runtime.facts(box.handle)
         await self._inspector.watch(box.spec.key, facts)
-        if self._allowed and facts.init is not None:
+        if self._allowed and (facts.init is not None or facts.door is not None):
             box.egress = Egress(self._allowed, lambda effect: self._left(box, effect))
-            await box.egress.listen(facts.init)
+            if facts.door is not None:
+                await box.egress.listen_at(facts.door)
+            elif facts.init is not None:
+                await box.egress.listen(facts.init)
 
     async def _left(self, box: Box, effect: Effect) -> None:
         """Write an effect down before it happens."""

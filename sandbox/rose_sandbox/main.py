@@ -34,6 +34,7 @@ from rose_sandbox.inspector.inspector import Inspector
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.processes import delegate
 from rose_sandbox.runtimes.runc import RuncRuntime
+from rose_sandbox.runtimes.runsc import RunscRuntime
 from rose_sandbox.runtimes.volume import VOLUME_BYTES
 from rose_weights.errors import WeightsError
 from rose_weights.receive.record_client import RemoteRecords
@@ -46,6 +47,7 @@ from rose_wire.daemon import listen, stop_signal
 from rose_wire.token_file import TokenFile
 
 LOG = logging.getLogger(__name__)
+RUNTIMES = {one.name: one for one in (RuncRuntime, RunscRuntime)}
 
 
 def open_host(
@@ -59,6 +61,7 @@ def open_host(
     store_token: Path | None = None,
     within: str = "",
     gibibytes: int | None = None,
+    runtime: str = RuncRuntime.name,
 ) -> Host:
     """A host of real sandboxes; ``Host.close`` lets go of it.
 
@@ -72,6 +75,7 @@ def open_host(
         store_token: file with the credential that a store over gRPC asks for.
         within: group below which those of sandboxes lie (``delegate``).
         gibibytes: of disk that the folder may take; None: as much as there is.
+        runtime: name in ``RUNTIMES``.
 
     Raises:
         Unavailable: the machine lacks a part; the text says what brings it.
@@ -79,11 +83,14 @@ def open_host(
     """
     if gibibytes == 0:
         raise ValueError("--gibibytes 0: sandboxes need a disk, 1 at least")
-    parts = find_parts()
+    parts = find_parts(RUNTIMES[runtime].programs)
     disk = VOLUME_BYTES if gibibytes is None else (gibibytes << 30) * 3 // 4
+    at = folder / runtime
     return Host(
-        RuncRuntime(folder / "runc", parts, within, disk),
-        _inspector(parts),
+        RunscRuntime(at, parts, within, disk, way_out=bool(egress))
+        if runtime == RunscRuntime.name
+        else RuncRuntime(at, parts, within, disk),
+        _inspector(parts, runtime),
         Records(_records(store, store_token), run),
         owner=owner or socket.gethostname(),
         scratch=folder / "parts",
@@ -112,7 +119,9 @@ def _records(store: str, token: Path | None) -> Store | RecordStore:
     return RemoteRecords(flags.target(at), lambda: flags.token(token))
 
 
-def _inspector(parts: Parts) -> Inspector:
+def _inspector(parts: Parts, runtime: str) -> Inspector:
+    if runtime == RunscRuntime.name:
+        return BlindInspector("gVisor shows its host no process")
     try:
         return BpfInspector(parts.folder / "bpf")
     except Unavailable as error:
@@ -135,6 +144,7 @@ async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
         store_token=given.store_token_file,
         within=within,
         gibibytes=given.gibibytes,
+        runtime=given.runtime,
     )
     flags.token(given.token_file)  # one that cannot be read is told at once
     words = TokenFile(given.token_file), TokenFile(given.traffic_token_file)
@@ -181,6 +191,13 @@ def parser() -> argparse.ArgumentParser:
         type=flags.count,
         help="of disk that the folder may take: three quarters for sandboxes, to whom the disk is "
         "full then, and the rest for what is being saved; by default as much as there is",
+    )
+    add(
+        "--runtime",
+        choices=sorted(RUNTIMES),
+        default=RuncRuntime.name,
+        help="runsc (gVisor): sandboxes meet a kernel of their own, and all of them is saved at "
+        "every turn. By default runc: they share this machine's kernel",
     )
     add("--owner", default="", help="name of this host in records; this machine's by default")
     add(

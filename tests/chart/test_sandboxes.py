@@ -58,6 +58,24 @@ def test_each_lease_has_hosts_of_its_own_with_a_secret_of_its_own() -> None:
         assert container["resources"]["limits"]["memory"]
 
 
+def test_agents_of_several_teams_meet_a_kernel_of_their_own_unless_it_is_said_otherwise() -> None:
+    ours = {"namespace": "research", "name": "grpo"}
+    theirs = {"namespace": "team-b", "name": "dapo"}
+
+    def runtimes(leases: list[Object], runtime: str = "") -> list[str]:
+        of = {**SANDBOXES, "leases": leases, "runtime": runtime}
+        rendered = render({"sandboxes": of})
+        names = [NAME, DAPO][: len(leases)]
+        found = [rendered.container("DaemonSet", name, "sandbox-host")["args"] for name in names]
+        return [parser().parse_args(args).runtime for args in found]
+
+    assert runtimes([ours]) == ["runc"]
+    assert runtimes([ours, theirs]) == ["runsc", "runsc"]
+    assert runtimes([{**ours, "runtime": "runc"}, theirs]) == ["runc", "runsc"]
+    assert runtimes([ours, theirs], "runc") == ["runc", "runc"]
+    assert runtimes([ours], "runsc") == ["runsc"]
+
+
 def test_a_router_finds_the_hosts_of_its_lease_by_its_name_and_no_others_secret() -> None:
     rendered = render({"sandboxes": TWO})
     template = template_of(rendered)

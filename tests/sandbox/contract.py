@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,12 +32,31 @@ from rose_sandbox.runtimes.runtime import (
 
 SMALL = Limits(cpus=1, memory_bytes=256 << 20, pids=64, disk_bytes=32 << 20)
 
+Serve = Callable[[Runtime, Handle, int, bytes], Awaitable[None]]
+_SERVER = """
+import socket
+door = socket.create_server(('127.0.0.1', {port}))
+while True:
+    connection, _ = door.accept()
+    connection.sendall({answer!r})
+    connection.close()
+"""
+
 
 async def said(runtime: Runtime, box: Handle, command: str, session: str | None = None) -> str:
     """What a command says that must go well."""
     result = await runtime.exec(box, command, 20, session=session)
     assert result.exit_code == 0, result
     return result.stdout.decode()
+
+
+async def serve_in_python(runtime: Runtime, box: Handle, port: int, answer: bytes) -> None:
+    """A server that answers at a port, in a sandbox that has Python."""
+    program = _SERVER.format(port=port, answer=answer).encode()
+    await runtime.write_file(box, "/home/server.py", program)
+    door = f"/dev/tcp/127.0.0.1/{port}"
+    listens = f"until (exec 3<>{door}) 2>/dev/null; do sleep 0.05; done"
+    await said(runtime, box, f"python3 server.py & {listens}")
 
 
 class Contract:

@@ -13,6 +13,7 @@ import pytest
 
 from rose_sandbox.errors import RuntimeFailed
 from rose_sandbox.runtimes import criu
+from rose_sandbox.runtimes import images as packed
 from rose_sandbox.runtimes.processes import freeze
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runtime import Handle, Kind, SandboxSpec
@@ -56,13 +57,13 @@ async def test_sandboxes_of_one_record_are_unpacked_once(
     await runc.exec(box, "A=1; echo 2 > /home/b", 20, session="main")
     parts = await runc.checkpoint(box, Kind.FULL, tmp_path)
     unpacked = []
-    real = criu.unpack_images
+    real = packed.unpack_images
 
     async def unpack(path: str, file: Path, images: Path) -> None:
         unpacked.append(images)
         await real(path, file, images)
 
-    monkeypatch.setattr(criu, "unpack_images", unpack)
+    monkeypatch.setattr(packed, "unpack_images", unpack)
     made = await runc.restore_all(parts, [SandboxSpec(f"child{n}") for n in range(3)])
     for child in made:
         said = await runc.exec(child, "echo $A; cat /home/b", 20, session="main")

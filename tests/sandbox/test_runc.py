@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc.aio
@@ -17,20 +16,11 @@ from rose_sandbox.runtimes import kernel
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.processes import hierarchies
 from rose_sandbox.runtimes.runc import RuncRuntime
-from rose_sandbox.runtimes.runtime import Handle, Kind, Runtime, SandboxSpec
-from tests.sandbox.contract import SMALL, Contract, said
+from rose_sandbox.runtimes.runtime import Kind, Runtime, SandboxSpec
+from tests.sandbox.contract import SMALL, Contract, Serve, said, serve_in_python
 
 pytestmark = pytest.mark.sandbox
 
-Serve = Callable[[Runtime, Handle, int, bytes], Awaitable[None]]
-SERVER = """
-import socket
-door = socket.create_server(('127.0.0.1', {port}))
-while True:
-    connection, _ = door.accept()
-    connection.sendall({answer!r})
-    connection.close()
-"""
 CALL = "import ctypes, sys; sys.exit(ctypes.CDLL(None).syscall(*map(int, sys.argv[1:])) < 0)"
 
 
@@ -41,12 +31,7 @@ class TestRunc(Contract):
 
     @pytest.fixture
     def serve(self) -> Serve:
-        async def start(runtime: Runtime, box: Handle, port: int, answer: bytes) -> None:
-            program = SERVER.format(port=port, answer=answer).encode()
-            await runtime.write_file(box, "/home/server.py", program)
-            await said(runtime, box, "python3 server.py & sleep 0.5")
-
-        return start
+        return serve_in_python
 
 
 async def test_a_tenant_is_nobody_on_the_host_and_sees_no_network(runc: RuncRuntime) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 FOLDER = "/run/rose"
 
 # A fresh shell for one command. Its own session, so that all it starts can be found.
-_ONE = r"""
+ONE = r"""
 n=$1; cd "$2" 2>/dev/null
 echo $$ >/run/rose/$n.pid
 bash /run/rose/$n.cmd </dev/null >/run/rose/$n.out 2>/run/rose/$n.err
@@ -30,7 +30,7 @@ echo $? >/run/rose/$n.rc
 """
 
 # A shell that lives on. Names that begin with _rose are its own.
-_SESSION = r"""
+SESSION = r"""
 _rose_name=$1; cd "$2" 2>/dev/null; set --
 _rose_say() { builtin echo "$1" >/run/rose/$_rose_n.rc; }
 while read -r _rose_n <&9; do
@@ -48,9 +48,12 @@ while read -r _rose_n <&9; do
 done
 """
 
-INIT = (
-    "ONE='" + _ONE.replace("'", "'\\''") + "'\n"
-    "SESSION='" + _SESSION.replace("'", "'\\''") + "'\n"
+SHELLS = (
+    "ONE='" + ONE.replace("'", "'\\''") + "'\nSESSION='" + SESSION.replace("'", "'\\''") + "'\n"
+)
+"""Both, as variables of a first process."""
+
+INIT = SHELLS + (
     r"""
 folder=$1
 umask 022; mkdir -p -m 700 /run/rose; mkfifo -m 600 /run/rose/in; exec 8<>/run/rose/in

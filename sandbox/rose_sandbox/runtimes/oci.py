@@ -1,18 +1,20 @@
-"""A sandbox's ``config.json`` for runc: what it may see, use and call.
+"""A sandbox's ``config.json``: what it may see, use and call.
 
 Everything that it does not need is left out: no network but its own loopback, no mount of the
 host, no device but the harmless ones, no right of the host's root (its root is another user).
-Next step: ``inside`` is its first process.
+Next step: ``inside`` is its first process under runc, ``served`` under gVisor.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rose_sandbox.runtimes.inside import INIT
 from rose_sandbox.runtimes.kernel import FIRST_ID, IDS
 from rose_sandbox.runtimes.parts import SYSTEM_PATH
 from rose_sandbox.runtimes.runtime import SandboxSpec
+from rose_sandbox.runtimes.served import SERVED, WAY
 
 CPU_PERIOD_US = 100_000
 RUN_BYTES = 64 << 20
@@ -62,7 +64,7 @@ exec nsenter --target "${pid%%[!0-9]*}" --net ip link set lo up
 
 
 def config(spec: SandboxSpec, root: Path, cgroup: str, criu: Path, loopback: Path) -> object:
-    """The whole file as JSON values.
+    """The whole file for runc, as JSON values.
 
     Args:
         spec: of the sandbox.
@@ -71,6 +73,74 @@ def config(spec: SandboxSpec, root: Path, cgroup: str, criu: Path, loopback: Pat
         criu: the configuration of CRIU.
         loopback: a program with the text ``LOOPBACK``.
     """
+    made = _common(spec, root, cgroup, INIT)
+    made["linux"] |= {
+        "resources": made["linux"]["resources"]
+        | {
+            "devices": [{"allow": False, "access": "rwm"}],
+            "pids": {"limit": spec.limits.pids},
+        },
+        "seccomp": {
+            "defaultAction": "SCMP_ACT_ALLOW",
+            "architectures": ["SCMP_ARCH_X86_64"],
+            "syscalls": [
+                _refuse(_EPERM, *_REFUSED_CALLS),
+                # Its flags lie in memory, where no filter can read; libraries fall back.
+                _refuse(_ENOSYS, "clone3"),
+                *(
+                    _refuse(
+                        _EPERM,
+                        "clone",
+                        index=0,
+                        op="SCMP_CMP_MASKED_EQ",
+                        value=flag,
+                        valueTwo=flag,
+                    )
+                    for flag in _NEW_NAMESPACES
+                ),
+                _refuse(
+                    _EAFNOSUPPORT,
+                    *("socket", "socketpair"),
+                    index=0,
+                    op="SCMP_CMP_GT",
+                    value=_LAST_FAMILY,
+                ),
+            ],
+        },
+        "maskedPaths": ["/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/sysrq-trigger"],
+        "readonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys"],
+    }
+    return made | {
+        "hooks": {"createRuntime": [{"path": str(loopback), "env": [f"PATH={SYSTEM_PATH}"]}]},
+        "annotations": {"org.criu.config": str(criu)},
+    }
+
+
+def gvisor_config(spec: SandboxSpec, root: Path, cgroup: str, way: Path, *, out: bool) -> object:
+    """The whole file for runsc, as JSON values.
+
+    Args:
+        spec: of the sandbox.
+        root: its root folder, mounted.
+        cgroup: its group, from the top of each hierarchy.
+        way: folder of ``WAY``.
+        out: whether the proxy is there.
+
+    System calls meet gVisor's own kernel, so there is no filter for them. Its processes are no
+    processes of the host, which therefore cannot count them: the kernel inside does, by user. What
+    gVisor itself needs of the host's is bounded by memory.
+    """
+    made = _common(spec, root, cgroup, SERVED)
+    most = {"type": "RLIMIT_NPROC", "hard": spec.limits.pids, "soft": spec.limits.pids}
+    made["process"] |= {"rlimits": [most]}
+    made["process"]["args"] += ["out"] if out else []
+    # Read-only: what is written there would be on the host's own disk.
+    bind = {"type": "bind", "source": str(way), "options": ["bind", "ro"]}
+    made["mounts"].append({"destination": WAY, **bind})
+    return made
+
+
+def _common(spec: SandboxSpec, root: Path, cgroup: str, first: str) -> dict[str, Any]:
     variables = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": "/home",
@@ -86,7 +156,7 @@ def config(spec: SandboxSpec, root: Path, cgroup: str, criu: Path, loopback: Pat
         "process": {
             "terminal": False,
             "user": {"uid": 0, "gid": 0},
-            "args": ["/bin/bash", "--norc", "-c", INIT, "rose-init", spec.folder],
+            "args": ["/bin/bash", "--norc", "-c", first, "rose-init", spec.folder],
             "env": [f"{name}={value}" for name, value in sorted(variables.items())],
             "cwd": "/",
             "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), _CAPABILITIES),
@@ -111,46 +181,13 @@ def config(spec: SandboxSpec, root: Path, cgroup: str, criu: Path, loopback: Pat
             "gidMappings": ids,
             "cgroupsPath": cgroup,
             "resources": {
-                "devices": [{"allow": False, "access": "rwm"}],
                 "memory": {"limit": spec.limits.memory_bytes},
                 "cpu": {
                     "quota": max(1000, round(spec.limits.cpus * CPU_PERIOD_US)),
                     "period": CPU_PERIOD_US,
                 },
-                "pids": {"limit": spec.limits.pids},
             },
-            "seccomp": {
-                "defaultAction": "SCMP_ACT_ALLOW",
-                "architectures": ["SCMP_ARCH_X86_64"],
-                "syscalls": [
-                    _refuse(_EPERM, *_REFUSED_CALLS),
-                    # Its flags lie in memory, where no filter can read; libraries fall back.
-                    _refuse(_ENOSYS, "clone3"),
-                    *(
-                        _refuse(
-                            _EPERM,
-                            "clone",
-                            index=0,
-                            op="SCMP_CMP_MASKED_EQ",
-                            value=flag,
-                            valueTwo=flag,
-                        )
-                        for flag in _NEW_NAMESPACES
-                    ),
-                    _refuse(
-                        _EAFNOSUPPORT,
-                        *("socket", "socketpair"),
-                        index=0,
-                        op="SCMP_CMP_GT",
-                        value=_LAST_FAMILY,
-                    ),
-                ],
-            },
-            "maskedPaths": ["/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/sysrq-trigger"],
-            "readonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys"],
         },
-        "hooks": {"createRuntime": [{"path": str(loopback), "env": [f"PATH={SYSTEM_PATH}"]}]},
-        "annotations": {"org.criu.config": str(criu)},
     }
 
 

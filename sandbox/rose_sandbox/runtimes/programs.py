@@ -20,18 +20,21 @@ SECONDS = 120.0
 """The longest that a program of the runtime may take: tar of a full disk on a busy machine."""
 
 
-async def run(path: str, *arguments: str | Path, quiet: bool = False) -> bytes:
+async def run(
+    path: str, *arguments: str | Path, quiet: bool = False, pipes: tuple[int, int] | None = None
+) -> bytes:
     """Run a program; returns its stdout. A cancelled call ends when the program has.
 
     Args:
         path: ``PATH`` to find it by.
         arguments: the program and its arguments.
         quiet: give it no streams, for what it starts would keep them.
+        pipes: its stdin and stdout, for what it starts; it has no stderr then.
 
     Raises:
         RuntimeFailed: it failed or took over ``SECONDS``.
     """
-    return await _whole(_run(path, *arguments, quiet=quiet))
+    return await whole(_run(path, *arguments, quiet=quiet, pipes=pipes))
 
 
 async def call(function: Callable[..., None], *arguments: object) -> None:
@@ -41,13 +44,14 @@ async def call(function: Callable[..., None], *arguments: object) -> None:
         RuntimeFailed: it raised ``OSError``.
     """
     try:
-        await _whole(asyncio.to_thread(function, *arguments))
+        await whole(asyncio.to_thread(function, *arguments))
     except OSError as error:
         doing = " ".join(map(str, (function.__name__, *arguments)))
         raise RuntimeFailed(f"{doing}: {error.strerror or error}") from error
 
 
-async def _whole(doing: Coroutine[None, None, _T]) -> _T:
+async def whole(doing: Coroutine[None, None, _T]) -> _T:
+    """Wait for something to its end, also when cancelled."""
     running = asyncio.create_task(doing)
     try:
         return await asyncio.shield(running)
@@ -58,15 +62,17 @@ async def _whole(doing: Coroutine[None, None, _T]) -> _T:
         raise
 
 
-async def _run(path: str, *arguments: str | Path, quiet: bool) -> bytes:
+async def _run(
+    path: str, *arguments: str | Path, quiet: bool, pipes: tuple[int, int] | None
+) -> bytes:
     program = shutil.which(arguments[0], path=path)
     if program is None:
         raise RuntimeFailed(f"{arguments[0]} is not there (PATH is {path})")
-    streams = asyncio.subprocess.DEVNULL if quiet else asyncio.subprocess.PIPE
+    streams = asyncio.subprocess.DEVNULL if quiet or pipes else asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         *(program, *map(str, arguments[1:])),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=streams,
+        stdin=pipes[0] if pipes else asyncio.subprocess.DEVNULL,
+        stdout=pipes[1] if pipes else streams,
         stderr=streams,
         env={"PATH": path, "LANG": "C.UTF-8", "HOME": os.environ.get("HOME", "/")},
     )

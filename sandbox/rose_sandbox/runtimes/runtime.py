@@ -183,6 +183,7 @@ class Facts:
         root: its root folder on the host; reading through it follows a tenant's links.
         upper: folder with its changes to the image.
         lower: the image, with owners as in ``upper``.
+        door: path of a socket of the host that its way out leads to; None: its network is entered.
     """
 
     state: State
@@ -192,6 +193,7 @@ class Facts:
     root: Path | None = None
     upper: Path | None = None
     lower: Path | None = None
+    door: Path | None = None
 
 
 class Runtime(Protocol):
@@ -204,7 +206,7 @@ class Runtime(Protocol):
 
     @property
     def name(self) -> str:
-        """``runc``, ``fake``."""
+        """``runc``, ``runsc``, ``fake``."""
         ...
 
     async def images(self) -> tuple[str, ...]:
