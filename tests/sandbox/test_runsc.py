@@ -59,6 +59,12 @@ async def test_a_tenant_meets_another_kernel_and_is_nobody_on_the_host(
         assert (await runsc.exec(box, forbidden, 20)).exit_code != 0, forbidden
 
 
+async def test_a_key_lives_as_often_as_it_likes(runsc: RunscRuntime) -> None:
+    """gVisor's control sockets were left, and it has four places for them."""
+    for _ in range(5):
+        await runsc.end(await runsc.create(SandboxSpec("box", limits=SMALL)))
+
+
 async def test_links_of_a_tenant_do_not_lead_to_files_of_the_host(
     runsc: RunscRuntime, tmp_path: Path
 ) -> None:

@@ -63,6 +63,8 @@ _FLAGS = (
     # Files are the host's own, where they are limited and cut; nothing of them is kept inside.
     *("--overlay2=none", "--file-access=shared"),
 )
+_SOCKETS = (Path("/var/run"), Path("/run"), Path("/tmp"))  # noqa: S108 - gVisor's own choice
+"""Where gVisor puts a sandbox's control socket, if not in its own folder."""
 # What gVisor says of things it cannot save -> the word for it.
 _UNDUMPABLE = (
     (r"deleted and invalidated dentries", "deleted file"),
@@ -159,7 +161,10 @@ class RunscRuntime(ContainerRuntime):
     def _known(self, key: str) -> Iterable[Path]:
         self._hang_up(key)
         name = self._container(key)
-        return [*(self._folder / "runsc").glob(f"{name}_sandbox:*"), self._way(key)]
+        own = self._folder / "runsc"
+        # Where one is left, the next life of the key takes the next place, and none after the last.
+        sockets = [place / f"runsc-{name}.sock" for place in (own, *_SOCKETS)]
+        return [*own.glob(f"{name}_sandbox:*"), *sockets, self._way(key)]
 
     def _door(self, key: str) -> Path | None:
         return self._way(key) / "proxy" if self._way_out else None
