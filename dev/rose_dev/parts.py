@@ -89,12 +89,10 @@ def _toolkit(name: str) -> Part:
 _GPU_SOURCES = Path(__file__).with_name("gpu_node") / "go"
 
 
-def _own(name: str) -> Part:
+def _own(name: str, package: str, source: Path) -> Part:
     """Of our own module; its version is what it says, so that a change is built anew."""
-    text = b"".join(path.read_bytes() for path in sorted(_GPU_SOURCES.rglob("*")) if path.is_file())
-    return Part(
-        name, f"./{name}", f"{zlib.crc32(text):08x}", in_kubernetes=False, source=_GPU_SOURCES
-    )
+    text = b"".join(path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file())
+    return Part(name, package, f"{zlib.crc32(text):08x}", in_kubernetes=False, source=source)
 
 
 GPU_NODE = (
@@ -104,9 +102,9 @@ GPU_NODE = (
     _toolkit("nvidia-ctk"),
     _toolkit("nvidia-cdi-hook"),
     _toolkit("nvidia-container-runtime"),
-    _own("device-plugin"),
-    _own("dra-driver"),
-    _own("nri-plugin"),
+    _own("device-plugin", "./device-plugin", _GPU_SOURCES),
+    _own("dra-driver", "./dra-driver", _GPU_SOURCES),
+    _own("nri-plugin", "./nri-plugin", _GPU_SOURCES),
 )
 """What a node with GPUs needs besides: a container runtime with CDI and NRI, NVIDIA's toolkit."""
 
@@ -128,6 +126,9 @@ RELEASE = (
     ),
 )
 """What a release needs besides helm: a client of registries, which is one too, and signatures."""
+
+CERT_MANAGER_PART = _own("cert-manager", ".", Path(__file__).with_name("cert_manager"))
+"""Built by the one test that issues with it, of `make test-long`."""
 
 EVERYTHING = CONTROL_PLANE + NODE + SCALE + GPU_NODE
 
@@ -178,7 +179,6 @@ CERT_MANAGER_KINDS = Kinds(
     "deploy/crds",
     "crd-*.yaml",
 )
-"""Its commands are modules of their own that no Go proxy serves: its kinds are all that is had."""
 
 
 def place_of(part: Part) -> Path:
