@@ -209,11 +209,16 @@ CLIENTS := $(ROSE_CACHE)/clients
 HARNESSES := $(ROSE_CACHE)/harnesses
 HARBOR := $(ROSE_CACHE)/harbor
 $(CLIENTS)/.stamp: $(wildcard tests/clients/requirements*.txt) tests/clients/package.json | $(UV)
-	@echo "[set-up] agents' SDKs and command-line agents in $(CLIENTS) (800 MB)"
+	@echo "[set-up] agents' SDKs and command-line agents in $(CLIENTS) (1.2 GB)"
 	@test -x $(CLIENTS)/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)
 	@VIRTUAL_ENV=$(CLIENTS) $(UV) pip install -q -r tests/clients/requirements.txt
 	@test -x $(CLIENTS)/openai2/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)/openai2
 	@VIRTUAL_ENV=$(CLIENTS)/openai2 $(UV) pip install -q -r tests/clients/requirements-openai2.txt
+	@test -x $(CLIENTS)/environments/bin/python || $(UV) venv -q --seed -p $(PYTHON) $(CLIENTS)/environments
+	@VIRTUAL_ENV=$(CLIENTS)/environments $(UV) pip install -q uv -r tests/clients/requirements-environments.txt
+	@# What its harness asks uv for when it runs, where it has no network.
+	@$(CLIENTS)/environments/bin/python -m pip download -q -d $(CLIENTS)/environments/wheels \
+		openai mcp==2.0.0 httpx httpx2 tenacity certifi
 	@mkdir -p $(CLIENTS)/npm && cp tests/clients/package.json $(CLIENTS)/npm
 	@if command -v npm >/dev/null; then npm install --prefix $(CLIENTS)/npm --no-audit --no-fund --no-package-lock --loglevel error; \
 	else echo "SKIPPED command-line agents: there is no npm here"; fi

@@ -297,3 +297,37 @@ async def test_verifiers_train_client_gets_its_tokens_and_is_one_session(
     assert {turn["session"] for turn in played.turns} == {"a-trace"}
     assert len(played.turns) == len(client.answers())
     assert played.rows == []
+
+
+@dataclass(frozen=True)
+class Game(Client):
+    """A client that plays a game, whose model calls no tool."""
+
+    moves: tuple[str, ...] = ()
+
+    def answers(self) -> tuple[str, ...]:
+        """The moves; the last one is made again and again."""
+        return self.moves
+
+
+async def test_verifiers_plays_and_scores_a_whole_environment_of_its_own(
+    stage: Staging, tmp_path: Path
+) -> None:
+    """Tasks, game, harness and rewards are the package's; the model is behind the router."""
+    letters = tuple(f"I try the letter [{one}] now." for one in "elpa")
+    program = "verifiers_environment.py"
+    client = Game(
+        "verifiers environment",
+        (program,),
+        tool="",
+        last="rewards 0.6 1.0",  # of grape three letters of five, of apple all
+        environment="environments",
+        moves=letters,
+    )
+    recipe = scripted_recipe("client-environment", client.script())
+    watched = Watched(recipe)
+    played = await play_while_an_engine_dies(client, recipe, watched, stage, tmp_path)
+    assert len(played.turns) == 4 + 6, "apple was won, grape lost by a letter tried three times"
+    for row in played.rows:
+        for turn in row["turns"]:
+            assert tuple(row["ids"][: turn["start"]]) in watched.prompts, "what the engine read"
