@@ -207,7 +207,7 @@ async def _play(
 
 
 def figures(found: dict[str, Tally], tasks: int, fork_seconds: list[float]) -> list[Figure]:
-    """What was measured, with the aims."""
+    """What was measured, with the aims; what no task came to has no figure."""
     made = []
     for way in WAYS:
         share = 100 * found[way].passed / tasks
@@ -217,24 +217,35 @@ def figures(found: dict[str, Tally], tasks: int, fork_seconds: list[float]) -> l
         made.append(figure(name, share, "%", at_least=least, at_most=most))
     own, full = found["ours"], found["full every turn"]
     restores = sorted(own.restoring)
-    p99 = restores[min(len(restores) - 1, int(0.99 * len(restores)))]
     turns = sum(own.actions.values())
     made += [
         figure("tasks", tasks, "", at_least=30),
         figure("turns, each with a kill", turns, ""),
-        figure("bytes against full every turn", 100 * own.bytes / full.bytes, "%", at_most=15),
-        figure("turns that save nothing", 100 * own.actions["none"] / turns, "%"),
-        figure("ours: checkpoint, median", statistics.median(own.saving), "s"),
-        figure("full: checkpoint, median", statistics.median(full.saving), "s"),
-        figure("ours: restore, median", statistics.median(restores), "s"),
-        figure("ours: restore, p99", p99, "s", at_most=1.0),
-        figure("restart: played again, mean", statistics.mean(found["restart"].restoring), "s"),
+    ]
+    if full.bytes:
+        share = 100 * own.bytes / full.bytes
+        made.append(figure("bytes against full every turn", share, "%", at_most=15))
+    if turns:
+        made.append(figure("turns that save nothing", 100 * own.actions["none"] / turns, "%"))
+    for name, seconds in (
+        ("ours: checkpoint, median", own.saving),
+        ("full: checkpoint, median", full.saving),
+        ("ours: restore, median", restores),
+    ):
+        if seconds:
+            made.append(figure(name, statistics.median(seconds), "s"))
+    if restores:
+        p99 = restores[min(len(restores) - 1, int(0.99 * len(restores)))]
+        made.append(figure("ours: restore, p99", p99, "s", at_most=1.0))
+    if again := found["restart"].restoring:
+        made.append(figure("restart: played again, mean", statistics.mean(again), "s"))
+    return [
+        *made,
         figure(f"fork of {CHILDREN}, in all, median", statistics.median(fork_seconds), "s"),
         figure(
             f"fork of {CHILDREN}, in all, slowest of {FORKS}", max(fork_seconds), "s", at_most=1.0
         ),
     ]
-    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:

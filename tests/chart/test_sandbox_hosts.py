@@ -15,6 +15,7 @@ from rose_dev.errors import CommandFailed
 from rose_dev.node import Node
 from rose_dev.waiting import wait_until
 from rose_sandbox.errors import Unavailable
+from rose_sandbox.main import RUNTIMES
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_weights.serve import tenants
 from tests.chart.installation import (
@@ -43,8 +44,8 @@ def parts() -> Parts:
         pytest.skip(str(error))
 
 
-@pytest.fixture
-def installed(node: Node, tmp_path: Path) -> Iterator[Node]:
+@pytest.fixture(params=sorted(RUNTIMES))
+def installed(node: Node, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
     """The chart with sandbox hosts for one lease, a store of records and a pod of the team."""
     found = parts()
     remove(node)
@@ -63,6 +64,7 @@ def installed(node: Node, tmp_path: Path) -> Iterator[Node]:
                 "enabled": True,
                 "store": f"rose://weights.{RESEARCH}.svc:7446",
                 "leases": [{"namespace": RESEARCH, "name": "grpo"}],
+                "runtime": request.param,
                 "partsPath": str(found.folder),
                 "gibibytes": 4,
             },
@@ -166,7 +168,17 @@ told = await box.checkpoint([1, 2, 3])
 print(told.recoverable_to, told.action)
 """
 RESTORE = """
-back = await host.restore("episode")
+from rose_sandbox.errors import HostAway
+back = None
+for _ in range(60):  # the name leads to the host that was killed until the cluster's DNS hears of it
+    try:
+        back = await host.restore("episode")
+        break
+    except HostAway as error:
+        away = error
+        await asyncio.sleep(1)
+if back is None:
+    raise away
 print(back["ids"])
 box = Sandbox(session="episode", host=host, existing=True)
 print((await box.run("echo $GREETING $(cat /home/a)")).stdout.decode())

@@ -87,7 +87,7 @@ class Channel:
         Args:
             words: of its line, without the number.
             then: what comes behind the line.
-            within: seconds.
+            within: seconds, besides those that its bytes take.
             most: bytes of the answer.
 
         Raises:
@@ -95,9 +95,8 @@ class Channel:
             UnknownSandbox: there is nobody who could answer.
         """
         async with self._lock:
-            return await whole(
-                asyncio.to_thread(self._exchange, words, then, time.monotonic() + within, most)
-            )
+            ends = time.monotonic() + within + (len(then) + most) / BYTES_A_SECOND
+            return await whole(asyncio.to_thread(self._exchange, words, then, ends, most))
 
     async def put(self, path: bytes, mode: int, data: bytes) -> str:
         """Write a file at a path with its zero byte; returns the last answer's word."""
@@ -164,11 +163,15 @@ class Channel:
     def _wait(self, descriptor: int, what: int, ends: float) -> None:
         poll = select.poll()
         poll.register(descriptor, what)
-        while not poll.poll(1000 * max(0.0, min(_LOOK_SECONDS, ends - time.monotonic()))):
-            if not self._alive():
-                raise UnknownSandbox("the sandbox has ended: what ran in it is gone")
+        while True:
+            ready = poll.poll(1000 * max(0.0, min(_LOOK_SECONDS, ends - time.monotonic())))
+            # Also where there is something: whoever floods the pipe must not hold the host for ever.
             if time.monotonic() > ends:
                 raise Silent(
                     "the sandbox's first process does not answer; what ran in it broke or filled "
                     "it: go back to an earlier turn, or end it"
                 )
+            if ready:
+                return
+            if not self._alive():
+                raise UnknownSandbox("the sandbox has ended: what ran in it is gone")

@@ -362,7 +362,7 @@ class ContainerRuntime(ABC):
         for known in self._known(key):
             if known.is_dir():
                 shutil.rmtree(known, ignore_errors=True)
-            else:
+            elif known.exists():  # a pod's own files are read-only, also where there is none
                 known.unlink(missing_ok=True)
         await self._volume.unmount(self._roots / key)
         with suppress(OSError):
