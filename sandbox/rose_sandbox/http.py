@@ -301,8 +301,8 @@ class _Api:
 
     async def _inside(self, request: web.Request) -> socket.socket:
         number = request.match_info["port"]
-        if not number.isdecimal():
-            raise ValueError(f"{number!r} is no port")
+        if not number.isdecimal() or not 0 < int(number) < 1 << 16:
+            raise ValueError(f"{number!r} is no port: 1 to 65535")
         return await self._host.connect(_key(request), int(number))
 
     async def turn(self, request: web.Request) -> web.Response:

@@ -267,7 +267,7 @@ class ContainerRuntime(ABC):
         else:
             raise CannotRestore(
                 f"the processes of {key} were saved by another runtime than {self.name}: restore "
-                "them at a host that has that one (--runtime), or their files alone"
+                "them at a host that has that one (--runtime)"
             )
         await self._wait_until_it_listens(key)
 

@@ -363,8 +363,9 @@ class RunscRuntime(ContainerRuntime):
                 what = next((word for sign, word in _UNDUMPABLE if re.search(sign, said)), None)
                 raise CannotCheckpoint(
                     what or "runtime",
-                    f"sandbox {key} cannot be saved: {said}; a host with --runtime runc may save "
-                    "such a one",
+                    # gVisor says it in a line; where in its own program is no matter of a tenant.
+                    f"sandbox {key} cannot be saved: {said.partition(chr(10))[0].rstrip(':')}; a "
+                    "host with --runtime runc may save such a one",
                 ) from error
             # Inode numbers are gVisor's own, which its image has.
             return time.monotonic() - started, ()
