@@ -79,7 +79,7 @@ SESSION = [
     ("exec 5>&-", PROCESSES),
     ("trap 'echo bye' TERM", PROCESSES),
     ("ulimit -n 100", PROCESSES),
-    ("renice -n 5 -p $$ > /dev/null", PROCESSES),
+    ("renice -n $(($(nice) + 2)) -p $$ > /dev/null", PROCESSES),
     ("echo 500 > /proc/$$/oom_score_adj", UNKNOWN),
     ("shopt -s nullglob", PROCESSES),
     ("echo 1 > /home/f", FILES),

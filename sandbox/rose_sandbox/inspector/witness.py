@@ -239,8 +239,6 @@ def _kernel(pid: int, maps: str, unsure: set[str], *, at_rest: bool) -> str:
         with suppress(OSError):
             _add(digest, os.readlink(f"{base}/{link}"))  # noqa: PTH115 - as above
     _add(digest, _text(f"{base}/limits"))
-    with suppress(OSError):
-        _add(digest, _text(f"{base}/oom_score_adj"))
     for thread in sorted(os.listdir(f"{base}/task")):  # noqa: PTH208 - as above
         with suppress(OSError):
             words = _text(f"{base}/task/{thread}/stat").rpartition(") ")[2].split()
