@@ -170,7 +170,7 @@ print(told.recoverable_to, told.action)
 RESTORE = """
 from rose_sandbox.errors import HostAway
 back = None
-for _ in range(60):  # the name leads to the host that was killed until the cluster's DNS hears of it
+for _ in range(60):  # the name may lead to the killed host for a while
     try:
         back = await host.restore("episode")
         break

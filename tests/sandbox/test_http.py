@@ -180,7 +180,9 @@ async def test_a_server_in_the_sandbox_answers_at_its_port(served: Served) -> No
             assert ASKED[-1] == b"GET /a%20b%2Fc HTTP/1.0"
             async with http.get(f"{served.url}/sessions/s/port/81/") as answer:
                 assert (answer.status, (await answer.json())["error"]) == (502, "NotListening")
-            for none in (f"{served.url}/sessions/s/port/{number}/" for number in ("0", "65536", "x")):
+            for none in (
+                f"{served.url}/sessions/s/port/{number}/" for number in ("0", "65536", "x")
+            ):
                 async with http.get(none) as answer:
                     assert answer.status == 400, none
             async with http.get(f"{served.url}/sessions/s/tunnel/80") as answer:

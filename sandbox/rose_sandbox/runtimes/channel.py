@@ -165,7 +165,7 @@ class Channel:
         poll.register(descriptor, what)
         while True:
             ready = poll.poll(1000 * max(0.0, min(_LOOK_SECONDS, ends - time.monotonic())))
-            # Also where there is something: whoever floods the pipe must not hold the host for ever.
+            # Also where there is something: who floods the pipe must not hold the host for ever.
             if time.monotonic() > ends:
                 raise Silent(
                     "the sandbox's first process does not answer; what ran in it broke or filled "
