@@ -203,13 +203,14 @@ class Rounds:
 
         Those that were carried into it have their places, ready or not. None between two rounds.
         """
-        if self._kind is not None:
-            self._take()
         return tuple(self._batch)
 
     def _take(self) -> None:
-        """What is ready goes into the batch while there are places."""
-        for prompt in self._ready:
+        """What is ready goes into the batch while there are places.
+
+        Whenever that may change, asked for or not: the order of the batch is that of its parts.
+        """
+        for prompt in self._ready if self._kind is not None else ():
             fresh = sum(one not in self._carried for one in self._batch)
             places = self.shape.batch - len(self._carried) - fresh
             if prompt not in self._batch and (prompt in self._carried or places > 0):
@@ -257,13 +258,16 @@ class Rounds:
         if last and not self._deferred and not self._carried:
             return None
         self._number += 1
-        if last or len(self._deferred) >= self._due:
+        long = last or len(self._deferred) >= self._due
+        self._kind = RoundKind.LONG if long else RoundKind.SHORT
+        self._take()
+        if long:
             return self._open_long()
-        self._kind, self._fresh = RoundKind.SHORT, self.shape.started_for(self._due)
+        self._fresh = self.shape.started_for(self._due)
         return Opening(self._number, RoundKind.SHORT, (), self._fresh, self.shape.started_members)
 
     def _open_long(self) -> Opening:
-        self._kind, self._fresh = RoundKind.LONG, 0
+        self._fresh = 0
         resumed = tuple(self._deferred)[: self._due]
         for prompt in resumed:
             del self._deferred[prompt]
@@ -324,6 +328,7 @@ class Rounds:
         self._running.pop(prompt, None)
         self._sampled.pop(prompt, None)
         self._ready.append(prompt)
+        self._take()
         return self._maybe_close()
 
     def drop(self, prompt: str) -> Closing | None:
@@ -340,6 +345,7 @@ class Rounds:
             self._ready.remove(prompt)
             self._batch = [one for one in self._batch if one != prompt]
         self._carried = tuple(one for one in self._carried if one != prompt)
+        self._take()
         self._dropped += 1
         return self._maybe_close()
 
@@ -350,7 +356,6 @@ class Rounds:
         sampled = len(self._sampled) + len(self._ready)
         if sampled < whole and (self._running or self._fresh):
             return None
-        self._take()
         if len(self._batch) < min(self.shape.batch, sampled):
             return None
         batch, self._batch = tuple(self._batch), []

@@ -312,6 +312,32 @@ def test_a_round_still_waits_for_tokens_and_for_more_rewards_than_may_be_late() 
     assert _ready(rounds, "c") is not None
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_late_group_that_is_lost_leaves_its_place_and_the_order_of_the_batch(
+    streams: bool,
+) -> None:
+    rounds = Rounds(RoundShape(batch=2, members=1, surplus=0.0, late=2))
+    rounds.open()
+    _begun(rounds, "a", "b", "c", "d")
+    for name in "abcd":
+        _sampled(rounds, name)
+    _ready(rounds, "a")
+    closing = _ready(rounds, "b")
+    assert closing is not None
+    assert closing.carried == ("c", "d")
+    rounds.open()
+    _begun(rounds, "e", "f")
+    given: list[str] = []
+    for tell, name in ((_ready, "e"), (_ready, "c"), (Rounds.drop, "d")):
+        assert tell(rounds, name) is None
+        if streams:  # only who streams asks
+            given += [one for one in rounds.taken if one not in given]
+    closing = _ready(rounds, "f")
+    assert closing is not None
+    assert closing.batch == ("c", "e"), "e had no place before d was lost"
+    assert given == (["c", "e"] if streams else [])
+
+
 def test_more_late_groups_than_a_batch_has_are_refused() -> None:
     with pytest.raises(InvalidRound, match="late 3 must be 0 to batch, 2"):
         RoundShape(batch=2, members=1, late=3)
