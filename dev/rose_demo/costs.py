@@ -60,7 +60,7 @@ def costs(recording: Recording, attainments: Mapping[str, Attainment]) -> CostBr
     )
     return breakdown(
         ledger,
-        Prices(DEDICATED_HOUR, LENT_HOUR, round(violation or 0)),
+        Prices(DEDICATED_HOUR, LENT_HOUR, round(violation or 0), reserve_hour=DEDICATED_HOUR),
         Sampled({Tier.DEDICATED: int(dedicated), Tier.BORROWED: int(borrowed)}, trained),
         violation=violation,
     )
@@ -78,6 +78,7 @@ def section(found: CostBreakdown | None) -> str:
     note = (
         "<p class='note'>A GPU's hour is 1, a lent one 0.5: prices of a stand-in, to show how the "
         "parts make the bill. An accepted trajectory is one that was trained on; it is correct "
-        "where each of its turns was.</p>"
+        "where each of its turns was. A stand-in has no GPU's memory, so none is counted as kept "
+        "back.</p>"
     )
     return f"{head}{table(found)}{note}"

@@ -210,7 +210,10 @@ class Gateway:
         if team is None:
             return self.queue
         found = (*self._waiting.values(), *self._under_way.values())
-        return sum(self.functions[one.reward.function].team == team for one in found)
+        return sum(self._counts(one, team) for one in found)
+
+    def _counts(self, one: _Waiting, team: str | None) -> bool:
+        return team is None or self.functions[one.reward.function].team == team
 
     @property
     def verifications(self) -> int:
@@ -228,7 +231,7 @@ class Gateway:
         ages = [
             now - one.since
             for one in (*self._waiting.values(), *self._under_way.values())
-            if team is None or self.functions[one.reward.function].team == team
+            if self._counts(one, team) and self.functions[one.reward.function].judge is None
         ]
         return wish(ages, self.p50(team), target, self.queue_limit)
 
@@ -332,7 +335,6 @@ class Gateway:
                 break
             one = self._waiting.pop(chosen.number)
             self._verifying[self.functions[one.reward.function].team] += 1
-            self._under_way[one.key] = one
             self._start(one)
         if self._late:  # a place has come free, or a group lacks one result less
             self._hedge()
@@ -411,6 +413,7 @@ class Gateway:
         self.fill()
 
     def _start(self, one: _Waiting) -> None:
+        self._under_way[one.key] = one
         task = asyncio.create_task(self._run(one))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -424,7 +427,7 @@ class Gateway:
         finally:
             if function.judge is None:
                 self._verifying[function.team] -= 1
-                self._under_way.pop(one.key, None)
+            self._under_way.pop(one.key, None)
         self._count_member(one, result)
         self.fill()  # the disk is waited for without a worker
         if self.journal is not None and not isinstance(result, Lost):

@@ -507,6 +507,8 @@ async def test_judges_are_asked_at_once_take_no_worker_and_fill_the_queue(folder
             try:
                 await until(all_asked, f"{more} judges are asked")
                 assert (rewards.gateway.queue, rewards.gateway.verifications) == (more, 0)
+                assert [rewards.gateway.queued(team) for team in ("", "other")] == [more, 0]
+                assert rewards.gateway.wish(15.0) == rewards.gateway.wish(15.0, "") == 0
                 assert (await rewards.ask(function="judge", trajectory="more"))[0] == 429
             finally:
                 answered.set()

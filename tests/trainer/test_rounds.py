@@ -289,6 +289,21 @@ async def test_a_reward_that_fails_drops_its_prompt_also_when_it_is_late() -> No
     assert (batches.tally.trained, batches.tally.dropped, batches.tally.under_way) == (5, 1, 0)
 
 
+async def test_a_trainer_that_resumes_loses_no_prompt_whose_rewards_were_late() -> None:
+    slow = {1}
+    rollout = _rollout(lambda n: 100.0 if n in slow else 1.0, [])
+    score, shape = _rewarded(lambda _: 10.0), RoundShape(2, 1, surplus=0.5, late=1)
+    batches = Batches(range(5), rollout, shape, reward=score)
+    killed = batches.__aiter__()
+    trained = [prompt for prompt, _ in (await anext(killed)).groups]
+    saved = [*batches.carried, *batches.put_off]
+    await killed.aclose()
+    assert (trained, batches.carried, saved) == ([0, 2], [3], [3, 4, 1])
+    async for batch in Batches(range(5, 9), rollout, shape, put_off=saved, reward=score):
+        trained += [prompt for prompt, _ in batch.groups]
+    assert sorted(trained) == list(range(9)), "each once"
+
+
 async def test_late_groups_without_a_reward_of_their_own_are_refused() -> None:
     with pytest.raises(InvalidRound, match="late 1 needs reward="):
         Batches(range(2), _rollout(lambda _: 1.0, []), RoundShape(2, 1, late=1))

@@ -71,7 +71,8 @@ class Batches(Generic[Prompt, Sample]):
         rollout: samples one trajectory: ``await rollout(prompt, member)``. What it raises drops the
             prompt, counted in ``tally`` and kept in ``failures``; it is not asked again.
         shape: sizes.
-        put_off: what ``Batches.put_off`` was when the trainer saved the checkpoint it resumes from.
+        put_off: what ``Batches.carried`` and ``put_off`` were when the trainer saved the checkpoint
+            that it resumes from; all of it is sampled anew.
         stream: give groups as they become ready; the last part may be empty.
         reward: gives a trajectory its reward: ``await reward(prompt, sample)`` is the sample that
             is trained on. What it raises drops the prompt too. None = ``rollout`` gives it.
