@@ -407,6 +407,19 @@ async def test_answers_that_no_engine_takes_are_refused_before_any_is_made() -> 
         await over(turn)
 
 
+async def test_a_turn_that_came_before_any_engine_waits_for_one_that_takes_it() -> None:
+    """Engines of a lease come one after the other."""
+    async with world() as w:
+        turn = w.ask(5, sampling=SEEDED)
+        await asyncio.sleep(1)
+        w.attach(like_vllm("vllm"))
+        await asyncio.sleep(30)
+        assert not turn.is_over
+        w.attach(SimEngine("sglang"))
+        judge_whole(await over(turn))
+        assert [leg.engine for leg in turn.transcript.legs] == ["sglang"]
+
+
 async def test_a_turn_that_came_before_any_engine_is_refused_by_name_once_none_takes_it() -> None:
     """As if it came now, and not after the longest wait."""
     async with world() as w:

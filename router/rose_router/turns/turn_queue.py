@@ -37,6 +37,10 @@ from rose_router import metrics
 from rose_router.engines.fleet import Clock, Engine, Fleet
 from rose_router.errors import Busy, Overloaded, Unprocessable
 
+_OTHERS_SECONDS = 60.0
+"""A turn that waits is refused for what no engine attached takes once that has been so for as long:
+engines come one after the other, each within a minute, and after a 422 no client asks again."""
+
 
 @dataclass(eq=False)
 class Waiter:
@@ -45,6 +49,7 @@ class Waiter:
     Attributes:
         session: whose keys it leaves on its engine.
         job: whose turn it is.
+        refused: since when each engine attached refuses it; ``None`` = one takes it, or none is.
     """
 
     key: tuple[bool, int, int]
@@ -54,6 +59,7 @@ class Waiter:
     future: asyncio.Future[Engine] = field(repr=False)
     job: str = ""
     obstacle: Obstacle = Obstacle.NO_ENGINE
+    refused: float | None = None
 
 
 class TurnQueue:
@@ -167,7 +173,7 @@ class TurnQueue:
             Overloaded: the turn has waited too long.
             VersionGone: the exact version asked for runs nowhere any more.
             UnknownVersion: no engine attached has the turn's run any more.
-            UnsafeTurn: no engine attached takes it.
+            UnsafeTurn: for a minute no engine attached has taken it.
         """
         began = self._clock()
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
@@ -348,7 +354,8 @@ class TurnQueue:
         """End a turn that no waiting helps.
 
         One that holds no tokens ends by what it would be refused for if it came now: engines may
-        have come, and gone, since it came. One that holds some waits for an engine that goes on.
+        have come, and gone, since it came. What is final is said when others had time to come. One
+        that holds some waits for an engine that goes on.
         """
         view, fresh = waiter.view, waiter.key[0]
         if waiter.future.done() or (view.pin.exact is None and not fresh):
@@ -357,8 +364,12 @@ class TurnQueue:
             self._fleet.check_pin(view.pin)
             if fresh and view.asked:
                 self._fleet.check_taken(view.asked, dedicated_only=view.dedicated_only)
+            waiter.refused = None
         except UnsafeTurn as error:
-            waiter.future.set_exception(error)
+            now = self._clock()
+            waiter.refused = now if waiter.refused is None else waiter.refused
+            if now - waiter.refused >= _OTHERS_SECONDS:
+                waiter.future.set_exception(error)
         except UnknownVersion as error:
             gone = view.pin.exact is not None
             waiter.future.set_exception(VersionGone(str(error)) if gone else error)
