@@ -146,6 +146,20 @@ async def test_an_idle_connection_that_the_engine_closes_is_forgotten() -> None:
         assert len(made.writers) == 2
 
 
+async def test_who_closes_awaits_no_more_ends_of_answers() -> None:
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"4\r\nlast\r\n")
+
+    async with engine(endless) as (_, connections, place):
+        ending = await asked(connections, place)
+        assert await ending.chunk() == b"last"
+        ending.leave()
+        assert ending.stage is Stage.ENDING
+        connections.close()
+        assert ending.stage is Stage.LOST
+        await until(lambda: not connections.open)
+
+
 async def test_nobody_there_is_said_so() -> None:
     async with engine(lambda _writer: asyncio.sleep(0)) as (_, connections, place):
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import itertools
 import json
@@ -38,6 +39,7 @@ from rose_router.http.bodies import (
 )
 from rose_router.http.dialects.common import token_ids
 from rose_router.http.loop_share import LoopShare
+from rose_router.http.memory import MemoryLimiter, MemoryReservation
 from rose_router.http.tokenization import Tokenizer
 from tests.router.conftest import Stage
 from tests.router.scripts import Follows, folder
@@ -333,6 +335,53 @@ async def test_a_sender_that_the_router_holds_back_is_not_slow() -> None:
         http.post(server.make_url("/"), data=body) as reply,
     ):
         assert (reply.status, await reply.text()) == (200, str(1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [({"prompt": "hello"}, 200), ({"prompt": [[]] * 300_000}, 413)]
+)
+async def test_a_compressed_body_is_bounded_by_what_it_becomes(
+    stage: Staging, body: dict[str, Any], status: int
+) -> None:
+    raw = gzip.compress(json.dumps(body).encode() + b" " * bodies._WHOLE)
+    assert len(raw) < bodies._WHOLE
+    packed = {"Content-Encoding": "gzip"}
+    async with (
+        stage(tokenizer=folder()) as s,
+        s.http.post(s.url + "/tokenize", data=raw, headers=packed) as reply,
+    ):
+        assert reply.status == status, await reply.text()
+
+
+async def test_a_body_that_is_not_compressed_as_it_says_is_refused_with_a_reason(
+    stage: Staging,
+) -> None:
+    async with stage(tokenizer=folder()) as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        head = "POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\n"
+        writer.write(f"{head}Content-Length: 20\r\n\r\n".encode() + b"x" * 20)
+        answer = await reader.read()
+        assert answer.split()[1] == b"400"
+        assert b"the body is not what its headers say" in answer
+        writer.close()
+
+
+async def test_a_compressed_body_has_the_memory_of_the_longest(
+    stage: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, room_for = list[int](), MemoryLimiter.room_for
+
+    def noted(memory: MemoryLimiter, body_bytes: int) -> MemoryReservation:
+        asked.append(body_bytes)
+        return room_for(memory, body_bytes)
+
+    monkeypatch.setattr(MemoryLimiter, "room_for", noted)
+    raw = gzip.compress(b'{"prompt":"hello"}')
+    async with stage(tokenizer=folder()) as s:
+        for headers in ({"Content-Encoding": "gzip"}, {}):
+            async with s.http.post(s.url + "/tokenize", data=raw, headers=headers) as reply:
+                assert reply.status == (200 if headers else 400), await reply.text()
+        assert asked == [s.router.service.settings.max_body_bytes, len(raw)]
 
 
 async def test_many_ids_become_text_one_request_after_the_other(

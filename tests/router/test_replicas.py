@@ -133,6 +133,19 @@ async def test_a_trajectory_has_one_home_wherever_its_turns_arrive(
             assert await reply.json() == {"unknown": ["?"]}
 
 
+async def test_a_long_report_is_read_by_every_replica(
+    pair: Callable[[], AbstractAsyncContextManager[list[Stage]]],
+) -> None:
+    trained = [f"{'t' * 60}{number}" for number in range(6000)]
+    async with pair() as (one, two):
+        await one.engine("e", cap=8)
+        await known(two, "e", 4)
+        await generate(two, session_id=key_of("two"))
+        async with one.post("/trajectories", {"trained": [*trained, key_of("two")]}) as reply:
+            assert reply.status == 200, await reply.text()
+            assert set((await reply.json())["unknown"]) == set(trained)
+
+
 async def test_a_caller_that_hangs_up_at_one_replica_ends_its_turn_at_the_other(
     pair: Callable[[], AbstractAsyncContextManager[list[Stage]]],
 ) -> None:

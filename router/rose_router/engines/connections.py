@@ -226,6 +226,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It stands."""
         self._transport = cast("asyncio.Transport", transport)
+        self._pool.open.add(self)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the engine."""
@@ -275,9 +276,14 @@ class Connection(asyncio.Protocol):
 
 
 class Connections:
-    """All connections to engines; idle ones are used again."""
+    """All connections to engines; idle ones are used again.
+
+    Attributes:
+        open: those that stand, whatever their stage.
+    """
 
     def __init__(self) -> None:
+        self.open: set[Connection] = set()
         self._idle: dict[Place, list[Connection]] = {}
 
     async def ask(self, place: Place, request: bytes) -> Connection:
@@ -305,6 +311,7 @@ class Connections:
 
     def forget(self, connection: Connection) -> None:
         """It has ended."""
+        self.open.discard(connection)
         idle = self._idle.get(connection.place, [])
         if connection in idle:
             idle.remove(connection)
@@ -312,10 +319,9 @@ class Connections:
             self._idle.pop(connection.place, None)
 
     def close(self) -> None:
-        """End the idle ones."""
-        for connections in self._idle.values():
-            for connection in connections:
-                connection.hang_up()
+        """End them all: also those whose answers' ends would be awaited for a second more."""
+        for connection in self.open:
+            connection.hang_up()
 
     def _take(self, place: Place) -> Connection | None:
         connections = self._idle.get(place, [])

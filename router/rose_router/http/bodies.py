@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from rose_core.rollouts.fields import Bounds, check_context
 from rose_core.unreadable import UNREADABLE
@@ -55,17 +55,34 @@ def too_long(length: int) -> TooLarge:
     return TooLarge("TooLarge", message)
 
 
-async def raw_body(request: web.Request, limit: asyncio.Timeout | None = None) -> bytes:
+async def raw_body(request: web.Request) -> bytes:
     """The bytes a caller sent; they are kept.
-
-    Args:
-        request: whose.
-        limit: of the time that the caller may take to send them.
 
     Raises:
         TooLarge: it begins as a text that is too long for any context; the rest is not read.
+        SlowCaller: it did not come in time.
+        BadRequest: it cannot be unpacked.
     """
-    length = request.content_length
+    try:
+        if request.content.is_eof():  # the usual case: it came with the head, or was read before
+            return await _received(request)
+        async with asyncio.timeout(request.app.get(BODY_SECONDS, 60.0)) as limit:
+            return await _received(request, limit)
+    except TimeoutError:
+        message = "the body did not come in time; send it faster, or in smaller requests"
+        raise SlowCaller("SlowCaller", message) from None
+    except web.RequestPayloadError as error:
+        message = f"the body is not what its headers say: {error}"
+        raise BadRequest("Malformed", message) from error
+
+
+def known_length(request: web.Request) -> int | None:
+    """Bytes of a body that is still to come; ``None`` where it may become any number of them."""
+    return None if hdrs.CONTENT_ENCODING in request.headers else request.content_length
+
+
+async def _received(request: web.Request, limit: asyncio.Timeout | None = None) -> bytes:
+    length = known_length(request)
     if length is not None and length <= _WHOLE:
         return await request.read()
     kept: bytes | None = request.get(_ARRIVED)
@@ -113,7 +130,7 @@ async def pass_by(request: web.Request, response: web.StreamResponse) -> web.Str
         async with asyncio.timeout(_PASSING_SECONDS) as limit:
             async for piece in request.content.iter_any():
                 await large.slices.pay(len(piece) * _RECEIVED_SECONDS, limit)
-    except TimeoutError:
+    except (TimeoutError, web.RequestPayloadError):
         pass  # aiohttp closes what is not at its end
     finally:
         large.passing -= 1
@@ -153,15 +170,7 @@ async def read_body(request: web.Request) -> dict[str, Any]:
         TooLarge: it is a text that is too long.
         SlowCaller: it did not come in time.
     """
-    try:
-        if request.content.is_eof():  # the usual case: it came with the head
-            raw = await raw_body(request)
-        else:
-            async with asyncio.timeout(request.app.get(BODY_SECONDS, 60.0)) as limit:
-                raw = await raw_body(request, limit)
-    except TimeoutError:
-        message = "the body did not come in time; send it faster, or in smaller requests"
-        raise SlowCaller("SlowCaller", message) from None
+    raw = await raw_body(request)
     if len(raw) <= _WHOLE:
         return json_object(raw)
     large = request.app[LARGE_BODIES]

@@ -138,7 +138,7 @@ def _listed(said: object) -> bool:
 async def _everywhere(
     request: web.Request, handler: Handler, peers: Peers, session: aiohttp.ClientSession
 ) -> web.StreamResponse:
-    raw, headers = await request.read(), _headers(request, peers.me)
+    raw, headers = await raw_body(request), _headers(request, peers.me)
     tls = peers.http()
     calls = (_told(peer, request.path_qs, raw, headers, session, tls=tls) for peer in peers.others)
     told = asyncio.gather(*calls)

@@ -40,7 +40,7 @@ from rose_core.rollouts.router_size import (
 from rose_router import metrics
 from rose_router.errors import Overloaded, TooLarge
 from rose_router.http import batches
-from rose_router.http.bodies import MOST_HISTORY, too_long
+from rose_router.http.bodies import MOST_HISTORY, known_length, too_long
 from rose_router.turns.request import TurnRequest
 
 _SMALL_PART = 1 / 32
@@ -191,7 +191,7 @@ def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
     ) -> web.StreamResponse:
         if not request.body_exists or request.path.startswith(batches.PREFIXES):
             return await handler(request)  # what is passed on in pieces is never held
-        length, most = request.content_length, most_body
+        length, most = known_length(request), most_body
         if request.path in CONVERSATIONS:
             most = min(most, MOST_HISTORY)
             if length is None:
