@@ -148,6 +148,7 @@ def application(
     guarded = _guarded(token, traffic_token)
     app = web.Application(client_max_size=FILE_BYTES, middlewares=[_named, guarded])
     app.add_routes(pages(metrics.REGISTRY))
+    app.on_shutdown.append(api.hang_up)
     app.add_routes(
         [
             web.post("/traffic", api.traffic),
@@ -219,6 +220,11 @@ async def _read(request: web.Request, kind: type[Body]) -> Body:
 class _Api:
     def __init__(self, host: Host, traffic: ServingTraffic) -> None:
         self._host, self._traffic = host, traffic
+        self._tunnels: set[web.WebSocketResponse] = set()
+
+    async def hang_up(self, _app: web.Application) -> None:
+        """End tunnels, for whose end a host that is to stop would be waiting."""
+        await asyncio.gather(*(one.close() for one in self._tunnels), return_exceptions=True)
 
     async def traffic(self, request: web.Request) -> web.Response:
         told = await _read(request, _Burns)
@@ -294,8 +300,10 @@ class _Api:
         reader, writer = await asyncio.open_connection(sock=await self._inside(request))
         try:
             await line.prepare(request)
+            self._tunnels.add(line)
             await carry(line, reader, writer)
         finally:
+            self._tunnels.discard(line)
             writer.close()
         return line
 

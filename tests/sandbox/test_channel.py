@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import threading
 from pathlib import Path
 
 import pytest
 
+from rose_sandbox.errors import UnknownSandbox
 from rose_sandbox.runtimes.channel import FROM, TO, Channel, Silent
 
 
@@ -22,6 +24,26 @@ async def test_a_tenant_who_floods_its_pipe_does_not_hold_the_host(tmp_path: Pat
             await channel.ask("hello", within=0.2)
     finally:
         channel.close()
+
+
+async def test_a_request_under_way_ends_with_its_channel_and_reads_no_later_one(
+    tmp_path: Path,
+) -> None:
+    """A sandbox of the same key may live by then, so that there is somebody who could answer."""
+    Channel.make(tmp_path)
+    channel = Channel(tmp_path, lambda: True)
+    asked = asyncio.create_task(channel.ask("hello"))
+    waits = asyncio.create_task(channel.ask("hello"))
+    await asyncio.to_thread(select.select, [channel._to], [], [])  # it is asked
+    channel.close()
+    Channel.make(tmp_path)
+    later = Channel(tmp_path, lambda: True)
+    for one in (asked, waits):
+        with pytest.raises(UnknownSandbox):
+            await one
+    later.close()
+    with pytest.raises(UnknownSandbox):
+        await later.ask("hello")
 
 
 async def test_an_answer_is_found_behind_what_a_tenant_wrote(tmp_path: Path) -> None:

@@ -197,6 +197,11 @@ async def test_a_server_in_the_sandbox_answers_at_its_port(served: Served) -> No
             writer.close()
             with pytest.raises(NotListening, match="port 81 of s"):
                 await box.connect(81)
+            idle, writer = await asyncio.open_connection(sock=await box.connect(80))
+            await served.app.shutdown()
+            async with asyncio.timeout(20):
+                assert await idle.read() == b"", "a host that stops waits for no tunnel"
+            writer.close()
             burns = {"serving_burns": True, "seconds": 30}
             async with http.post(f"{served.url}/traffic", json=burns) as answer:
                 assert answer.status == 204

@@ -29,6 +29,7 @@ _LOOK_SECONDS = 0.25
 """Between two looks whether there is still somebody who could answer."""
 _HEAD_BYTES = 256
 _CHUNK = 1 << 16
+_ENDED = "the sandbox has ended: what ran in it is gone"
 
 
 class Silent(RuntimeFailed):
@@ -50,6 +51,7 @@ class Channel:
         flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
         self._to, self._from = (os.open(folder / name, flags) for name in (TO, FROM))
         self._torn = True  # an earlier host may have died in the middle of a request
+        self._closed = False
 
     @staticmethod
     def make(folder: Path) -> None:
@@ -59,9 +61,27 @@ class Channel:
             os.mkfifo(folder / name, 0o600)
 
     def close(self) -> None:
-        """Let go of them."""
-        os.close(self._to)
-        os.close(self._from)
+        """Let go of them, at the end of a request that is under way: nobody can answer it."""
+        self._closed = True
+        if not self._lock.locked():
+            self._release()
+
+    def _release(self) -> None:
+        if self._closed and self._to >= 0:
+            os.close(self._to)
+            os.close(self._from)
+            self._to = self._from = -1
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        async with self._lock:
+            if self._closed:
+                raise UnknownSandbox(_ENDED)
+            try:
+                yield
+            finally:
+                # Not before: the numbers would soon be another sandbox's.
+                self._release()
 
     @asynccontextmanager
     async def quiet(self, *words: str) -> AsyncIterator[None]:
@@ -70,7 +90,7 @@ class Channel:
         Raises:
             Silent, UnknownSandbox: as ``ask``.
         """
-        async with self._lock:
+        async with self._alone():
             ends = time.monotonic() + ANSWER_SECONDS
             await whole(asyncio.to_thread(self._exchange, words, b"", ends, 0))
             yield
@@ -94,7 +114,7 @@ class Channel:
             Silent: no answer in time.
             UnknownSandbox: there is nobody who could answer.
         """
-        async with self._lock:
+        async with self._alone():
             ends = time.monotonic() + within + (len(then) + most) / BYTES_A_SECOND
             return await whole(asyncio.to_thread(self._exchange, words, then, ends, most))
 
@@ -115,7 +135,7 @@ class Channel:
                 self._torn = True
                 raise
 
-        async with self._lock:
+        async with self._alone():
             return await whole(asyncio.to_thread(exchange))
 
     def _exchange(
@@ -173,5 +193,5 @@ class Channel:
                 )
             if ready:
                 return
-            if not self._alive():
-                raise UnknownSandbox("the sandbox has ended: what ran in it is gone")
+            if self._closed or not self._alive():
+                raise UnknownSandbox(_ENDED)
