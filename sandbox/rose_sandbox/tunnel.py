@@ -43,28 +43,3 @@ async def carry(
         writer.close()
         with suppress(OSError):
             await line.close()
-
-
-async def join(
-    one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-) -> None:
-    """The same between two connections."""
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(CHUNK):
-            writer.write(data)
-            await writer.drain()
-
-    tasks = [
-        asyncio.create_task(copy(one[0], other[1])),
-        asyncio.create_task(copy(other[0], one[1])),
-    ]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        one[1].close()
-        other[1].close()
