@@ -154,9 +154,10 @@ async def test_who_closes_awaits_no_more_ends_of_answers() -> None:
         ending = await asked(connections, place)
         assert await ending.chunk() == b"last"
         ending.leave()
-        assert ending.stage is Stage.ENDING
+        stages = [ending.stage]
         connections.close()
-        assert ending.stage is Stage.LOST
+        stages.append(ending.stage)
+        assert stages == [Stage.ENDING, Stage.LOST]
         await until(lambda: not connections.open)
 
 
