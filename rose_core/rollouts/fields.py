@@ -31,6 +31,7 @@ from typing import Any, cast
 import msgspec
 
 from rose_core.rollouts.errors import UnsafeTurn
+from rose_core.rollouts.shown import shown
 from rose_core.rollouts.splice import REQUEST, SAMPLING, SpliceRow, SpliceRule
 
 MOST_TOP = 4096
@@ -226,7 +227,7 @@ REQUEST_FIELDS: Mapping[str, tuple[Check, str]] = {
     "token_ids_logprob": _IDS,
     "return_text_in_logprobs": _SWITCH,
     "return_sampling_mask": _SWITCH,
-    "sampling_logprobs_mode": (lambda value: value in {"selected", "support"}, "selected, support"),
+    "sampling_logprobs_mode": (lambda value: value in ("selected", "support"), "selected, support"),
     "return_prompt_token_ids": _SWITCH,
     "return_hidden_states": (lambda value: _flag(value) or value == "last", "true, false or last"),
     "return_routed_experts": _SWITCH,
@@ -275,7 +276,7 @@ def _admitted(
             message = f"{where}{name}: no field that an engine may be sent; leave it out"
             raise UnsafeTurn(message)
         if not rule[0](value):
-            message = f"{where}{name}: expected {rule[1]}, got {value!r:.100}"
+            message = f"{where}{name}: expected {rule[1]}, got {shown(value)}"
             raise UnsafeTurn(message)
         asked[name] = value
     return asked

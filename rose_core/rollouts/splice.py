@@ -27,6 +27,7 @@ from enum import StrEnum
 from typing import Any
 
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.shown import shown
 from rose_core.rollouts.stops import MOST_WINDOW
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's own default
@@ -193,6 +194,6 @@ def most_tokens(sampling: Mapping[str, Any]) -> int:
     if value is None:
         return DEFAULT_MAX_NEW_TOKENS
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        message = f"max_new_tokens: expected a whole number of at least 1, got {value!r}"
+        message = f"max_new_tokens: expected a whole number of at least 1, got {shown(value)}"
         raise InvalidTurn(message)
     return value

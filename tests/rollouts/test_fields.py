@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rose_core.rollouts.errors import UnsafeTurn
+from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
 from rose_core.rollouts.fields import (
     MOST_TOP,
     NOTHING_SAID,
@@ -17,6 +17,7 @@ from rose_core.rollouts.fields import (
     check_within,
     least,
 )
+from rose_core.rollouts.splice import most_tokens
 
 SMALL = Bounds(vocabulary=500, context=64)
 ROUTED = ("return_routed_experts",)
@@ -58,6 +59,7 @@ def test_a_sampling_parameter_of_another_kind_is_refused_by_name(field: str, val
         ("top_logprobs_num", "all"),
         ("token_ids_logprob", ["x"]),
         ("return_hidden_states", "first"),
+        ("sampling_logprobs_mode", ["selected"]),
         ("extra_key", "x" * 1000),
         ("positional_embed_overrides", {"a": 1}),
         ("bootstrap_room", 1),
@@ -69,6 +71,24 @@ def test_a_sampling_parameter_of_another_kind_is_refused_by_name(field: str, val
 def test_a_field_of_another_kind_is_refused_by_name(field: str, value: Any) -> None:  # noqa: ANN401  # JSON
     with pytest.raises(UnsafeTurn, match=field):
         admitted({}, {field: value})
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "max_new_tokens"])
+def test_a_complaint_writes_no_long_value_out(field: str) -> None:
+    written = 0
+
+    class Counted:
+        def __repr__(self) -> str:
+            nonlocal written
+            written += 1
+            return "?"
+
+    for value in ([Counted()] * 5000, dict.fromkeys(range(5000), Counted())):
+        with pytest.raises(InvalidTurn, match=r"got [\[{].*\.\.\."):
+            admitted({field: value}, {})
+        with pytest.raises(InvalidTurn, match=r"got [\[{].*\.\.\."):
+            most_tokens({"max_new_tokens": value})
+    assert written < 100
 
 
 def test_what_asks_for_nothing_is_not_sent() -> None:

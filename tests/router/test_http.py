@@ -19,7 +19,7 @@ from rose_dev.owners import owner
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_router import metrics
-from rose_router.http.handlers import _has_texts
+from rose_router.http.handlers import _takes_long
 from rose_wire.errors import Refused
 from tests.router.conftest import LEASE, VERSION, Stage
 
@@ -411,10 +411,12 @@ async def test_a_body_without_words_is_refused_with_a_reason_before_a_tokenizer_
 
 
 @pytest.mark.parametrize(
-    ("body", "texts"),
+    ("body", "long"),
     [
         ({"input_ids": [1, 2]}, False),
         ({"token_ids": [1], "sampling_params": {"max_tokens": 4, "stop": None}}, False),
+        ({"input_ids": [[1], [2]]}, True),
+        ({"prompt": [[1], [2]]}, True),
         ({"prompt": [1, 2], "stop": "a"}, True),
         ({"prompt": "a"}, True),
         ({"prompt": ["a"]}, True),
@@ -424,10 +426,10 @@ async def test_a_body_without_words_is_refused_with_a_reason_before_a_tokenizer_
         ({"messages": [{"role": "user", "content": "a"}]}, True),
     ],
 )
-async def test_a_long_body_is_left_to_a_thread_where_texts_are_encoded_or_compiled(
-    body: dict[str, Any], texts: bool
+async def test_a_long_body_is_left_to_a_thread_where_it_takes_longer_than_its_bytes(
+    body: dict[str, Any], long: bool
 ) -> None:
-    assert _has_texts(body) == texts
+    assert _takes_long(body) == long
 
 
 async def test_durations_are_counted_as_prometheus_counts_them() -> None:

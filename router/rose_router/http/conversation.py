@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.shown import shown
 from rose_core.unreadable import UNREADABLE
 
 Message = dict[str, Any]
@@ -63,7 +64,9 @@ def _part(part: object, field: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     text = part.get("text") if isinstance(part, dict) else None
     if kind != "text" or not isinstance(text, str):
-        message = f"{field}: {kind!r:.40} is no text, and a turn is continued from its token ids"
+        message = (
+            f"{field}: {shown(kind, 40)} is no text, and a turn is continued from its token ids"
+        )
         raise InvalidTurn(message)
     return text
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.shown import shown
 
 _ANYTHING = {"type": "object"}
 
@@ -33,11 +34,11 @@ def forced_by(body: Mapping[str, Any]) -> tuple[str, ...] | None:
         case _:
             message = (
                 "tool_choice: expected auto, none, required or {type: function, function: {name}}, "
-                f"got {asked!r:.100}"
+                f"got {shown(asked)}"
             )
             raise InvalidTurn(message)
     if not chosen:
-        message = f"tool_choice: {asked!r:.100} must be called, and tools has no such function"
+        message = f"tool_choice: {shown(asked)} must be called, and tools has no such function"
         raise InvalidTurn(message)
     if body.get("response_format"):
         message = "tool_choice: a forced call and a response_format exclude each other"

@@ -44,8 +44,8 @@ from rose_router.turns.turn import Turn, TurnState, typed_abort
 _LONG_BODY = 1 << 16
 """Bytes; a shorter one is read in about a millisecond, and a thread costs a tenth of that."""
 _LONG_IDS = 1 << 18
-"""The same of ids without a word: 40,000 are read in a millisecond, where they were decoded at
-once, too. On a busy machine a thread is waited for longer than that, twice."""
+"""The same of one prompt of ids without a word: 40,000 are read in a millisecond, where they were
+decoded at once, too. On a busy machine a thread is waited for longer than that, twice."""
 _READERS = 2
 """Threads for long bodies: one that takes its template's whole budget stops no other."""
 _FIND_SECONDS = 60.0  # a loop that ends answers nobody
@@ -278,8 +278,8 @@ class TurnHandlers:
             body: where its prompt may be ids.
         """
         size = len(await raw_body(request))
-        wordless = _LONG_BODY < size <= _LONG_IDS and body is not None and not _has_texts(body)
-        if size <= _LONG_BODY or wordless:
+        ids = _LONG_BODY < size <= _LONG_IDS and body is not None and not _takes_long(body)
+        if size <= _LONG_BODY or ids:
             return work()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._readers, copy_context().run, work)
@@ -423,10 +423,16 @@ def _says_words(body: Mapping[str, Any]) -> bool:
     return isinstance(first, str) or isinstance(body.get("tokens"), list)
 
 
-def _has_texts(body: Mapping[str, Any]) -> bool:
-    """Whether something in it is encoded, as prompts and stops are, or compiled, as patterns."""
+def _takes_long(body: Mapping[str, Any]) -> bool:
+    """Whether something in it is encoded, as texts are, or compiled, or there are many prompts.
+
+    Each of these takes longer than its bytes: 64,000 prompts of one token take 0.1 s.
+    """
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict) or _says_words(body):
+        return True
+    ids = body.get("input_ids") or body.get("prompt")
+    if isinstance(ids, list) and isinstance(ids[0], list):
         return True
     return any(one.get(name) for one in (body, sampling) for name in ("stop", "stop_regex"))
 

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.shown import shown
 from rose_router.http.conversation import Message
 from rose_router.http.dialects.common import ours, read_as, without_nulls
 
@@ -233,7 +234,7 @@ def _other(kind: object, item: Mapping[str, Any], where: str) -> Message:
 
 def _word(value: object) -> str:
     """A type or a role; anything else than text is none that is known."""
-    return value if isinstance(value, str) else repr(value)[:60]
+    return value if isinstance(value, str) else shown(value, 60)
 
 
 def _text(content: object, where: str, kinds: frozenset[str] = _TEXTS) -> str:
@@ -281,5 +282,5 @@ def _format(text: TextFormat | None) -> dict[str, Any] | None:
             return {"type": "json_object"}
         case {"type": "json_schema", "schema": dict(schema)}:
             return {"type": "json_schema", "json_schema": {"schema": schema}}
-    message = f"text.format: expected type text, json_object or json_schema, got {given!r:.100}"
+    message = f"text.format: expected type text, json_object or json_schema, got {shown(given)}"
     raise InvalidTurn(message)
