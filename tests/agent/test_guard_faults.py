@@ -12,9 +12,11 @@ import pytest
 
 from rose_agent.guard.blackbox import BlackBox, dumps
 from rose_agent.guard.loop import Guard
+from rose_agent.guard.report import slot_report
 from rose_agent.guard.taplink import TapLink
 from rose_agent.pods.model import ServingPod
 from rose_agent.tap import frames
+from rose_core.devices.memory import MemorySum
 from rose_core.guard.gate import GateLimits
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import (
@@ -113,6 +115,20 @@ async def test_a_jump_of_the_wall_clock_neither_settles_a_pod_nor_closes_its_gat
     made.step_all()
     assert is_open(permit)
     assert not made.is_settled(fresh), "Ready for a second, whatever the clock says"
+
+
+async def test_memory_kept_back_for_a_slot_is_in_what_its_guard_reports(guard: Parts) -> None:
+    made, _ = guard
+    made.step_all()
+    slot = made.slots[KEY.uid]
+    slot.reserve = MemorySum(total=80, serving=50, headroom=10, settled=3)
+    before, began = slot_report(slot), slot.totals.last_ns
+    made._step_replica(POD, began + 4 * S, 0)
+    after = slot_report(slot)
+    assert before is not None
+    assert after is not None
+    assert after.lent_milliseconds - before.lent_milliseconds == 4000
+    assert after.reserved_milliseconds - before.reserved_milliseconds == 1000, "a quarter of it"
 
 
 async def test_a_never_idle_replica_is_paced_inside_a_period(guard: Parts) -> None:
