@@ -84,6 +84,15 @@ def test_the_command_says_what_the_memory_is_worth(
     assert (tmp_path / "reserve-sessions.json").exists()
 
 
+def test_its_own_scenario_and_rates_have_an_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reserve", "--seeds", "1", "--seconds", "60", "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "of a GPU's price" in told, told
+    assert "outside of what was tried" not in told
+
+
 def test_it_wants_one_service_of_single_events(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reserve", str(SCENARIOS / "fleet.yaml")]) == 1
     assert "with one service" in capsys.readouterr().err
