@@ -19,6 +19,7 @@ from aiohttp import web
 from rose_core.rollouts.transcript import StreamEvent
 from rose_dev.pki import Authority
 from rose_dev.waiting import until
+from rose_router import metrics
 from rose_router.engines.connections import Connections
 from rose_router.engines.engine_client import HttpEngineClient, Target
 from rose_router.http.bearer import Tokens
@@ -243,6 +244,18 @@ async def test_a_caller_that_gives_way_in_its_handshake_is_gone(
                     assert await reader.read() == b""
             writer.close()
             other.close()
+
+
+async def test_who_speaks_no_tls_takes_no_place_any_more(stage: Make, tmp_path: Path) -> None:
+    folder = issue(Authority(tmp_path / "pki"), tmp_path / "tls")
+    limits = ConnectionLimits(connections=8, head_seconds=3600)
+    async with stage(http_tls_dir=folder, limits=limits) as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+        writer.close()
+        await until(lambda: not metrics.REGISTRY.get_sample_value("rose_router_connections"))
 
 
 async def test_without_descriptors_callers_wait_and_nothing_spins(

@@ -290,6 +290,42 @@ async def test_what_is_sent_after_the_answer_has_its_share_of_the_loop(
     assert sum(paid) >= (len(raw) - (1 << 20)) * bodies._RECEIVED_SECONDS
 
 
+async def _refused_at_its_head(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A caller of whose body not a byte has come when he has his answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n"
+    writer.write(head.encode())
+    answer = await reader.readuntil(b"\r\n\r\n")
+    assert answer.split()[1] == b"413"
+    await reader.readexactly(int(answer.lower().split(b"content-length:")[1].split()[0]))
+    return reader, writer
+
+
+async def test_few_may_go_on_sending_after_their_answer(
+    stage: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "_MOST_PASSING", 1)
+    monkeypatch.setattr(bodies, "_PASSING_SECONDS", 60.0)
+    async with stage(tokenizer=folder()) as s:
+        first, one = await _refused_at_its_head(s.router.http_port)
+        second, other = await _refused_at_its_head(s.router.http_port)
+        assert await second.read() == b""
+        assert not first.at_eof()
+        one.close()
+        other.close()
+
+
+async def test_who_goes_on_sending_after_his_answer_is_closed_in_the_end(
+    stage: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "_PASSING_SECONDS", 0.1)
+    async with stage(tokenizer=folder()) as s:
+        reader, writer = await _refused_at_its_head(s.router.http_port)
+        async with asyncio.timeout(30):
+            assert await reader.read() == b""
+        writer.close()
+
+
 async def test_bodies_that_hold_the_loop_are_decoded_one_after_the_other() -> None:
     """Each waits until the one before is paid for, however many come at once."""
     share, began, clock = LoopShare(1 / 100, 0.0), list[float](), asyncio.get_running_loop().time
@@ -501,6 +537,12 @@ async def test_a_text_of_ten_megabytes_is_read_no_further_than_its_beginning(
 )
 async def test_ids_are_no_text_whatever_stands_before_them(beginning: bytes) -> None:
     assert not _begins_with_text(beginning)
+
+
+async def test_a_text_is_looked_for_behind_no_more_marks_than_clients_send() -> None:
+    fields = ",".join(f'"f{number}":1' for number in range(bodies._MOST_MARKS))
+    assert _begins_with_text(b'{"f":1,"text":"a"')
+    assert not _begins_with_text(f'{{{fields},"text":"a"'.encode())
 
 
 async def test_a_long_text_behind_other_fields_is_refused_before_it_is_tokenized(
