@@ -77,17 +77,15 @@ DASHBOARD = Dashboard(
                 Panel(
                     "GPU time lent",
                     "Time under a grant since the lease was applied; times the pool's price it is "
-                    "what the lease costs.",
+                    "what the lease costs. Kept back: that time by the share of the memory that "
+                    "serving did without for it; 0 where memory is elastic.",
                     "s",
-                    {"sum by (lease) (rose_lease_lent_seconds{$here})": "{{lease}}"},
-                ),
-                Panel(
-                    "GPU time of the memory kept back",
-                    "GPU time lent, by the share of the memory that serving did without for it. "
-                    "Times the price of a GPU's hour it is that memory's share of what the GPUs "
-                    "cost; 0 where memory is elastic.",
-                    "s",
-                    {"sum by (lease) (rose_lease_reserved_seconds{$here})": "{{lease}}"},
+                    {
+                        "sum by (lease) (rose_lease_lent_seconds{$here})": "{{lease}}",
+                        "sum by (lease) (rose_lease_reserved_seconds{$here})": (
+                            "{{lease}} memory kept back"
+                        ),
+                    },
                 ),
                 Panel(
                     "Trajectories",
