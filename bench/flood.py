@@ -16,8 +16,8 @@ broke or took more than a minute, tenants without any answer, and the ratio of t
 percentiles.
 
 On a small machine callers, flood, engine and router share the cores, so a part of that ratio is the
-flood's own sending. How large it is a third window of each round shows: there the flood goes to
-another process, which takes bytes as fast as the router took them, and throws them away.
+flood's own sending. How large it is a third window of each round shows: there the same flood goes
+to a router beside, of another lease.
 """
 
 from __future__ import annotations
@@ -34,19 +34,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import aiohttp
 import msgspec
 import uvloop
 
 from bench.record import Figure, figure, record
-from bench.router.routes import Route, process, rose, said, stub
+from bench.router.routes import Route, process, rose, stub
 from rose_core.api import RolloutLease
 from rose_core.rollouts.router_size import RouterSize
 from rose_core.stats import paired_ratio, quantile
 from rose_operator.apply import routers
-from rose_router.http.loop_share import LoopShare
 from tests.api.objects import LEASE, changed
 
 MIB = 1 << 20
@@ -54,7 +52,6 @@ _PAST_SECONDS = 1.0
 """A flood takes as long to be under way, and its window begins after that."""
 _PATIENT = aiohttp.ClientTimeout(total=60)
 _SPARE_FILES = 200
-_LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
 
 
 def flags() -> argparse.ArgumentParser:
@@ -69,7 +66,6 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="*", choices=sorted(FLOODS), default=sorted(FLOODS))
     parser.add_argument("--flood", choices=sorted(FLOODS), help=argparse.SUPPRESS)
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--sink", type=float, help=argparse.SUPPRESS)
     return parser
 
 
@@ -141,58 +137,6 @@ async def connections(url: str) -> None:
 FLOODS: dict[str, Callable[[str], Awaitable[None]]] = {
     one.__name__: one for one in (bodies, answers, loris, connections)
 }
-
-
-# --- a process that takes the same flood
-
-
-@dataclass(eq=False)
-class Sink(asyncio.Protocol):
-    """Throws away what comes, and answers requests; all connections share one pace."""
-
-    pace: LoopShare
-    bytes_per_second: float
-    left: int = 0  # of the body that is coming
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A part of the flood has come."""
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's inherits from nothing
-
-    def data_received(self, data: bytes) -> None:
-        """Its bytes."""
-        head = _LENGTH.search(data)
-        self.left = int(head[1]) - len(data) if head else self.left - len(data)
-        if self.left <= 0:
-            self._transport.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
-        loop = asyncio.get_running_loop()
-        wait = self.pace.charge(len(data) / self.bytes_per_second, loop.time())
-        if wait > 0:
-            self._transport.pause_reading()
-            loop.call_later(wait, self._go_on)
-
-    def _go_on(self) -> None:
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
-
-
-async def sink(bytes_per_second: float) -> None:
-    """Take floods until killed; prints its URL."""
-    pace = LoopShare(1.0, 0.1)
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: Sink(pace, bytes_per_second), "127.0.0.1", 0, backlog=512
-    )
-    sys.stdout.write(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}\n")
-    sys.stdout.flush()
-    await server.serve_forever()
-
-
-def _loopback_bytes() -> int:
-    """What has gone over the loopback device."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        if line.strip().startswith("lo:"):
-            return int(line.split()[1])
-    raise RuntimeError("/proc/net/dev names no loopback device")
 
 
 # --- the others
@@ -273,26 +217,23 @@ async def measure(given: argparse.Namespace) -> list[Figure]:
             f"--context-tokens={given.context_tokens}",
         )
         with stub(0.001) as engine:
-            async with rose(engine, 4096, *own) as route:
-                figures += await _one(name, route, limit, given)
+            async with rose(engine, 4096, *own) as route, rose(engine, 4096, *own) as beside:
+                figures += await _one(name, route, beside, limit, given)
     return figures
 
 
-async def _one(name: str, route: Route, limit: int, given: argparse.Namespace) -> list[Figure]:
+async def _one(
+    name: str, route: Route, other: Route, limit: int, given: argparse.Namespace
+) -> list[Figure]:
     quiet: list[Others] = []
     flooded: list[Others] = []
     beside: list[Others] = []
     await others(route.url, given)  # connections, caches
     for _ in range(given.rounds):
-        began = _loopback_bytes()
         quiet.append(await others(route.url, given))
-        turned = _loopback_bytes()
-        flooded.append(await _during(name, route.url, route.url, given))
-        pace = max(1.0, _loopback_bytes() - 2 * turned + began) / given.seconds
-        command = (sys.executable, "-m", "bench.flood", f"--sink={pace}")
-        with process(*command, speaks=True) as child:
-            beside.append(await _during(name, said(child), route.url, given))
-    for where, windows in (("quiet", quiet), ("elsewhere", beside)):
+        flooded.append(await _during(name, route, route, given))
+        beside.append(await _during(name, other, route, given))
+    for where, windows in (("quiet", quiet), ("beside", beside)):
         if failed := sum((one.failed for one in windows), Counter[str]()):
             sys.stderr.write(f"{name}, {where}: turns of others met {dict(failed)}\n")
     failed = sum((one.failed for one in flooded), Counter[str]())
@@ -315,8 +256,8 @@ async def _one(name: str, route: Route, limit: int, given: argparse.Namespace) -
         aim = 1.25 if percent == 99 else None
         for label, ours, theirs, most in (
             ("flooded to quiet", with_it, alone, aim),
-            ("flood elsewhere to quiet", without, alone, None),
-            ("flooded to flood elsewhere", with_it, without, aim),
+            ("flood beside to quiet", without, alone, None),
+            ("flooded to flood beside", with_it, without, aim),
         ):
             ratio = paired_ratio(ours, theirs)
             ends = None if ratio.low is None or ratio.high is None else (ratio.low, ratio.high)
@@ -325,12 +266,12 @@ async def _one(name: str, route: Route, limit: int, given: argparse.Namespace) -
     return figures
 
 
-async def _during(name: str, victim: str, url: str, given: argparse.Namespace) -> Others:
-    """Turns while a flood goes to ``victim``."""
-    command = (sys.executable, "-m", "bench.flood", f"--flood={name}", f"--url={victim}")
+async def _during(name: str, victim: Route, route: Route, given: argparse.Namespace) -> Others:
+    """Turns over ``route`` while a flood goes to ``victim``."""
+    command = (sys.executable, "-m", "bench.flood", f"--flood={name}", f"--url={victim.url}")
     with process(*command) as child:
         await asyncio.sleep(_PAST_SECONDS)
-        found = await others(url, given)
+        found = await others(route.url, given)
         if child.poll() is not None:
             raise RuntimeError(f"the flood {name} ended by itself with {child.returncode}")
     await asyncio.sleep(_PAST_SECONDS)  # what was in flight is over
@@ -343,9 +284,6 @@ def main() -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if given.flood:
             runner.run(_bounded(given))
-            return 0
-        if given.sink is not None:
-            runner.run(sink(given.sink))
             return 0
         figures = runner.run(measure(given))
     note = (

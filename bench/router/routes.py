@@ -78,7 +78,7 @@ def stub(token_seconds: float, *, cumulative: bool = False, tls: bool = False) -
     command = [sys.executable, "-m", "bench.router.stub", f"--token-seconds={token_seconds}"]
     command += ["--cumulative"] * cumulative + ["--tls"] * tls
     with process(*command, speaks=True) as child:
-        yield Stub(*said(child).split())
+        yield Stub(*_said(child).split())
 
 
 @contextmanager
@@ -86,11 +86,10 @@ def passer(engine: str) -> Iterator[Route]:
     """A proxy in Python that only passes bytes on."""
     command = [sys.executable, "-m", "bench.router.passer", engine]
     with process(*command, speaks=True) as child:
-        yield Route(said(child), child.pid)
+        yield Route(_said(child), child.pid)
 
 
-def said(child: subprocess.Popen[str]) -> str:
-    """The first line that it prints."""
+def _said(child: subprocess.Popen[str]) -> str:
     if child.stdout is None:
         raise RuntimeError("no pipe to the child")
     return child.stdout.readline().strip()
