@@ -6,7 +6,7 @@ left out. One that had the marker without naming it would be lost that way; a ru
 says so, and ``make unit`` imports every file.
 
 A machine has one node, and what needs it is marked ``node`` here, by its fixture: it is a lane of
-its own beside what an API server alone answers. A start of the node takes half a minute and it is
+its own after what an API server alone answers. A start of the node takes half a minute and it is
 replaced by the other kind whenever a test wants it, so first come the tests that end it, then the
 rest, and last those that need GPUs. Next step: ``testing`` has both kinds of node.
 """
