@@ -65,6 +65,7 @@ NOT_SIMULATED = {
     "rose_core.rollouts.reply_time": "no sandbox waits for an answer here",
     "rose_core.rollouts.router_size": "a router here has no memory to run out of",
     "rose_core.rollouts.saved_turns": "turns have no messages here",
+    "rose_core.rollouts.shown": "nobody asks for what would be complained of",
     "rose_core.rollouts.spans": "tokens have no content here",
     "rose_core.rollouts.splice": "no request has parameters",
     "rose_core.rollouts.stops": "tokens have no text here",
