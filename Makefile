@@ -93,7 +93,7 @@ test-api:
 	$(BIN)/pytest $(LANE) -m "cluster and not node and not long" $(AGAIN) $(ARGS)
 
 test-sandboxes:
-	$(CONTAINED) --limit 300 $(BIN)/pytest -v -n 0 -m sandbox tests/sandbox $(AGAIN) $(ARGS)
+	$(CONTAINED) --limit 600 $(BIN)/pytest -v -n 0 -m sandbox tests/sandbox $(AGAIN) $(ARGS)
 
 # Half an hour more than a bare machine has, and what depends on how fast engines are under load.
 test-long: engine cluster  ## what make test leaves out: failures and modes of the GPU node, speeds of real engines
