@@ -109,7 +109,7 @@ def in_memory(facts: Facts) -> str:
     """Every byte of files that lie in memory, but for ROSE's own."""
     digest = hashlib.sha256()
     for top in ("run", "dev"):
-        for here, folders, names in os.walk(f"/proc/{facts.init}/root/{top}"):
+        for here, folders, names in os.walk(Path("/proc", str(facts.init), "root", top)):
             folders[:] = sorted(set(folders) - {"rose"})
             for name in sorted(names):
                 path = Path(here) / name

@@ -128,12 +128,9 @@ class Channel:
             word, _ = self._answer(number, ends, 0)
             if word != "go":
                 return word
-            try:
-                self._write(data, ends)
-                return self._answer(number, ends, 0)[0]
-            except BaseException:
-                self._torn = True
-                raise
+            self._torn = True  # until it is answered that all of it has come
+            self._write(data, ends)
+            return self._answer(number, ends, 0)[0]
 
         async with self._alone():
             return await whole(asyncio.to_thread(exchange))
