@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +43,30 @@ while True:
     connection.sendall({answer!r})
     connection.close()
 """
+
+_KILLED = """
+import asyncio, os, signal
+from pathlib import Path
+from {module} import {name}
+from rose_sandbox.runtimes.runtime import Handle, Kind
+runtime = {name}(Path({home!r}))
+async def cut(name, cut, real=runtime._volume.cut):
+    await real(name, cut)
+    os.kill(os.getpid(), signal.SIGKILL)
+runtime._volume.cut = cut
+asyncio.run(runtime.checkpoint(Handle({key!r}), Kind({kind!r}), Path({folder!r})))
+"""
+
+
+async def kill_in_checkpoint(
+    runtime: Runtime, home: Path, box: Handle, kind: Kind, folder: Path
+) -> None:
+    """Another process with the same home begins a checkpoint, and is killed at its cut."""
+    of = type(runtime)
+    names = {"module": of.__module__, "name": of.__name__, "key": box.key}
+    program = _KILLED.format(**names, home=str(home), kind=kind.value, folder=str(folder))
+    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await killed.wait() == -signal.SIGKILL
 
 
 async def said(runtime: Runtime, box: Handle, command: str, session: str | None = None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from pathlib import Path
 
@@ -17,7 +16,14 @@ from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.processes import hierarchies
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runtime import Kind, Runtime, SandboxSpec
-from tests.sandbox.contract import SMALL, Contract, Serve, said, serve_in_python
+from tests.sandbox.contract import (
+    SMALL,
+    Contract,
+    Serve,
+    kill_in_checkpoint,
+    said,
+    serve_in_python,
+)
 
 pytestmark = pytest.mark.sandbox
 
@@ -139,22 +145,7 @@ async def test_a_host_that_was_killed_in_a_checkpoint_leaves_nothing_of_it(
     """Its cut was taken for the next one, with old files, and its sandbox stood still for ever."""
     box = await runc.create(SandboxSpec("box"))
     await said(runc, box, "echo old > /home/x")
-    program = f"""
-import asyncio, os, signal
-from pathlib import Path
-from rose_sandbox.runtimes.parts import Parts
-from rose_sandbox.runtimes.processes import hierarchies
-from rose_sandbox.runtimes.runc import RuncRuntime
-from rose_sandbox.runtimes.runtime import Handle, Kind
-runtime = RuncRuntime(Path({str(tmp_path / "host")!r}))
-async def cut(name, cut, real=runtime._volume.cut):
-    await real(name, cut)
-    os.kill(os.getpid(), signal.SIGKILL)
-runtime._volume.cut = cut
-asyncio.run(runtime.checkpoint(Handle("box"), Kind.FILES, Path({str(tmp_path)!r})))
-"""
-    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
-    assert await killed.wait() == -signal.SIGKILL
+    await kill_in_checkpoint(runc, tmp_path / "host", box, Kind.FILES, tmp_path)
 
     later = RuncRuntime(tmp_path / "host", runc.parts)
     await said(later, box, "echo new > /home/x")

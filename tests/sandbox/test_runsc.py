@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,14 @@ from rose_sandbox.runtimes.parts import GVISOR, find_parts
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runsc import RunscRuntime
 from rose_sandbox.runtimes.runtime import CheckpointParts, Kind, Runtime, SandboxSpec
-from tests.sandbox.contract import SMALL, Contract, Serve, said, serve_in_python
+from tests.sandbox.contract import (
+    SMALL,
+    Contract,
+    Serve,
+    kill_in_checkpoint,
+    said,
+    serve_in_python,
+)
 
 pytestmark = pytest.mark.sandbox
 
@@ -143,20 +147,7 @@ async def test_a_runtime_that_starts_anew_finds_what_ran_what_slept_and_what_sto
     await said(runsc, box, "X=1; sleep 1000 &", session="main")
     await said(runsc, other, "X=2", session="main")
     await runsc.suspend(other, tmp_path)
-    program = f"""
-import asyncio, os, signal
-from pathlib import Path
-from rose_sandbox.runtimes.runsc import RunscRuntime
-from rose_sandbox.runtimes.runtime import Handle, Kind
-runtime = RunscRuntime(Path({str(tmp_path / "gvisor")!r}))
-async def cut(name, cut, real=runtime._volume.cut):
-    await real(name, cut)
-    os.kill(os.getpid(), signal.SIGKILL)
-runtime._volume.cut = cut
-asyncio.run(runtime.checkpoint(Handle("box"), Kind.FULL, Path({str(tmp_path)!r})))
-"""
-    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
-    assert await killed.wait() == -signal.SIGKILL
+    await kill_in_checkpoint(runsc, tmp_path / "gvisor", box, Kind.FULL, tmp_path)
 
     later = RunscRuntime(tmp_path / "gvisor", runsc.parts)
     assert [handle.key for handle in await later.sandboxes()] == ["box", "other"]

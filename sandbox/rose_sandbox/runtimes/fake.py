@@ -32,7 +32,6 @@ from rose_sandbox.errors import (
     UnknownSandbox,
 )
 from rose_sandbox.runtimes.runtime import (
-    COMMAND_BYTES,
     FILE_BYTES,
     OUTPUT_BYTES,
     CheckpointParts,
@@ -43,6 +42,7 @@ from rose_sandbox.runtimes.runtime import (
     Part,
     SandboxSpec,
     State,
+    check_command,
     check_spec,
     cut_output,
 )
@@ -287,8 +287,7 @@ class FakeRuntime:
     ) -> ExecResult:
         """See ``Runtime``."""
         world = self._world(handle)
-        if len(command.encode()) > COMMAND_BYTES:
-            raise TooLarge(f"the command has over {COMMAND_BYTES} bytes; write a file and run it")
+        check_command(command, session)
         variables = dict(world.spec.environment) | {"PWD": world.spec.folder}
         if session is not None:
             variables = world.sessions.setdefault(session, variables)

@@ -44,14 +44,13 @@ from rose_sandbox.runtimes.processes import (
 )
 from rose_sandbox.runtimes.programs import call, run
 from rose_sandbox.runtimes.runtime import (
-    COMMAND_BYTES,
     FILE_BYTES,
     OUTPUT_BYTES,
     ExecResult,
     Handle,
     Kind,
     SandboxSpec,
-    check_spec,
+    check_command,
     cut_output,
 )
 
@@ -173,10 +172,7 @@ class RuncRuntime(ContainerRuntime):
         """See ``Runtime``."""
         self._running(handle)
         await self._open()
-        if len(command.encode()) > COMMAND_BYTES:
-            raise TooLarge(f"the command has over {COMMAND_BYTES} bytes; write a file and run it")
-        if session is not None:
-            check_spec(SandboxSpec(session))
+        check_command(command, session)
         self._next += 1
         # Numbers of an earlier host or of a restored state are never met again.
         number = f"{time.time_ns():x}{self._next:x}"

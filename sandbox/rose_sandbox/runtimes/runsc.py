@@ -40,14 +40,13 @@ from rose_sandbox.runtimes.parts import GVISOR, Parts
 from rose_sandbox.runtimes.processes import pauses, text_of
 from rose_sandbox.runtimes.programs import run
 from rose_sandbox.runtimes.runtime import (
-    COMMAND_BYTES,
     FILE_BYTES,
     OUTPUT_BYTES,
     ExecResult,
     Handle,
     Kind,
     SandboxSpec,
-    check_spec,
+    check_command,
     cut_output,
 )
 from rose_sandbox.runtimes.served import SHORT
@@ -217,11 +216,7 @@ class RunscRuntime(ContainerRuntime):
         """See ``Runtime``."""
         self._running(handle)
         await self._open()
-        data = command.encode() + b"\n"
-        if len(data) > COMMAND_BYTES:
-            raise TooLarge(f"the command has over {COMMAND_BYTES} bytes; write a file and run it")
-        if session is not None:
-            check_spec(SandboxSpec(session))
+        data = check_command(command, session) + b"\n"
         channel = self._channel(handle.key)
         number = f"{time.time_ns():x}{secrets.token_hex(2)}"
         then = data if len(data) > SHORT else data.replace(b"\0", b"") + b"\0"

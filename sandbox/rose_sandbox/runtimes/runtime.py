@@ -26,7 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from rose_sandbox.errors import BadPath
+from rose_sandbox.errors import BadPath, TooLarge
 
 MIB = 1024 * 1024
 OUTPUT_BYTES = 256 * 1024
@@ -361,6 +361,21 @@ def check_spec(spec: SandboxSpec) -> None:
         )
     if not spec.folder.startswith("/"):
         raise BadPath(f"folder {spec.folder!r} is not absolute")
+
+
+def check_command(command: str, session: str | None) -> bytes:
+    """What every runtime asks of a command; returns its bytes.
+
+    Raises:
+        TooLarge: it is over ``COMMAND_BYTES``.
+        BadPath: the session has no name.
+    """
+    data = command.encode()
+    if len(data) > COMMAND_BYTES:
+        raise TooLarge(f"the command has over {COMMAND_BYTES} bytes; write a file and run it")
+    if session is not None:
+        check_spec(SandboxSpec(session))
+    return data
 
 
 def cut_output(data: bytes, limit: int) -> bytes:
