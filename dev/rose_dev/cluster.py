@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rose_dev.build import build
+from rose_dev.errors import CommandFailed
 from rose_dev.parts import CONTROL_PLANE, NODE
 from rose_dev.place import HOST_ADDRESS, NODE_NAME, NodeFolders
 from rose_dev.sandbox import Sandbox
@@ -53,13 +54,26 @@ class Cluster:
 
     def healthy(self) -> bool:
         """Whether every component runs and the API server says that the node is ready."""
-        if not self.kubeconfig.exists() or not self.sandbox.alive():
-            return False
-        return all(map(self.sandbox.running, COMPONENTS)) and self.ready()
+        return not self.faults()
 
-    def ready(self) -> bool:
-        """Whether the API server says that the node is ready."""
-        return self.agrees("wait", "--for=condition=Ready", f"node/{NODE_NAME}", "--timeout=1s")
+    def faults(self) -> list[str]:
+        """What keeps the node from being healthy, for whoever waits in vain."""
+        if not self.kubeconfig.exists() or not self.sandbox.alive():
+            return ["nothing of it runs"]
+        ended = [f"{name} does not run" for name in COMPONENTS if not self.sandbox.running(name)]
+        return ended or ([] if self.ready() else ["the API server does not call it Ready"])
+
+    def ready(self, name: str = NODE_NAME) -> bool:
+        """Whether the API server says that a node is ready.
+
+        Asked with a plain read: ``kubectl wait`` opens a watch within its time limit, which a
+        machine whose cores are taken does not do in a second, however often it is asked.
+        """
+        path = "jsonpath={.status.conditions[?(@.type=='Ready')].status}"
+        try:
+            return self.kubectl("get", "node", name, "--output", path, seconds=20) == "True"
+        except CommandFailed:
+            return False
 
     def root(self) -> Path:
         """The node's file system: hostPath volumes are found below it."""

@@ -76,7 +76,7 @@ class Start:
             step("container runtime with images")
         cluster.sandbox.start("kubelet", commands["kubelet"])
         cluster.kubectl("apply", "--filename=-", stdin=node_files.dns_objects())
-        wait_until(cluster.ready, "the node is ready", seconds=_START_SECONDS)
+        wait_until(cluster.ready, "the node is ready", seconds=_START_SECONDS, why=cluster.faults)
         wait_until(self._has_service_account, "service accounts", seconds=_START_SECONDS)
         if isinstance(gpus, int):
             cluster.claim_gpus(NODE_NAME, gpus)

@@ -79,9 +79,4 @@ class SecondNode:
 
     def _ready(self) -> bool:
         self.sandbox.pid("kubelet")
-        found = self._first.kubectl(
-            *("get", "node", self.name, "--ignore-not-found"),
-            *("--output=jsonpath={.status.conditions[?(@.type=='Ready')].status}",),
-            check=False,
-        )
-        return found.strip() == "True"
+        return self._first.ready(self.name)

@@ -26,16 +26,28 @@ async def until(condition: Callable[[], object], *, seconds: float = 60.0) -> No
 
 
 def wait_until(
-    condition: Callable[[], bool], what: str, *, seconds: float, pause: float = 0.1
+    condition: Callable[[], bool],
+    what: str,
+    *,
+    seconds: float,
+    pause: float = 0.1,
+    why: Callable[[], object] = str,
 ) -> None:
     """Block until the condition holds.
 
+    Args:
+        condition: asked again and again.
+        what: is awaited.
+        seconds: until it is given up.
+        pause: seconds between two questions.
+        why: called once it is given up, says what stands in the way.
+
     Raises:
-        StartFailed: it did not hold in time; ``what`` says what was awaited.
+        StartFailed: it did not hold in time; the message has ``what`` and ``why``.
     """
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            message = f"{what}: not within {seconds:.0f} s"
+            message = f"{what}: not within {seconds:.0f} s {why()}".rstrip()
             raise StartFailed(message)
         time.sleep(pause)

@@ -87,7 +87,8 @@ def test_a_life_leaves_nothing(node_session: NodeSession) -> None:
     node.kill("kube-apiserver")
     assert not node.healthy()
     node.restart("kube-apiserver")
-    wait_until(node.healthy, "the node recovers from the death of its API server", seconds=240)
+    recovers = "the node recovers from the death of its API server"
+    wait_until(node.healthy, recovers, seconds=240, why=node.faults)
 
     freeze(node)
     node.kill("kubelet")
