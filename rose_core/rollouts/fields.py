@@ -17,8 +17,8 @@ Not every engine takes all of it: those that do not say which parameters they re
 with some of them (``asked_with``), and it runs only where none of those is refused.
 
 ``splice`` says what of these survives a move. Next step: ``rose_router.http.dialects`` asks
-``admitted`` as it reads a request; the router asks ``check_taken`` as a turn comes, and
-``check_within`` before a leg begins.
+``admitted`` as it reads a request; the router asks ``check_within`` as a turn comes and before a
+leg begins, and ``check_taken`` while it waits.
 """
 
 from __future__ import annotations

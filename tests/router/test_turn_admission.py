@@ -20,6 +20,7 @@ from rose_router.turns.turn import Turn, TurnState
 from tests.router.world import (
     SimEngine,
     V,
+    World,
     greedy,
     judge,
     judge_whole,
@@ -380,55 +381,74 @@ async def test_a_turn_whose_engine_leaves_waits_for_one_that_takes_it() -> None:
         assert [leg.engine for leg in turn.transcript.legs] == ["a", "b"]
 
 
-async def test_a_turn_that_no_engine_takes_is_refused_by_name() -> None:
-    """Also where an engine takes it to which it could not go: it cannot move."""
-    async with world(like_vllm("vllm", DEDICATED), like_vllm("other")) as w:
-        with pytest.raises(UnsafeTurn, match="sampling_seed: no engine"):
-            w.ask(5, sampling=SEEDED)
-        judge_whole(await over(w.ask(5)))
-        w.attach(SimEngine("sglang"))
-        judge_whole(await over(w.ask(5, sampling=SEEDED)))
+async def test_a_turn_that_cannot_move_is_refused_where_only_borrowed_engines_take_it() -> None:
+    async with world(like_vllm("vllm", DEDICATED), SimEngine("sglang")) as w:
 
         def ask() -> Turn:
             given = {"presence_penalty": 1.0}
             return w.ask(5, sampling=given, dedicated_because=("penalties",))
 
-        with pytest.raises(UnsafeTurn, match="presence_penalty: no engine"):
-            ask()
+        refused = await over(ask())
+        assert isinstance(refused.error, UnsafeTurn)
+        assert "presence_penalty: no engine" in str(refused.error)
         w.attach(SimEngine("own", kind=DEDICATED))
         assert [leg.engine for leg in (await over(ask())).transcript.legs] == ["own"]
 
 
-async def test_answers_that_no_engine_takes_are_refused_before_any_is_made() -> None:
-    async with world(like_vllm("vllm")) as w:
-        turn = w.ask(5)
-        with pytest.raises(UnsafeTurn, match="sampling_seed"):
-            w.service.admit([turn.request.but(sampling={"max_new_tokens": 5, **SEEDED})] * 2)
-        await over(turn)
+both_ways = pytest.mark.parametrize("attached", [True, False], ids=["comes-after", "comes-before"])
+"""Whether the engine that refuses the turn is attached when it comes: it must not matter."""
 
 
-async def test_a_turn_that_came_before_any_engine_waits_for_one_that_takes_it() -> None:
+async def beside_vllm(w: World, *, attached: bool) -> list[Turn]:
+    """A turn that vLLM refuses, and one that it takes, which has ended."""
+    engine = like_vllm("vllm")
+    if attached:
+        w.attach(engine)
+    turns = [w.ask(5, sampling=SEEDED), w.ask(5)]
+    await asyncio.sleep(1)
+    if not attached:
+        w.attach(engine)
+    judge_whole(await over(turns[1]))
+    return turns
+
+
+@both_ways
+async def test_a_turn_that_no_engine_takes_waits_for_one_that_does(*, attached: bool) -> None:
     """Engines of a lease come one after the other."""
     async with world() as w:
-        turn = w.ask(5, sampling=SEEDED)
-        await asyncio.sleep(1)
-        w.attach(like_vllm("vllm"))
-        await asyncio.sleep(30)
-        assert not turn.is_over
+        turn, _ = await beside_vllm(w, attached=attached)
+        await asyncio.sleep(50)
+        assert turn.state is TurnState.WAITING
         w.attach(SimEngine("sglang"))
         judge_whole(await over(turn))
         assert [leg.engine for leg in turn.transcript.legs] == ["sglang"]
 
 
-async def test_a_turn_that_came_before_any_engine_is_refused_by_name_once_none_takes_it() -> None:
-    """As if it came now, and not after the longest wait."""
+@both_ways
+async def test_a_turn_that_no_engine_takes_for_a_minute_is_refused_by_name(
+    *, attached: bool
+) -> None:
+    """And not after the longest wait."""
     async with world() as w:
-        turn, plain = w.ask(5, sampling=SEEDED), w.ask(5)
-        await asyncio.sleep(1)
-        assert not turn.is_over
-        w.attach(like_vllm("vllm"))
-        judge_whole(await over(plain))
+        turn, _ = await beside_vllm(w, attached=attached)
         await over(turn)
         assert isinstance(turn.error, UnsafeTurn)
         assert "sampling_seed: no engine attached" in str(turn.error)
-        assert turn.ended - turn.began < w.service.settings.queue.seconds / 2
+        assert 60 <= turn.ended - turn.began < 65
+
+
+async def test_the_minute_begins_anew_when_the_last_engine_that_takes_the_turn_has_left() -> None:
+    full = SimEngine("sglang", cap=1)
+    async with world(like_vllm("vllm"), full) as w:
+        long = w.ask(10_000, sampling=SEEDED)
+        await started(long)
+        turn = w.ask(5, sampling=SEEDED)
+        await asyncio.sleep(90)
+        assert turn.state is TurnState.WAITING
+        full.leaving = True
+        w.gate(full, is_open=False)
+        w.detach(full)
+        left = w.service.clock()
+        await over(turn)
+        assert isinstance(turn.error, UnsafeTurn)
+        assert 60 <= turn.ended - left < 65

@@ -18,7 +18,6 @@ from rose_core.rollouts.errors import UnknownVersion, VersionGone
 from rose_core.rollouts.fields import (
     NOTHING_SAID,
     Bounds,
-    asked_with,
     check_within,
     least,
 )
@@ -182,7 +181,7 @@ class Service:
             Conflict: pinned version not announced yet.
             BadRequest: it never will be; duplicate id.
             Unprocessable: not spliceable here.
-            UnsafeTurn: no engine attached could bear it, or takes it.
+            UnsafeTurn: no engine attached could bear it.
             Overloaded: draining.
         """
         if self.draining:
@@ -195,7 +194,6 @@ class Service:
             self._check(request)
             turn = Turn(request, self.clock(), Transcript(request.prompt), labels=self.labels)
             turn.check_bounds(self.bounds())
-            self._check_taken(request, turn.asked)
             self.ledger.open(turn)
             self.on_turn()
             turn.born = self.prospects.begin_turn(
@@ -225,7 +223,7 @@ class Service:
 
         Raises:
             Busy: they do not fit into the queue.
-            UnsafeTurn: no engine attached could bear one of them, or takes it.
+            UnsafeTurn: no engine attached could bear one of them.
         """
         self.room.check_room(requests[0].job, len(requests))
         if len(requests) == 1:
@@ -235,7 +233,6 @@ class Service:
             if request.prompt is not seen:  # answers to one prompt have all in common
                 seen = request.prompt
                 check_within(request.prompt, request.sampling, request.passed, bounds)
-                self._check_taken(request, asked_with(request.sampling, request.passed))
 
     def bounds(self) -> Bounds:
         """What a turn must keep to run on the engines of this lease."""
@@ -333,10 +330,6 @@ class Service:
             why = "; ".join(request.dedicated_because)
             message = f"no dedicated engine is attached, and the turn could not move: {why}"
             raise Unprocessable("NotSpliceable", message)
-
-    def _check_taken(self, request: TurnRequest, asked: frozenset[str]) -> None:
-        if asked:  # the usual turn asks for nothing that an engine might refuse
-            self.fleet.check_taken(asked, dedicated_only=bool(request.dedicated_because))
 
     def _may_have_dedicated(self) -> bool:
         kinds = {engine.kind for engine in self.fleet}

@@ -38,8 +38,9 @@ from rose_router.engines.fleet import Clock, Engine, Fleet
 from rose_router.errors import Busy, Overloaded, Unprocessable
 
 _OTHERS_SECONDS = 60.0
-"""A turn that waits is refused for what no engine attached takes once that has been so for as long:
-engines come one after the other, each within a minute, and after a 422 no client asks again."""
+"""A turn is refused for what no engine attached takes once that has been so for as long, whether
+engines were there when it came or not: they come one after the other, each within a minute, and
+after a 422 no client asks again."""
 
 
 @dataclass(eq=False)
@@ -353,8 +354,8 @@ class TurnQueue:
     def _fail_if_gone(self, waiter: Waiter) -> None:
         """End a turn that no waiting helps.
 
-        One that holds no tokens ends by what it would be refused for if it came now: engines may
-        have come, and gone, since it came. What is final is said when others had time to come. One
+        One that holds no tokens ends by its pin as if it came now: engines may have come, and gone,
+        since it came. That no engine takes its parameters is said when others had time to come. One
         that holds some waits for an engine that goes on.
         """
         view, fresh = waiter.view, waiter.key[0]
