@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 CONTAINED := $(BIN)/python -m rose_dev.contained
 RUN := $(CONTAINED) $(BIN)
 ARGS ?=
+# Two cores and several lanes: what a lane takes of the cores, and not how long, says what it costs.
+TIMED := TIMEFORMAT='[lane] %1lR, of the cores %0U s and %0S s in the kernel'; time
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
@@ -79,7 +81,7 @@ test-computing:
 
 # One worker, which a hung test ends without ending the run, so that it starts what its tests share once.
 test-engines:
-	$(BIN)/pytest $(LANE) -m "engine and not cluster and not long" $(AGAIN) $(ARGS)
+	$(TIMED) $(BIN)/pytest $(LANE) -m "engine and not cluster and not long" $(AGAIN) $(ARGS)
 
 # The node's tests last: beside the unit tests, which take both cores, the node did not come back in time.
 test-cluster:
@@ -87,13 +89,13 @@ test-cluster:
 	$(MAKE) --no-print-directory test-node AGAIN='$(AGAIN)'
 
 test-node:
-	$(BIN)/pytest $(LANE) -m "cluster and node and not long" $(AGAIN) $(ARGS)
+	$(TIMED) $(BIN)/pytest $(LANE) -m "cluster and node and not long" $(AGAIN) $(ARGS)
 
 test-api:
-	$(BIN)/pytest $(LANE) -m "cluster and not node and not long" $(AGAIN) $(ARGS)
+	$(TIMED) $(BIN)/pytest $(LANE) -m "cluster and not node and not long" $(AGAIN) $(ARGS)
 
 test-sandboxes:
-	$(CONTAINED) --limit 600 $(BIN)/pytest -v -n 0 -m sandbox tests/sandbox $(AGAIN) $(ARGS)
+	$(TIMED) $(CONTAINED) --limit 600 $(BIN)/pytest -v -n 0 -m sandbox tests/sandbox $(AGAIN) $(ARGS)
 
 # Half an hour more than a bare machine has, and what depends on how fast engines are under load.
 test-long: engine cluster  ## what make test leaves out: failures and modes of the GPU node, speeds of real engines
@@ -111,7 +113,7 @@ test-gpu-node: cluster engine  ## the chart on a node with eight GPUs that are n
 
 # One worker more than CI has cores: many tests wait for processes, and two left half of both cores idle.
 unit: venv  ## what needs neither engine nor cluster
-	$(CONTAINED) --limit 2100 $(BIN)/pytest -n 3 --dist loadfile -m "not engine and not cluster and not sandbox and not vllm and not long" $(AGAIN) $(ARGS)
+	$(TIMED) $(CONTAINED) --limit 2100 $(BIN)/pytest -n 3 --dist loadfile -m "not engine and not cluster and not sandbox and not vllm and not long" $(AGAIN) $(ARGS)
 
 check: venv  ## lint, types, layers, spelling, drift of generated files
 	$(BIN)/ruff check .
