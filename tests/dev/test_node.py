@@ -10,7 +10,7 @@ import pytest
 from rose_dev import cgroups, sandbox
 from rose_dev.node import Node
 from rose_dev.node_init import SYSCTLS
-from rose_dev.place import CGROUP
+from rose_dev.place import CGROUP, NodeFolders
 from rose_dev.shell import run
 from rose_dev.testing import NodeSession
 from rose_dev.waiting import wait_until
@@ -37,15 +37,17 @@ spec: {selector: {app: web}, ports: [{port: 80, targetPort: 8000}]}
 ASK = "import urllib.request; print(urllib.request.urlopen('http://web.life.svc/').status)"
 
 
-def machine() -> dict[str, object]:
-    """What a node could leave behind on the machine."""
+def machine(own: NodeFolders) -> dict[str, object]:
+    """What a node could leave behind on the machine, where other tests have mounts and links, too."""
+    folders = (str(own.run), str(own.data), "/run/containerd", "/var/lib/kubelet")
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
     return {
         "sysctls": {name: Path("/proc/sys", name).read_text() for name in SYSCTLS},
         "forwarding": Path("/proc/sys/net/ipv4/ip_forward").read_text(),
-        "links": sorted(path.name for path in Path("/sys/class/net").iterdir()),
+        "link": Path("/sys/class/net", own.seat.link).exists(),
         "tables": run(["nft", "list", "tables"], seconds=30).stdout,
-        "routes": run(["ip", "route"], seconds=30).stdout,
-        "mounts": sorted(line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()),
+        "routes": run(["ip", "route", "show", "via", own.seat.address], seconds=30).stdout,
+        "mounts": sorted(mount for mount in mounts if mount.startswith(folders)),
         "cgroups": cgroups.trees(CGROUP),
         "folders": [path for path in ("/run/containerd", "/run/rose") if Path(path).exists()],
     }
@@ -67,7 +69,7 @@ def test_a_life_leaves_nothing(node_session: NodeSession) -> None:
     if not node_session.ours:
         pytest.skip("a node that somebody brought up is running; this test would end it")
     node_session.node.down()
-    before = machine()
+    before = machine(node_session.node.place)
     node = node_session.ensure()
     node.kubectl("create", "namespace", "life")
     wait_until(
@@ -97,7 +99,7 @@ def test_a_life_leaves_nothing(node_session: NodeSession) -> None:
     # Process 1 cannot end before its frozen children are thawed, which nobody but down does.
     os.kill(node.sandbox.pid("init"), signal.SIGKILL)
     node.down()
-    assert machine() == before
+    assert machine(node.place) == before
     assert sandbox.marked(node.place) == set()
     assert not node.place.run.exists()
     assert not node.place.data.exists()
