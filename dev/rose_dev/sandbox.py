@@ -83,7 +83,9 @@ class Sandbox:
         """
         pid = self.pid(name)
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not _alive(pid), f"the end of {name}", seconds=_COMMAND_SECONDS)
+        # A zombie's other threads may still hold its ports; its parent gets to reap it after them.
+        gone = Path("/proc", str(pid))
+        wait_until(lambda: not gone.exists(), f"the end of {name}", seconds=_COMMAND_SECONDS)
 
     def pid(self, name: str) -> int:
         """Process id of a component, as the machine sees it.

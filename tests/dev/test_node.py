@@ -38,7 +38,7 @@ ASK = "import urllib.request; print(urllib.request.urlopen('http://web.life.svc/
 
 
 def machine(own: NodeFolders) -> dict[str, object]:
-    """What a node could leave behind on the machine, where other tests have mounts and links, too."""
+    """What a node could leave on the machine, where other tests have mounts and links, too."""
     folders = (str(own.run), str(own.data), "/run/containerd", "/var/lib/kubelet")
     mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
     return {
