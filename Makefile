@@ -4,6 +4,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 export ROSE_CACHE ?= $(HOME)/.cache/rose
+# Where it is set, each of the hundreds of processes that tests start compiles all that it imports, and pytest
+# rewrites the assertions of every file anew.
+export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= python3.11
 UV := $(ROSE_CACHE)/uv/bin/uv
 VENV := .venv

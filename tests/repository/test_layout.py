@@ -1,5 +1,6 @@
 """Promises of the repository itself: folders, links and the two commands."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -226,6 +227,13 @@ def test_the_suite_of_attacks_runs_what_the_threat_model_names_for_it() -> None:
     assert [name for name in suite if not (ROOT / name).exists()] == []
     named = {file for file, _ in PROOF.findall(section)}
     assert {file for file in named if not file.startswith(tuple(suite))} == set()
+
+
+def test_processes_of_a_lane_keep_what_they_compile() -> None:
+    rule = "shown: ; @printenv PYTHONDONTWRITEBYTECODE || true"
+    words = ["make", "-s", "-C", str(ROOT), "--eval", rule, "shown"]
+    variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    assert subprocess.check_output(words, env=variables, text=True).strip() == ""
 
 
 def test_nothing_compiled_is_tracked() -> None:
