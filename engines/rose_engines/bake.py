@@ -104,7 +104,7 @@ def touch_kernels(widths: Sequence[int] = WIDTHS) -> None:
     import torch  # noqa: PLC0415  # only inside engines
 
     from rose_engines import digest_kernel, scatter_kernel  # noqa: PLC0415  # need Triton
-    from rose_engines.fused_scatter import RUN  # noqa: PLC0415
+    from rose_engines.fused_scatter import CHUNK, RUN  # noqa: PLC0415
 
     kinds = {1: (torch.uint8, torch.int8), 2: (torch.int16,), 4: (torch.int32,), 8: (torch.int64,)}
     for kind in (kind for width in widths for kind in kinds[width]):
@@ -115,7 +115,8 @@ def touch_kernels(widths: Sequence[int] = WIDTHS) -> None:
         for count in (0, 1):
             offsets = torch.zeros(count, dtype=torch.int32)
             wrong = torch.zeros(1, dtype=torch.int64)
-            scatter_kernel.scatter(table, offsets, torch.zeros(1, dtype=kind), wrong, target)
+            values = torch.zeros(1, dtype=kind)
+            scatter_kernel.scatter(table, offsets, values, wrong, target, CHUNK)
 
 
 def bake_for(architecture: int, folder: Path) -> None:

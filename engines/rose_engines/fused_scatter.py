@@ -464,7 +464,8 @@ class KernelLane:
     def scatter(self, arena: Arena) -> None:
         """One launch, behind whatever the engine has launched before."""
         if len(arena.table):
-            self._kernel.scatter(arena.table, arena.offsets, arena.values, arena.wrong, self._flat)
+            parts = (arena.table, arena.offsets, arena.values, arena.wrong)
+            self._kernel.scatter(*parts, self._flat, CHUNK)
 
     def wait(self) -> None:
         """One wait for the stream that the launches went to."""

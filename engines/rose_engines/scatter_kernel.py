@@ -18,8 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from rose_engines.fused_scatter import CHUNK
-
 WARPS = 4
 
 
@@ -53,6 +51,7 @@ def scatter(
     values: torch.Tensor,
     wrong: torch.Tensor,
     target: torch.Tensor,
+    chunk: int,
 ) -> None:
     """Launch it for an arena; the caller decides when to wait.
 
@@ -62,8 +61,9 @@ def scatter(
         values: the same.
         wrong: the same; 0 beforehand.
         target: a tensor on the device that all addresses belong to.
+        chunk: elements that one program puts in; the kernel is compiled for it.
     """
     launch: Any = _scatter_chunks[len(table) // 4,]
     # A launch goes to the current device, which need not be the tensors'.
     with torch.cuda.device_of(target):  # type: ignore[no-untyped-call]
-        launch(table, offsets, values, wrong, CHUNK, num_warps=WARPS)
+        launch(table, offsets, values, wrong, chunk, num_warps=WARPS)

@@ -124,7 +124,7 @@ class Tracing:
             SpanKind.SERVER,
             attributes=attributes,
         )
-        turn.trace = TurnTrace(self, span)
+        turn.trace = TurnSpans(self, span)
 
     def end_turn(self, turn: Turn) -> None:
         """Its last token is held, or none will come."""
@@ -224,8 +224,8 @@ class Tracing:
         return SpanContext(trace, span, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
 
-class TurnTrace:
-    """The spans of one turn.
+class TurnSpans:
+    """The spans of one turn (``turn.TurnTrace``).
 
     Args:
         tracing: makes them.

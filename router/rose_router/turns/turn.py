@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -29,9 +29,6 @@ from rose_core.rollouts.transcript import Leg, Transcript
 from rose_core.rollouts.watch import MoveReason
 from rose_router.engines.fleet import LiveLeg, Signal
 from rose_router.turns.request import TurnRequest
-
-if TYPE_CHECKING:
-    from rose_router.turns.tracing import TurnTrace
 
 
 class TurnState(StrEnum):
@@ -50,6 +47,29 @@ class TurnMove:
     reason: MoveReason
     engine: str
     at_token: int
+
+
+class TurnTrace(Protocol):
+    """Hears what happens to a turn, where traces are exported (``tracing.TurnSpans``)."""
+
+    @property
+    def traceparent(self) -> str:
+        """What an engine is told, so that its spans are below the turn's."""
+
+    def begin_leg(self, leg: Leg) -> None:
+        """A request goes to an engine."""
+
+    def see_version(self, version: str) -> None:
+        """Tokens have come that this version sampled."""
+
+    def end_leg(self, leg: Leg) -> None:
+        """It has ended, by itself or not."""
+
+    def move(self, move: TurnMove) -> None:
+        """The turn has left an engine."""
+
+    def end(self, turn: Turn) -> None:
+        """The turn has ended."""
 
 
 class VisibleOutput(msgspec.Struct, frozen=True, gc=False):
