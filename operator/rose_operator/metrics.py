@@ -179,6 +179,12 @@ RESERVED_SECONDS = Gauge(
     ["lease"],
     registry=REGISTRY,
 )
+UNLENT_RESERVED_SECONDS = Gauge(
+    "rose_pool_unlent_reserved_seconds",
+    "GPU time in which nobody borrowed, by the share of memory that serving did without for it.",
+    ["pool"],
+    registry=REGISTRY,
+)
 DECISIONS = Counter(
     "rose_planner_decisions",
     "Slots lent and released, with the reason.",

@@ -32,6 +32,8 @@ class CostBreakdown:
         violation: price of one of them.
         reserve: price of all of a GPU's memory for an hour.
         reserved_hours: GPU-hours that the memory kept back from serving comes to.
+        unlent_hours: the same while nobody borrowed: of a run that has its pools to itself. A
+            lease has none, because those of its pool are no lease's.
         threshold: price of a million borrowed tokens up to which borrowing pays.
         won_hours: dedicated GPU-hours that the borrowed tokens stand for.
         lent_hours: GPU-hours in which rollouts could compute on borrowed GPUs.
@@ -46,6 +48,7 @@ class CostBreakdown:
     violation: float | None
     reserve: float
     reserved_hours: float
+    unlent_hours: float
     threshold: float | None
     won_hours: float | None
     lent_hours: float
@@ -97,6 +100,7 @@ def breakdown(
         violation=violation,
         reserve=float(prices.reserve_hour),
         reserved_hours=ledger.reserved_hours,
+        unlent_hours=ledger.unlent_reserved_hours,
         threshold=threshold,
         won_hours=lent * own_hours / own if own and own_hours else None,
         lent_hours=ledger.borrowed.computing_hours,
@@ -121,6 +125,7 @@ def figures(found: CostBreakdown) -> dict[str, float | None]:
     micros = {
         "bill": found.bill.total,
         "reserve": found.bill.reserve,
+        "unlent_reserve": found.bill.unlent_reserve,
         "taken_per_million_borrowed_tokens": found.harm,
         "borrowing_pays_up_to": found.threshold,
         "late_request": found.violation,
@@ -129,6 +134,7 @@ def figures(found: CostBreakdown) -> dict[str, float | None]:
     told |= {name: None if one is None else one / MICRO for name, one in micros.items()}
     return told | {
         "reserved_gpu_hours": found.reserved_hours,
+        "unlent_reserved_gpu_hours": found.unlent_hours,
         "dedicated_hours_per_lent_hour": found.slot,
         "dedicated_hours_per_late_request": found.shadow,
     }
@@ -138,7 +144,7 @@ def lines(found: CostBreakdown) -> list[Line]:
     """Every figure in the order in which they make the bill."""
     bill, parts = found.bill, found.factors
     made = [
-        ("bill", money(bill.total), "of which the next five"),
+        ("bill", money(bill.total), f"of which the next {'six' if found.unlent_hours else 'five'}"),
         ("dedicated GPUs", _told(bill.dedicated), "the trainer's too"),
         ("lent time", money(bill.borrowed), "while the gate was open"),
         ("requests made late", money(bill.violations), f"{found.late} of them at most"),
@@ -147,6 +153,7 @@ def lines(found: CostBreakdown) -> list[Line]:
             money(bill.reserve),
             f"from serving: {found.reserved_hours:.3g} GPU-hours by its share of the memory",
         ),
+        *_unlent(found),
         ("weights over the network", money(bill.network), ""),
         ("accepted, correct", f"{found.accepted}, {found.correct}", "said by the trainer"),
     ]
@@ -184,6 +191,14 @@ def lines(found: CostBreakdown) -> list[Line]:
             "of dedicated GPUs",
         ),
     ]
+
+
+def _unlent(found: CostBreakdown) -> list[Line]:
+    """Of a lease there is no such line: a zero would say that its pool keeps nothing back."""
+    if not found.unlent_hours:
+        return []
+    hours = f"{found.unlent_hours:.3g} GPU-hours likewise"
+    return [("memory kept back, not lent", money(found.bill.unlent_reserve), hours)]
 
 
 def _factors(parts: CostCorrect, bill: Cost) -> list[Line]:

@@ -45,6 +45,7 @@ class Cost:
     violations: float
     network: float
     reserve: float = 0.0
+    unlent_reserve: float = 0.0
 
     @property
     def total(self) -> float:
@@ -53,8 +54,11 @@ class Cost:
 
     @property
     def taken(self) -> float:
-        """The opportunity cost: what lending took from serving, in requests and in memory."""
-        return self.violations + self.reserve
+        """The opportunity cost: what lending took from serving, in requests and in memory.
+
+        Memory that is kept back for lending is taken whether somebody borrows or not.
+        """
+        return self.violations + self.reserve + self.unlent_reserve
 
 
 def cost(ledger: Ledger, prices: Prices) -> Cost:
@@ -65,6 +69,7 @@ def cost(ledger: Ledger, prices: Prices) -> Cost:
         violations=float(ledger.serving.added_violations * prices.violation),
         network=ledger.weight_bytes * prices.gigabyte / GIGABYTE,
         reserve=ledger.reserved_hours * prices.reserve_hour,
+        unlent_reserve=ledger.unlent_reserved_hours * prices.reserve_hour,
     )
 
 

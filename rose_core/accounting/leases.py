@@ -3,7 +3,8 @@
 The operator counts what agents report (``status.totals``); what only the trainer knows, accepted
 trajectories, correct answers and the dedicated GPUs beside the lease, is told (``OutsideLeases``).
 Nobody knows which live requests would have been late alone as well: all that missed their SLO
-beside rollouts count as added, which is the most that lending can have done.
+beside rollouts count as added, which is the most that lending can have done. What a pool kept back
+while nobody borrowed is in no lease: it has a ledger of its own (``unlent_of``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rose_core.accounting.ledger import GpuTime, Ledger, ServingImpact, Tokens, Trajectories
+
+UNLENT = "not lent"
+"""How people are told of a pool's part of the bill."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +63,8 @@ def ledger_of(
         weight_bytes=weight_bytes,
         reserved_milliseconds=reserved_ms,
     )
+
+
+def unlent_of(reserved_ms: int) -> Ledger:
+    """The ledger of a pool beside its leases: memory kept back while nobody borrowed."""
+    return Ledger(unlent_reserved_milliseconds=reserved_ms)

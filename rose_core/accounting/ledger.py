@@ -161,6 +161,8 @@ class Ledger:
     Attributes:
         reserved_milliseconds: GPU time of borrowed GPUs, by the share of memory that serving did
             without for it.
+        unlent_reserved_milliseconds: the same of GPUs that nobody borrowed meanwhile. It belongs
+            to a pool, or to a run that has its pools to itself, and to no lease.
     """
 
     dedicated: GpuTime = field(default_factory=GpuTime)
@@ -170,6 +172,7 @@ class Ledger:
     serving: ServingImpact = field(default_factory=ServingImpact)
     weight_bytes: int = 0
     reserved_milliseconds: int = 0
+    unlent_reserved_milliseconds: int = 0
 
     def __add__(self, other: Ledger) -> Ledger:
         return Ledger(
@@ -180,12 +183,18 @@ class Ledger:
             self.serving + other.serving,
             self.weight_bytes + other.weight_bytes,
             self.reserved_milliseconds + other.reserved_milliseconds,
+            self.unlent_reserved_milliseconds + other.unlent_reserved_milliseconds,
         )
 
     @property
     def reserved_hours(self) -> float:
         """GPU-hours that the memory kept back comes to."""
         return self.reserved_milliseconds / _MILLISECONDS_PER_HOUR
+
+    @property
+    def unlent_reserved_hours(self) -> float:
+        """The same of memory that was kept back while nobody borrowed."""
+        return self.unlent_reserved_milliseconds / _MILLISECONDS_PER_HOUR
 
     def gpu(self, tier: Tier) -> GpuTime:
         """GPU time of one tier."""

@@ -44,14 +44,16 @@ def html(found: Sequence[Statement], parts: Mapping[str, CostBreakdown] | None =
         f"<td>{one.ledger.trajectories.accepted}</td><td>{money(one.per_accepted)}</td>"
         f"<td>{money(one.per_correct)}</td><td>{percent(one.saved)}</td>"
         f"<td>{money(one.break_even)}</td>"
-        f"<td>{money(one.cost.reserve)}</td><td>{money(one.opportunity)}</td></tr>"
+        f"<td>{money(one.cost.reserve)}</td><td>{money(one.cost.unlent_reserve)}</td>"
+        f"<td>{money(one.opportunity)}</td></tr>"
         for one in found
     )
     head = (
         "<tr><th></th><th>dedicated GPU-h</th><th>borrowed GPU-h</th><th>duty</th><th>tokens</th>"
         "<th>weights, GB</th><th>SLO violations</th><th>of the SLO's budget</th>"
         "<th>accepted</th><th>cost per accepted</th><th>per correct answer</th><th>saved</th>"
-        "<th>break-even lent hour</th><th>memory kept back</th><th>opportunity cost</th></tr>"
+        "<th>break-even lent hour</th><th>memory kept back</th>"
+        "<th>while nobody borrowed</th><th>opportunity cost</th></tr>"
     )
     style = (
         "body{font:14px system-ui;max-width:84rem;margin:2rem auto;padding:0 1rem}"

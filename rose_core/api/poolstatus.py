@@ -40,6 +40,37 @@ class PoolModel(ApiModel):
     )
 
 
+MOST_NODES = 1000
+"""Nodes of a pool whose counters are told apart; those beyond are not counted."""
+
+
+class NodeReserve(ApiModel):
+    """A node's counter as last added to the pool's totals."""
+
+    node: str = Field(max_length=253, description="The node's name.")
+    unlent_reserved_milliseconds: Count = Field(
+        default=0, description="What its guard had counted."
+    )
+
+
+class PoolTotals(ApiModel):
+    """What lending has taken from the pool beside its leases; written at most once a minute."""
+
+    unlent_reserved_milliseconds: Count = Field(
+        default=0,
+        description=(
+            "GPU time in which nobody borrowed, by the share of the GPU's memory that serving did "
+            "without so that somebody could. That of borrowed GPUs is in their leases."
+        ),
+    )
+    nodes: tuple[NodeReserve, ...] = Field(
+        default=(),
+        max_length=MOST_NODES,
+        description="What each node has counted, so that no restart counts twice.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+
+
 class PoolStatus(StatusBase):
     """What is known about the pool."""
 
@@ -70,6 +101,9 @@ class PoolStatus(StatusBase):
     )
     asleep_replicas: int = Field(
         default=0, ge=0, le=100_000, description="Replicas that drain, sleep or wake for a loan."
+    )
+    totals: PoolTotals = Field(
+        default=PoolTotals(), description="What lending has taken beside the leases."
     )
     load: LoadShape | None = Field(
         default=None, description="Daily shape of the load, learned where forecast is asked for."

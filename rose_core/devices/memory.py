@@ -109,6 +109,11 @@ class MemorySum:
         """What serving does without so that rollouts have room; it would keep headroom anyway."""
         return min(self.lends + self.dormant, max(0, self.total - self.serving))
 
+    @property
+    def kept_for_lending(self) -> int:
+        """The same while nobody borrows: what no engine fits into is kept back for nobody."""
+        return self.kept_back if self.kept_back >= LEAST_ENGINE_BYTES else 0
+
 
 @dataclass(frozen=True)
 class Lendable:

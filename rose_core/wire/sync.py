@@ -116,6 +116,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
         certificate: of the pool on this node, None where it names no TTFT.
         trial: the pool's requests on this node by lent and withheld window, None before the first.
         place: of a pod that is a replica together with others, None where it is one by itself.
+        unlent_reserved_milliseconds: of the pool on this node: GPU time in which nobody borrowed,
+            by the share of memory that was kept back for lending.
     """
 
     pool: str
@@ -142,6 +144,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     certificate: CertificateReport | None = None
     trial: Trial | None = None
     place: GroupPlace | None = None
+    unlent_reserved_milliseconds: int = 0
 
 
 class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):

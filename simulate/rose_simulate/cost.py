@@ -3,7 +3,10 @@
 | FILE | from |
 |---|---|
 | a simulator's result | ``rose simulate`` writes it; every regime becomes a statement |
-| leases as JSON | ``kubectl get rolloutleases -A -o json``; the trainer knows the rest |
+| leases as JSON | ``kubectl get rolloutleases,servingpools -A -o json``; the trainer adds to it |
+
+With pools in the file the bill is whole: a pool's statement has the memory that it kept back while
+nobody borrowed, which is in no lease's. A simulation's has both.
 
 What trainers report of their trajectories stands in a lease's totals. Where none does,
 ``--accepted`` and ``--correct`` give the counts; without any costs per trajectory are *unknown*.
@@ -27,7 +30,7 @@ import msgspec
 from rose_core.accounting.breakdown import money
 from rose_core.accounting.correct import violation_price
 from rose_core.accounting.cost import GIGABYTE, MICRO, Prices
-from rose_core.accounting.leases import OutsideLeases, ledger_of
+from rose_core.accounting.leases import UNLENT, OutsideLeases, ledger_of, unlent_of
 from rose_core.accounting.ledger import ServingImpact, allowed_hundredths, total
 from rose_core.accounting.page import html, percent
 from rose_core.accounting.statement import Statement, statement
@@ -133,6 +136,13 @@ def _of_result(
         sums = {regime: total(map(ledger, ran)) for regime, ran in runs.items()}
         base = sums.get(Regime.FIXED.value)
         for regime, used in sums.items():
+            silent = any(one.unlent_reserved_ms is None for one in runs[regime])
+            if silent and used.reserved_milliseconds and prices.reserve_hour:
+                message = (
+                    f"{path}: {regime}: says nothing of memory kept back while nobody borrowed; "
+                    "run it anew, or say --reserve 0"
+                )
+                raise CostError(message)
             name = f"{result.scenario}, {regime}, derate {derate:g}, x{slowdown:g}"
             alone = None if regime == Regime.FIXED.value else base
             hours = sum(one.serving_gpu_ms for one in runs[regime]) / _HOUR_MS
@@ -160,8 +170,11 @@ def _of_leases(
     found = []
     for index, item in enumerate(items):
         try:
-            totals = item["status"]["totals"]
             name = f"{item['metadata']['namespace']}/{item['metadata']['name']}"
+            if item.get("kind") == "ServingPool":
+                found.append(_of_pool(name, item, prices))
+                continue
+            totals = item["status"]["totals"]
             lent = int(totals.get("lentMilliseconds", 0))
             opened = int(totals.get("openMilliseconds", lent))  # not said: all of it
             tokens = int(totals.get("harvestedTokens", 0))
@@ -197,13 +210,20 @@ def _of_leases(
     return found
 
 
+def _of_pool(name: str, item: dict[str, Any], prices: Prices) -> Statement:
+    """What no lease of the pool is charged."""
+    totals = item.get("status", {}).get("totals", {})
+    unlent = unlent_of(int(totals.get("unlentReservedMilliseconds", 0)))
+    return statement(f"{name} ({UNLENT})", unlent, prices)
+
+
 def show(found: Sequence[Statement]) -> str:
     """As text."""
     width = max((len(one.name) for one in found), default=0)
     head = (
         f"{'':<{width}}  dedicated h  borrowed h  duty     tokens       weights GB  violations  "
         "SLO budget  accepted  cost/accepted  cost/correct  saved    break-even  a late one  "
-        "memory      opportunity"
+        "memory      not lent    opportunity"
     )
     return "\n".join([head, *(_line(one, width) for one in found)]) + "\n"
 
@@ -217,7 +237,8 @@ def _line(one: Statement, width: int) -> str:
         f"{percent(used.serving.budget_used):<10}  {used.trajectories.accepted:<8}  "
         f"{money(one.per_accepted):<13}  {money(one.per_correct):<12}  {percent(one.saved):<7}  "
         f"{money(one.break_even):<10}  {money(one.violation):<10}  "
-        f"{money(one.cost.reserve):<10}  {money(one.opportunity)}"
+        f"{money(one.cost.reserve):<10}  {money(one.cost.unlent_reserve):<10}  "
+        f"{money(one.opportunity)}"
     )
 
 

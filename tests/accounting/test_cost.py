@@ -50,6 +50,15 @@ def test_memory_kept_back_is_in_the_bill_and_what_lending_took_is_a_part_of_it()
     assert cost(kept, PRICES).total == 14_062_000, "memory without a price"
 
 
+def test_memory_kept_back_while_nobody_borrows_is_in_the_bill_by_name() -> None:
+    asked = replace(PRICES, reserve_hour=4_000_000)
+    kept = replace(run(2, 6, 100), reserved_milliseconds=HOUR)
+    pool = Ledger(unlent_reserved_milliseconds=3 * HOUR)
+    bill = cost(kept + pool, asked)
+    assert (bill.reserve, bill.unlent_reserve) == (4_000_000, 12_000_000)
+    assert bill.total == cost(kept, asked).total + cost(pool, asked).total
+
+
 def test_borrowed_time_is_charged_only_while_rollouts_could_compute() -> None:
     idle = Ledger(borrowed=GpuTime(10 * HOUR, 0))
     assert cost(idle, PRICES).total == 0

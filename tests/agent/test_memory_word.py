@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner
 from rose_agent.devices.watch import DeviceWatch
 from rose_agent.guard import gpus
+from rose_agent.guard.slot import Totals
 from rose_agent.pods.model import Residents
 from rose_core.devices.memory import Budget, Lendable, MemorySum
 from rose_core.devices.ownership import Claim, Proof
@@ -21,9 +23,15 @@ from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import PoolPolicy
 from rose_dev.gpu.state import GpuProcess, State
 
-GIB = 1 << 30
+GIB, S = 1 << 30, 1_000_000_000
 SLOT = SlotKey(SlotUid("slot-1"), 1)
 LEAST = 125
+
+
+def grant(**said: object) -> SimpleNamespace:
+    """Of a slot on the one GPU that there is."""
+    engine = SimpleNamespace(ranks=1)
+    return SimpleNamespace(**{"pod_uid": "pod", "whole": False, "engine": engine} | said)
 
 
 @dataclass
@@ -32,7 +40,7 @@ class Slot:
 
     status: EngineStatus | None
     uid: str = "slot-1"
-    grant: Any = field(default_factory=lambda: SimpleNamespace(pod_uid="pod", whole=False))
+    grant: Any = field(default_factory=grant)
     budget: Budget = field(default_factory=Budget)
     room: Lendable | None = None
     reserve: MemorySum | None = None
@@ -61,7 +69,14 @@ class Node:
         policy = PoolPolicy(
             *("ns/pool", "Lend", {}, 1), memory_source=source, memory_headroom_percent=20
         )
-        self.replica: Any = SimpleNamespace(policy=policy, pod=pod, view=None)
+        self.pool = SimpleNamespace(unlent_reserved_ns=0)
+        self.replica: Any = SimpleNamespace(
+            policy=policy,
+            pod=pod,
+            view=None,
+            looked_ns=0,
+            outcomes=SimpleNamespace(pool=self.pool),
+        )
 
     def serving(self, gib: int, used: int, engine: int | None = 10 * GIB) -> None:
         """What serving holds beside the engine, and what the GPU uses in all."""
@@ -149,6 +164,81 @@ def test_memory_is_kept_back_from_serving_where_it_neither_gives_way_nor_sleeps(
     node.look(slot, monkeypatch)
     found = 0 if slot.reserve is None else slot.reserve.kept_back
     assert found == kept * GIB
+
+
+class Watched(Node):
+    """A node whose guard looks once a second, by a clock that the test turns."""
+
+    def __init__(self, nvml: State, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+        super().__init__(nvml, source)
+        self.clock_ns, self.patch = S, monkeypatch
+        monkeypatch.setattr("rose_agent.guard.gpus.time.monotonic_ns", lambda: self.clock_ns)
+
+    def pass_by(self, seconds: int, slot: Slot, totals: Totals | None = None) -> None:
+        for _ in range(seconds):
+            self.clock_ns += S
+            granted = slot.grant is not None
+            if totals is not None:
+                totals.account(
+                    self.clock_ns, granted=granted, until_ns=0, status=None, reserve=slot.reserve
+                )
+            self.look(slot, self.patch)
+
+
+def test_memory_kept_back_is_counted_once_lent_or_not(
+    nvml: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, slot = Watched(nvml, monkeypatch, "Reserved"), Slot(None)
+    node.look(slot, monkeypatch)
+    totals = Totals(last_ns=node.clock_ns)
+    slot.grant = None
+    node.pass_by(100, slot, totals)
+    slot.grant = grant()
+    node.look(slot, monkeypatch)
+    node.pass_by(300, slot, totals)
+    slot.grant = None
+    node.pass_by(200, slot, totals)
+    alone, lent = node.pool.unlent_reserved_ns / S, totals.reserved_ns / S
+    assert alone == pytest.approx(300 * 34 / 80, rel=0.01), "34 of 80 GiB may be lent"
+    assert lent == pytest.approx(300 * 34 / 80, rel=0.01)
+    assert alone + lent == pytest.approx(600 * 34 / 80, rel=0.01), "all of the time, once"
+
+
+@pytest.mark.parametrize(
+    ("terms", "used", "counted"),
+    [
+        (("Reserved", "Lend"), 30, True),
+        (("Reserved", "Paused"), 30, True),
+        (("Reserved", "Observe"), 30, False),
+        (("Elastic", "Lend"), 30, False),
+        (("Reserved", "Lend"), 61, False),
+    ],
+)
+def test_only_memory_that_an_engine_fits_into_is_kept_back_for_lending(
+    nvml: State, monkeypatch: pytest.MonkeyPatch, terms: tuple[str, str], used: int, counted: bool
+) -> None:
+    source, mode = terms
+    node, slot = Watched(nvml, monkeypatch, source), Slot(None, grant=None)
+    node.replica.policy = msgspec.structs.replace(node.replica.policy, mode=mode)
+    node.serving(used, used, engine=0)
+    node.look(slot, monkeypatch)
+    node.pass_by(10, slot)
+    assert (node.pool.unlent_reserved_ns > 0) is counted
+
+
+def test_gpus_of_a_replica_that_its_slot_does_not_take_are_not_lent(
+    nvml: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, slot = Watched(nvml, monkeypatch, "Reserved"), Slot(None)
+    node.look(slot, monkeypatch)
+    node.pass_by(10, slot)
+    assert node.pool.unlent_reserved_ns == 0
+    slot.grant = grant(engine=SimpleNamespace(ranks=0))
+    node.pass_by(10, slot)
+    assert node.pool.unlent_reserved_ns / S == pytest.approx(10 * 34 / 80, rel=0.01)
+    slot.grant = grant(engine=SimpleNamespace(ranks=0), whole=True)
+    node.pass_by(10, slot)
+    assert node.pool.unlent_reserved_ns / S == pytest.approx(10 * 34 / 80, rel=0.01), "it sleeps"
 
 
 def test_what_serving_used_hours_ago_counts_for_reserved_memory_alone(

@@ -9,7 +9,7 @@ import pytest
 
 from rose_cli.ops import report
 from rose_cli.ops.errors import NotFound
-from rose_cli.ops.usage import statements, summed, usage_rows, usages
+from rose_cli.ops.usage import idle_reserves, statements, summed, usage_rows, usages
 from rose_core.accounting.cost import Prices
 from rose_core.accounting.leases import OutsideLeases, ledger_of
 from rose_core.accounting.page import html
@@ -285,3 +285,52 @@ def test_a_lease_without_counted_tokens_has_no_such_lines(
     monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(Reported()))
     assert report.main([]) == 0
     assert "accept rate" not in capsys.readouterr().out
+
+
+def keeping(unlent_hours: float) -> ServingPool:
+    """A pool that kept so much back while nobody borrowed."""
+    counted = {"totals": {"unlentReservedMilliseconds": round(unlent_hours * 3_600_000)}}
+    lending = {"pricePerGPUHourMicros": 500_000}
+    return ServingPool.model_validate(changed(POOL, {"spec.lending": lending, "status": counted}))
+
+
+def test_lines_of_leases_and_pools_are_the_whole_bill() -> None:
+    """Of a GPU-day, of which a quarter's memory is kept back: 8 h lent, 16 h not."""
+    kept = {
+        "status": {"totals": {"lentMilliseconds": 8 * 3_600_000, "openMilliseconds": 3_600_000}}
+    }
+    kept["status"]["totals"]["reservedMilliseconds"] = 2 * 3_600_000
+    pools = {"default/chat": keeping(4.0)}
+    asked = Prices(2_000_000, 0, reserve_hour=2_000_000)
+    used, idle = usages([lease("grpo", 8, 0, **kept)], pools, asked), idle_reserves(pools, asked)
+    rows = usage_rows(used, idle)
+    assert [(row["lease"], row["charge"], row["left_with_pool"]) for row in rows] == [
+        ("default/grpo", 0.5 + 4.0, 0.0),
+        ("not lent", 0.0, 8.0),
+    ]
+    bill = sum(row["charge"] + row["left_with_pool"] for row in rows)  # type: ignore[operator]
+    assert bill == pytest.approx(0.5 + 24 / 4 * 2, rel=0.01), "a day's memory and the open hour"
+    hours = sum(row["reserved_gpu_hours"] + row["unlent_reserved_gpu_hours"] for row in rows)  # type: ignore[operator]
+    assert hours == pytest.approx(24 / 4, rel=0.01)
+    for by in ("pool", "namespace"):
+        (together,) = summed(used, by, idle)
+        assert together["charge"] + together["left_with_pool"] == pytest.approx(bill)  # type: ignore[operator]
+    assert "left_with_pool" not in usage_rows(used)[0], "not asked for"
+
+
+def test_a_pool_that_nobody_borrows_from_has_a_row_and_a_place_on_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lonely = keeping(3.0).model_dump(by_alias=True)
+    lonely["metadata"]["name"] = "lonely"
+    cluster = Objects(pool(), ServingPool.model_validate(lonely))
+    monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(cluster))
+    page = tmp_path / "page.html"
+    assert report.main(["--reserve", "2", "--html", str(page)]) == 0
+    shown = capsys.readouterr().out
+    assert "not lent" in shown
+    assert " 6.0" in shown, "3 hours at 2"
+    assert "default/lonely (not lent)" in page.read_text()
+    assert report.main(["--by", "pool", "-o", "json"]) == 0
+    rows = {row["pool"]: row for row in json.loads(capsys.readouterr().out)}
+    assert (rows["default/lonely"]["leases"], rows["default/lonely"]["left_with_pool"]) == (0, 3.0)

@@ -88,6 +88,7 @@ class Bench:
         *,
         needs_bytes: int | None = None,
         lendable_bytes: int | None = None,
+        unlent_reserved_milliseconds: int = 0,
         adapters: tuple[AdapterVersion, ...] = (),
     ) -> None:
         """The agent of node n1 realises every slot that is lent, with these versions in turn."""
@@ -107,7 +108,10 @@ class Bench:
             )
             for raw, version in zip(lent, itertools.cycle(versions), strict=False)
         ]
-        room: dict[str, Any] = {"lendable_bytes": lendable_bytes}
+        room: dict[str, Any] = {
+            "lendable_bytes": lendable_bytes,
+            "unlent_reserved_milliseconds": unlent_reserved_milliseconds,
+        }
         replicas = (
             replica("default/chat", "a", **room),
             replica("default/chat", "b", kv=300, **room),

@@ -260,6 +260,18 @@ async def test_totals_alone_are_written_once_a_minute() -> None:
     assert {name for _, name in bench.api.writes} == {"grpo"}
 
 
+async def test_what_a_pool_kept_back_is_written_once_a_minute_too() -> None:
+    bench = await running()
+    bench.api.writes.clear()
+    for second in range(180):
+        bench.now += 1
+        bench.report(unlent_reserved_milliseconds=1000 * second)
+        await bench.turn()
+    assert 1 <= [name for _, name in bench.api.writes].count("chat") <= 4
+    status = bench.api.objects[Kind.POOL, "default/chat"]["status"]
+    assert 100_000 < status["totals"]["unlentReservedMilliseconds"] < 180_000
+
+
 async def test_an_expired_lease_gives_everything_back() -> None:
     bench = Bench()
     bench.pool()

@@ -4,15 +4,17 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any, cast
 
-from rose_core.api import RolloutLease, RolloutSlot
+from rose_core.api import RolloutLease, RolloutSlot, ServingPool
+from rose_core.api.poolstatus import MOST_NODES
 from rose_core.api.rolloutlease import MOST_ROUTERS, Totals
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.telemetry import Telemetry
-from rose_operator.status.accounting import totals
+from rose_operator.status.accounting import pool_totals, totals
 from tests.api import objects
+from tests.operator.stub_agent import replica
 
 
 def _after(lease: RolloutLease, lent: int, opened: int, tokens: int, **more: Any) -> RolloutLease:  # noqa: ANN401  # counters
@@ -137,3 +139,40 @@ def test_the_router_of_an_older_lease_of_that_name_is_not_counted() -> None:
     assert _answers(lease) == (0, 0)
     lease = _told(lease, DemandNote(instance="new", accepted=7, up_seconds=50.0))
     assert _answers(lease) == (7, 0)
+
+
+def _kept(pool: ServingPool, **said: int) -> ServingPool:
+    """The pool once its nodes have said so much; two replicas of a node share the counter."""
+    told = {
+        node: replica("default/chat", node, unlent_reserved_milliseconds=count)
+        for node, count in said.items()
+    }
+    reports = [(node, one) for node, one in told.items() for _ in range(2)]
+    world = cast("ClusterState", SimpleNamespace(reports_of=lambda _key: reports))
+    status = pool.status.model_copy(update={"totals": pool_totals(pool, world)})
+    return pool.model_copy(update={"status": status})
+
+
+def _unlent(pool: ServingPool) -> int:
+    return pool.status.totals.unlent_reserved_milliseconds
+
+
+def test_memory_that_a_pool_kept_back_is_added_by_node_through_restarts() -> None:
+    pool = _kept(ServingPool.model_validate(objects.POOL), a=1000, b=50)
+    assert _unlent(pool) == 1050
+    pool = _kept(pool, a=1500, b=50)
+    pool = _kept(pool, b=80)  # a is not heard for a while
+    pool = _kept(pool, a=1600, b=80)
+    assert _unlent(pool) == 1680
+    pool = _kept(pool, a=100, b=80)  # its guard was restarted
+    assert _unlent(pool) == 1780
+    assert {one.node for one in pool.status.totals.nodes} == {"a", "b"}
+
+
+def test_nodes_that_are_gone_make_room_and_those_without_room_are_not_counted_twice() -> None:
+    pool = _kept(ServingPool.model_validate(objects.POOL), gone=7)
+    many = {f"n{number:04}": 10 for number in range(MOST_NODES + 5)}
+    pool = _kept(pool, **many)
+    assert len(pool.status.totals.nodes) == MOST_NODES
+    assert "gone" not in {one.node for one in pool.status.totals.nodes}
+    assert _unlent(_kept(pool, **many)) == _unlent(pool) == 7 + 10 * MOST_NODES

@@ -48,6 +48,11 @@ def test_every_regime_of_a_result_becomes_a_statement_with_plots(
     share = told.services[0].rollout_memory_share
     held = said[1]["ledger"]["borrowed"]["held_milliseconds"] / 3.6e6
     assert ours == pytest.approx(1e6 * held * share, rel=1e-3)
+    # Lent or not, serving does without that share all the time.
+    unlent = [one["cost"]["unlent_reserve"] for one in said]
+    assert unlent[0] == 0
+    assert unlent[1] > 0
+    assert ours + unlent[1] == pytest.approx(1e6 * gpus * share * told.seconds / 3600, rel=0.01)
 
 
 def test_leases_are_priced_with_what_the_trainer_knows(
@@ -95,6 +100,43 @@ def test_what_a_lease_did_to_serving_and_moved_is_priced(
     # 2 lent hours at 1 by 800 requests, and a quarter of an hour's memory at a GPU-hour's price.
     assert (one["violation"], one["opportunity"]) == (2500, 4 * 2500 + 250_000)
     assert " 50.0% " in shown  # 4 of the 8 that an SLO at the 99th percentile allows
+
+
+def test_pools_of_the_file_have_what_no_lease_is_charged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = {
+        "kind": "ServingPool",
+        "metadata": {"namespace": "serving", "name": "chat"},
+        "status": {"totals": {"unlentReservedMilliseconds": 5_400_000}},
+    }
+    untold = pool | {"metadata": {"namespace": "serving", "name": "new"}, "status": {}}
+    totals = LEASE["status"]["totals"] | {"reservedMilliseconds": 900_000}
+    lease = LEASE | {"status": {"totals": totals}}
+    path, found = tmp_path / "both.json", tmp_path / "found.json"
+    path.write_text(json.dumps({"items": [lease, pool, untold]}))
+    assert main([str(path), "--lent-hour", "0.5", "--reserve", "2", "--json", str(found)]) == 0
+    told = {one["name"]: one["cost"] for one in json.loads(found.read_bytes())}
+    assert told["rl/grpo"]["unlent_reserve"] == 0
+    assert told["serving/chat (not lent)"]["unlent_reserve"] == 3_000_000
+    assert told["serving/new (not lent)"]["unlent_reserve"] == 0
+    bill = sum(sum(one.values()) for one in told.values())
+    assert bill == pytest.approx(1_000_000 + 500_000 + 3_000_000, rel=0.01)
+    assert " 3 " in capsys.readouterr().out
+
+
+def test_a_result_that_is_silent_about_unlent_memory_is_priced_only_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = scenario(seeds=(1,), regimes=(Regime.FIXED, Regime.OURS))
+    path = write(study(told, MATERIAL, [0.5], lambda _one: None), tmp_path)
+    old = json.loads(path.read_bytes())
+    for one in old["outcomes"]:
+        del one["unlent_reserved_ms"]
+    path.write_text(json.dumps(old))
+    assert main([str(path)]) == 1
+    assert "say --reserve 0" in capsys.readouterr().err
+    assert main([str(path), "--reserve", "0"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ Next step: ``rose_agent.devices.watch`` reads the driver.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rose_agent.devices.watch import DeviceWatch, LentState, PoolGpuTerms, ReplicaGpus
 from rose_agent.guard import report
 from rose_agent.guard.replica import GuardedReplica
 from rose_agent.guard.slot import GuardedSlot
 from rose_agent.pods.model import Residents
+from rose_core.api.servingpool import PoolMode
 from rose_core.devices.memory import MemorySum, overrun
 from rose_core.devices.ownership import Party
 from rose_core.identity import PodUid, SlotUid
@@ -31,6 +32,7 @@ def look_at(
     residents: Residents,
 ) -> None:
     """Give every replica the view of its GPUs, and its slots their budget."""
+    now_ns = time.monotonic_ns()
     for uid, replica in replicas.items():
         beside = [s for s in slots.values() if s.grant and s.grant.pod_uid == uid]
         engines = [slot.status for slot in beside if slot.status is not None]
@@ -41,7 +43,7 @@ def look_at(
             " ".join(sorted(engine.version for engine in engines)),
         )
         terms = PoolGpuTerms.of(replica.policy)
-        kv_permille = report.kv_permille(replica, time.monotonic_ns())
+        kv_permille = report.kv_permille(replica, now_ns)
         claim = replica.pod.claim
         party = Party(
             uid,
@@ -55,6 +57,7 @@ def look_at(
         for slot in beside:
             _tell(slot, replica.view)
             slot.reserve = _reserve(slot, replica.view, terms)
+        _note_unlent(replica, beside, now_ns)
 
 
 def _reserve(slot: GuardedSlot, view: ReplicaGpus, terms: PoolGpuTerms) -> MemorySum | None:
@@ -64,6 +67,26 @@ def _reserve(slot: GuardedSlot, view: ReplicaGpus, terms: PoolGpuTerms) -> Memor
     """
     whole = slot.grant is not None and slot.grant.whole
     return None if terms.elastic or whole else view.lendable.parts
+
+
+def _note_unlent(replica: GuardedReplica, beside: Sequence[GuardedSlot], now_ns: int) -> None:
+    """Count, for the pool, memory that is kept back beside GPUs that no slot holds.
+
+    Serving does without it whether somebody borrows or not. A slot counts that of its own GPUs. A
+    pool that only observes has kept none back for lending.
+    """
+    since_ns, replica.looked_ns = replica.looked_ns, now_ns
+    policy, view = replica.policy, replica.view
+    grants = [slot.grant for slot in beside if slot.grant is not None]
+    asleep = any(grant.whole for grant in grants)
+    parts = view.lendable.parts if view is not None else None
+    if not since_ns or policy.mode == PoolMode.OBSERVE or asleep or parts is None:
+        return
+    if PoolGpuTerms.of(policy).elastic or not parts.total:
+        return
+    free = max(0, len(replica.pod.claim.gpus) - sum(grant.engine.ranks for grant in grants))
+    gpu_ns = (now_ns - since_ns) * free
+    replica.outcomes.pool.unlent_reserved_ns += gpu_ns * parts.kept_for_lending // parts.total
 
 
 def _tell(slot: GuardedSlot, view: ReplicaGpus) -> None:

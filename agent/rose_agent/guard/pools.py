@@ -27,6 +27,8 @@ class PoolState(ErrorBudget):
         judged: what the relative limit was last judged against; empty = not judged.
         trial: slow requests by lent and withheld window.
         lessons: predictor and margin; a new replica begins with what the others have taught.
+        unlent_reserved_ns: GPU time in which nobody borrowed, by the share of the GPU's memory that
+            serving did without so that somebody could.
     """
 
     name: str = ""
@@ -34,6 +36,7 @@ class PoolState(ErrorBudget):
     judged: str = ""
     trial: Trial = field(default_factory=Trial)
     lessons: Lessons = field(default_factory=Lessons)
+    unlent_reserved_ns: int = 0
 
 
 class Pools:

@@ -46,7 +46,7 @@ class GuardedReplica:
         lent: a rollout engine serves beside this replica; before that there is nothing to
             withhold and nothing to compare.
         gaps: idle time that could be used lately.
-        view: its GPUs, as last looked at.
+        view: its GPUs, as last looked at; at ``looked_ns``, 0 = never.
         shown: whether the metrics say that the state is known.
         closely: lending may be paced by tokens, so the tap reports them sooner.
         compute: what rollouts have had of its GPUs lately, against the owner's limit.
@@ -70,6 +70,7 @@ class GuardedReplica:
     known_ns: int = 0
     lent: bool = False
     view: ReplicaGpus | None = None
+    looked_ns: int = 0
     shown: bool | None = None
     closely: bool = False
     compute: Compute = field(default_factory=Compute)

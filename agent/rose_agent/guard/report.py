@@ -185,6 +185,7 @@ def replica_report(
         certificate=_certificate(replica),
         trial=replica.outcomes.pool.trial if replica.outcomes.pool.trial.lent else None,
         place=pod.place,
+        unlent_reserved_milliseconds=replica.outcomes.pool.unlent_reserved_ns // 1_000_000,
     )
 
 

@@ -7,6 +7,10 @@ count instead where they are given. What only the trainer knows (``--dedicated-g
 ``--alone-gpu-hours``) is named with its lease. With any of it, and always in JSON and CSV, a row
 says what an accepted trajectory cost. Below the table stands for each lease whose trainer reports
 what a correct answer cost and what drives it; in JSON it is ``cost_correct``.
+
+What a pool kept back of its GPUs' memory while nobody borrowed is charged to no lease. It has a row
+of its own, *not lent*, with what that costs under ``left_with_pool``: charges, the borrowers' own
+GPUs and these are the whole bill.
 """
 
 from __future__ import annotations
@@ -21,7 +25,15 @@ from rose_cli.ops.cluster import Cluster, connection_flags, run
 from rose_cli.ops.errors import NotFound
 from rose_cli.ops.tables import output_flag, shown
 from rose_cli.ops.top import pools_by_key
-from rose_cli.ops.usage import breakdowns, statements, summed, usage_rows, usages
+from rose_cli.ops.usage import (
+    breakdowns,
+    idle_reserves,
+    idle_statements,
+    statements,
+    summed,
+    usage_rows,
+    usages,
+)
 from rose_core.accounting.breakdown import CostBreakdown, figures, lines
 from rose_core.accounting.cost import MICRO, Prices
 from rose_core.accounting.leases import OutsideLeases
@@ -116,10 +128,14 @@ def _show(cluster: Cluster, given: argparse.Namespace) -> int:
         message = f"no lease {', '.join(unknown)} {cluster.where}; name it as NAMESPACE/LEASE"
         raise NotFound(message)
     found = usages(leases, pools, asked, beside, price_violations=given.violation is None)
+    idle = idle_reserves(pools, asked)
     known = any(one.beside.accepted for one in found)
     made = bool(beside) or known or given.output != "table"
     by_lease = given.by == "lease"
-    rows = usage_rows(found, made=made) if by_lease else summed(found, given.by, made=made)
+    if by_lease:
+        rows = usage_rows(found, idle, made=made)
+    else:
+        rows = summed(found, given.by, idle, made=made)
     parts = breakdowns(found)
     if by_lease and given.output == "json":
         apart = {name: figures(one) for name, one in parts.items()}
@@ -128,7 +144,7 @@ def _show(cluster: Cluster, given: argparse.Namespace) -> int:
     if by_lease and given.output == "table":
         sys.stdout.write("".join(_taken_apart(name, one) for name, one in parts.items()))
     if given.html:
-        _write_page(given.html, len(leases), statements(found), parts)
+        _write_page(given.html, len(leases), statements(found), idle_statements(idle), parts)
     return 0
 
 
@@ -143,9 +159,13 @@ def _taken_apart(lease: str, found: CostBreakdown) -> str:
 
 
 def _write_page(
-    path: Path, leases: int, told: list[Statement], parts: Mapping[str, CostBreakdown]
+    path: Path,
+    leases: int,
+    told: list[Statement],
+    idle: list[Statement],
+    parts: Mapping[str, CostBreakdown],
 ) -> None:
-    path.write_text(html(told, parts))
+    path.write_text(html([*told, *idle], parts))
     if left_out := leases - len(told):
         sys.stderr.write(
             f"{left_out} of the leases are not on the page: their pool is gone, and with it its "

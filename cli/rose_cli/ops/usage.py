@@ -1,9 +1,11 @@
-"""What leases have used, made and cost, pure: rows for ``top`` and ``report``, and statements.
+"""What leases and pools have used, made and cost, pure: rows for ``report``, and statements.
 
 Ledgers add up (``rose_core.accounting``), so a row of a pool or a namespace is its leases' sum.
 Charged is, at the pool's ``pricePerGPUHourMicros``, GPU time in which rollouts could compute, and
 what is asked for violations, moved weights and memory that was kept back. Time under a grant with a
-shut gate costs nothing but that memory.
+shut gate costs nothing but that memory. Memory that a pool keeps back while nobody borrows is
+charged to no lease: it is the pool's own line (``idle_reserves``), so that all lines together are
+the whole bill.
 Unknown figures are empty, never zero.
 """
 
@@ -18,7 +20,7 @@ from rose_cli.ops.tables import Row
 from rose_core.accounting.breakdown import CostBreakdown, breakdown
 from rose_core.accounting.correct import Sampled, violation_price
 from rose_core.accounting.cost import GIGABYTE, MICRO, Cost, Prices, cost
-from rose_core.accounting.leases import OutsideLeases, ledger_of
+from rose_core.accounting.leases import UNLENT, OutsideLeases, ledger_of, unlent_of
 from rose_core.accounting.ledger import Ledger, ServingImpact, Tier, allowed_hundredths, total
 from rose_core.accounting.statement import Statement, statement
 from rose_core.api import RolloutLease, ServingPool
@@ -78,6 +80,29 @@ def usages(
         for lease in leases
     ]
     return sorted(found, key=lambda one: (-one.ledger.borrowed.held_milliseconds, one.lease))
+
+
+@dataclass(frozen=True)
+class IdleReserve:
+    """What a pool kept back while nobody borrowed, since it was made."""
+
+    pool: str
+    ledger: Ledger
+    prices: Prices
+
+    @property
+    def cost(self) -> float:
+        """What that comes to, in micro-units."""
+        return cost(self.ledger, self.prices).total
+
+
+def idle_reserves(pools: Mapping[str, ServingPool], asked: Prices = _FREE) -> list[IdleReserve]:
+    """Of every pool that has kept some back, by name."""
+    return [
+        IdleReserve(key, unlent_of(unlent), asked)
+        for key, pool in sorted(pools.items())
+        if (unlent := pool.status.totals.unlent_reserved_milliseconds)
+    ]
 
 
 def _price(lease: RolloutLease, pools: Mapping[str, ServingPool]) -> int | None:
@@ -156,6 +181,11 @@ def statements(found: Sequence[Usage]) -> list[Statement]:
     ]
 
 
+def idle_statements(idle: Sequence[IdleReserve]) -> list[Statement]:
+    """Pools' own lines, for a page."""
+    return [statement(f"{one.pool} ({UNLENT})", one.ledger, one.prices) for one in idle]
+
+
 def breakdowns(found: Sequence[Usage]) -> dict[str, CostBreakdown]:
     """By lease, its bill taken apart; one without a price, or without tokens trained on, has none.
 
@@ -171,35 +201,52 @@ def breakdowns(found: Sequence[Usage]) -> dict[str, CostBreakdown]:
 # --- rows
 
 
-def usage_rows(found: Sequence[Usage], *, made: bool = False) -> list[Row]:
-    """A row for each lease.
+def usage_rows(
+    found: Sequence[Usage], idle: Sequence[IdleReserve] | None = None, *, made: bool = False
+) -> list[Row]:
+    """A row for each lease, and one below them for what each pool kept back beside its leases.
 
     Args:
         found: as ``usages`` gives them.
+        idle: as ``idle_reserves`` gives them; None = not asked for, and no row says anything of it.
         made: also what only the trainer knows, and what follows from it.
     """
-    return [
+    rows: list[Row] = [
         {"lease": one.lease, "pool": one.pool, "slots": one.slots}
-        | _figures([one])
+        | _figures([one], None if idle is None else ())
         | (_made([one]) | _compared(one) if made else {})
         for one in found
     ]
+    untold = {"saved": None, "break_even_lent_hour": None}
+    for own in idle or ():
+        row = {"lease": UNLENT, "pool": own.pool, "slots": 0} | _figures([], [own])
+        rows.append(row | (_made([]) | untold if made else {}))
+    return rows
 
 
-def summed(found: Sequence[Usage], by: str, *, made: bool = False) -> list[Row]:
-    """A row for the leases of each ``pool`` or each ``namespace``, as ``by`` says."""
+def summed(
+    found: Sequence[Usage], by: str, idle: Sequence[IdleReserve] = (), *, made: bool = False
+) -> list[Row]:
+    """A row for the leases of each ``pool`` or each ``namespace``, as ``by`` says.
+
+    What a pool kept back while nobody borrowed is in its own row, and in that of its namespace.
+    """
     groups: dict[str, list[Usage]] = defaultdict(list)
+    kept: dict[str, list[IdleReserve]] = defaultdict(list)
     for one in found:
         groups[one.pool if by == "pool" else one.lease.split("/")[0]].append(one)
+    for own in idle:
+        kept[own.pool if by == "pool" else own.pool.split("/")[0]].append(own)
     return [
         {by: key, "leases": len(group), "slots": sum(one.slots for one in group)}
-        | _figures(group)
+        | _figures(group, kept.get(key, ()))
         | (_made(group) if made else {})
-        for key, group in sorted(groups.items())
+        for key in sorted({*groups, *kept})
+        for group in [groups.get(key, [])]
     ]
 
 
-def _figures(group: Sequence[Usage]) -> dict[str, object]:
+def _figures(group: Sequence[Usage], idle: Sequence[IdleReserve] | None) -> dict[str, object]:
     used = total(one.ledger for one in group)
     hours = used.borrowed.held_hours
     return {
@@ -213,6 +260,15 @@ def _figures(group: Sequence[Usage]) -> dict[str, object]:
         "slo_violations": used.serving.added_violations,
         "slo_budget_used": _rounded(_budget_used(group), 4),
         "charge": _money(_charge(group)),
+    } | ({} if idle is None else _left(idle))
+
+
+def _left(idle: Sequence[IdleReserve]) -> dict[str, object]:
+    """What is charged to nobody."""
+    hours = total(one.ledger for one in idle).unlent_reserved_hours
+    return {
+        "unlent_reserved_gpu_hours": round(hours, 3),
+        "left_with_pool": _money(sum(one.cost for one in idle)),
     }
 
 

@@ -78,12 +78,16 @@ DASHBOARD = Dashboard(
                     "GPU time lent",
                     "Time under a grant since the lease was applied; times the pool's price it is "
                     "what the lease costs. Kept back: that time by the share of the memory that "
-                    "serving did without for it; 0 where memory is elastic.",
+                    "serving did without for it; 0 where memory is elastic. Not lent: the same of "
+                    "a pool's GPUs that nobody borrowed, which no lease is charged.",
                     "s",
                     {
                         "sum by (lease) (rose_lease_lent_seconds{$here})": "{{lease}}",
                         "sum by (lease) (rose_lease_reserved_seconds{$here})": (
                             "{{lease}} memory kept back"
+                        ),
+                        "sum by (pool) (rose_pool_unlent_reserved_seconds{$here})": (
+                            "{{pool}} memory kept back, not lent"
                         ),
                     },
                 ),

@@ -1,8 +1,9 @@
-"""The lease's totals: sums of counters of agents and routers, kept through restarts of anybody.
+"""Totals of leases and pools: sums of counters of agents and routers, through anybody's restarts.
 
 ``status.totals`` holds the sums *and* how much each living slot, and each process of the router,
 has contributed, in one object and therefore in one write: a crash between two writes can neither
-lose nor double anything. A router's process that died takes along what it had not said yet.
+lose nor double anything. A router's process that died takes along what it had not said yet. A
+pool's ``status.totals`` does the same by node, for memory kept back while nobody borrows.
 Figures move all the time, so they are written at most once a minute or with a real transition.
 """
 
@@ -12,7 +13,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from rose_core.api import RolloutLease, RolloutSlot
+from rose_core.api import RolloutLease, RolloutSlot, ServingPool
+from rose_core.api.poolstatus import MOST_NODES, NodeReserve, PoolTotals
 from rose_core.api.rolloutlease import MOST_ROUTERS, RouterTotals, SlotTotals, Totals
 from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import SlotReport
@@ -55,6 +57,34 @@ def totals(lease: RolloutLease, slots: Sequence[RolloutSlot], world: ClusterStat
             counted = now
         entries.append(counted)
     return Totals(slots=tuple(entries), **sums, **_concluded(lease, world))
+
+
+def pool_totals(pool: ServingPool, world: ClusterState) -> PoolTotals:
+    """A pool's totals with the newest reports added."""
+    old = pool.status.totals
+    entries = {entry.node: entry for entry in old.nodes}
+    # Replicas of one node share the counter.
+    said = {
+        node: min(report.unlent_reserved_milliseconds, _MOST)
+        for node, report in world.reports_of(pool.metadata.key)
+    }
+    unlent = old.unlent_reserved_milliseconds
+    gone = [name for name in entries if name not in said]
+    for node in sorted(said):
+        if node not in entries:
+            if not said[node]:
+                continue
+            if len(entries) >= MOST_NODES:
+                if not gone:
+                    break
+                del entries[gone.pop(0)]
+        before = entries.pop(node, NodeReserve(node=node)).unlent_reserved_milliseconds
+        unlent += said[node] - (before if said[node] >= before else 0)
+        # It stands last, so that nodes that are gone make room first.
+        entries[node] = NodeReserve(node=node, unlent_reserved_milliseconds=said[node])
+    return PoolTotals(
+        unlent_reserved_milliseconds=min(unlent, _MOST), nodes=tuple(entries.values())
+    )
 
 
 def _concluded(lease: RolloutLease, world: ClusterState) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from prometheus_client import Gauge
 
-from rose_core.api import LeaseStatus, RolloutLease
+from rose_core.api import LeaseStatus, PoolStatus, RolloutLease, ServingPool
 from rose_core.lending import LendingPlan
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import metrics
@@ -21,7 +21,7 @@ _LONGEST_SECONDS = 60.0
 
 
 class PassMetrics:
-    """One publication after the other: ``begin``, every ``lease``, ``end``.
+    """One publication after the other: ``begin``, every pool and lease, ``end``.
 
     Series are kept from one to the next, because finding a thousand of them by label costs more
     than setting them, and because a scrape in between must not miss any.
@@ -50,6 +50,11 @@ class PassMetrics:
             coming = loads.outlook(key, one.spec.lending.forecast, world.now.timestamp())
             if coming is not None:
                 self._set(metrics.EXPECTED_BUSY, coming.peak_permille / _PERMILLE, key)
+
+    def publish_pool(self, pool: ServingPool, status: PoolStatus) -> None:
+        """Publish one pool's totals."""
+        unlent = status.totals.unlent_reserved_milliseconds / 1000
+        self._set(metrics.UNLENT_RESERVED_SECONDS, unlent, pool.metadata.key)
 
     def publish_lease(self, lease: RolloutLease, status: LeaseStatus) -> None:
         """Publish one lease's figures."""

@@ -26,6 +26,7 @@ from rose_operator.plan import capabilities
 from rose_operator.plan.admission import Refusal
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.protection import MIN_REQUESTS, Reports, finished, is_within
+from rose_operator.status.accounting import pool_totals
 from rose_operator.status.statuses import accepted, conditions
 
 _C = ConditionType
@@ -75,6 +76,7 @@ def pool_status(
         device_classes=_classes(reports),
         models=_models(world, {node for node, _ in reports}),
         asleep_replicas=world.asleep_in.get(pool.metadata.key, 0),
+        totals=pool_totals(pool, world),
         load=load,
         explanation=explanation,
     )

@@ -6,7 +6,7 @@
 | a new generation was taken in | 1 s |
 | reasons, counts, states on the way to somewhere | 5 s |
 | messages alone | 120 s |
-| a lease's totals alone | 60 s, and over all leases one per second |
+| totals alone | 60 s, and over all leases one per second, over all pools too |
 
 What waits is joined by what follows, so a slot's life costs few writes (``defer``). Objects whose
 inputs are those of the last pass are not even compared.
@@ -66,7 +66,7 @@ _GENERATION_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 _MESSAGE_SECONDS = 120.0
 _TOTALS_SECONDS = 60.0
-_SECONDS_PER_LEASE = 1.0
+_SECONDS_PER_WRITE = 1.0
 # Metrics are scraped seldom, and totals are due seldom: passes in between look at changes alone.
 _FULL_SECONDS = 5.0
 _ARRIVED = frozenset({SlotState.RUNNING, SlotState.FAILED, SlotState.STOPPED})
@@ -122,7 +122,7 @@ class Reporter:
             self._full_at = world.monotonic
             self._publisher.begin(world, plan, self._loads)
         for pool in world.pools.good.values():
-            yield from self._pool(pool, world, plan)
+            yield from self._pool(pool, world, plan, told=full)
         for slot in world.slots.good.values():
             yield from self._slot(slot, world)
         for key, lease in world.leases.good.items():
@@ -141,7 +141,9 @@ class Reporter:
         ):
             yield from self._unreadable(kind, bad, world)
 
-    def _pool(self, pool: ServingPool, world: ClusterState, plan: LendingPlan) -> Iterator[Write]:
+    def _pool(
+        self, pool: ServingPool, world: ClusterState, plan: LendingPlan, *, told: bool
+    ) -> Iterator[Write]:
         key = pool.metadata.key
         summary = pool_summary(pool, lent_replicas(pool, world), world.pool_refusals.get(key))
         status = pool_status(
@@ -154,7 +156,19 @@ class Reporter:
                 pool, summary, plan.members.get(key, ()), world.now, world.reports_of(key)
             ),
         )
-        yield from self._compare(Kind.POOL, pool, status, world)
+        if told:
+            self._publisher.publish_pool(pool, status)
+        only_totals = status.model_copy(update={"totals": pool.status.totals}) == pool.status
+        if only_totals and self._is_early(pool, world, len(world.pools.good)):
+            self._deferral.settle(f"{Kind.POOL.value} {key}")
+            return
+        yield from self._compare(Kind.POOL, pool, status, world, urgent=only_totals)
+
+    def _is_early(self, thing: Thing, world: ClusterState, count: int) -> bool:
+        """Whether it is too soon to write totals alone; ``count``: objects of its kind."""
+        now = world.monotonic
+        period = max(_TOTALS_SECONDS, _SECONDS_PER_WRITE * count)
+        return now - self._totals_at.setdefault(thing.metadata.uid, now) < period
 
     def _slot(self, slot: RolloutSlot, world: ClusterState) -> Iterator[Write]:
         key = f"{Kind.SLOT.value} {slot.metadata.key}"
@@ -249,9 +263,7 @@ class Reporter:
         if told:
             self._publisher.publish_lease(lease, status)
         only_totals = status.model_copy(update={"totals": lease.status.totals}) == lease.status
-        uid, now = lease.metadata.uid, world.monotonic
-        period = max(_TOTALS_SECONDS, _SECONDS_PER_LEASE * len(world.leases.good))
-        if only_totals and now - self._totals_at.setdefault(uid, now) < period:
+        if only_totals and self._is_early(lease, world, len(world.leases.good)):
             self._deferral.settle(f"{Kind.LEASE.value} {lease.metadata.key}")
             return
         yield from self._compare(Kind.LEASE, lease, status, world, urgent=only_totals)
@@ -342,8 +354,8 @@ def _patience(thing: Thing, status: Status) -> float:
         return _GENERATION_SECONDS
     late: dict[str, object] = {"conditions": thing.status.conditions}
     if isinstance(status, PoolStatus) and isinstance(thing.status, PoolStatus):
-        # It follows every loan by a pass; on its own it would double the writes of pools.
-        late["unwanted_gpus"] = thing.status.unwanted_gpus
+        # The first follows every loan by a pass; on its own it would double the writes of pools.
+        late |= {"unwanted_gpus": thing.status.unwanted_gpus, "totals": thing.status.totals}
     figures = status.model_copy(update=late) != thing.status
     return _JOIN_SECONDS if changed or figures else _MESSAGE_SECONDS
 

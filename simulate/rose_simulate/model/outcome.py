@@ -96,6 +96,8 @@ class RunOutcome(msgspec.Struct, frozen=True):
         restarted: serving requests that began anew because their node went.
         serving_gpu_ms: GPU-milliseconds of the services; 0 = an older version did not say.
         reserved_ms: those held by slots, by the share of memory that serving did without.
+        unlent_reserved_ms: the same of the other GPUs of services that lend; None = an older
+            version did not say.
     """
 
     regime: str
@@ -117,6 +119,7 @@ class RunOutcome(msgspec.Struct, frozen=True):
     slowdown: float = 2.0
     serving_gpu_ms: int = 0
     reserved_ms: int = 0
+    unlent_reserved_ms: int | None = None
 
     @property
     def useful_tokens_per_s(self) -> float:

@@ -50,6 +50,11 @@ class LendingMode(Enum):
     ONCE = auto()
     WHOLE = auto()
 
+    @property
+    def keeps_memory_back(self) -> bool:
+        """Whether serving does without memory for it; a replica that sleeps misses none."""
+        return self in {LendingMode.PLANNER, LendingMode.ONCE}
+
 
 class GateKind(Enum):
     """Who decides when rollouts may compute."""

@@ -161,8 +161,25 @@ def run(
             * 1000
         ),
         reserved_ms=counted["reserved_ms"],
+        unlent_reserved_ms=max(0, _kept_ms(world, scenario) - counted["reserved_ms"]),
     )
     return outcome, served
+
+
+def _kept_ms(world: Simulation, scenario: Scenario) -> int:
+    """GPU time of the services that lend, by the share of memory kept back, lent or not.
+
+    None under regimes that lend nothing, or replicas that sleep. A node that is off counts.
+    """
+    if not world.rules.lends.keeps_memory_back:
+        return 0
+    lending = {job.borrows_from for job in scenario.jobs if job.borrowed}
+    shares = (
+        one.replicas * one.gpus_per_replica * one.rollout_memory_share
+        for one in scenario.services
+        if one.name in lending
+    )
+    return round(sum(shares) * scenario.seconds * 1000)
 
 
 def _measured(requests: list[ServingRequest], scenario: Scenario) -> list[ServingRequest]:
@@ -335,4 +352,5 @@ def ledger(outcome: RunOutcome) -> Ledger:
         ),
         weight_bytes=outcome.weight_bytes,
         reserved_milliseconds=outcome.reserved_ms,
+        unlent_reserved_milliseconds=outcome.unlent_reserved_ms or 0,
     )

@@ -266,7 +266,7 @@ class Simulation:
     def _count_held(self, replica: LentReplica, held_ns: int) -> None:
         held_ns *= replica.service.gpus_per_replica
         self.held_ns += held_ns
-        if self.rules.lends is not LendingMode.WHOLE:  # a replica that sleeps misses no memory
+        if self.rules.lends.keeps_memory_back:
             self.reserved_ns += round(held_ns * replica.service.rollout_memory_share)
 
     def _runs(self, name: str) -> bool:
