@@ -12,7 +12,7 @@ from rose_agent.errors import BadEngine
 from rose_agent.host import process
 from rose_agent.host.accounts import COUNT, Account, Accounts
 from rose_agent.host.launchers import EngineProgram
-from rose_agent.os.freezers import Freezer
+from rose_agent.os.freezers import detect
 from rose_engines.permit import Permit
 from rose_engines.rundir import RunDir, SlotDir, write_json
 
@@ -42,7 +42,7 @@ async def tries(tmp_path: Path, account: Account, commands: list[str]) -> list[b
     )
     log = tmp_path / f"log-{account.uid}"
     program = EngineProgram(("/bin/sh", "-c", script))
-    inside = process.Containment("x", Freezer("signals", "test"), log, account)
+    inside = process.Containment("x", detect("signals"), log, account)
     spawned = await process.spawn(program, inside)
     assert await spawned.root.wait() == 0
     return [line == "+" for line in log.read_text().split()]

@@ -19,7 +19,7 @@ from rose_agent.host import main
 from rose_agent.host.arguments import parser
 from rose_agent.host.data_certificate import OVERLAP_SECONDS, RENEWED_SECONDS, DataCertificate
 from rose_agent.host.proxy import DataProxy, Target
-from rose_agent.os.freezers import Freezer
+from rose_agent.os.freezers import detect
 from rose_core.rollouts.transcript import StreamEvent
 from rose_core.wire.host import HostStatusRequest
 from rose_router.engines import engine_client
@@ -201,7 +201,8 @@ async def test_a_host_says_its_certificate_and_the_guard_passes_it_on(
 ) -> None:
     words = ("--rundir", str(rundir), "--models", str(models), "--data-tls")
     ports = ("--data-port", "0", "--http-port", "0", "--data-host", "127.0.0.1")
-    host = await main.start(parser().parse_args([*words, *ports]), Freezer("signals", "a test"))
+    freezer = detect("signals", scope=str(rundir))
+    host = await main.start(parser().parse_args([*words, *ports]), freezer)
     try:
         with guarding(rundir):
             await host.host.ensure(order())

@@ -21,7 +21,7 @@ from rose_agent.host import dedicated, main
 from rose_agent.host.arguments import encrypts, parser
 from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.dedicated_file import DedicatedFile
-from rose_agent.os.freezers import Freezer
+from rose_agent.os.freezers import detect
 from rose_core.wire.host import HostStatusRequest
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
 from rose_core.wire.tokenizer_files import digest, pack
@@ -93,7 +93,7 @@ async def started(
             *("--lease", "team/lease", "--token-file", str(secret), *more),
         ]
     )
-    host = await main.start(arguments, Freezer("signals", "for the test"))
+    host = await main.start(arguments, detect("signals", scope=str(rundir)))
     attachment = await dedicated.begin(arguments, host.host)
     try:
         yield host, attachment

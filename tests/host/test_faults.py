@@ -223,7 +223,7 @@ def test_a_stranger_under_an_old_pid_is_left_alone(rundir: Path) -> None:
     stale = EngineFile("slot-1", pids=(os.getpid(),), pid_namespace=namespace, start_ticks=1)
     write_json(folder.engine, stale)
     assert find_group(stale) is None
-    assert repair(RunDir(rundir), freezers.Freezer("signals", "for the test")) == 0
+    assert repair(RunDir(rundir), freezers.detect("signals", scope=str(rundir))) == 0
 
 
 def test_pids_of_another_namespace_are_left_alone() -> None:

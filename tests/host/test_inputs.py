@@ -13,7 +13,7 @@ import pytest
 
 from rose_agent.host import main, privilege_split
 from rose_agent.host.arguments import parser
-from rose_agent.os.freezers import Freezer
+from rose_agent.os.freezers import detect
 
 FILE = """
 name: dedicated-0
@@ -152,7 +152,7 @@ async def test_the_word_to_end_while_starting_undoes_what_was_begun(
             undone.append("start")
 
     monkeypatch.setattr(main, "start", start)
-    assert await main.serve(parser().parse_args([]), Freezer("signals", "for the test")) == 0
+    assert await main.serve(parser().parse_args([]), detect("signals")) == 0
     assert undone == ["start"]
 
 
@@ -163,7 +163,7 @@ async def test_a_taken_port_leaves_nothing_open(rundir: Path, models: Path) -> N
         given = ["--rundir", str(rundir), "--models", str(models), "--data-port", str(data_port)]
         given += ["--http-port", str(taken.getsockname()[1])]
         with pytest.raises(OSError, match="address already in use"):
-            await main.start(parser().parse_args(given), Freezer("signals", "for the test"))
+            await main.start(parser().parse_args(given), detect("signals", scope=str(rundir)))
     socket.create_server(("127.0.0.1", data_port)).close()
     with socket.socket(socket.AF_UNIX) as caller, pytest.raises(OSError, match=r"refused|No such"):
         caller.connect(str(rundir / "host.sock"))

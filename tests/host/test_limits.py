@@ -17,9 +17,8 @@ from rose_agent.host.arguments import limiter_of, parser
 from rose_agent.host.classes import fake
 from rose_agent.host.launchers import EngineOrder, EngineProgram
 from rose_agent.os import freezers, processes
-from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import end, wait_for
-from rose_agent.os.limits import PROCESSES, Limiter, Limits
+from rose_agent.os.limits import PROCESSES, CgroupBase, Limiter, Limits
 from rose_core.wire.host import EngineState
 from tests.host.helpers import guarding, order, serving, status_of, stop, until
 
@@ -108,7 +107,7 @@ async def test_the_status_says_which_limit_an_engine_ran_into(rundir: Path, mode
         ]
     )
     try:
-        host = await main.start(arguments, Freezer("signals", "for the test"))
+        host = await main.start(arguments, freezers.detect("signals", scope=str(rundir)))
     except NoLimits as error:
         pytest.skip(f"no such controller here: {error}")
     try:
@@ -249,3 +248,14 @@ def test_engines_have_a_limit_of_processes_unless_somebody_says_otherwise(
     assert [one.pids for one in asked] == [PROCESSES, 0]
     with pytest.raises(NoLimits):
         limiter_of(parser().parse_args(["--engine-pids", "64"]), PREFIX)
+
+
+def test_a_sweep_takes_nothing_of_another_host_or_of_whoever_else_begins_alike(
+    tmp_path: Path,
+) -> None:
+    own, other = (freezers.prefix_of(scope) for scope in ("/run/one", "/run/other"))
+    left = {f"{own}slot-1", f"{other}slot-1", "rose-dev", "rose-host"}
+    for name in left:
+        (tmp_path / name).mkdir()
+    Limiter(Limits(pids=1), {"pids": CgroupBase(1, tmp_path)}, own).sweep()
+    assert {folder.name for folder in tmp_path.iterdir()} == left - {f"{own}slot-1"}

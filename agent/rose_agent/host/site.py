@@ -62,7 +62,7 @@ class Site:
     meter: MemoryMeter = field(default_factory=ResidentMeter)
     sizer: Sizer = field(default_factory=Sizer)
     accounts: Accounts = field(default_factory=Accounts)
-    limiter: Limiter = field(default_factory=lambda: Limiter(Limits(), {}))
+    limiter: Limiter = field(default_factory=lambda: Limiter(Limits(), {}, ""))
     ways: SharingMeans = field(default_factory=SharingMeans)
     spawner: Spawner | None = None
     forget: Callable[[SlotDir, bool], None] = forget_slot

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -37,13 +37,13 @@ class Freezer:
         driver: ``v1``, ``v2`` or ``signals``.
         reason: why this one, in words.
         base: folder below which engine cgroups are made; None for ``signals``.
-        prefix: how their names begin; sweeps know the host's cgroups by it.
+        prefix: how their names begin; sweeps know the host's cgroups by it (``prefix_of``).
     """
 
     driver: str
     reason: str
     base: Path | None = None
-    prefix: str = "rose-"
+    prefix: str = field(kw_only=True)
 
     def directory(self, uid: str) -> Path | None:
         """Folder of a slot's cgroup."""
@@ -133,6 +133,11 @@ def _try(driver: str, base: Path, prefix: str) -> str:
     return ""
 
 
+def prefix_of(scope: str) -> str:
+    """How names of a host's cgroups begin; others on the machine have ``rose-`` in common only."""
+    return f"rose-{hashlib.sha256(scope.encode()).hexdigest()[:8]}-"
+
+
 def detect(
     choice: Choice,
     scope: str = "",
@@ -149,7 +154,7 @@ def detect(
         NoFreezer: the named driver does not work here.
     """
     failures: list[str] = []
-    prefix = f"rose-{hashlib.sha256(scope.encode()).hexdigest()[:8]}-"
+    prefix = prefix_of(scope)
     for version in (2, 1):
         driver = f"v{version}"
         if choice not in {"auto", driver}:
@@ -160,7 +165,7 @@ def detect(
             failure = _try(driver, base, prefix)
         if not failure:
             why = "; ".join([*failures, f"{driver} works below {base}"])
-            return Freezer(driver, why, base, prefix)
+            return Freezer(driver, why, base, prefix=prefix)
         failures.append(f"not {driver}: {failure}")
     if choice in {"auto", "signals"}:
         why = "; ".join([*failures, "SIGSTOP to every process of the engine's session"])

@@ -81,12 +81,10 @@ class Limiter:
     Args:
         limits: of every engine.
         bases: controller -> where its cgroups are made; a limit without one is not set.
-        prefix: how their names begin, the freezer's.
+        prefix: how their names begin, the freezer's: a sweep takes what begins so for our own.
     """
 
-    def __init__(
-        self, limits: Limits, bases: Mapping[str, CgroupBase], prefix: str = "rose-"
-    ) -> None:
+    def __init__(self, limits: Limits, bases: Mapping[str, CgroupBase], prefix: str) -> None:
         self.limits = limits
         self.bases = bases
         self._prefix = prefix

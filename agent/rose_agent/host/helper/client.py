@@ -115,7 +115,7 @@ class Helper:
         """The machine's way to stop trees."""
         said = self.ready
         base = Path(said.base) if said.base else None
-        return HelpedFreezer(said.driver, said.reason, base, said.prefix, helper=self)
+        return HelpedFreezer(said.driver, said.reason, base, prefix=said.prefix, helper=self)
 
     def limiter(self, limits: Limits) -> Limiter:
         """What each engine may take."""
