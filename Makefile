@@ -20,7 +20,7 @@ TIMED := TIMEFORMAT='[lane] %1lR, of the cores %0U s and %0S s in the kernel'; t
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
-.PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-computing test-engines test-cluster test-node test-api test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
+.PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-computing test-engines test-node test-api test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal reasoning-gym sandbox-adapters sandbox-harbor test-clients
 
@@ -68,15 +68,15 @@ demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest
 # says so; generated examples are the same every time, so that a change is judged by what it does. While you
 # work (`make unit`) nothing is tried twice, and examples are new each time. Each lane ends with its slowest tests.
-LANES := test test-computing test-engines test-cluster test-node test-api test-sandboxes
+LANES := test test-computing test-engines test-node test-api test-sandboxes
 $(LANES): AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci --durations 15 --durations-min 5
 test: venv  ## everything that CI runs
 	$(MAKE) --no-print-directory -j 3 check engine cluster sandbox
 	$(MAKE) --no-print-directory tap
-	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-cluster test-computing
+	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 3 test-node test-api test-computing
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
-# Beside the cluster's lane, which mostly waits: its half hour costs hardly any of theirs.
+# Beside the node's and the API server's lanes, which mostly wait: they cost hardly any of its time.
 test-computing:
 	$(MAKE) --no-print-directory unit AGAIN='$(AGAIN)'
 	$(MAKE) --no-print-directory test-engines AGAIN='$(AGAIN)'
@@ -85,11 +85,6 @@ test-computing:
 # One worker, which a hung test ends without ending the run, so that it starts what its tests share once.
 test-engines:
 	$(TIMED) $(BIN)/pytest $(LANE) -m "engine and not cluster and not long" $(AGAIN) $(ARGS)
-
-# The node's tests last: beside the unit tests, which take both cores, the node did not come back in time.
-test-cluster:
-	$(MAKE) --no-print-directory test-api AGAIN='$(AGAIN)'
-	$(MAKE) --no-print-directory test-node AGAIN='$(AGAIN)'
 
 test-node:
 	$(TIMED) $(BIN)/pytest $(LANE) -m "cluster and node and not long" $(AGAIN) $(ARGS)
