@@ -161,6 +161,7 @@ class Operator:
                 rebalance_seconds=settings.rebalance_seconds,
                 toggle_seconds=settings.toggle_seconds,
                 borrow_gain=settings.borrow_gain,
+                by_gain=settings.by_gain,
             ),
             surroundings=self.surroundings,
             notices=self.notices,

@@ -64,6 +64,7 @@ class Settings:
         grant_seconds: TTL of a grant; ``offline_seconds`` bounds renewal without the API server.
         lock_seconds: duration of the leader Lease; it is renewed every third of it.
         warm_seconds: after start, wait this long for agents before the first plan.
+        by_gain: inside a priority slots go where they bring most.
         tls_dir: certificate of Sync; routers are then dialled with TLS too.
         tls_client_ca: authority of the agents' certificates; each must name its node.
         enrol_address: where agents without a certificate and routers ask; empty = nowhere.
@@ -110,6 +111,7 @@ class Settings:
     rebalance_seconds: float = 600.0
     toggle_seconds: float = 60.0
     borrow_gain: float = 2.0
+    by_gain: bool = False
     log_level: str = "INFO"
 
     @property
@@ -167,6 +169,7 @@ def parse(argv: list[str]) -> Settings:
         rebalance_seconds=found.rebalance_seconds,
         toggle_seconds=found.toggle_seconds,
         borrow_gain=found.borrow_gain,
+        by_gain=found.lend_by_gain,
         log_level=found.log_level,
     )
 
@@ -244,6 +247,11 @@ def _parser() -> argparse.ArgumentParser:
         type=flags.amount,
         default=2.0,
         help="a loan must last this many times its cost",
+    )
+    add(
+        "--lend-by-gain",
+        action="store_true",
+        help="inside a priority a slot goes where it brings most, not by weight alone",
     )
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     tls.add_flag(parser)

@@ -35,6 +35,7 @@ class Policy:
         first_seconds: a lease without any turn yet holds its slots for so long: a trainer starts.
         ready_seconds: what lies between a wish for slots and the start of their engines: a look at
             the router, a pass, a node's Sync.
+        by_gain: inside a priority a slot goes where it brings most (``gain``), not by weight alone.
     """
 
     stale_seconds: float = 15.0
@@ -50,6 +51,7 @@ class Policy:
     deaf_seconds: float = 60.0
     first_seconds: float = 600.0
     ready_seconds: float = 15.0
+    by_gain: bool = False
 
 
 @dataclass(frozen=True)

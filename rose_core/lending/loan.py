@@ -98,12 +98,13 @@ def pool_shares(
         replace(one, min_slots=max(0, one.min_slots - world.elsewhere(one, pool.key)))
         for one in leases
     ]
-    return targets(here, slots, {one.key: most_slots(world, pool, one) for one in here})
+    caps = {one.key: most_slots(world, pool, one) for one in here}
+    return targets(here, slots, caps, world.policy)
 
 
 def _lend_in(world: PlanningPass, pool: Pool, leases: list[Lease], *, whole: bool) -> None:
     queue = [
-        place(one, world.coming(one))
+        place(one, world.coming(one), world.policy)
         for one in leases
         if world.coming_in(one, pool.key) < most_slots(world, pool, one)
     ]
@@ -123,7 +124,7 @@ def _lend_in(world: PlanningPass, pool: Pool, leases: list[Lease], *, whole: boo
             continue  # another one may take other classes of devices
         world.lend(lease, replica, whole=whole)
         if world.coming_in(lease, pool.key) < most_slots(world, pool, lease):
-            heapq.heappush(queue, place(lease, world.coming(lease)))
+            heapq.heappush(queue, place(lease, world.coming(lease), world.policy))
 
 
 class _Shelf:

@@ -26,6 +26,7 @@ _KINDS = frozenset({"mixed"})  # studies in which dedicated and borrowed devices
 _BRIEF = frozenset({"rewards"})  # studies of many scenarios, of which two tables say it all
 _STREAMS = "-streams"  # how a scenario ends that differs from another one in that alone
 _KEYS = frozenset({"kept"})  # studies of how much is prefilled again
+_SHARED = frozenset({"supply"})  # studies of who gets what is lent
 _GATES = frozenset({"attribution"})  # studies that compare at equal harm to serving
 _ORDER = ("fixed", "rose-paper", "rose-paper-dedicated", "ours")
 
@@ -214,6 +215,7 @@ def _events(name: str, one: Result, made: Page) -> None:
     made.text += _affinity(one) if name in _KINDS else ""
     made.text += _same_gate(one) if name in _GATES else ""
     made.text += _refilled(one) if name in _KEYS else ""
+    made.text += _by_job(one) if name in _SHARED else ""
     made.text += _sensitivity(one)
     bars = [
         Bar(
@@ -296,6 +298,35 @@ def _refilled(one: Result) -> str:
             f"| {row.derate:g} | {row.slowdown:g} | `{row.regime}` | {computed:.2f} "
             f"| {fetched:.2f} | {ratio} |\n"
         )
+    return text
+
+
+def _by_job(one: Result) -> str:
+    """What every job has of it, and all together, beside production's order."""
+    text = (
+        "\nUseful tokens of all jobs and of each, beside those under `ours`, paired by seed; what "
+        "an open hour of a lent GPU won over the fixed pool, in hours of a dedicated one.\n\n"
+        "| derate | slower | regime | job | useful tok/s | x `ours` | step | won per open hour |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+    )
+    names = [job.name for job in one.outcomes[0].jobs]
+    for row in one.rows:
+        mine = _of(one, row)
+        base = _of(one, msgspec.structs.replace(row, regime=Regime.OURS))
+        head = f"| {row.derate:g} | {row.slowdown:g} | `{row.regime}`"
+        hours = sum(run.borrowed_computing_ms for run in mine) / 3_600_000
+        won = "" if row.gpu_hours is None or not hours else f"{row.gpu_hours / hours:.2f}"
+        useful, ratio = f"{row.useful_tokens_per_s:.0f}", _ratio(mine, base, _useful)
+        text += f"{head} | all | {useful} | {ratio} | | {won} |\n"
+        for number, name in enumerate(names):
+
+            def figure(run: RunOutcome, number: int = number) -> float:
+                return run.jobs[number].useful_tokens_per_s
+
+            steps = [run.jobs[number].step_s for run in mine if run.jobs[number].step_s]
+            step = f"{sum(steps) / len(steps):.0f} s" if steps else ""
+            mean = sum(map(figure, mine)) / len(mine)
+            text += f"{head} | {name} | {mean:.0f} | {_ratio(mine, base, figure)} | {step} | |\n"
     return text
 
 

@@ -213,6 +213,16 @@ STUDIES: Mapping[str, Study] = {
         "Under `ours-held` each lease holds its fair share for as long as it lives; under `ours` "
         "the planner hears of turns.",
     ),
+    "supply": Study(
+        "slots where they bring most",
+        ("unequal",),
+        "Two jobs of equal weight and unequal work share what one service lends: by weight "
+        "(`ours`) and by what a slot more would bring each (`ours-gain`, `Policy.by_gain`, off in "
+        "production).",
+        (Regime.FIXED, Regime.OURS, Regime.OURS_GAIN),
+        derates=(0.5,),
+        band=(Interference(serving_slowdown=2.0, rollout_slowdown=2.0),),
+    ),
     "attribution": Study(
         "what the difference to the paper's rules is made of",
         ("normal",),

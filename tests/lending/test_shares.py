@@ -12,7 +12,7 @@ from tests.lending.world import NOW, POLICY, lease, lent, pool, released, replic
 
 
 def count(leases: list[Lease], slots: int, caps: dict[str, int] | None = None) -> dict[str, int]:
-    found = targets(leases, slots, caps or {})
+    found = targets(leases, slots, caps or {}, POLICY)
     return {key.removeprefix("r/"): value for key, value in found.items()}
 
 
@@ -50,7 +50,7 @@ def test_shares_use_every_slot_that_anybody_wants_and_break_no_bound(
         lease(f"l{n}", priority=p, weight=w, min_slots=least, max_slots=least + more)
         for n, (p, w, least, more) in enumerate(given_leases)
     ]
-    found = targets(leases, slots, {})
+    found = targets(leases, slots, {}, POLICY)
     assert sum(found.values()) == min(slots, sum(one.max_slots for one in leases))
     for one in leases:
         assert 0 <= found[one.key] <= one.max_slots

@@ -214,3 +214,9 @@ def test_names_of_replicas_are_unique_and_short_enough() -> None:
 def deployment_pod(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
     pod: dict[str, Any] = routers.deployment(lease, settings)["spec"]["template"]["spec"]
     return pod
+
+
+def test_slots_go_by_weight_unless_the_platform_says_otherwise(tmp_path: Path) -> None:
+    given = flags(tmp_path, "main: a:1\n", "secret\n")
+    assert not parse(given).by_gain
+    assert parse([*given, "--lend-by-gain"]).by_gain

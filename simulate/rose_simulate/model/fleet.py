@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_core.identity import LeaseUid, PodUid, SlotUid
-from rose_core.lending import Lease, Memory, Pool, Replica, Slot, Snapshot, plan
+from rose_core.lending import Lease, Memory, Policy, Pool, Replica, Slot, Snapshot, plan
 from rose_core.lending.demand import ReceivedNote, together
 from rose_core.rollouts.rhythm import Rhythm, Traffic, note, observe
 from rose_core.wire.sync import SignalSource
@@ -209,6 +209,7 @@ class Fleet:
             slots=tuple(self._slots.values()),
             reporting=self._names,
             memory=self._memory,
+            policy=Policy(by_gain=RULES[self._regime].by_gain),
         )
         answer = plan(snapshot, now)
         self._memory = answer.memory

@@ -8,7 +8,7 @@ serving GPUs with the lowest recent KV use.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rose_core.identity import LeaseUid, PodUid, SlotUid
 from rose_core.lending import (
@@ -48,11 +48,13 @@ class PlannerInputs:
         silence: seconds since each node that is off was heard.
         demand: what a job's router says; None = not heard, and the lease keeps its maximum.
         runs: whether a lent replica's engine has attested weights.
+        policy: the planner's own figures.
     """
 
     silence: Callable[[], Mapping[str, float]] = dict
     demand: Callable[[str], Demand | None] = _unheard
     runs: Callable[[str], bool] = _nothing_runs
+    policy: Policy = field(default_factory=Policy)
 
 
 class Planner:
@@ -74,7 +76,8 @@ class Planner:
         told: PlannerInputs | None = None,
     ) -> None:
         self._clock, self._lend, self._signal = clock, lend, signal
-        self._told, self._policy = told or PlannerInputs(), Policy()
+        self._told = told or PlannerInputs()
+        self._policy = self._told.policy
         self._replicas = {replica.name: replica for replica in replicas}
         self._jobs = {job.name: job for job in scenario.jobs if job.borrowed}
         self._pools = tuple(_pool(service, signal) for service in scenario.services)

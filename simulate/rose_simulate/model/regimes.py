@@ -20,6 +20,7 @@
 | ``ours-ladder`` | planner | ours | paper's | continued | fifo |
 | ``ours-held`` | planner, ``slots.max`` whatever the turns say | ours | ours | continued | ours |
 | ``ours-kept`` | planner | ours | ours | continued, its keys too (``kept``) | ours |
+| ``ours-gain`` | planner, slots where they bring most | ours | ours | continued | ours |
 | ``ours`` | planner | ours | ours | continued | ours |
 | ``clairvoyant`` | planner | stops at once, traceless | ours, true lengths | continued | ours |
 
@@ -81,6 +82,7 @@ class RegimeRules:
         least_loan_s: a whole replica is not called back earlier, unless serving is in need.
         ends: how the router learns that a trajectory is over.
         keeps_keys: engines of a job can fetch keys that others of them made.
+        by_gain: the planner lends where a slot brings most (``lending.gain``).
     """
 
     lends: LendingMode = LendingMode.PLANNER
@@ -98,6 +100,7 @@ class RegimeRules:
     by_demand: bool = True
     ends: Ends = Ends.INFERRED
     keeps_keys: bool = False
+    by_gain: bool = False
 
 
 _LADDER = PolicyName.ROSE_PAPER
@@ -134,6 +137,7 @@ RULES: Mapping[Regime, RegimeRules] = {
     Regime.OURS_LADDER: RegimeRules(placement=_LADDER, waits=False),
     Regime.OURS_HELD: RegimeRules(by_demand=False),
     Regime.OURS_KEPT: RegimeRules(keeps_keys=True),
+    Regime.OURS_GAIN: RegimeRules(by_gain=True),
     Regime.OURS: RegimeRules(),
     Regime.CLAIRVOYANT: RegimeRules(gate=GateKind.OPEN, knows_lengths=True, yielding=True),
 }

@@ -38,6 +38,7 @@ class Regime(StrEnum):
     OURS_LADDER = "ours-ladder"
     OURS_HELD = "ours-held"
     OURS_KEPT = "ours-kept"
+    OURS_GAIN = "ours-gain"
     OURS = "ours"
     CLAIRVOYANT = "clairvoyant"
 

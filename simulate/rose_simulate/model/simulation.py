@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from rose_core.lending import Policy as LendingPolicy
 from rose_core.rollouts.placement import Policy
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
 from rose_core.rollouts.watch import LegPatience
@@ -142,7 +143,8 @@ class Simulation:
             polled = rules.gate is GateKind.POLLED
             signal = SignalSource.LOADS if polled else SignalSource.WIRE_TAP
             demands = Demands(self.clock, self.routers)
-            told = PlannerInputs(self.nodes.silence, runs=self._runs)
+            policy = LendingPolicy(by_gain=rules.by_gain)
+            told = PlannerInputs(self.nodes.silence, runs=self._runs, policy=policy)
             if rules.by_demand:
                 told = replace(told, demand=demands.of)
             self.planner = Planner(
