@@ -214,3 +214,14 @@ def test_leases_that_share_a_pool_get_what_their_turns_need() -> None:
     assert max(held for _, held, _ in seen) == 3
     held = lending(busy, idle, regime=Regime.OURS_HELD)
     assert max(slots for _, slots, _ in steps_of(held, 240, "busy")) < 3
+
+
+def test_the_planner_hears_of_the_regime_that_slots_go_where_they_bring_most() -> None:
+    """By weight each has a part; by gain the one whose turns wait has all that there is."""
+    told: dict[str, object] = {"borrowed": 3, "staleness": 1, "cap": 8}
+    jobs = job(name="busy", batch_groups=24, **told), job(name="calm", batch_groups=1, **told)
+    held = {
+        regime: max(slots for _, slots, _ in steps_of(lending(*jobs, regime=regime), 60, "busy"))
+        for regime in (Regime.OURS, Regime.OURS_GAIN)
+    }
+    assert held[Regime.OURS] < held[Regime.OURS_GAIN] == 3
