@@ -36,6 +36,8 @@ class Box:
         lock: whoever changes it.
         waking: whoever brings it back.
         costs: of leaving and coming back.
+        tunnels: connections into it.
+        gone: set when it ends here.
     """
 
     spec: SandboxSpec
@@ -56,6 +58,8 @@ class Box:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waking: asyncio.Lock = field(default_factory=asyncio.Lock)
     costs: Costs = field(default_factory=Costs)
+    tunnels: int = 0
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def key_of(session: str) -> str:

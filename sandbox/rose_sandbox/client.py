@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import logging
 import os
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
@@ -33,12 +34,15 @@ from rose_core.sandboxes.policy import Wait
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_sandbox import errors
 from rose_sandbox.answers import Forked, Told
-from rose_sandbox.errors import CannotCheckpoint, HostAway, NotListening
+from rose_sandbox.errors import CannotCheckpoint, HostAway
 from rose_sandbox.host import COMMAND_SECONDS
+from rose_sandbox.http import REFUSAL
 from rose_sandbox.main import open_host
 from rose_sandbox.runtimes.runtime import ExecResult, Limits
-from rose_sandbox.tunnel import carry
+from rose_sandbox.tunnel import MESSAGE_BYTES, carry
 from rose_weights.errors import Fenced
+
+LOG = logging.getLogger(__name__)
 
 URL, TOKEN = "ROSE_SANDBOX_URL", "ROSE_SANDBOX_TOKEN"
 ROUTER, ROUTER_TOKEN = "ROSE_ROUTER_URL", "ROSE_TURN_TOKEN"
@@ -174,17 +178,20 @@ class RemoteHost:
     async def connect(self, session: str, port: int) -> socket.socket:
         """See ``Host``; the connection is carried by the host's own (``tunnel``)."""
         try:
-            line = await self._http.ws_connect(f"{self._url}/sessions/{session}/tunnel/{port}")
+            line = await self._http.ws_connect(
+                f"{self._url}/sessions/{session}/tunnel/{port}", max_msg_size=MESSAGE_BYTES
+            )
         except aiohttp.WSServerHandshakeError as error:
-            if error.status == HTTPStatus.BAD_GATEWAY:
-                raise NotListening(f"nothing listens at port {port} of {session}") from error
-            raise HostAway(f"{self._url} answered {error.status}: no tunnel") from error
+            if error.headers is None or REFUSAL not in error.headers:
+                raise HostAway(f"{self._url} answered {error.status}: no tunnel") from error
+            body = json.loads(error.headers[REFUSAL])
+            raise _error(str(body["error"]), str(body["message"])) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise HostAway(f"{self._url} does not answer: {error}") from error
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=theirs)
-        task = asyncio.create_task(carry(line, reader, writer))
+        task = asyncio.create_task(_carried(line, reader, writer, f"port {port} of {session}"))
         self._tunnels.add(task)
         task.add_done_callback(self._tunnels.discard)
         return ours
@@ -278,14 +285,30 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
     _raise(name, text)
 
 
+async def _carried(
+    line: aiohttp.ClientWebSocketResponse,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    what: str,
+) -> None:
+    _, said = await carry(line, reader, writer)
+    if said:  # a socket that ends says nothing
+        LOG.warning("the tunnel to %s has ended: %s", what, said)
+
+
 def _raise(name: str, text: str) -> NoReturn:
+    raise _error(name, text)
+
+
+def _error(name: str, text: str) -> Exception:
     others: dict[str, type[Exception]] = {
         "NotAllowed": HostAway,
         "Fenced": Fenced,
         "OutOfTurn": OutOfTurn,
         "ValueError": ValueError,
     }
-    raise others.get(name, getattr(errors, name, HostAway))(text)
+    made: Exception = others.get(name, getattr(errors, name, HostAway))(text)
+    return made
 
 
 class Sandbox:
@@ -385,8 +408,11 @@ class Sandbox:
     async def connect(self, port: int) -> socket.socket:
         """A TCP connection to a server in it; a non-blocking socket.
 
+        By a host elsewhere it ends as ``rose_core.sandboxes.tunnels`` says.
+
         Raises:
             NotListening: nothing answers there.
+            TooManyTunnels: the sandbox has as many as its host allows.
         """
         return await self._there.connect(self.session, port)
 

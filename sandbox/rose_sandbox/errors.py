@@ -15,6 +15,7 @@ SandboxError
 ├── TokensDiffer      a record is bound to other tokens than the caller's
 ├── HostAway          a sandbox host does not answer, or refused without a name
 ├── NotListening      nothing in the sandbox answers at that port
+├── TooManyTunnels    the sandbox has as many connections as a host allows
 └── RuntimeFailed     the runtime's own program failed; its words are in the text
 """
 
@@ -71,6 +72,10 @@ class TooLarge(SandboxError):
 
 class NotListening(SandboxError):
     """Nothing in the sandbox answers at that port."""
+
+
+class TooManyTunnels(SandboxError):
+    """The sandbox has as many connections as a host allows; one must end first."""
 
 
 class UnknownTurn(SandboxError):

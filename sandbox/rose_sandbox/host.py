@@ -27,10 +27,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rose_core.sandboxes import outside, policy
 from rose_core.sandboxes.outside import Effect
 from rose_core.sandboxes.policy import Action, Decision, Traffic, Wait
+from rose_core.sandboxes.tunnels import TunnelLimits, may_open
 from rose_core.sandboxes.turns import HOLD_SECONDS, Clock, Phase
 from rose_sandbox import metrics
 from rose_sandbox.admission import Admission, memory_traffic
@@ -43,6 +45,7 @@ from rose_sandbox.errors import (
     CommandDiffers,
     SandboxError,
     TokensDiffer,
+    TooManyTunnels,
     UnknownSandbox,
     UnknownTurn,
 )
@@ -82,6 +85,18 @@ RENEW_SECONDS = 5.0
 _MOST_FENCED = 1024
 
 
+class Tunnel(NamedTuple):
+    """A connection into a sandbox.
+
+    Attributes:
+        connection: to its server; non-blocking.
+        gone: set when the sandbox ends.
+    """
+
+    connection: socket.socket
+    gone: asyncio.Event
+
+
 class Host:
     """Runs sandboxes, one for each session.
 
@@ -94,6 +109,7 @@ class Host:
         traffic: what else happens on the machine.
         clock: monotonic seconds.
         renew_seconds: how often the host asks whether its sessions are still its own.
+        tunnels: how many connections of callers elsewhere there may be, for how long.
     """
 
     def __init__(
@@ -108,6 +124,7 @@ class Host:
         traffic: Callable[[], Traffic] | None = None,
         clock: Callable[[], float] = time.monotonic,
         renew_seconds: float = RENEW_SECONDS,
+        tunnels: TunnelLimits = TunnelLimits(),  # noqa: B008 - frozen
     ) -> None:
         self._runtime, self._inspector, self._records = runtime, inspector, records
         self._owner, self._scratch, self._allowed = owner, scratch, tuple(egress)
@@ -125,6 +142,7 @@ class Host:
             resume=self._resume,
         )
         self._renew_seconds = renew_seconds
+        self.tunnel_limits = tunnels
         self._renewing: asyncio.Task[None] | None = None
         self._fenced: dict[str, str] = {}
         scratch.mkdir(parents=True, exist_ok=True)
@@ -213,6 +231,26 @@ class Host:
         """A TCP connection to a server in the sandbox; a non-blocking socket."""
         box = await self._running(session)
         return await self._runtime.connect(box.handle, port)
+
+    @asynccontextmanager
+    async def tunnel(self, session: str, port: int) -> AsyncIterator[Tunnel]:
+        """The same for callers elsewhere, of whom the host knows nothing.
+
+        Raises:
+            TooManyTunnels: the sandbox has as many as are allowed.
+        """
+        box = await self._running(session)
+        if not may_open(self.tunnel_limits, box.tunnels):
+            raise TooManyTunnels(
+                f"session {session} has {box.tunnels} tunnels, and no more are allowed: close one"
+            )
+        box.tunnels += 1
+        metrics.TUNNELS.inc()
+        try:
+            yield Tunnel(await self._runtime.connect(box.handle, port), box.gone)
+        finally:
+            box.tunnels -= 1
+            metrics.TUNNELS.dec()
 
     async def state(self, session: str) -> Told:
         """Where a session stands."""
@@ -632,6 +670,7 @@ class Host:
 
     async def _close(self, box: Box) -> None:
         box.clock = box.clock.ended()
+        box.gone.set()
         if box.egress is not None:
             await box.egress.close()
         await self._inspector.forget(box.spec.key)

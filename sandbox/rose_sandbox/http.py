@@ -24,9 +24,10 @@ Errors are ``{"error": name, "message": ...}``; the name is the exception's.
 from __future__ import annotations
 
 import asyncio
-import socket
+import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -41,7 +42,7 @@ from rose_sandbox import errors, metrics
 from rose_sandbox.admission import memory_traffic
 from rose_sandbox.host import COMMAND_SECONDS, Host
 from rose_sandbox.runtimes.runtime import FILE_BYTES, Limits
-from rose_sandbox.tunnel import carry
+from rose_sandbox.tunnel import CHUNK, MESSAGE_BYTES, carry
 from rose_weights.errors import Fenced, WeightsError
 from rose_wire.bearer import is_bearer
 from rose_wire.observability import pages
@@ -59,6 +60,7 @@ STATUS: dict[type[Exception], int] = {
     errors.CannotRestore: 409,
     errors.TooLarge: 413,
     errors.NotListening: 502,
+    errors.TooManyTunnels: 429,
     errors.Unavailable: 503,
     errors.RuntimeFailed: 500,
     EffectsCrossed: 409,
@@ -68,6 +70,10 @@ STATUS: dict[type[Exception], int] = {
     ValueError: 400,
 }
 """Of each error that has a name; the most special one counts."""
+REFUSAL = "Rose-Error"
+"""Header with the error of a WebSocket that was refused, as bodies have it elsewhere."""
+MOST_HEADERS = 100
+"""Of a server in a sandbox, whose word takes the host's memory: what web servers allow."""
 MOST_BURN_SECONDS = 60.0
 """A guard that dies must not stop checkpoints for ever."""
 
@@ -189,7 +195,9 @@ async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
             body["effects"] = [asdict(one) for one in error.effects]
         if isinstance(error, errors.CannotCheckpoint):
             body["what"] = error.what
-        return web.json_response(body, status=STATUS[kind])
+        # Whoever asks for a WebSocket is given no body of an answer that is none.
+        told = {REFUSAL: json.dumps(body)} if "Upgrade" in request.headers else {}
+        return web.json_response(body, status=STATUS[kind], headers=told)
 
 
 def _guarded(token: Callable[[], str], traffic_token: Callable[[], str]) -> Middleware:
@@ -275,7 +283,6 @@ class _Api:
 
     async def port(self, request: web.Request) -> web.StreamResponse:
         number = request.match_info["port"]
-        inside = await self._inside(request)
         # As the caller wrote it: what is decoded may have spaces and ends of lines.
         path = request.rel_url.raw_path_qs.partition(f"/port/{number}/")[2]
         head = [f"{request.method} /{path} HTTP/1.0"]
@@ -285,33 +292,44 @@ class _Api:
             f"{name}: {value}" for name, value in request.headers.items() if name.lower() in kept
         ]
         head += [f"Host: localhost:{number}", f"Content-Length: {len(body)}", "", ""]
-        reader, writer = await asyncio.open_connection(sock=inside)
-        try:
+        async with self._inside(request) as (reader, writer, _):
             writer.write("\r\n".join(head).encode("latin-1") + body)
-            await writer.drain()
-            return await _relayed(request, reader)
-        finally:
-            writer.close()
+            async with asyncio.timeout(self._host.tunnel_limits.idle_seconds):
+                await writer.drain()
+            return await _relayed(request, reader, self._host.tunnel_limits.idle_seconds)
 
     async def tunnel(self, request: web.Request) -> web.WebSocketResponse:
-        line = web.WebSocketResponse()
+        # Compressed messages would cost the host what their sender says.
+        line = web.WebSocketResponse(max_msg_size=MESSAGE_BYTES, compress=False)
         if not line.can_prepare(request):
             raise ValueError("a tunnel is a WebSocket: ask for that protocol")
-        reader, writer = await asyncio.open_connection(sock=await self._inside(request))
-        try:
+        async with self._inside(request) as (reader, writer, gone):
             await line.prepare(request)
             self._tunnels.add(line)
-            await carry(line, reader, writer)
-        finally:
-            self._tunnels.discard(line)
-            writer.close()
+            try:
+                end, _ = await carry(line, reader, writer, self._host.tunnel_limits, gone)
+                metrics.TUNNEL_ENDS.labels(str(end)).inc()
+            finally:
+                self._tunnels.discard(line)
         return line
 
-    async def _inside(self, request: web.Request) -> socket.socket:
+    @asynccontextmanager
+    async def _inside(
+        self, request: web.Request
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, asyncio.Event]]:
         number = request.match_info["port"]
         if not number.isdecimal() or not 0 < int(number) < 1 << 16:
             raise ValueError(f"{number!r} is no port: 1 to 65535")
-        return await self._host.connect(_key(request), int(number))
+        try:
+            async with self._host.tunnel(_key(request), int(number)) as (connection, gone):
+                reader, writer = await asyncio.open_connection(sock=connection)
+                try:
+                    yield reader, writer, gone
+                finally:
+                    writer.close()
+        except errors.TooManyTunnels:
+            metrics.TUNNEL_ENDS.labels("refused").inc()
+            raise
 
     async def turn(self, request: web.Request) -> web.Response:
         asked = await _read(request, _Turn)
@@ -356,22 +374,45 @@ class _Api:
         return _json(asdict(await self._host.resume(_key(request))))
 
 
-async def _relayed(request: web.Request, reader: asyncio.StreamReader) -> web.StreamResponse:
+async def _relayed(
+    request: web.Request, reader: asyncio.StreamReader, within: float
+) -> web.StreamResponse:
+    """An HTTP answer of a server that may be anybody's; each piece of it comes in so many seconds.
+
+    Raises:
+        NotListening: it is none.
+    """
+    try:
+        async with asyncio.timeout(within):
+            status, headers = await _head(reader)
+    except TimeoutError as error:
+        raise errors.NotListening(f"what listens there said nothing for {within:g} s") from error
+    answer = web.StreamResponse(status=status)
+    if "content-type" in headers:
+        answer.headers["Content-Type"] = headers["content-type"]
+    await answer.prepare(request)
+    while True:
+        async with asyncio.timeout(within):
+            data = await reader.read(CHUNK)
+            if not data:
+                break
+            await answer.write(data)
+    await answer.write_eof()
+    return answer
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     line = (await reader.readline()).decode("latin-1").split(" ", 2)
     if len(line) < 2 or not line[1].strip().isdecimal():
         raise errors.NotListening("what listens there does not speak HTTP")
     headers: dict[str, str] = {}
-    while (field := (await reader.readline()).decode("latin-1").strip()) != "":
+    for _ in range(MOST_HEADERS):
+        field = (await reader.readline()).decode("latin-1").strip()
+        if not field:
+            return int(line[1]), headers
         name, _, value = field.partition(":")
         headers[name.strip().lower()] = value.strip()
-    answer = web.StreamResponse(status=int(line[1]))
-    if "content-type" in headers:
-        answer.headers["Content-Type"] = headers["content-type"]
-    await answer.prepare(request)
-    while data := await reader.read(64 * 1024):
-        await answer.write(data)
-    await answer.write_eof()
-    return answer
+    raise errors.NotListening(f"what listens there has more than {MOST_HEADERS} headers")
 
 
 def _key(request: web.Request) -> str:

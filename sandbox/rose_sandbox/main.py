@@ -24,6 +24,7 @@ from pathlib import Path
 from aiohttp import web
 
 from rose_core.sandboxes.policy import Traffic
+from rose_core.sandboxes.tunnels import IDLE_SECONDS, MOST_TUNNELS, TunnelLimits
 from rose_sandbox.admission import memory_traffic
 from rose_sandbox.errors import SandboxError, Unavailable
 from rose_sandbox.host import Host
@@ -62,6 +63,7 @@ def open_host(
     within: str = "",
     gibibytes: int | None = None,
     runtime: str = RuncRuntime.name,
+    tunnels: TunnelLimits = TunnelLimits(),  # noqa: B008 - frozen
 ) -> Host:
     """A host of real sandboxes; ``Host.close`` lets go of it.
 
@@ -76,6 +78,7 @@ def open_host(
         within: group below which those of sandboxes lie (``delegate``).
         gibibytes: of disk that the folder may take; None: as much as there is.
         runtime: name in ``RUNTIMES``.
+        tunnels: into sandboxes, of callers elsewhere.
 
     Raises:
         Unavailable: the machine lacks a part; the text says what brings it.
@@ -96,6 +99,7 @@ def open_host(
         scratch=folder / "parts",
         egress=egress,
         traffic=traffic,
+        tunnels=tunnels,
     )
 
 
@@ -145,6 +149,7 @@ async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
         within=within,
         gibibytes=given.gibibytes,
         runtime=given.runtime,
+        tunnels=TunnelLimits(given.tunnels, given.tunnel_idle_seconds),
     )
     flags.token(given.token_file)  # one that cannot be read is told at once
     words = TokenFile(given.token_file), TokenFile(given.traffic_token_file)
@@ -206,6 +211,18 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="HOST",
         help="that sandboxes may reach through the proxy at 127.0.0.1:3128, *.example too; repeat",
+    )
+    add(
+        "--tunnels",
+        type=flags.count,
+        default=MOST_TUNNELS,
+        help="connections of callers elsewhere that a sandbox may have at once",
+    )
+    add(
+        "--tunnel-idle-seconds",
+        type=flags.amount,
+        default=IDLE_SECONDS,
+        help="without a byte, after which one of them ends",
     )
     flags.add_log_level(made)
     return made

@@ -32,3 +32,13 @@ RESTORES = Counter(
     "rose_sandbox_restores", "Sandboxes that went on from a record.", ["by"], registry=REGISTRY
 )
 SANDBOXES = Gauge("rose_sandbox_sandboxes", "Sessions with a sandbox here.", registry=REGISTRY)
+TUNNELS = Gauge(
+    "rose_sandbox_tunnels", "Connections of callers elsewhere into sandboxes.", registry=REGISTRY
+)
+TUNNEL_ENDS = Counter(
+    "rose_sandbox_tunnel_ends",
+    "Tunnels that ended: closed by a side, idle, or with their sandbox; refused: there were too "
+    "many.",
+    ["by"],
+    registry=REGISTRY,
+)

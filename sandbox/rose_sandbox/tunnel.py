@@ -1,7 +1,8 @@
 """A TCP connection into a sandbox, carried by a WebSocket: each message is bytes of it.
 
 So whatever speaks TCP reaches a server in a sandbox through the host's own port and token. An end
-of either side ends both.
+of either side ends both. Whoever does not read is not read for: at most a message, and what
+buffers of ``CHUNK`` hold, is under way in each direction.
 Next step: ``http`` has the host's end, ``client`` the caller's.
 """
 
@@ -9,37 +10,82 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from math import isfinite
 
-from aiohttp import ClientWebSocketResponse, WSMsgType, web
+from aiohttp import ClientWebSocketResponse, WSCloseCode, WSMsgType, web
+
+from rose_core.sandboxes.tunnels import End, TunnelLimits, end_of
 
 CHUNK = 64 * 1024
+MESSAGE_BYTES = 1 << 20
+"""Of one message: sixteen times what ``client`` sends."""
+ENDLESS = TunnelLimits(idle_seconds=float("inf"))
+"""Of the caller's end: its host says when a tunnel ends."""
 
 
 async def carry(
     line: web.WebSocketResponse | ClientWebSocketResponse,
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
-) -> None:
-    """Carry bytes both ways until one side ends; the other one is hung up then."""
+    limits: TunnelLimits = ENDLESS,
+    gone: asyncio.Event | None = None,
+) -> tuple[End, str]:
+    """Carry bytes both ways until one side ends; the other one is hung up then.
+
+    Args:
+        line: of the other end.
+        reader: of the connection.
+        writer: of the same.
+        limits: of the tunnel.
+        gone: set when its sandbox ends.
+
+    Returns:
+        Why it ended, and what the other end said of that.
+    """
+    loop = asyncio.get_running_loop()
+    moved, said = loop.time(), ""
 
     async def out() -> None:
+        nonlocal moved
         while data := await reader.read(CHUNK):
             await line.send_bytes(data)
+            moved = loop.time()
 
     async def back() -> None:
-        async for message in line:
-            if message.type is not WSMsgType.BINARY:
-                return
+        nonlocal moved, said
+        while (message := await line.receive()).type is WSMsgType.BINARY:
             writer.write(message.data)
             await writer.drain()
+            moved = loop.time()
+        if message.type is WSMsgType.CLOSE:
+            said = message.extra or ""
 
-    tasks = [asyncio.create_task(out()), asyncio.create_task(back())]
+    ways = {asyncio.create_task(out()), asyncio.create_task(back())}
+    gone = gone or asyncio.Event()
+    waits = asyncio.create_task(gone.wait())
+    end = None
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        while end is None:
+            left = moved + limits.idle_seconds - loop.time()
+            await asyncio.wait(
+                {*ways, waits},
+                timeout=left if isfinite(left) else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            closed = any(way.done() for way in ways)
+            end = end_of(limits, moved=moved, now=loop.time(), closed=closed, gone=gone.is_set())
+        return end, said
     finally:
-        for task in tasks:
+        for task in (*ways, waits):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*ways, waits, return_exceptions=True)
         writer.close()
         with suppress(OSError):
-            await line.close()
+            code = WSCloseCode.OK if end in {None, End.CLOSED} else WSCloseCode.POLICY_VIOLATION
+            await line.close(code=code, message=_words(end, limits).encode())
+
+
+def _words(end: End | None, limits: TunnelLimits) -> str:
+    if end is End.IDLE:
+        return f"nothing passed for {limits.idle_seconds:g} s: open another tunnel"
+    return "its sandbox has ended here" if end is End.SANDBOX else ""
