@@ -22,7 +22,7 @@ LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
 .PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-computing test-engines test-node test-api test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal reasoning-gym sandbox-adapters sandbox-harbor test-clients
+	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal reasoning-gym sandbox-adapters sandbox-harbor sandbox-openenv test-clients
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -261,6 +261,10 @@ sandbox-harbor: venv sandbox  ## Harbor's own program and NeMo Gym's own sandbox
 	@VIRTUAL_ENV=$(HARBOR) $(UV) pip install -q harbor==0.25.0 -e '.[sandbox]'
 	@VIRTUAL_ENV=$(HARBOR) $(UV) pip install -q --no-deps nemo-gym==0.4.0  # its sandbox API needs none of the 100 others
 	$(RUN)/pytest -v -n 0 tests/sandbox/test_harbor.py tests/sandbox/test_nemo_gym.py $(ARGS)
+
+sandbox-openenv: venv sandbox  ## OpenEnv's own client and server play an episode while its sandbox's host is killed (cached; root, Debian)
+	@$(BIN)/python -m rose_dev.openenv_parts
+	$(RUN)/pytest -v -n 0 tests/sandbox/test_openenv.py $(ARGS)
 
 # In an extra of its own: only Linux on x86 has wheels of the fuzzer.
 fuzz: venv  ## bytes of hostile serving pods, made by a coverage-guided fuzzer; ARGS="--seconds 600"

@@ -17,6 +17,7 @@ import base64
 import json
 import logging
 import os
+import secrets
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from urllib.parse import quote
 
 import aiohttp
 import msgspec
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 from rose_core.sandboxes.outside import Effect, EffectsCrossed
 from rose_core.sandboxes.policy import Wait
@@ -123,6 +125,31 @@ class Sandboxes(Protocol):
         ...
 
 
+class _OneAddress(AbstractResolver):
+    """One address of each name, and the same one as long as the name has it.
+
+    A name with several addresses is a host at each (the chart's are), and a session is at one.
+    """
+
+    def __init__(self) -> None:
+        self._all: AbstractResolver = aiohttp.DefaultResolver()
+        self._kept: dict[str, str] = {}
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """See ``AbstractResolver``."""
+        found = await self._all.resolve(host, port, family)
+        kept = [one for one in found if one["host"] == self._kept.get(host)]
+        kept = kept or [secrets.choice(found)]
+        self._kept[host] = kept[0]["host"]
+        return kept
+
+    async def close(self) -> None:
+        """See ``AbstractResolver``."""
+        await self._all.close()
+
+
 class RemoteHost:
     """A host over HTTP; raises what the host raised.
 
@@ -135,7 +162,8 @@ class RemoteHost:
         self._url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limit = aiohttp.ClientTimeout(total=5 * _ANSWER_SECONDS, sock_connect=_CONNECT_SECONDS)
-        self._http = aiohttp.ClientSession(headers=headers, timeout=limit)
+        one = aiohttp.TCPConnector(resolver=_OneAddress(), use_dns_cache=False)
+        self._http = aiohttp.ClientSession(headers=headers, timeout=limit, connector=one)
         self._tunnels: set[asyncio.Task[None]] = set()
 
     async def create(
@@ -195,6 +223,10 @@ class RemoteHost:
         self._tunnels.add(task)
         task.add_done_callback(self._tunnels.discard)
         return ours
+
+    async def state(self, session: str) -> Told:
+        """See ``Host``."""
+        return Told(**await self._call("GET", f"/{session}", None))
 
     async def turn_began(
         self, session: str, ids: Sequence[int], *, weight_versions: Sequence[str], wait: Wait | None
@@ -311,6 +343,11 @@ def _error(name: str, text: str) -> Exception:
     return made
 
 
+def sandbox_address(url: str = "", token: str = "") -> tuple[str, str]:
+    """Of a host and its token: as given, or what the environment says."""
+    return url or os.environ.get(URL, ""), token or os.environ.get(TOKEN, "")
+
+
 class Sandbox:
     """A sandbox for as long as a block lasts.
 
@@ -344,7 +381,7 @@ class Sandbox:
         self.session = session or uuid.uuid4().hex
         self._limits, self._image, self._folder = limits or Limits(), image, folder
         self._environment = dict(environment or {})
-        self._url, self._token = url or os.environ.get(URL, ""), token or os.environ.get(TOKEN, "")
+        self._url, self._token = sandbox_address(url, token)
         self._router = router or os.environ.get(ROUTER, "")
         self._router_token = router_token or os.environ.get(ROUTER_TOKEN, "")
         self._at, self._given, self._host, self._existing = at, host, host, existing
@@ -370,7 +407,7 @@ class Sandbox:
                     folder=self._folder,
                 )
             except BaseException:  # also when cancelled: ``__aexit__`` will not run
-                await self._leave()
+                await self.leave()
                 raise
         return self
 
@@ -384,7 +421,7 @@ class Sandbox:
         try:
             await self._there.end(self.session, forget=kind is None)
         finally:
-            await self._leave()
+            await self.leave()
 
     async def run(
         self,
@@ -488,7 +525,8 @@ class Sandbox:
             raise RuntimeError("a Sandbox is used inside `async with`")
         return self._host
 
-    async def _leave(self) -> None:
+    async def leave(self) -> None:
+        """Let go of it; it lives on."""
         if self._given is None and self._host is not None:
             await self._host.close()
             self._host = None

@@ -1,4 +1,7 @@
-"""Sandbox hosts from the chart on a real node: a client in a pod, a host that is killed, a fork."""
+"""Sandbox hosts from the chart on a real node: a client in a pod, a host that is killed, a fork.
+
+With ``ROSE_BUILT_IMAGES`` they are what the Dockerfile made, as in ``installation``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -47,7 +51,7 @@ def parts() -> Parts:
 @pytest.fixture(params=sorted(RUNTIMES))
 def installed(node: Node, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
     """The chart with sandbox hosts for one lease, a store of records and a pod of the team."""
-    found = parts()
+    found, built = parts(), Path(os.environ.get("ROSE_BUILT_IMAGES", ""))
     remove(node)
     gone = {RESEARCH, SYSTEM, ROUTERS}
     wait_until(
@@ -55,7 +59,7 @@ def installed(node: Node, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
     )
     try:
         prepare(node, tmp_path)
-        values = {
+        values: dict[str, dict[str, Any]] = {
             "image": {"repository": "localhost/rose", "tag": "dev", "pullPolicy": "Never"}
             | {"perComponent": False},
             "agent": {"enabled": False},
@@ -69,6 +73,9 @@ def installed(node: Node, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
                 "gibibytes": 4,
             },
         }
+        if built.name:  # by the Dockerfile, as in ``installation``
+            node.load(built / "sandbox.tar")
+            values["sandboxes"]["image"] = {"repository": "localhost/rose-sandbox", "tag": "built"}
         file = tmp_path / "values.json"
         file.write_text(json.dumps(values))
         where = ("rose", str(CHART), f"--namespace={SYSTEM}", "--create-namespace")

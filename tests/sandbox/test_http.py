@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -143,6 +144,39 @@ async def test_every_route_stands_in_the_table_of_rights(served: Served) -> None
         if route.method != "HEAD":
             found.add(f"{route.method} {path}")
     assert found == verbs(Listener.SANDBOX)
+
+
+async def test_a_name_of_several_hosts_is_one_of_them_for_a_caller(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its session is there, and at no other."""
+    port, asked = URL(served.url).port or 0, 0
+    addresses = [f"127.0.0.{n}" for n in range(1, 9)]
+    others = [await asyncio.start_server(lambda *_: None, one, port) for one in addresses[1:]]
+
+    class Names:
+        async def resolve(self, host: str, port: int, family: int) -> list[dict[str, object]]:
+            nonlocal asked
+            asked += 1
+            turned = addresses[asked % 8 :] + addresses[: asked % 8]
+            more = {"hostname": host, "port": port, "family": family, "proto": 0, "flags": 0}
+            return [more | {"host": one} for one in turned]
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(aiohttp, "DefaultResolver", Names)
+    monkeypatch.setattr(secrets, "choice", lambda all_: min(all_, key=lambda one: one["host"]))
+    far = RemoteHost(f"http://hosts.example:{port}", "word")
+    await asyncio.gather(*(far._call("GET", "", None) for _ in range(16)))
+    assert asked == 16, "a connection for each"
+    addresses.remove("127.0.0.1")  # that host is gone
+    connector = far._http.connector
+    assert isinstance(connector, aiohttp.TCPConnector)
+    found = await connector._resolver.resolve("hosts.example", port)
+    assert found[0]["host"] == "127.0.0.2", "its name leads to another one now"
+    await far.close()
+    for one in others:
+        one.close()
 
 
 ASKED: list[bytes] = []

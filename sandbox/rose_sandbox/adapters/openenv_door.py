@@ -1,0 +1,370 @@
+"""An address on this machine at which a server in a sandbox answers, whichever host has it.
+
+A client of OpenEnv knows a URL and no token, and its episode is a WebSocket that must not end. So
+it talks to this door. Each of its WebSockets is a conversation with the program that stands beside
+the server in the sandbox (``openenv_inside``): messages are counted at both ends, and where the way
+between is lost, a conversation goes on over another one, or ends and says why
+(``rose_core.sandboxes.conversations``). A lost way is sought again when somebody waits for an
+answer: a sandbox that sleeps is not woken for nobody.
+
+Everything else of HTTP is passed on as it is. The door listens at the loopback address, and whoever
+is on this machine may come.
+Next step: ``openenv`` opens it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import tempfile
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import aiohttp
+from aiohttp import WSMessage, WSMsgType, web
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, WebSocketException
+
+from rose_core.sandboxes.conversations import ConversationLost, Inside, Outside, said_again
+from rose_core.sandboxes.turns import OutOfTurn
+from rose_sandbox.errors import SandboxError
+
+LOG = logging.getLogger(__name__)
+
+KEPT_BYTES = 64 << 20
+"""Of a caller's messages that the sandbox may not have: with more, a loss ends its conversation."""
+AGAIN_SECONDS = 0.5
+ALIVE_SECONDS = 20.0
+"""Between questions whether a way that is open leads anywhere: what OpenEnv's client asks, too."""
+_OWN = {"connection", "host", "keep-alive", "transfer-encoding", "upgrade", "content-length"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the door reaches the sandbox; both raise ``SandboxError`` or ``ConversationLost``.
+
+    Attributes:
+        server: a connection to the server.
+        beside: a connection to the program beside it.
+        answered: an answer was given: the agent may ask its model now.
+        asked: the agent has acted; returns when the sandbox may.
+        seconds: for which a lost way is sought.
+    """
+
+    server: Callable[[], Awaitable[socket.socket]]
+    beside: Callable[[], Awaitable[socket.socket]]
+    answered: Callable[[], Awaitable[object]]
+    asked: Callable[[], Awaitable[object]]
+    seconds: float
+
+
+@dataclass
+class _Heard:
+    """A message of the server, or its end."""
+
+    message: str | bytes | None
+    took: int
+    closed: tuple[int, str] | None = None
+
+
+@dataclass
+class Conversation:
+    """One WebSocket of a client.
+
+    Attributes:
+        client: its end.
+        target: path and query that it asked for.
+        way: to the sandbox.
+    """
+
+    client: web.WebSocketResponse
+    target: str
+    way: Way
+    sent: int = 0
+    given: int = 0
+    owed: bool = False
+    _kept: deque[str | bytes] = field(default_factory=deque)
+    _name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _far: ClientConnection | None = None
+    _heard_of: ClientConnection | None = None
+    _mine: asyncio.Task[WSMessage] | None = None
+    _theirs: asyncio.Task[_Heard | None] | None = None
+
+    async def hold(self) -> None:
+        """Until one side ends it, or it is lost."""
+        self._mine = asyncio.create_task(self.client.receive())
+        try:
+            await self._open(target=self.target)
+            while await self._step():
+                pass
+        except (ConversationLost, SandboxError, OSError, WebSocketException) as error:
+            LOG.warning("a conversation at %s has ended: %s", self.target, error)
+            text = str(error).encode()[:120].decode(errors="ignore")
+            await self.client.close(code=aiohttp.WSCloseCode.INTERNAL_ERROR, message=text.encode())
+        finally:
+            for task in (self._mine, self._theirs):
+                if task is not None:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+            await self._lose(close=True)
+
+    async def _step(self) -> bool:
+        """Wait for what is said next, and pass it on; whether it goes on."""
+        if self._far is None and self.owed:
+            await self._find()
+        if self._far is not None and self._theirs is None:
+            self._heard_of = self._far
+            self._theirs = asyncio.create_task(self._hear(self._far))
+        mine, theirs = self._mine, self._theirs
+        waited = [one for one in (mine, theirs) if one is not None]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if theirs is not None and theirs.done():
+            heard, self._theirs = theirs.result(), None
+            # Of a way that was given up already nothing is heard.
+            if (heard or self._heard_of is self._far) and not await self._give(heard):
+                return False
+        if mine is not None and mine.done():
+            self._mine = None
+            if not await self._take(mine.result()):
+                return False
+            self._mine = asyncio.create_task(self.client.receive())
+        return True
+
+    async def _give(self, heard: _Heard | None) -> bool:
+        """Give the client what was heard; whether it goes on."""
+        if heard is None:
+            await self._lose()
+            return True
+        self._forget(self.sent - heard.took)
+        if heard.closed is not None:
+            code, reason = heard.closed
+            await self.client.close(code=code, message=reason.encode())
+            return False
+        self.given += 1
+        self.owed = False
+        with suppress(ConnectionError):  # it has gone, and says so as it is heard next
+            if isinstance(heard.message, bytes):
+                await self.client.send_bytes(heard.message)
+            elif heard.message is not None:
+                await self.client.send_str(heard.message)
+        await _told(self.way.answered)
+        return True
+
+    async def _take(self, message: WSMessage) -> bool:
+        """Pass a client's message on; whether it goes on."""
+        if message.type not in {WSMsgType.TEXT, WSMsgType.BINARY}:
+            return False
+        self.sent += 1
+        self.owed = True
+        self._kept.append(message.data)
+        while sum(map(len, self._kept)) > KEPT_BYTES and len(self._kept) > 1:
+            self._kept.popleft()
+        await _told(self.way.asked)
+        if self._far is not None:
+            await self._say(self._far, message.data)
+        return True
+
+    def _forget(self, lacking: int) -> None:
+        while len(self._kept) > max(lacking, 0):
+            self._kept.popleft()
+
+    async def _say(self, far: ClientConnection, message: str | bytes) -> None:
+        try:
+            await far.send(json.dumps({"given": self.given, "then": True}))
+            await far.send(message)
+        except ConnectionClosed:
+            await self._lose()
+
+    async def _hear(self, far: ClientConnection) -> _Heard | None:
+        try:
+            told = json.loads(await far.recv())
+            if "closed" in told:
+                code, reason = told["closed"]
+                return _Heard(None, told["took"], (code, reason))
+            return _Heard(await far.recv(), told["took"])
+        except ConnectionClosed:
+            return None
+
+    async def _find(self) -> None:
+        """Go on over another way.
+
+        Raises:
+            ConversationLost: it cannot, or no way was found in time.
+        """
+        loop = asyncio.get_running_loop()
+        until, why = loop.time() + self.way.seconds, ""
+        while loop.time() < until:
+            try:
+                return await self._open()
+            except (SandboxError, OSError, WebSocketException) as error:
+                why = str(error)
+                await asyncio.sleep(AGAIN_SECONDS)
+        raise ConversationLost(f"no way to the sandbox in {self.way.seconds:g} s: {why}")
+
+    async def _open(self, **more: str) -> None:
+        far = await connect(
+            "ws://sandbox/?" + urlencode({"line": self._name, "given": self.given, **more}),
+            sock=await self.way.beside(),
+            max_size=None,
+            compression=None,
+            ping_interval=ALIVE_SECONDS,
+            ping_timeout=ALIVE_SECONDS,
+            proxy=None,
+        )
+        try:
+            again = self._compared(json.loads(await far.recv()))
+        except BaseException:  # also when cancelled: nobody else knows of it
+            await far.close()
+            raise
+        self._far = far
+        for message in list(self._kept)[len(self._kept) - again :]:
+            await self._say(far, message)
+
+    def _compared(self, told: dict[str, Any]) -> int:
+        """How many messages are said again; what the sandbox's end said at first."""
+        if "refused" in told:
+            raise ConversationLost(f"the server refuses {self.target}: {told['refused']}")
+        if "unknown" in told:
+            raise ConversationLost("the sandbox was given back as it was before it began")
+        outside = Outside(self.sent, len(self._kept), self.given)
+        return said_again(outside, Inside(told["took"], told["made"]))
+
+    async def _lose(self, *, close: bool = False) -> None:
+        far, self._far = self._far, None
+        if far is not None:
+            with suppress(ConnectionClosed):
+                if close:
+                    await far.send(json.dumps({"given": self.given, "close": True}))
+            await far.close()
+
+
+async def _told(step: Callable[[], Awaitable[object]]) -> None:
+    """The turn clock's word; a host that is lost is found by who needs it."""
+    try:
+        await step()
+    except (SandboxError, OutOfTurn) as error:
+        LOG.debug("a step of the turn clock: %s", error)
+
+
+class Door:
+    """The address.
+
+    Args:
+        way: to the sandbox.
+    """
+
+    def __init__(self, way: Way) -> None:
+        self._way = way
+        self._folder = tempfile.TemporaryDirectory(prefix="rose-door-")
+        self._inner = Path(self._folder.name) / "server"
+        app = web.Application(client_max_size=0)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._server: asyncio.Server | None = None
+        self._http: aiohttp.ClientSession | None = None
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def open(self, port: int) -> int:
+        """Listen at a port of the loopback address; 0: a free one. Returns it.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self._server = await asyncio.start_unix_server(self._lead, self._inner)
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(str(self._inner), limit=16),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port, shutdown_timeout=1.0)
+        await site.start()
+        found: int = self._runner.addresses[0][1]
+        return found
+
+    async def close(self) -> None:
+        """Let go of everyone."""
+        await self._runner.cleanup()
+        if self._http is not None:
+            await self._http.close()
+        if self._server is not None:
+            self._server.close()
+        for task in self._pumps:
+            task.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        self._folder.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        line = web.WebSocketResponse(max_msg_size=0, compress=False)
+        if line.can_prepare(request):
+            await line.prepare(request)
+            await Conversation(line, request.rel_url.raw_path_qs, self._way).hold()
+            return line
+        return await self._pass_on(request)
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        if self._http is None:
+            raise RuntimeError("a door is opened before it is used")
+        kept = [(name, text) for name, text in request.headers.items() if name.lower() not in _OWN]
+        body = request.content if request.body_exists else None
+        url = f"http://localhost{request.rel_url.raw_path_qs}"
+        try:
+            async with self._http.request(
+                request.method, url, headers=kept, data=body, allow_redirects=False
+            ) as answer:
+                made = web.StreamResponse(status=answer.status, reason=answer.reason)
+                for name, text in answer.headers.items():
+                    if name.lower() not in _OWN:
+                        made.headers.add(name, text)
+                await made.prepare(request)
+                async for data in answer.content.iter_any():
+                    await made.write(data)
+                await made.write_eof()
+                return made
+        except aiohttp.ClientError as error:
+            raise web.HTTPBadGateway(text=f"the server in the sandbox: {error}") from error
+
+    async def _lead(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._pumps.add(task)
+            task.add_done_callback(self._pumps.discard)
+        try:
+            inside = await asyncio.open_connection(sock=await self._way.server())
+        except (SandboxError, ConversationLost, OSError) as error:
+            LOG.debug("no way to the server: %s", error)
+            writer.close()
+            return
+        try:
+            await _pump(reader, inside[1], inside[0], writer)
+        finally:
+            writer.close()
+            inside[1].close()
+
+
+async def _pump(
+    left: asyncio.StreamReader,
+    to_right: asyncio.StreamWriter,
+    right: asyncio.StreamReader,
+    to_left: asyncio.StreamWriter,
+) -> None:
+    async def one(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            sink.write(data)
+            await sink.drain()
+
+    tasks = [asyncio.create_task(one(left, to_right)), asyncio.create_task(one(right, to_left))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

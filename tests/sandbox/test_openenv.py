@@ -1,0 +1,179 @@
+"""OpenEnv's own client, server and template, unmodified, on sandboxes: ``make sandbox-openenv``.
+
+The environment is the one that ``openenv init`` writes: each connection has a count of steps in the
+memory of its server, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from bench.sandboxes.own import remove
+from rose_sandbox.client import RemoteHost
+from rose_sandbox.main import RUNTIMES
+from rose_sandbox.runtimes.parts import Parts
+from rose_wire.ports import free_port
+
+pytestmark = pytest.mark.sandbox
+
+CACHE = Path(os.environ.get("ROSE_CACHE") or Path.home() / ".cache" / "rose")
+PARTS, PYTHON = CACHE / "openenv" / "parts", CACHE / "openenv" / "venv" / "bin" / "python"
+CHECKOUT = Path(__file__).parents[2]
+PACKAGES = [str(CHECKOUT / name) for name in ("sandbox", "weights", "wire", "")]
+PROGRAMS = Path(__file__).parent / "openenv"
+
+
+@dataclass
+class Hosts:
+    """Two hosts with one store, in processes of their own."""
+
+    urls: tuple[str, str]
+    processes: tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]
+
+    async def kill_first(self) -> None:
+        self.processes[0].send_signal(signal.SIGKILL)
+        await asyncio.to_thread(self.processes[0].wait)
+
+    async def saved(self, session: str) -> bool:
+        """Whether the first one has what was said last, as it has after a wait for a model."""
+        far = RemoteHost(self.urls[0], "word")
+        try:
+            told = await far.state(session)
+        finally:
+            await far.close()
+        return told.recoverable_to == told.turn
+
+    async def sessions(self) -> list[str]:
+        """Of the second one."""
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": "Bearer word"}) as http,
+            http.get(f"{self.urls[1]}/sessions") as answer,
+        ):
+            found: list[str] = (await answer.json())["sessions"]
+            return found
+
+
+@pytest.fixture(params=["runc", "runsc"])
+async def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Hosts]:
+    if not PYTHON.exists():
+        pytest.skip("OpenEnv is not installed; make sandbox-openenv")
+    kind, made, urls = RUNTIMES[request.param], [], []
+    (tmp_path / "token").write_text("word")
+    for name in ("one", "two"):
+        port = free_port()
+        flags = [
+            *("--store", str(tmp_path / "store"), "--run", "grpo", "--owner", name),
+            *("--folder", str(tmp_path / name), "--address", f"127.0.0.1:{port}"),
+            *("--token-file", str(tmp_path / "token"), "--runtime", kind.name),
+        ]
+        command = [sys.executable, "-m", "rose_cli.main", "sandbox-host", *flags]
+        given = os.environ | {"ROSE_SANDBOX_PARTS": str(PARTS)}
+        made.append(subprocess.Popen(command, env=given))  # noqa: ASYNC220 - it does not wait
+        urls.append(f"http://127.0.0.1:{port}")
+    try:
+        for url, process in zip(urls, made, strict=True):
+            await _answers(url, process)
+        yield Hosts((urls[0], urls[1]), (made[0], made[1]))
+    finally:
+        for name, process in zip(("one", "two"), made, strict=True):
+            process.kill()
+            process.wait()
+            remove(kind(tmp_path / name / kind.name, Parts(PARTS)).group)
+
+
+async def _answers(url: str, process: subprocess.Popen[bytes]) -> None:
+    async with asyncio.timeout(60), aiohttp.ClientSession() as http:
+        while process.poll() is None:
+            try:
+                async with http.get(f"{url}/healthz"):
+                    return
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.05)
+    raise AssertionError("a host ended")
+
+
+async def started(program: str, tmp_path: Path, *words: str) -> Process:
+    """A program of OpenEnv's environment, with this checkout."""
+    return await asyncio.create_subprocess_exec(
+        *(str(PYTHON), str(PROGRAMS / program), *words),
+        env={
+            **{name: os.environ[name] for name in ("PATH", "HOME")},
+            "PYTHONPATH": os.pathsep.join((*PACKAGES, str(tmp_path))),
+        },
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=tmp_path,
+    )
+
+
+async def until_it_says(process: Process, word: str) -> str:
+    """What it said up to a line with a word."""
+    said = ""
+    assert process.stdout is not None
+    while line := (await process.stdout.readline()).decode():
+        said += line
+        if word in line:
+            return said
+    raise AssertionError(said)
+
+
+@pytest.fixture
+async def counter(tmp_path: Path) -> Path:
+    """An environment as ``openenv init`` writes it."""
+    if not PYTHON.exists():
+        pytest.skip("OpenEnv is not installed; make sandbox-openenv")
+    made = await asyncio.create_subprocess_exec(
+        *(str(PYTHON.with_name("openenv")), "init", "counter"), cwd=tmp_path, stdout=PIPE
+    )
+    said, _ = await made.communicate()
+    assert made.returncode == 0, said.decode()
+    return tmp_path / "counter"
+
+
+async def test_an_episode_goes_on_in_the_same_connection_when_its_host_is_killed(
+    hosts: Hosts, counter: Path, tmp_path: Path
+) -> None:
+    process = await started("episode.py", tmp_path, str(counter), *hosts.urls)
+    try:
+        await until_it_says(process, "KILL")
+        while not await hosts.saved("episode"):
+            await asyncio.sleep(0.2)
+        await hosts.kill_first()
+        said, _ = await asyncio.wait_for(process.communicate(b"killed\n"), 200)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0, said.decode()
+    assert await hosts.sessions() == [], "closed with its client"
+    far = RemoteHost(hosts.urls[1], "word")
+    await far.end("episode", forget=True)
+    await far.close()
+
+
+async def test_what_cannot_be_started_is_told_by_openenvs_own_errors(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    process = await started("refusals.py", tmp_path, *hosts.urls)
+    said, _ = await asyncio.wait_for(process.communicate(), 200)
+    assert process.returncode == 0, said.decode()
+    assert await hosts.sessions() == []
+
+
+async def test_a_conversation_outlives_the_way_that_carries_it(tmp_path: Path) -> None:
+    if not PYTHON.exists():
+        pytest.skip("OpenEnv is not installed; make sandbox-openenv")
+    process = await started("lines.py", tmp_path)
+    said, _ = await asyncio.wait_for(process.communicate(), 100)
+    assert process.returncode == 0, said.decode()
