@@ -4,13 +4,29 @@ import re
 import tomllib
 from pathlib import Path
 
+from rose_sandbox.runtimes.parts import GVISOR, PROGRAMS
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()
+# Of Debian, for what a host of sandboxes runs; the rest comes with ``make sandbox``.
+OF_THE_IMAGE = {
+    "tar": "tar",
+    "gzip": "gzip",
+    "ip": "iproute2",
+    "mount": "mount",
+    "umount": "mount",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+}
+OF_THE_NODE = {"runc", "criu", "runsc", "btrfs", "mkfs.btrfs"}
+BUILDAH = {"from", "add", "commit", "bud", "push", "run"}
+"""Its commands in Debian 12, with which the page was followed."""
 
 
 def test_every_image_has_a_target() -> None:
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", TEXT, re.MULTILINE))
-    assert {"operator", "router", "agent", "weights", "rewards", "engine"} <= stages
+    targets = {"operator", "router", "agent", "weights", "sandbox", "rewards", "engine"}
+    assert targets <= stages
     for copied in re.findall(r"--from=(\S+)", TEXT):
         assert copied in stages
 
@@ -35,3 +51,17 @@ def test_what_needs_no_rights_is_not_root() -> None:
     for target in ("operator", "router"):
         stage = TEXT.split(f" AS {target}\n")[1].split("\nFROM ")[0]
         assert "USER 65532:65532" in stage
+
+
+def test_the_sandbox_image_has_every_program_that_the_nodes_folder_does_not_bring() -> None:
+    assert {*PROGRAMS, *GVISOR} == {*OF_THE_IMAGE, *OF_THE_NODE}
+    stage = TEXT.split(" AS sandbox\n")[1].split("\nFROM ")[0]
+    (packages,) = re.findall(r"apt-get install --no-install-recommends -y (.*) \\\n", stage)
+    # runc and the inspector's library are linked with these.
+    assert {*OF_THE_IMAGE.values(), "libseccomp2", "libelf1"} <= set(packages.split())
+
+
+def test_the_page_builds_by_commands_that_buildah_has() -> None:
+    page = (ROOT / "docs" / "images.md").read_text()
+    assert set(re.findall(r"(?:\$ |\$\(|&& |^ +)buildah (\S+)", page, re.MULTILINE)) <= BUILDAH
+    assert "buildah bud" in page

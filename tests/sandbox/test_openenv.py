@@ -148,7 +148,7 @@ async def test_an_episode_goes_on_in_the_same_connection_when_its_host_is_killed
     process = await started("episode.py", tmp_path, str(counter), *hosts.urls)
     try:
         await until_it_says(process, "KILL")
-        while not await hosts.saved("episode"):
+        while not await hosts.saved("episode"):  # noqa: ASYNC110 - another process knows
             await asyncio.sleep(0.2)
         await hosts.kill_first()
         said, _ = await asyncio.wait_for(process.communicate(b"killed\n"), 200)
