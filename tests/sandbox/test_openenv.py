@@ -18,6 +18,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from bench.sandboxes.own import remove
 from rose_sandbox.client import RemoteHost
@@ -64,7 +65,7 @@ class Hosts:
             return found
 
 
-@pytest.fixture(params=["runc", "runsc"])
+@pytest.fixture(params=["runc"])
 async def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Hosts]:
     if not PYTHON.exists():
         pytest.skip("OpenEnv is not installed; make sandbox-openenv")
@@ -142,6 +143,7 @@ async def counter(tmp_path: Path) -> Path:
     return tmp_path / "counter"
 
 
+@pytest.mark.parametrize("hosts", ["runc", "runsc"], indirect=True)
 async def test_an_episode_goes_on_in_the_same_connection_when_its_host_is_killed(
     hosts: Hosts, counter: Path, tmp_path: Path
 ) -> None:
@@ -160,6 +162,36 @@ async def test_an_episode_goes_on_in_the_same_connection_when_its_host_is_killed
     far = RemoteHost(hosts.urls[1], "word")
     await far.end("episode", forget=True)
     await far.close()
+
+
+async def test_with_a_router_it_goes_on_where_the_router_puts_it(
+    hosts: Hosts, counter: Path, tmp_path: Path
+) -> None:
+    far, asked = RemoteHost(hosts.urls[1], "word"), []
+
+    async def restore(request: web.Request) -> web.Response:  # as a router's
+        asked.append((request.match_info["key"], request.headers["Authorization"]))
+        return web.json_response({"host": hosts.urls[1]} | await far.restore("episode"))
+
+    app = web.Application()
+    app.add_routes([web.post("/sessions/{key}/restore", restore)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    router = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    process = await started("episode.py", tmp_path, str(counter), *hosts.urls, router)
+    try:
+        await until_it_says(process, "KILL")
+        await hosts.kill_first()
+        said, _ = await asyncio.wait_for(process.communicate(b"killed\n"), 200)
+        assert process.returncode == 0, said.decode()
+        assert asked == [("episode", "Bearer turns")]
+        await far.end("episode", forget=True)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await far.close()
+        await runner.cleanup()
 
 
 async def test_what_cannot_be_started_is_told_by_openenvs_own_errors(

@@ -132,10 +132,12 @@ class Conversation:
             if (heard or self._heard_of is self._far) and not await self._give(heard):
                 return False
         if mine is not None and mine.done():
-            self._mine = None
-            if not await self._take(mine.result()):
+            message = mine.result()
+            if message.type not in {WSMsgType.TEXT, WSMsgType.BINARY}:
                 return False
+            # Before what may take a while: it is who answers the client's pings.
             self._mine = asyncio.create_task(self.client.receive())
+            await self._take(message.data)
         return True
 
     async def _give(self, heard: _Heard | None) -> bool:
@@ -158,19 +160,16 @@ class Conversation:
         await _told(self.way.answered)
         return True
 
-    async def _take(self, message: WSMessage) -> bool:
-        """Pass a client's message on; whether it goes on."""
-        if message.type not in {WSMsgType.TEXT, WSMsgType.BINARY}:
-            return False
+    async def _take(self, message: str | bytes) -> None:
+        """Pass a client's message on."""
         self.sent += 1
         self.owed = True
-        self._kept.append(message.data)
+        self._kept.append(message)
         while sum(map(len, self._kept)) > KEPT_BYTES and len(self._kept) > 1:
             self._kept.popleft()
         await _told(self.way.asked)
         if self._far is not None:
-            await self._say(self._far, message.data)
-        return True
+            await self._say(self._far, message)
 
     def _forget(self, lacking: int) -> None:
         while len(self._kept) > max(lacking, 0):

@@ -1,4 +1,4 @@
-"""An episode by OpenEnv's own client: PROJECT URL URL. Says ``KILL`` and waits for a line."""
+"""An episode by OpenEnv's own client: PROJECT URL URL [ROUTER]. Says ``KILL``, waits for a line."""
 
 import logging
 import sys
@@ -9,13 +9,16 @@ from counter import CounterAction, CounterEnv
 from rose_sandbox.adapters.openenv import RoseProvider
 
 logging.basicConfig(level="INFO")
-project, one, two = sys.argv[1:]
-provider = RoseProvider(project=project, url=one, token="word", others=[two], session="episode")
+project, one, two, *routers = sys.argv[1:]
+way = {"router": routers[0], "router_token": "turns"} if routers else {"others": [two]}
+provider = RoseProvider(project=project, url=one, token="word", session="episode", **way)
 env = CounterEnv.from_docker_image("openenv", provider=provider, env_vars={"UNIT": "euro"}).sync()
 try:
     env.reset(episode_id="seven")
     for step in range(1, 6):
         if step == 4:
+            if routers:  # who says when to save
+                provider.checkpoint()
             print("KILL", flush=True)
             sys.stdin.readline()
         made = env.step(CounterAction(message="x" * step))
