@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """An episode by OpenEnv's own client: PROJECT URL URL [ROUTER]. Says ``KILL``, waits for a line."""
 
 import logging

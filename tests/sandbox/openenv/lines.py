@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """A door, the program beside a server, and a way between them that is cut. No sandbox is needed."""
 
 import asyncio

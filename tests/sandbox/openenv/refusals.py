@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What cannot be started: URL URL."""
 
 import sys
