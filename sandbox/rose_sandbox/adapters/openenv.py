@@ -5,13 +5,13 @@
 
 ``url`` and ``token`` are those of the environment by default. OpenEnv's client is blocking or
 asynchronous and speaks HTTP and WebSockets to an address, so the provider lives in a thread of its
-own and opens a door on this machine (``openenv_door``).
+own and opens a forwarder on this machine (``openenv_forward``).
 
 | OpenEnv's | here |
 |---|---|
 | ``image`` | the name of a host's image, with ``/app`` as OpenEnv's Dockerfiles make it |
 | ``project=`` | a folder as ``openenv init`` makes it; copied to ``/app/env`` |
-| ``port`` | of the door; in the sandbox it is 8000 |
+| ``port`` | of the forwarder; in the sandbox it is 8000 |
 | ``env_vars`` | of the sandbox |
 | ``cmd=`` | starts the server; by default ``app`` of ``openenv.yaml``, by uvicorn |
 
@@ -46,7 +46,7 @@ from openenv.core.containers.runtime.providers import ContainerProvider
 
 from rose_core.sandboxes.conversations import ConversationLost
 from rose_core.sandboxes.outside import EffectsCrossed
-from rose_sandbox.adapters.openenv_door import AGAIN_SECONDS, Door, Way
+from rose_sandbox.adapters.openenv_forward import AGAIN_SECONDS, Forwarder, Way
 from rose_sandbox.client import RemoteHost, Sandbox, sandbox_address
 from rose_sandbox.errors import (
     CannotRestore,
@@ -113,7 +113,7 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
         self._router, self._router_token = router, router_token
         self._thread: _Thread | None = None
         self._box: Sandbox | None = None
-        self._door: Door | None = None
+        self._forwarder: Forwarder | None = None
         self._finding = asyncio.Lock()
 
     # -- OpenEnv's -------------------------------------------------------------------------------
@@ -125,11 +125,11 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
         env_vars: dict[str, str] | None = None,
         **more: Any,  # noqa: ANN401 - OpenEnv's
     ) -> str:
-        """Start a sandbox and the server in it; returns the address of its door.
+        """Start a sandbox and the server in it; returns the address of its forwarder.
 
         Args:
             image: of the host.
-            port: of the door; None: a free one.
+            port: of the forwarder; None: a free one.
             env_vars: of the sandbox.
             more: ``cmd`` and ``project``, as of the provider.
 
@@ -169,7 +169,7 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
         self._started.run(self._wait(base_url, timeout_s))
 
     def stop_container(self) -> None:
-        """End the sandbox and its records, and shut the door. Stopped is no error."""
+        """End the sandbox and its records, and shut the forwarder. Stopped is no error."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -242,8 +242,8 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
             asked=self._asked,
             seconds=LOST_SECONDS,
         )
-        self._door = Door(way)
-        return await self._door.open(port)
+        self._forwarder = Forwarder(way)
+        return await self._forwarder.open(port)
 
     async def _serve(self, box: Sandbox, cmd: str) -> None:
         spec = importlib.util.find_spec("rose_sandbox.adapters.openenv_inside")
@@ -294,9 +294,9 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
             raise RuntimeError(f"the server has ended:\n{said.stdout.decode(errors='replace')}")
 
     async def _stop(self) -> None:
-        door, self._door = self._door, None
-        if door is not None:
-            await door.close()
+        forwarder, self._forwarder = self._forwarder, None
+        if forwarder is not None:
+            await forwarder.close()
         box, self._box = self._box, None
         if box is None:
             return None

@@ -13,7 +13,7 @@ at first; then each side says a line of JSON before each message:
 | here | ``took``: messages had from the caller; ``then``: one of the server follows; ``closed`` |
 | caller | ``given``: messages it has; ``then``: one follows; ``close`` |
 
-Next step: ``openenv_door`` is the caller.
+Next step: ``openenv_forward`` is the caller.
 """
 
 from __future__ import annotations

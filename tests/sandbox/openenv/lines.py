@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A door, the program beside a server, and a way between them that is cut. No sandbox is needed."""
+"""A forwarder, the program beside a server, and a way between them that is cut."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ from websockets.asyncio.server import serve
 from websockets.exceptions import ConnectionClosed
 
 from rose_sandbox.adapters import openenv_inside
-from rose_sandbox.adapters.openenv_door import Door, Way
+from rose_sandbox.adapters.openenv_forward import Forwarder, Way
 from rose_sandbox.errors import HostAway
 
 heard, hold = [], asyncio.Event()
@@ -72,8 +72,8 @@ async def main():
         task, port = await beside(real.sockets[0].getsockname()[1])
         cut = Cut(port)
         way = Way(cut.dial, cut.dial, lambda: cut.step("a"), lambda: cut.step("q"), 20.0)
-        door = Door(way)
-        url = f"ws://127.0.0.1:{await door.open(0)}/ws"
+        forwarder = Forwarder(way)
+        url = f"ws://127.0.0.1:{await forwarder.open(0)}/ws"
         async with connect(url) as line:
             await line.send("one")
             assert await line.recv() == "1:one"
@@ -109,7 +109,7 @@ async def main():
             assert line.close_code == 1011
             assert "given back as it was before it began" in line.close_reason
             other.cancel()
-        await door.close()
+        await forwarder.close()
         await asyncio.gather(task, other, return_exceptions=True)
 
 

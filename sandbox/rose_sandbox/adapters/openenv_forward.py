@@ -1,14 +1,14 @@
 """An address on this machine at which a server in a sandbox answers, whichever host has it.
 
 A client of OpenEnv knows a URL and no token, and its episode is a WebSocket that must not end. So
-it talks to this door. Each of its WebSockets is a conversation with the program that stands beside
-the server in the sandbox (``openenv_inside``): messages are counted at both ends, and where the way
-between is lost, a conversation goes on over another one, or ends and says why
+it talks to this forwarder. Each of its WebSockets is a conversation with the program that stands
+beside the server in the sandbox (``openenv_inside``): messages are counted at both ends, and where
+the way between is lost, a conversation goes on over another one, or ends and says why
 (``rose_core.sandboxes.conversations``). A lost way is sought again when somebody waits for an
-answer: a sandbox that sleeps is not woken for nobody.
+answer, so that only an action wakes a sandbox that sleeps.
 
-Everything else of HTTP is passed on as it is. The door listens at the loopback address, and whoever
-is on this machine may come.
+Everything else of HTTP is passed on as it is. The forwarder listens at the loopback address, and
+whoever is on this machine may come.
 Next step: ``openenv`` opens it.
 """
 
@@ -49,7 +49,7 @@ _OWN = {"connection", "host", "keep-alive", "transfer-encoding", "upgrade", "con
 
 @dataclass(frozen=True)
 class Way:
-    """How the door reaches the sandbox; both raise ``SandboxError`` or ``ConversationLost``.
+    """How the forwarder reaches the sandbox; both raise ``SandboxError`` or ``ConversationLost``.
 
     Attributes:
         server: a connection to the server.
@@ -253,7 +253,7 @@ async def _told(step: Callable[[], Awaitable[object]]) -> None:
         LOG.debug("a step of the turn clock: %s", error)
 
 
-class Door:
+class Forwarder:
     """The address.
 
     Args:
@@ -262,7 +262,7 @@ class Door:
 
     def __init__(self, way: Way) -> None:
         self._way = way
-        self._folder = tempfile.TemporaryDirectory(prefix="rose-door-")
+        self._folder = tempfile.TemporaryDirectory(prefix="rose-forwarder-")
         self._inner = Path(self._folder.name) / "server"
         app = web.Application(client_max_size=0)
         app.router.add_route("*", "/{path:.*}", self._answer)
@@ -311,7 +311,7 @@ class Door:
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         if self._http is None:
-            raise RuntimeError("a door is opened before it is used")
+            raise RuntimeError("a forwarder is opened before it is used")
         kept = [(name, text) for name, text in request.headers.items() if name.lower() not in _OWN]
         body = request.content if request.body_exists else None
         url = f"http://localhost{request.rel_url.raw_path_qs}"
