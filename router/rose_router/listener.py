@@ -4,8 +4,10 @@
 |---|---|
 | opens more connections than all together may | closes the oldest that has sent no whole request |
 | does so while each of them has | 503 with ``Retry-After``, closed |
-| connects and sends no whole request head in time | the connection is closed |
+| connects and sends nothing in time | the connection is closed |
+| sends no whole request head in time | 408, closed |
 | sends its body slower than ``body_seconds`` allow | 408 |
+| sends either in crumbs | is heard less often (``slow_senders``) |
 | reads its stream slower than ``write_seconds`` per event allow | is taken for gone |
 | sends a head or a body above the limits | 431 or 400, 413 |
 
@@ -32,6 +34,7 @@ from aiohttp import web
 
 from rose_core.rollouts.router_size import MOST_CONNECTIONS
 from rose_router import metrics
+from rose_router.slow_senders import Body, Sender, SlowSenders, last_seconds
 from rose_wire import tls
 from rose_wire.tls import CERTIFICATE, KEY
 
@@ -42,15 +45,27 @@ _BACKLOG = 4096
 second."""
 _AT_ONCE = 16
 """Callers looked at in a step of the loop, 25 us each: a turn takes ten steps or more."""
+_SPEAK_AT_ONCE = 4
+"""Callers of these that begin to speak, who cost the loop 100 us each in its next steps."""
 _REST_SECONDS = 0.1
 """Without descriptors, until callers are accepted again."""
 _HANDSHAKE_SECONDS = 10.0
 """Of TLS."""
-_FULL_BODY = b'{"type":"Connections","code":503,"message":"too many connections"}'
-_FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(_FULL_BODY)
-) + _FULL_BODY
+
+
+def _last_word(status: bytes, body: bytes) -> bytes:
+    head = b"HTTP/1.1 %b\r\nConnection: close\r\nContent-Type: application/json\r\n" % status
+    return head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+_FULL = _last_word(
+    b"503 Service Unavailable\r\nRetry-After: 1",
+    b'{"type":"Connections","code":503,"message":"too many connections"}',
+)
+_LATE = _last_word(
+    b"408 Request Timeout",
+    b'{"type":"SlowCaller","code":408,"message":"the request head did not come in time"}',
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +77,14 @@ class ConnectionLimits:
         head_seconds: until the first whole request head.
         body_seconds: until a body is whole, without the time for which its sender was held back.
         write_seconds: until a caller has read enough to take the next event.
+        patience_seconds: for which a head or body that is not whole is heard at every arrival.
     """
 
     connections: int = MOST_CONNECTIONS
     head_seconds: float = 15.0
     body_seconds: float = 60.0
     write_seconds: float = 60.0
+    patience_seconds: float = 1.0
 
 
 @dataclass(eq=False)
@@ -87,6 +104,7 @@ class LimitedConnection(asyncio.Protocol):
         named: what the caller's certificate must name; empty = anything.
         hang_up: ends it while it has no transport.
         refused: there was no room for it, which it is told.
+        sender: what is coming from it, once it has sent a byte.
     """
 
     make: Callable[[], asyncio.Protocol]
@@ -97,6 +115,7 @@ class LimitedConnection(asyncio.Protocol):
     transport: asyncio.Transport | None = None
     inner: asyncio.Protocol | None = None
     refused: bool = False
+    sender: Sender | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It speaks."""
@@ -106,8 +125,7 @@ class LimitedConnection(asyncio.Protocol):
             self.transport.abort()
             return
         if self.refused:
-            self.transport.write(_FULL)
-            self.transport.close()
+            self._end(self.transport, _FULL)
             return
         self.doors.note_transport(self)
         self.inner = self.make()
@@ -117,6 +135,7 @@ class LimitedConnection(asyncio.Protocol):
         """Bytes of the caller."""
         if self.inner is not None:
             self.inner.data_received(data)
+            self.doors.note_arrival(self)
 
     def eof_received(self) -> bool | None:
         """The caller sends no more."""
@@ -137,6 +156,19 @@ class LimitedConnection(asyncio.Protocol):
         """It has caught up."""
         if self.inner is not None:
             self.inner.resume_writing()
+
+    def end_late(self) -> None:
+        """End it, since no head came; it is told so if it has begun one."""
+        if self.transport is None or self.sender is None or self.sender.begun is None:
+            self.abort()
+            return
+        metrics.REFUSED.labels("SlowCaller").inc()
+        self._end(self.transport, _LATE)
+
+    def _end(self, transport: asyncio.Transport, last_word: bytes) -> None:
+        self.doors.leave(self)
+        transport.write(last_word)
+        transport.close()
 
     def abort(self) -> None:
         """End it, wherever it is."""
@@ -170,7 +202,9 @@ class ConnectionLimiter:
         self._open: set[LimitedConnection] = set()
         self._headless: dict[LimitedConnection, None] = {}  # no whole request yet; the oldest first
         self._over: dict[asyncio.Transport, LimitedConnection] = {}  # of those that speak
+        self._slow = SlowSenders(limits.patience_seconds)
         metrics.CONNECTIONS.set_function(self.__len__)
+        metrics.SLOW_SENDERS.set_function(self._slow.__len__)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -189,14 +223,39 @@ class ConnectionLimiter:
 
     def note_transport(self, door: LimitedConnection) -> None:
         """It has one."""
-        if door.transport is not None and door in self._headless:
+        if door.transport is not None and door in self._open:
             self._over[door.transport] = door
 
-    def note_head(self, transport: asyncio.BaseTransport | None) -> None:
-        """A whole request head has come over it: from now on aiohttp's keep-alive watches it."""
-        door = self._over.pop(cast("asyncio.Transport", transport), None)
-        if door is not None:
-            self._headless.pop(door, None)
+    def note_arrival(self, door: LimitedConnection) -> None:
+        """Bytes of it were passed on to aiohttp."""
+        sender, transport = door.sender, door.transport
+        if sender is None or transport is None or door not in self._open:
+            return
+        if sender.begun is not None:
+            self._slow.heard(sender, reading=transport.is_reading())
+        elif door in self._headless:
+            self._slow.begin(sender, self._limits.head_seconds + door.opened - self.clock)
+        else:
+            self._slow.begin(sender, math.inf)  # aiohttp's keep-alive watches it
+
+    def note_head(
+        self, transport: asyncio.BaseTransport | None, body: Body, length: int | None
+    ) -> None:
+        """A whole request head has come over it.
+
+        Args:
+            transport: over which.
+            body: that follows.
+            length: of the body; ``None``: unknown.
+        """
+        door = self._over.get(cast("asyncio.Transport", transport))
+        if door is None or door.sender is None:
+            return
+        self._headless.pop(door, None)
+        if body.is_eof():
+            self._slow.rest(door.sender)
+        else:
+            self._slow.begin(door.sender, self._limits.body_seconds, body, length)
 
     def leave(self, door: LimitedConnection) -> None:
         """It has ended."""
@@ -204,27 +263,29 @@ class ConnectionLimiter:
         self._headless.pop(door, None)
         if door.transport is not None:
             self._over.pop(door.transport, None)
+        if door.sender is not None:
+            self._slow.leave(door.sender)
 
-    def close_silent(self, opened_before: float = math.inf, most: int | None = None) -> int:
-        """Close those that sent no whole request head: aiohttp knows only of the others.
-
-        Returns:
-            how many it closed.
-        """
-        late = itertools.takewhile(lambda door: door.opened < opened_before, self._headless)
-        closed = list(itertools.islice(late, most))
-        for door in closed:
+    def close_silent(self) -> None:
+        """Close those that sent no whole request head: aiohttp knows only of the others."""
+        for door in list(self._headless):
             door.abort()
+
+    def _close_late(self) -> int:
+        due = self.clock - self._limits.head_seconds
+        late = itertools.takewhile(lambda door: door.opened < due, self._headless)
+        closed = list(itertools.islice(late, _AT_ONCE))
+        for door in closed:
+            door.end_late()
         return len(closed)
 
     async def watch(self) -> None:
-        """Close those that are silent for too long until cancelled."""
-        pause = step = min(1.0, self._limits.head_seconds / 4)
+        """Close those whose first head does not come in time, until cancelled."""
+        pause = step = last_seconds(self._limits.head_seconds)
         while True:
             await asyncio.sleep(pause)
             self.clock += pause
-            closed = self.close_silent(self.clock - self._limits.head_seconds, _AT_ONCE)
-            pause = 0.0 if closed == _AT_ONCE else step
+            pause = 0.0 if self._close_late() == _AT_ONCE else step
 
 
 class SilentConnections:
@@ -307,19 +368,24 @@ class SilentConnections:
         return self._silent.pop(number)[0]
 
     def _hear(self) -> None:
+        spoke = 0
         for number, _ in self._epoll.poll(0, _AT_ONCE):
+            if spoke == _SPEAK_AT_ONCE:
+                return  # the others are ready at the next step too
             caller, door = self._silent[number]
             try:
                 said = caller.recv(1, socket.MSG_PEEK)
             except OSError:
                 said = b""
             if said:
+                spoke += 1
                 self._dial(self._release(number), door)
             else:  # hung up
                 door.abort()
 
     def _dial(self, caller: socket.socket, door: LimitedConnection) -> None:
         """Give it a transport."""
+        door.sender = Sender(caller, encrypted=self._context is not None)
         task = self._loop.create_task(self._shake_hands(caller, door))
         door.hang_up = task.cancel
         self._dialled.add(task)

@@ -144,6 +144,11 @@ MEMORY_TAKEN = Gauge(
 CONNECTIONS = Gauge(
     "rose_router_connections", "Connections of callers that are open.", registry=REGISTRY
 )
+SLOW_SENDERS = Gauge(
+    "rose_router_slow_senders",
+    "Callers whose request comes in crumbs, and who are heard in turns.",
+    registry=REGISTRY,
+)
 QUEUE_SECONDS = Seconds(
     "rose_router_queue_seconds", "Time a turn waited for an engine, each time it needed one."
 )

@@ -103,10 +103,20 @@ async def test_the_url_speaks_tls_with_a_certificate_that_may_be_renewed(
 async def test_a_connection_that_says_nothing_is_closed(stage: Make) -> None:
     async with stage(limits=ConnectionLimits(head_seconds=0.1)) as s:
         reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
-        writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nX-Slow: ")
         async with asyncio.timeout(30):
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read(100) == b""
+        writer.close()
+
+
+async def test_a_head_that_does_not_come_is_408(stage: Make) -> None:
+    async with stage(limits=ConnectionLimits(head_seconds=0.1)) as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        async with asyncio.timeout(30):
+            said = await reader.read()
+        assert said.startswith(b"HTTP/1.1 408 ")
+        assert b"head did not come in time" in said
         writer.close()
 
 

@@ -51,7 +51,13 @@ from rose_router.http import (
     trajectories,
     virtual,
 )
-from rose_router.http.bodies import BODY_SECONDS, LARGE_BODIES, LargeBodies, pass_by
+from rose_router.http.bodies import (
+    BODY_SECONDS,
+    LARGE_BODIES,
+    LargeBodies,
+    known_length,
+    pass_by,
+)
 from rose_router.http.handlers import TurnHandlers
 from rose_router.http.memory import MemoryLimiter, limit_of_process
 from rose_router.http.message_replies import error_json
@@ -196,7 +202,7 @@ def _outermost(doors: ConnectionLimiter) -> Middleware:
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        doors.note_head(request.transport)
+        doors.note_head(request.transport, request.content, known_length(request))
         try:
             response = await handler(request)
         except web.HTTPException as error:
