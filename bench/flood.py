@@ -12,8 +12,8 @@ and is bounded in count, time and memory:
 | connections | 10,000 connections, or as many as the process may have, that say nothing |
 
 What counts is the router's peak of memory against its limit, turns of others that were refused,
-broke or took more than a minute, tenants without any answer, and the ratio of the turns' 99th
-percentiles.
+broke or took more than a minute, tenants without any answer, the ratio of the turns' 99th
+percentiles, and the processor time that the router took for each second of a window.
 
 On a small machine callers, flood, engine and router share the cores, so a part of that ratio is the
 flood's own sending. How large it is a third window of each round shows: there the same flood goes
@@ -149,6 +149,8 @@ class Others:
     seconds: list[float] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
     served: set[int] = field(default_factory=set)
+    cpu: float = 0.0
+    """Of the router they came over, in seconds per second."""
 
 
 async def others(url: str, given: argparse.Namespace) -> Others:
@@ -230,7 +232,7 @@ async def _one(
     beside: list[Others] = []
     await others(route.url, given)  # connections, caches
     for _ in range(given.rounds):
-        quiet.append(await others(route.url, given))
+        quiet.append(await _window(route, given))
         flooded.append(await _during(name, route, route, given))
         beside.append(await _during(name, other, route, given))
     for where, windows in (("quiet", quiet), ("beside", beside)):
@@ -247,6 +249,9 @@ async def _one(
         figure(f"{name}: tenants without an answer", given.tenants - served, "", at_most=0),
         figure(f"{name}: broken or late ones", failed.total() - refused, "turns", at_most=0),
     ]
+    for label, windows in (("quiet", quiet), ("flooded", flooded)):
+        cpu = 1e3 * sum(one.cpu for one in windows) / len(windows)
+        figures.append(figure(f"{name}: processor time of the router, {label}", cpu, "ms/s"))
     for percent in (50, 99):
         turns = f"{name}: p{percent} of others"
         alone, with_it, without = (
@@ -266,12 +271,19 @@ async def _one(
     return figures
 
 
+async def _window(route: Route, given: argparse.Namespace) -> Others:
+    began, cpu = time.perf_counter(), route.cpu_seconds()
+    found = await others(route.url, given)
+    found.cpu = (route.cpu_seconds() - cpu) / (time.perf_counter() - began)
+    return found
+
+
 async def _during(name: str, victim: Route, route: Route, given: argparse.Namespace) -> Others:
     """Turns over ``route`` while a flood goes to ``victim``."""
     command = (sys.executable, "-m", "bench.flood", f"--flood={name}", f"--url={victim.url}")
     with process(*command) as child:
         await asyncio.sleep(_PAST_SECONDS)
-        found = await others(route.url, given)
+        found = await _window(route, given)
         if child.poll() is not None:
             raise RuntimeError(f"the flood {name} ended by itself with {child.returncode}")
     await asyncio.sleep(_PAST_SECONDS)  # what was in flight is over

@@ -146,7 +146,7 @@ CONNECTIONS = Gauge(
 )
 SLOW_SENDERS = Gauge(
     "rose_router_slow_senders",
-    "Callers whose request comes in crumbs, and who are heard in turns.",
+    "Callers whose head or chunks come in crumbs, and who are heard in turns.",
     registry=REGISTRY,
 )
 QUEUE_SECONDS = Seconds(
