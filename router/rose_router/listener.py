@@ -34,7 +34,7 @@ from aiohttp import web
 
 from rose_core.rollouts.router_size import MOST_CONNECTIONS
 from rose_router import metrics
-from rose_router.slow_senders import Body, Sender, SlowSenders, last_seconds
+from rose_router.slow_senders import IncomingBody, Sender, SlowSenders, last_seconds
 from rose_wire import tls
 from rose_wire.tls import CERTIFICATE, KEY
 
@@ -239,7 +239,7 @@ class ConnectionLimiter:
             self._slow.begin(sender, math.inf)  # aiohttp's keep-alive watches it
 
     def note_head(
-        self, transport: asyncio.BaseTransport | None, body: Body, length: int | None
+        self, transport: asyncio.BaseTransport | None, body: IncomingBody, length: int | None
     ) -> None:
         """A whole request head has come over it.
 

@@ -38,7 +38,7 @@ _LOOKED_AT = bytearray(_MOST_KEPT)
 """What the last caller had sent."""
 
 
-class Body(Protocol):
+class IncomingBody(Protocol):
     """What aiohttp has made of a body so far."""
 
     total_bytes: int
@@ -88,7 +88,7 @@ class Sender:
     encrypted: bool = False
     begun: float | None = None
     limit: float = math.inf
-    body: Body | None = None
+    body: IncomingBody | None = None
     length: int | None = None
     mark: int = 1
     last: asyncio.TimerHandle | None = None
@@ -133,7 +133,11 @@ class SlowSenders:
         return len(self._turns)
 
     def begin(
-        self, sender: Sender, limit: float, body: Body | None = None, length: int | None = None
+        self,
+        sender: Sender,
+        limit: float,
+        body: IncomingBody | None = None,
+        length: int | None = None,
     ) -> None:
         """A head is coming, or a body.
 
