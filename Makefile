@@ -101,7 +101,7 @@ test-long: engine cluster  ## what make test leaves out: failures and modes of t
 
 # Not part of `make test`: its environment is 6 GB, and it starts engines that import everything anew.
 test-vllm: engine vllm  ## real vLLM on CPU as a rollout engine, alone and beside SGLang
-	$(CONTAINED) --limit 1500 $(BIN)/pytest -v -n 0 -m vllm tests/engines tests/host tests/router $(ARGS)
+	$(CONTAINED) --limit 3000 $(BIN)/pytest -v -n 0 -m vllm tests/engines tests/host tests/router $(ARGS)
 
 test-keda: keda  ## rewards of the chart, scaled from zero by KEDA itself
 	$(CONTAINED) --limit 1200 $(BIN)/pytest -v -s -n 0 tests/rewards/test_keda.py $(ARGS)

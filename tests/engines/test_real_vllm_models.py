@@ -117,5 +117,6 @@ def test_a_model_that_would_not_stay_exact_is_refused_by_name_and_its_engine_end
     ):
         pass
     log = (tmp_path / "engine.log").read_text()
-    reason = f"rose: refused: the engine's loader computes what it copies into '[^']*{tensor}'"
-    assert re.search(reason, log), log[-3000:]
+    # On a CPU with AMX vLLM has thrown the matrix of latent attention away by then.
+    why = r"(the engine's loader computes what it copies into|vLLM has packed)"
+    assert re.search(rf"rose: refused: {why} '[^']*{tensor}'", log), log[-3000:]

@@ -8,7 +8,7 @@ it (MLA's absorbed matrices, packed experts) is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 from rose_engines import layout, parameters
+from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.tensors import LiveTensor
 
@@ -59,14 +60,33 @@ def read_live(core: Any, runner: Any, folder: Path) -> dict[str, LiveTensor]:  #
         folder: where the layout is kept for the next start.
 
     Raises:
-        UnsupportedEngine: names the tensor whose layout is no permutation.
+        UnsupportedEngine: names the tensor whose layout is no permutation, or that is gone.
     """
     config = core.vllm_config.model_config
     model = Reloaded(runner.get_model(), config, runner.device)
     checkpoint = read_checkpoint(Path(config.model))
     named = dict(model.named_parameters())
+    _check_kept(named)
     engine = f"vllm {version('vllm')}"
     boxes = layout.derive(model, named, checkpoint, folder / "layout.vllm", engine)
     layout.check_placed(boxes)
     renewals = layout.renewals(model, named)
     return parameters.live_tensors(named, checkpoint, boxes, renewals)
+
+
+def _check_kept(named: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a model whose weights vLLM has thrown away once they were packed.
+
+    Latent attention on a CPU with AMX does so, where no choice of a kernel can be replaced
+    (``plain``); the loader's own words for it would name no tensor.
+
+    Raises:
+        UnsupportedEngine: names the first of them.
+    """
+    gone = sorted(name for name, tensor in named.items() if not tensor.numel())
+    if gone:
+        message = (
+            f"vLLM has packed {gone[0]!r} for this CPU and thrown the weight away, so it cannot be "
+            "changed in place"
+        )
+        raise UnsupportedEngine(message)
