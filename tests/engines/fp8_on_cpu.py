@@ -1,8 +1,8 @@
-"""A plugin of SGLang for tests: layers in FP8 blocks on a CPU without AMX, loaded as on Hopper.
+"""A plugin of SGLang for tests: layers in FP8 blocks on any CPU, loaded as on Hopper.
 
-SGLang repacks such layers for AMX on a CPU and refuses to without it. Here they take the branch
-that GPUs take, which leaves weights and factors as the checkpoint has them, and one kernel is plain
-torch: what Triton's does, group by group of 128, in 32 bits.
+On a CPU SGLang repacks such layers for its AMX kernels, and refuses them where it has none. Here
+they take the branch that GPUs take, which leaves weights and factors as the checkpoint has them,
+and one kernel is plain torch: what Triton's does, group by group of 128, in 32 bits.
 """
 
 # SGLang is not installed where this is checked.
