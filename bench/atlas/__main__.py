@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rose_engines.sglang.arguments import python_path
 from rose_wire.ports import free_port
 
 ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("process.py")
 PAGE = ROOT / "docs" / "atlas.md"
 LAYERS = 4
 # Widths that fit each other; whatever is not here stays as it was published.
@@ -84,10 +86,22 @@ def tiny(shape: dict[str, Any]) -> dict[str, Any]:
     return small
 
 
-def examined(names: list[str], folder: Path) -> None:
-    """Have the engine's Python examine those that have no result."""
+def examined(
+    names: list[str], folder: Path, run: Callable[[list[str], Path], None] | None = None
+) -> None:
+    """Have the engine's Python examine those that have no result.
+
+    Args:
+        names: of ``SHAPES``.
+        folder: where models and results go.
+        run: runs ``PROGRAM`` with its arguments, in that folder; a new process by default.
+    """
     for name in names:
         (folder / f"{name}.json").write_text(json.dumps(tiny(SHAPES[name])))
+    (run or _in_a_process)([str(free_port()), str(folder), *names], folder)
+
+
+def _in_a_process(arguments: list[str], folder: Path) -> None:
     launch = Launch(python=engine_python(), model=folder, port=0, plugin_socket=folder / "s")
     environment = {
         **os.environ,
@@ -97,15 +111,7 @@ def examined(names: list[str], folder: Path) -> None:
         "SGLANG_PLUGINS": "none",
         "SGLANG_CPU_OMP_THREADS_BIND": "0",
     }
-    arguments: list[str | Path] = [
-        engine_python(),
-        "-m",
-        "bench.atlas.process",
-        str(free_port()),
-        folder,
-        *names,
-    ]
-    subprocess.run(arguments, env=environment, check=True, cwd=ROOT)
+    subprocess.run([engine_python(), PROGRAM, *arguments], env=environment, check=True, cwd=ROOT)
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:

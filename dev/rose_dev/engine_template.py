@@ -40,6 +40,8 @@ IMPORTS = (
 )
 # What differs between engines. Our launcher and plugin read it; SGLang's imports do not.
 _OWN = "ROSE_"
+# SGLang reads these when an engine starts: a rank binds its threads, and plugins are loaded.
+_LATE = frozenset({"SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_PLUGINS"})
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"  # as the launcher sets it before it imports SGLang
 _MESSAGE_BYTES = 1 << 17
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -106,7 +108,7 @@ class ForkedEngine:
 
 
 class Template:
-    """Forks engines whose environment is the same but for ROSE's own variables.
+    """Forks engines whose environment is the same but for what no import of SGLang's reads.
 
     Args:
         python: of the engine's environment.
@@ -141,19 +143,27 @@ class Template:
         """Whether it can fork."""
         return self._process.poll() is None
 
-    def start(self, argv: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedEngine:
+    def start(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        log: int,
+        program: Path | None = None,
+    ) -> ForkedEngine:
         """Fork an engine.
 
         Args:
             argv: arguments of SGLang, without interpreter and module.
             environment: the whole of it.
             log: file descriptor of its output.
+            program: a file that is run in the launcher's place.
 
         Raises:
             ConnectionError: the template could not import SGLang; its output says why.
         """
         word, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        message = json.dumps({"argv": list(argv), "environment": dict(environment)}).encode()
+        wanted = {"argv": list(argv), "environment": dict(environment)}
+        message = json.dumps(wanted | {"program": program and str(program)}).encode()
         with theirs, self._lock:
             try:
                 socket.send_fds(self._ours, [message], [log, theirs.fileno()])
@@ -174,7 +184,11 @@ class Template:
 
 
 def _common(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if not name.startswith(_OWN)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(_OWN) and name not in _LATE
+    }
 
 
 def _serve(channel: socket.socket) -> None:
@@ -233,8 +247,12 @@ def _become(start: Mapping[str, Any], log: int) -> None:
         for name in os.environ.keys() - wanted.keys() - {_CPU_ENGINE}:
             del os.environ[name]
         os.environ.update({k: v for k, v in wanted.items() if os.environ.get(k) != v})
-        sys.argv = [LAUNCHER, *start["argv"]]
-        runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)
+        program = start["program"]
+        sys.argv = [program or LAUNCHER, *start["argv"]]
+        if program:
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -116,6 +116,7 @@ def start_engine(
     python: Path | None = None,
     more: Sequence[str] = (),
     apart: bool = False,
+    program: Path | None = None,
 ) -> Iterator[RealEngine]:
     """Start SGLang under a permit that is held open; end its whole process group afterwards.
 
@@ -130,6 +131,7 @@ def start_engine(
         python: of the environment that has SGLang; None = the one that ``make engine`` sets up.
         more: further arguments of SGLang.
         apart: import SGLang anew, as in production: in this network namespace and its own memory.
+        program: a test's own, in the place of ROSE's launcher, which it has to run.
     """
     spec, launch, holder = prepare(
         folder, model, spec, version, python or engine_python(), opened=opened
@@ -140,11 +142,50 @@ def start_engine(
     with (folder / "engine.log").open("wb") as log:
         process: ProcessHandle
         if template is not None:
-            process = _forked(template, line, variables, log.fileno())
+            process = _forked(template, line, variables, log.fileno(), program)
         else:
+            line = [line[0], str(program), *line[3:]] if program else line
             process = start_program(line, variables, log.fileno())
     with until_ended(folder, launch, process, holder) as engine:
         yield engine
+
+
+def start_beside_engines(
+    program: Path, argv: Sequence[str], log: Path, ranks: int = 1
+) -> ProcessHandle:
+    """A test's program where SGLang has been imported, and no plugin of ROSE's.
+
+    Args:
+        program: a file.
+        argv: its arguments.
+        log: a new file for its output.
+        ranks: of which it is one.
+    """
+    python, folder = engine_python(), log.parent
+    launch = Launch(python=python, model=folder, port=0, plugin_socket=folder, ranks=ranks)
+    variables = environment(launch, os.environ) | {"SGLANG_PLUGINS": "none"}
+    template = _template(python, variables)
+    with log.open("wb") as file:
+        if template is not None:
+            return template.start(argv, variables, file.fileno(), program)
+        return start_program([str(python), str(program), *argv], variables, file.fileno())
+
+
+def ended_well(processes: Mapping[Path, ProcessHandle], seconds: float) -> None:
+    """Wait for the end of programs, none of which fails; none is left.
+
+    Args:
+        processes: by their logs.
+        seconds: for each of them.
+    """
+    try:
+        for log, process in processes.items():
+            if process.wait(seconds):
+                pytest.fail(log.read_text(errors="replace")[-4000:])
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                _end_group(process)
 
 
 def prepare(
@@ -222,13 +263,17 @@ def _template(python: Path, variables: Mapping[str, str]) -> Template | None:
 
 
 def _forked(
-    template: Template, line: Sequence[str], variables: Mapping[str, str], log: int
+    template: Template,
+    line: Sequence[str],
+    variables: Mapping[str, str],
+    log: int,
+    program: Path | None,
 ) -> ForkedEngine:
     python, option, module, *argv = line
     if (option, module) != ("-m", LAUNCHER):
         message = f"the template runs -m {LAUNCHER}, not: {python} {option} {module}"
         raise ValueError(message)
-    return template.start(argv, variables, log)
+    return template.start(argv, variables, log, program)
 
 
 def _wait_ready(engine: RealEngine) -> None:

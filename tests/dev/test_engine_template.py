@@ -116,10 +116,23 @@ def test_engines_end_with_their_template(
         start(template, environment, tmp_path / "log", "0")
 
 
-def test_only_roses_own_variables_may_differ(
+def test_a_program_runs_in_the_launchers_place_without_importing_again(
+    template: Template, environment: dict[str, str], tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys\nprint(__name__, sys.argv[1:], 'sglang' in sys.modules)")
+    with (tmp_path / "log").open("wb") as log:
+        assert template.start(["1"], environment, log.fileno(), program).wait(120) == 0
+
+    assert (tmp_path / "log").read_text() == "__main__ ['1'] True\n"
+    assert (tmp_path / "imports").read_text() == "once "
+
+
+def test_only_variables_that_no_import_reads_may_differ(
     template: Template, environment: dict[str, str]
 ) -> None:
     assert template.fits(environment | {"ROSE_PERMIT": "/elsewhere"})
+    assert template.fits(environment | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
     assert not template.fits(environment | {"OMP_NUM_THREADS": "2"})
 
 

@@ -177,6 +177,11 @@ def main(rank: int, ranks: int, port: int, questions: Path, answers: Path) -> No
     # Kernels of the CPU build that a model's file looks up while it is imported; none is called.
     for kernel in _KERNELS:
         torch.library.define(f"sgl_kernel::{kernel}", "(Tensor a) -> Tensor")
+    from sglang.srt.models.registry import ModelRegistry, import_model_classes
+
+    # Where SGLang was imported before this program, those models are missing that lacked a kernel.
+    import_model_classes.cache_clear()
+    ModelRegistry.register("sglang.srt.models", overwrite=True)
     # Some layers name the current GPU as the place of their parameters.
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
     loader_process.prepare(asked["first"], rank, ranks, port)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.atlas.__main__ import examined
+from bench.atlas.__main__ import PROGRAM, examined
+from rose_dev.engine_testing import ended_well, start_beside_engines
 
 pytestmark = pytest.mark.engine
 
@@ -22,8 +23,13 @@ EXPECTED = {
 }
 
 
+def among_engines(arguments: list[str], folder: Path) -> None:
+    log = folder / "log"
+    ended_well({log: start_beside_engines(PROGRAM, arguments, log)}, 300)
+
+
 def test_named_models_are_exact_or_refused_as_the_page_says(tmp_path: Path) -> None:
-    examined(list(EXPECTED), tmp_path)
+    examined(list(EXPECTED), tmp_path, among_engines)
     found = {name: json.loads((tmp_path / f"{name}.result.json").read_bytes()) for name in EXPECTED}
     assert {name: one["result"] for name, one in found.items()} == EXPECTED
     assert all(one["tensors"] > 30 for one in found.values() if one["result"] != "refused")

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 MODEL = "tiny"
 PROMPT = list(b"drafts are guesses")
 GREEDY = {"temperature": 0, "ignore_eos": True}
+ROUNDS, TOKENS = 4, 200
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +88,10 @@ async def test_sampled_tokens_follow_the_models_distribution(
     counted of token 0, of which fillers of a tree are made.
     """
     watched = {"top_logprobs_num": 3, "token_ids_logprob": [0]}
-    params = {"temperature": 0.1, "ignore_eos": True, "max_new_tokens": 400, "n": 8}
+    params = {"temperature": 0.1, "ignore_eos": True, "max_new_tokens": TOKENS, "n": 8}
     excess, variance, seen, verified = [0.0] * 4, [0.0] * 4, 0, 0
     texts: list[list[int]] = []
-    for _ in range(6):
+    for _ in range(ROUNDS):
         replies = await asked(engine, input_ids=PROMPT, sampling_params=params, **watched)
         for reply in replies:
             meta, ids = reply["meta_info"], reply["output_ids"]
@@ -104,7 +105,7 @@ async def test_sampled_tokens_follow_the_models_distribution(
                     variance[rank] += chance * (1 - chance)
             texts.append([*PROMPT, *ids])
         await control.draft(texts[-20:])
-    assert seen == 6 * 8 * 400
+    assert seen == ROUNDS * 8 * TOKENS
     assert verified < 0.95 * seen  # drafts were accepted, or nothing was tried
     scores = [sum_ / math.sqrt(of) for sum_, of in zip(excess, variance, strict=True)]
     assert all(abs(score) < 4 for score in scores), scores
@@ -160,12 +161,14 @@ async def test_spans_and_attestation_hold_across_a_commit(
     version = WeightVersion("run", 1, 1)
     manifest = write_bundle(folder / "one", version, state_of(RECIPES[MODEL]))
     await control.stage(folder / "one")
-    count, fenced, reply = 1200, 0, Generation("", ())
+    count, fenced, reply = 120, 0, Generation("", ())
     async with TurnClient(engine.url) as client:
+        await client.slow_down(0.05)  # so that the commit comes before the end
         params = GREEDY | {"max_new_tokens": count}
         async for reply in client.stream(PROMPT, params):  # noqa: B007
             if not fenced:
                 fenced = (await control.commit(str(version))).fenced_requests
+                await client.slow_down(None)
     assert fenced == 1
     first, second = reply.spans
     assert (first.version, second.version) == (before, str(version))

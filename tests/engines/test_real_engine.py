@@ -10,7 +10,8 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,37 @@ VLLM = pytest.param("vllm_engine", id="vllm", marks=pytest.mark.vllm)
 def engine(request: pytest.FixtureRequest) -> RealEngine:
     started: RealEngine = request.getfixturevalue(request.param)
     return started
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What outlives whatever is done to its engine meanwhile.
+
+    Attributes:
+        tokens: of it.
+        pause: seconds before each pass of the engine; 0 = none.
+    """
+
+    tokens: int
+    pause: float
+
+    @asynccontextmanager
+    async def slowed(self, client: TurnClient) -> AsyncIterator[None]:
+        """Passes are slow inside."""
+        if not self.pause:
+            yield
+            return
+        await client.slow_down(self.pause)
+        try:
+            yield
+        finally:
+            await client.slow_down(None)
+
+
+@pytest.fixture
+def stream(request: pytest.FixtureRequest) -> Stream:
+    """Of the engine's kind: vLLM cannot be slowed."""
+    return Stream(1500, 0) if "vllm" in request.node.callspec.id else Stream(120, 0.03)
 
 
 @pytest.fixture
@@ -114,34 +146,39 @@ def reference(model: Path, ids: Sequence[int], temperature: float = 1.0) -> list
 
 
 async def test_closed_permit_stops_computing_within_one_iteration(
-    engine: RealEngine, client: TurnClient, control: ControlClient, tmp_path: Path
+    engine: RealEngine,
+    client: TurnClient,
+    control: ControlClient,
+    stream: Stream,
+    tmp_path: Path,
 ) -> None:
     await make_live(control, tmp_path / "bundle", state_of(PEAKED))
     received: list[Generation] = []
     enough = asyncio.Event()
 
     async def read() -> None:
-        sampling = {"max_new_tokens": 1000, **GREEDY}
+        sampling = {"max_new_tokens": stream.tokens, **GREEDY}
         async for event in client.stream([104], sampling, logprobs=False):
             received.append(event)
             if len(event.output_ids) > 20:
                 enough.set()
 
-    reader = asyncio.create_task(read())
-    try:
-        await asyncio.wait_for(enough.wait(), 60)
-        engine.holder.close()
-        closed = await control.status()
-        await asyncio.sleep(1.0)  # a running engine would make hundreds of iterations
-        later = await control.status()
-        assert closed.permit_open is False
-        assert later.resting
-        assert later.iterations - closed.iterations <= 2
-        assert not reader.done()
-    finally:
-        engine.holder.open()
+    async with stream.slowed(client):
+        reader = asyncio.create_task(read())
+        try:
+            await asyncio.wait_for(enough.wait(), 60)
+            engine.holder.close()
+            closed = await control.status()
+            await asyncio.sleep(1.0)  # a running engine would make dozens of iterations
+            later = await control.status()
+            assert closed.permit_open is False
+            assert later.resting
+            assert later.iterations - closed.iterations <= 2
+            assert not reader.done()
+        finally:
+            engine.holder.open()
     await asyncio.wait_for(reader, 120)
-    assert list(received[-1].output_ids) == cycle(successors(PEAKED), 104, 1000)
+    assert list(received[-1].output_ids) == cycle(successors(PEAKED), 104, stream.tokens)
 
 
 async def test_delta_arrives_bit_for_bit_and_is_attested(
@@ -207,7 +244,7 @@ async def test_refusals_leave_the_old_version_serving(
 
 
 async def test_generation_goes_on_across_a_commit_with_true_spans_and_no_old_keys(
-    control: ControlClient, client: TurnClient, tmp_path: Path
+    control: ControlClient, client: TurnClient, stream: Stream, tmp_path: Path
 ) -> None:
     """Each token follows the weights that its span names: the two have different successors."""
     first = await make_live(control, tmp_path / "first", state_of(PEAKED))
@@ -219,10 +256,11 @@ async def test_generation_goes_on_across_a_commit_with_true_spans_and_no_old_key
     assert (await client.generate(prompt, once)).meta["cached_tokens"] == 0
     assert (await client.generate(prompt, once)).meta["cached_tokens"] >= 128
 
-    count, fenced, reply = 1500, 0, Generation("", ())
-    async for reply in client.stream([104], {"max_new_tokens": count, **GREEDY}):  # noqa: B007
-        if not fenced:
-            fenced = (await control.commit(str(second))).fenced_requests
+    count, fenced, reply = stream.tokens, 0, Generation("", ())
+    async with stream.slowed(client):
+        async for reply in client.stream([104], {"max_new_tokens": count, **GREEDY}):  # noqa: B007
+            if not fenced:
+                fenced = (await control.commit(str(second))).fenced_requests
     assert fenced == 1
     assert [span.version for span in reply.spans] == [str(first), str(second)]
     cut = reply.spans[0].end

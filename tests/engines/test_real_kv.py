@@ -31,14 +31,17 @@ STREAMS = 3
 
 
 async def streams_across_a_commit(
-    client: TurnClient, control: ControlClient, tokens: int
+    client: TurnClient, control: ControlClient, tokens: int, pause: float
 ) -> tuple[list[Generation], Committed]:
     """Some streams run, the staged version is committed, they run on.
 
     Args:
         client, control: of one engine.
         tokens: of a stream, enough that each still runs at the commit.
+        pause: seconds before each pass of the engine until then; 0 = none.
     """
+    if pause:
+        await client.slow_down(pause)
     begun = asyncio.Semaphore(0)
 
     async def stream(number: int) -> Generation:
@@ -54,6 +57,8 @@ async def streams_across_a_commit(
     for _ in tasks:
         await asyncio.wait_for(begun.acquire(), 120)
     committed = await control.commit(str(SECOND))
+    if pause:
+        await client.slow_down(None)
     return list(await asyncio.wait_for(asyncio.gather(*tasks), 240)), committed
 
 
@@ -73,17 +78,17 @@ async def cached(client: TurnClient, prompt: list[int], own: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("policy", "started", "tokens"),
+    ("policy", "started", "tokens", "pause"),
     [
-        *(pytest.param(one, start_engine, 1000, marks=SGLANG) for one in kv.POLICIES),
+        *(pytest.param(one, start_engine, 120, 0.05, marks=SGLANG) for one in kv.POLICIES),
         # Ranks that share cores are slow.
-        pytest.param(kv.RECOMPUTE, partial(start_engine, ranks=2), 250, marks=SGLANG),
-        # ``Keep`` is what the shared engine of ``test_real_engine`` does.
-        *(pytest.param(one, start_vllm, 1000, marks=VLLM) for one in (kv.RECOMPUTE, kv.REUSE)),
+        pytest.param(kv.RECOMPUTE, partial(start_engine, ranks=2), 60, 0.1, marks=SGLANG),
+        # ``Keep`` is what the shared engine of ``test_real_engine`` does; vLLM cannot be slowed.
+        *(pytest.param(one, start_vllm, 1000, 0, marks=VLLM) for one in (kv.RECOMPUTE, kv.REUSE)),
     ],
 )
 async def test_what_a_commit_does_to_cached_kv(
-    tmp_path: Path, policy: str, started: Callable[..., Started], tokens: int
+    tmp_path: Path, policy: str, started: Callable[..., Started], tokens: int, pause: float
 ) -> None:
     spec = EngineSpec("test", PEAKED.name, kv_tokens=8192, max_running=4, kv_policy=policy)
     write_bundle(tmp_path / "b", SECOND, state_of(OTHER), (FIRST, state_of(PEAKED)))
@@ -96,7 +101,7 @@ async def test_what_a_commit_does_to_cached_kv(
             await control.stage(tmp_path / "b")
             assert await cached(client, prompt, "trajectory") == 0
             assert await cached(client, prompt, "trajectory") > 0
-            replies, committed = await streams_across_a_commit(client, control, tokens)
+            replies, committed = await streams_across_a_commit(client, control, tokens, pause)
             assert committed.fenced_requests == STREAMS
             for reply in replies:
                 check(reply, tokens)

@@ -1,8 +1,6 @@
 """Layouts derived from SGLang's own loaders: Qwen3, Llama, Qwen3-MoE and FP8, over two ranks."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from rose_core.delta.digest import Digest, digest_run, total
-from rose_dev.engine_environment import engine_python
+from rose_dev.engine_testing import ended_well, start_beside_engines
 from rose_dev.models import RECIPES, config, tensors
-from rose_engines.launch import Launch
 from rose_engines.parts import check_parts
 from rose_engines.safetensors import read_checkpoint
-from rose_engines.sglang.arguments import python_path
 from rose_wire.ports import free_port
 
 pytestmark = pytest.mark.engine
@@ -104,35 +100,15 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     """Model -> what each of two ranks says."""
     root = tmp_path_factory.mktemp("loaders")
     folders = [write(root / name, *make()) for name, make in MODELS.items()]
-    launch = Launch(python=engine_python(), model=root, port=0, plugin_socket=root / "s")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": ":".join(map(str, python_path(launch))),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "SGLANG_PLUGINS": "none",
-        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-    }
     port = str(free_port())
     outs = [root / f"{rank}.json" for rank in range(2)]
-    children = [
-        subprocess.Popen(
-            [engine_python(), CHILD, str(rank), "2", port, out, *map(str, folders)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    models = list(map(str, folders))
+    children = {
+        log: start_beside_engines(CHILD, [str(rank), "2", port, str(out), *models], log, ranks=2)
         for rank, out in enumerate(outs)
-    ]
-    try:
-        said = [child.communicate(timeout=400)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    for child, text in zip(children, said, strict=True):
-        assert child.returncode == 0, text[-4000:]
+        for log in [out.with_suffix(".log")]
+    }
+    ended_well(children, 400)
     found = [json.loads(out.read_bytes()) for out in outs]
     return {
         folder.name: [rank[number] for rank in found] for number, folder in enumerate(folders)

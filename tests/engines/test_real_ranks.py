@@ -61,10 +61,12 @@ async def test_two_ranks_commit_at_one_boundary_and_hold_what_was_published(
         await control.commit(str(V1))
         staged = await control.stage(tmp_path / "2")
         assert staged.base == write_bundle(tmp_path / "again", V1, old).digest
-        count, fenced, reply = 600, 0, Generation("", ())
+        count, fenced, reply = 60, 0, Generation("", ())
+        await client.slow_down(0.1)  # so that the commit comes before the end
         async for reply in client.stream([104], {"max_new_tokens": count, **GREEDY}):  # noqa: B007
             if not fenced:
                 fenced = (await control.commit(str(V2))).fenced_requests
+                await client.slow_down(None)
         assert fenced == 1
         assert [span.version for span in reply.spans] == [str(V1), str(V2)]
         tokens, cut = list(reply.output_ids), reply.spans[0].end

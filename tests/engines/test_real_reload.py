@@ -48,7 +48,7 @@ async def test_a_running_stream_goes_over_to_what_was_loaded(
     """Both states have other successors, so every token says which weights sampled it."""
     old, new = state_of(PEAKED), state_of(OTHER)
     manifest = write_bundle(tmp_path / "there", SECOND, new, (FIRST, old))
-    count, committed, reply = 1200, None, None
+    count, committed, reply = 120, None, None
     sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": count}
     async with (
         TurnClient(engine.url) as client,
@@ -58,9 +58,11 @@ async def test_a_running_stream_goes_over_to_what_was_loaded(
         await control.stage(tmp_path / "there")
         before = await client.prompt_logprobs(PROMPT)
         assert before[0] == str(FIRST)
+        await client.slow_down(0.05)  # so that the commit comes before the end
         async for reply in client.stream([104], sampling):  # noqa: B007
             if committed is None:
                 committed = await control.commit(str(SECOND))
+                await client.slow_down(None)
         assert committed is not None
         assert committed.digest == manifest.digest
         assert reply is not None

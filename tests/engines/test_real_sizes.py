@@ -1,15 +1,12 @@
 """Sizes and fractions against SGLang itself: what ROSE promises is what SGLang builds.
 
-One process of the engine's environment builds every model without memory and sizes its pools with
+A process of the engine's environment builds every model without memory and sizes its pools with
 SGLang's own functions (``sizes_process``); the same configurations go through ROSE's.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -26,14 +23,13 @@ from rose_core.devices.model_size import (
     cache_shape,
     weight_bytes,
 )
-from rose_dev.engine_environment import engine_python
-from rose_engines.launch import Launch
-from rose_engines.sglang.arguments import python_path
+from rose_dev.engine_testing import ended_well, start_beside_engines
 from rose_wire.ports import free_port
 from tests.engines.model_shapes import SHAPES
 
 pytestmark = pytest.mark.engine
 
+PROGRAM = Path(__file__).with_name("sizes_process.py")
 RUNNING = 8
 CARDS = {"H100": int(79.6 * GIB), "H200": int(139.8 * GIB)}
 HELD = (0.0, 0.2, 0.5, 0.6, 0.7, 0.8)
@@ -78,35 +74,15 @@ class Case:
 
 def ask(root: Path, questions: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
     """Answers of the first of so many ranks."""
-    launch = Launch(python=engine_python(), model=root, port=0)
-    repository = Path(__file__).parents[2]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": ":".join(map(str, (*python_path(launch), repository))),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "SGLANG_PLUGINS": "none",
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))),
-    }
     asked, port = root / "questions.json", str(free_port())
     asked.write_text(json.dumps(questions))
-    program = [str(engine_python()), "-m", "tests.engines.sizes_process"]
     answered = [root / f"answers-{rank}.json" for rank in range(ranks)]
-    with ExitStack() as running:
-        processes = [
-            running.enter_context(
-                subprocess.Popen(
-                    [*program, str(rank), str(ranks), port, str(asked), str(path)],
-                    env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                )
-            )
-            for rank, path in enumerate(answered)
-        ]  # fmt: skip
-        for process in processes:
-            running.callback(process.kill)
-        for process in processes:
-            _, said = process.communicate(timeout=300)
-            assert process.returncode == 0, said[-4000:]
+    processes = {
+        log: start_beside_engines(PROGRAM, [str(rank), str(ranks), port, *files], log, ranks)
+        for rank, path in enumerate(answered)
+        for log, files in [(path.with_suffix(".log"), [str(asked), str(path)])]
+    }
+    ended_well(processes, 300)
     found: dict[str, Any] = json.loads(answered[0].read_bytes())
     return found
 

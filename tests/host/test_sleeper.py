@@ -282,7 +282,7 @@ async def test_a_real_sglang_that_ends_at_its_release_is_restarted_and_verified(
     record = rundir / "record"
     for name in ("first", "second"):
         (rundir / name).mkdir()
-    with start_engine(rundir / "first", apart=True) as real:
+    with start_engine(rundir / "first") as real:
         one = Engine(real.url, real.process)
         async with bench("SGLang", one, grant, record) as made:
             await made.until(Stage.FALLING)
@@ -291,7 +291,7 @@ async def test_a_real_sglang_that_ends_at_its_release_is_restarted_and_verified(
             reference, now = made.man.record.reference, made.world.now
             assert made.world.restarts == [now]
             assert real.process.poll() is not None
-    with start_engine(rundir / "second", apart=True) as real:
+    with start_engine(rundir / "second") as real:
         async with bench("SGLang", Engine(real.url, real.process), grant, record) as made:
             made.world.now = now + 1
             await made.until(Stage.AWAKE)

@@ -23,7 +23,7 @@ import torch
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
-from rose_dev.engine_environment import engine_python, is_ready
+from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.models import make_named
 from rose_dev.owners import Owner
@@ -40,24 +40,12 @@ ROW = LAYERS * EACH * 4
 """Bytes of a token's row: numbers of its experts in each layer."""
 
 UNPINNED = """
-import importlib.abc, importlib.util, sys
+import runpy
 
-class Unpinned(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "sglang.srt.mem_cache.pool_host.common":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
+from sglang.srt.mem_cache.pool_host import common
 
-        def patched(module):
-            run(module)
-            module._cuda_host_register = lambda *_, **__: None
-
-        spec.loader.exec_module = patched
-        return spec
-
-sys.meta_path.insert(0, Unpinned())
+common._cuda_host_register = lambda *_, **__: None
+runpy.run_module("rose_engines.sglang.launch", run_name="__main__", alter_sys=True)
 """
 
 
@@ -96,20 +84,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngin
     """Two SGLang engines of one model."""
     if not is_ready():
         pytest.fail("no engine environment; run `make engine`")
-    shim = tmp_path_factory.mktemp("unpinned")
-    (shim / "sitecustomize.py").write_text(UNPINNED)
-    python = shim / "python"
-    python.write_text(
-        f'#!/bin/sh\nexport PYTHONPATH={shim}:$PYTHONPATH\nexec {engine_python()} "$@"\n'
-    )
-    python.chmod(0o755)
+    program = tmp_path_factory.mktemp("unpinned") / "launch.py"
+    program.write_text(UNPINNED)
     model = mixture(tmp_path_factory.mktemp("mixture"))
     more = ["--enable-return-routed-experts"]
     folders = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:  # its threads live as long as both
 
         def start(folder: Path) -> RealEngine:
-            made = start_engine(folder, model, version=VERSION, python=python, more=more)
+            made = start_engine(folder, model, version=VERSION, program=program, more=more)
             return stack.enter_context(made)
 
         yield list(pool.map(start, folders))
