@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from rose_agent.guard.main import arguments as guard_arguments
+from rose_core.sandboxes.tunnels import TunnelLimits
 from rose_core.wire.enrolment import lease_digest
 from rose_dev.errors import CommandFailed
 from rose_router import flags as router_flags
@@ -130,6 +131,17 @@ def test_leases_whose_joined_names_are_one_have_hosts_of_their_own() -> None:
         assert flag == "--sandbox-host"
         hosts = router_flags._sandbox_hosts([value], f"{namespace}/{lease}")
         assert hosts == {"": (f"http://{name}.rose-system.svc:7600",)}
+
+
+def test_a_host_is_told_how_many_tunnels_there_may_be_and_for_how_long() -> None:
+    usual = TunnelLimits()
+    for more, most, idle in (
+        ({}, usual.most, usual.idle_seconds),
+        ({"tunnels": 0, "tunnelIdleSeconds": 60}, 0, 60.0),
+    ):
+        rendered = render({"sandboxes": {**SANDBOXES, **more}})
+        told = parser().parse_args(rendered.container("DaemonSet", NAME, "sandbox-host")["args"])
+        assert (told.tunnels, told.tunnel_idle_seconds) == (most, idle)
 
 
 def test_a_host_is_told_how_much_disk_it_may_take_and_the_node_gives_it() -> None:
