@@ -8,12 +8,13 @@ parts (``rose_simulate.model.job.StepParts``), so what is added is told by part,
 |---|---|---|
 | whole | when the whole round is there | after its step |
 | streams | as soon as it is ready (``Batches(stream=True)``) | after its step |
-| one late | as whole or streams; a round does not wait for one group's rewards | after its step |
+| n late | as whole or streams; it waits for all groups' rewards but those of n | after its step |
 | overlaps by n | when a step's groups are there, the oldest first | up to n versions ahead of it |
 
 A step of the first two ends after its last reward, which no rollout of that step can hide. With
 ``RoundShape(late=1)`` the next step's rollouts hide it, and that group is trained on one version
-late. A job that overlaps has the next steps' rollouts to hide all behind, as far as its bound lets
+late. Where the last two groups of a round end within a reward's time of each other, the second
+shows. A job that overlaps has the next steps' rollouts to hide all behind, as far as its bound lets
 them begin.
 """
 
@@ -39,6 +40,8 @@ _TRAINERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "streams": {"streams": True},
     "whole, one late": {"late": 1},
     "streams, one late": {"streams": True, "late": 1},
+    "whole, two late": {"late": 2},
+    "streams, two late": {"streams": True, "late": 2},
     # The first is what trainers call one-step off-policy.
     **{
         f"overlaps by {versions}": {
@@ -64,11 +67,13 @@ class Added:
     Attributes:
         before_s, after_s: a step without rewards that take time, and with them.
         parts: seconds that were added, by part.
+        stale: of the trajectories trained on with them, sampled by an older version.
     """
 
     before_s: float
     after_s: float
     parts: Mapping[str, float]
+    stale: float
 
     @property
     def share(self) -> float:
@@ -82,8 +87,8 @@ class Added:
 
     @property
     def hidden(self) -> float:
-        """Of the time that a reward takes, what a step does not become longer by."""
-        return 1 - (self.after_s - self.before_s) / REWARD_S
+        """Of the time that the last reward takes, what no step waits for."""
+        return 1 - self.parts["the last reward"] / REWARD_S
 
 
 def played(trainer: str, seconds: float, seed: int, reward_s: float) -> JobCounts:
@@ -97,7 +102,7 @@ def played(trainer: str, seconds: float, seed: int, reward_s: float) -> JobCount
     return world.jobs[jobs[0].name].counts
 
 
-def compared(without: Sequence[StepParts], given: Sequence[StepParts]) -> Added:
+def compared(without: Sequence[StepParts], given: Sequence[StepParts], stale: float = 0.0) -> Added:
     """Over the rounds that both have: one more or less of them would look like added time."""
     rounds = min(len(without), len(given))
     means = [
@@ -105,7 +110,13 @@ def compared(without: Sequence[StepParts], given: Sequence[StepParts]) -> Added:
         for steps in (without, given)
     ]
     before, after = (sum(one.values()) for one in means)
-    return Added(before, after, {name: means[1][name] - means[0][name] for name in _PARTS})
+    return Added(before, after, {name: means[1][name] - means[0][name] for name in _PARTS}, stale)
+
+
+def stale_share(counts: JobCounts) -> float:
+    """Of the trajectories that were trained on, those sampled by an older version."""
+    trained = [fate for fate in counts.fates if fate.trained]
+    return sum(fate.stale > 0 for fate in trained) / len(trained) if trained else 0.0
 
 
 def figures(seconds: float, seeds: Sequence[int]) -> list[Figure]:
@@ -115,10 +126,8 @@ def figures(seconds: float, seeds: Sequence[int]) -> list[Figure]:
     for trainer in _TRAINERS:
         found = []
         for seed in seeds:
-            without, given = (
-                played(trainer, seconds, seed, one).step_parts for one in (0.0, REWARD_S)
-            )
-            found.append(compared(without, given))
+            without, given = (played(trainer, seconds, seed, one) for one in (0.0, REWARD_S))
+            found.append(compared(without.step_parts, given.step_parts, stale_share(given)))
         whole = whole or [one.before_s for one in found]
         told = f"{trainer}, rewards of {REWARD_S:g} s: "
         rows += [
@@ -129,7 +138,13 @@ def figures(seconds: float, seeds: Sequence[int]) -> list[Figure]:
                 "share",
                 at_most=_AIM,
             ),
-            _mean(f"{told}hidden", [one.hidden for one in found], "share", at_least=0.9),
+            _mean(
+                f"{told}hidden, of the last reward",
+                [one.hidden for one in found],
+                "share",
+                at_least=0.9,
+            ),
+            _mean(f"{told}a version old or more", [one.stale for one in found], "share"),
             *(
                 _mean(f"{told}added by {part}", [one.parts[part] for one in found], "s")
                 for part in _PARTS

@@ -129,9 +129,9 @@ class Caller:
         assert status == 200, batch
         return str(batch["id"])
 
-    async def ended(self, batch: str) -> dict[str, Any]:
+    async def ended(self, batch: str, *, within_s: float = 120) -> dict[str, Any]:
         """The batch once it has ended."""
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(within_s):
             while True:
                 status, found = await self.ask("GET", f"/v1/batches/{batch}")
                 assert status == 200, found

@@ -20,7 +20,7 @@ from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler, Middleware
 
 from rose_core.rollouts.logprobs import SCALE, LogitScale
@@ -132,7 +132,10 @@ class FakeServer:
         self._scheduler.submit(request)
         try:
             if body.get("stream"):
-                return await self._stream(http, request, wants_logprobs)
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                with contextlib.suppress(ClientConnectionResetError):  # the caller hung up
+                    await self._stream(http, response, request, wants_logprobs)
+                return response
             while request.finish is None:
                 request.changed.clear()
                 await request.changed.wait()
@@ -168,9 +171,12 @@ class FakeServer:
         return frozenset() if self._scheduler.script is None else frozenset({END})
 
     async def _stream(
-        self, http: web.Request, request: FakeRequest, wants_logprobs: bool
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self,
+        http: web.Request,
+        response: web.StreamResponse,
+        request: FakeRequest,
+        wants_logprobs: bool,
+    ) -> None:
         await response.prepare(http)
         sent = 0
         while True:
@@ -185,7 +191,6 @@ class FakeServer:
             await request.changed.wait()
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
-        return response
 
     def _reply(self, request: FakeRequest, wants_logprobs: bool) -> dict[str, Any]:
         version = (
