@@ -33,6 +33,7 @@ def flags() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=1800.0, help="simulated; 0 leaves virtual time out")
     add("--seed", type=int, default=1, help="of everything but the steps")
     add("--step-seeds", type=int, nargs="+", default=[1, 2, 3], help="of what is added to a step")
+    add("--trainers", nargs="+", choices=steps.TRAINERS, default=list(steps.TRAINERS), help="whose")
     return parser
 
 
@@ -101,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     if given.seconds:
         figures += scaled(given.seconds, given.seed)
         figures += hedging.figures(given.seed)
-        figures += steps.figures(given.seconds, given.step_seeds)
+        figures += steps.figures(given.seconds, given.step_seeds, given.trainers)
     record("rewards", figures)
     return int(bool(wrong))
 

@@ -1,8 +1,9 @@
 """What rewards that take time add to a training step, and what of it is which wait.
 
 The simulator plays the same job with rewards that take no time and with rewards that take
-``REWARD_S``, paired by seed and over the rounds that both have. A step of a job is the sum of its
-parts (``rose_simulate.model.job.StepParts``), so what is added is told by part, and not guessed.
+``REWARD_S``, paired by seed; long and short rounds count by their shares in the long run. A step of
+a job is the sum of its parts (``rose_simulate.model.job.StepParts``), so what is added is told by
+part, and not guessed.
 
 | a trainer | begins with a group | begins the next step's rollouts |
 |---|---|---|
@@ -20,7 +21,8 @@ them begin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,8 +36,9 @@ from rose_simulate.model.scenario import Regime
 from rose_simulate.model.simulation import Simulation
 
 REWARD_S: Final = 10.0
+_LONG_SHARE: Final = 0.2  # of the rounds of ``tail-whole``: a short one starts a quarter too many
 _AIM: Final = 0.01
-_TRAINERS: Final[Mapping[str, Mapping[str, Any]]] = {
+TRAINERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "whole": {},
     "streams": {"streams": True},
     "whole, one late": {"late": 1},
@@ -62,7 +65,7 @@ _PARTS: Final[Mapping[str, Callable[[StepParts], float]]] = {
 
 @dataclass(frozen=True)
 class Added:
-    """What rewards added to the steps of one seed, as means over the rounds that both runs have.
+    """What rewards added to the steps of one seed, as means of usual rounds.
 
     Attributes:
         before_s, after_s: a step without rewards that take time, and with them.
@@ -94,7 +97,7 @@ class Added:
 def played(trainer: str, seconds: float, seed: int, reward_s: float) -> JobCounts:
     """One run of ``tail-whole``'s job; ``trainer`` as in the table above."""
     told, material = scenario("tail-whole")
-    changes = {**_TRAINERS[trainer], "reward_s": reward_s}
+    changes = {**TRAINERS[trainer], "reward_s": reward_s}
     jobs = tuple(job.model_copy(update=changes) for job in told.jobs)
     told = told.model_copy(update={"jobs": jobs, "seconds": seconds})
     world = Simulation(told, RULES[Regime.OURS], seed, material)
@@ -102,13 +105,29 @@ def played(trainer: str, seconds: float, seed: int, reward_s: float) -> JobCount
     return world.jobs[jobs[0].name].counts
 
 
+def usual(steps: Sequence[StepParts]) -> dict[str, float]:
+    """Parts of a step in the long run, from a run of few rounds.
+
+    Long rounds take twice as long as short ones, and a run may hold one more or less of them, or
+    one more of the next round, than another. So each kind counts by its share in the long run: as
+    many prompts are put off as short rounds start too many. The first round begins from nothing.
+    """
+    later = steps[1:] or steps
+    kinds = [[one for one in later if one.long], [one for one in later if not one.long]]
+    shares = [_LONG_SHARE, 1 - _LONG_SHARE] if all(kinds) else [1.0, 1.0]
+    return {
+        name: sum(
+            share * statistics.fmean(map(part, kind))
+            for share, kind in zip(shares, kinds, strict=True)
+            if kind
+        )
+        for name, part in _PARTS.items()
+    }
+
+
 def compared(without: Sequence[StepParts], given: Sequence[StepParts], stale: float = 0.0) -> Added:
-    """Over the rounds that both have: one more or less of them would look like added time."""
-    rounds = min(len(without), len(given))
-    means = [
-        {name: sum(map(part, steps[:rounds])) / rounds for name, part in _PARTS.items()}
-        for steps in (without, given)
-    ]
+    """Usual steps of both."""
+    means = [usual(steps) for steps in (without, given)]
     before, after = (sum(one.values()) for one in means)
     return Added(before, after, {name: means[1][name] - means[0][name] for name in _PARTS}, stale)
 
@@ -119,14 +138,21 @@ def stale_share(counts: JobCounts) -> float:
     return sum(fate.stale > 0 for fate in trained) / len(trained) if trained else 0.0
 
 
-def figures(seconds: float, seeds: Sequence[int]) -> list[Figure]:
-    """What rewards add under each trainer; needs a step of each run."""
+def figures(
+    seconds: float, seeds: Sequence[int], trainers: Collection[str] = TRAINERS
+) -> list[Figure]:
+    """What rewards add under each trainer, the whole batch's first; needs a step of each run."""
     rows: list[Figure] = []
     whole: list[float] = []
-    for trainer in _TRAINERS:
+    waited: dict[str, list[Sequence[StepParts]]] = {}
+    for trainer in TRAINERS:
+        if trainer != "whole" and trainer not in trainers:
+            continue  # all are compared with the whole batch
         found = []
+        after = waited[trainer] = []
         for seed in seeds:
             without, given = (played(trainer, seconds, seed, one) for one in (0.0, REWARD_S))
+            after.append(given.step_parts)
             found.append(compared(without.step_parts, given.step_parts, stale_share(given)))
         whole = whole or [one.before_s for one in found]
         told = f"{trainer}, rewards of {REWARD_S:g} s: "
@@ -156,6 +182,10 @@ def figures(seconds: float, seeds: Sequence[int]) -> list[Figure]:
                 "x",
             ),
         ]
+        base, _, _late = trainer.partition(", ")
+        if base != trainer and base in waited:
+            ratios = [1 + compared(*pair).share for pair in zip(waited[base], after, strict=True)]
+            rows.append(_mean(f"{told}a step, x {base} that waits for all", ratios, "x"))
     step_s = sum(whole) / len(whole)
     name = "whole: a last reward as long as this adds 1 %"
     return [*rows, figure(name, _AIM * step_s, "s")]

@@ -3,6 +3,8 @@
 import pytest
 
 from bench.rewards.scaling import fixed, followed, lengths, smallest
+from bench.rewards.steps import compared, usual
+from rose_simulate.model.job import StepParts
 
 BURST = [0.0] * 40 + [600.0] * 40
 TAKES = [10.0] * 80
@@ -38,3 +40,14 @@ def test_the_smallest_pool_keeps_the_wait_and_one_less_does_not() -> None:
 def test_lengths_are_the_seeds_and_average_out() -> None:
     assert lengths(5, 10.0, 1) == lengths(5, 10.0, 1) != lengths(5, 10.0, 2)
     assert sum(lengths(4000, 10.0, 1)) / 4000 == pytest.approx(10.0, rel=0.1)
+
+
+def test_a_long_round_more_or_less_is_no_added_time() -> None:
+    first, short = StepParts(300.0, 0.0, 60.0), StepParts(100.0, 0.0, 60.0)
+    long = StepParts(200.0, 0.0, 60.0, long=True)
+    one, two = [first, short, short, short, long], [first, short, short, long, short, long]
+    assert compared(one, two).share == pytest.approx(0.0)
+    assert usual(one)["rollouts, to their last token"] == pytest.approx(0.8 * 100 + 0.2 * 200)
+    held = [StepParts(part.rollout_s, 10.0, part.train_s, part.long) for part in two]
+    assert compared(one, held).parts["the last reward"] == pytest.approx(10.0)
+    assert usual([first])["training after it"] == 60.0

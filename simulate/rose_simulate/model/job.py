@@ -83,11 +83,13 @@ class StepParts:
         rollout_s: to the last token that the step waited for.
         reward_s: from there to the end of the round: the reward that nothing of the round hides.
         train_s: from there to the publish.
+        long: its round was a long one.
     """
 
     rollout_s: float
     reward_s: float
     train_s: float
+    long: bool = False
 
 
 @dataclass(eq=False)
@@ -155,6 +157,7 @@ class Job:
         self._step_ns = 0
         self._step_waited_s = (0.0, 0.0)  # for the last token, and for the end of the round
         self._round_token_s = 0.0  # the last one that a round has waited for
+        self._round_long = False  # the last one that closed
         self._added: set[str] = set()  # groups whose gradients are in the step
         self._added_until_s = 0.0  # a trainer that streams is busy with groups that were ready
         self.counts = JobCounts()
@@ -330,6 +333,7 @@ class Job:
                 self._router.prospects.conclude(session, trained=False)
             one.under_way.clear()
         of_round = [self._named[name] for name in (*closing.batch, *closing.carried)]
+        self._round_long = closing.kind is RoundKind.LONG
         self._round_token_s = max(one.last_token_s for one in of_round)
         self._ready += [self._named.pop(name) for name in closing.batch]
         self._added.clear()
@@ -395,7 +399,12 @@ class Job:
         self.counts.step_s.append((now - self._step_ns) / SECOND)
         token_s, end_s = self._step_waited_s
         self.counts.step_parts.append(
-            StepParts(token_s - self._step_ns / SECOND, end_s - token_s, now / SECOND - end_s)
+            StepParts(
+                token_s - self._step_ns / SECOND,
+                end_s - token_s,
+                now / SECOND - end_s,
+                self._round_long,
+            )
         )
         self._step_ns = now
         self._awaiting = self._facts.awaits_weights
