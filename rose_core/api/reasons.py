@@ -66,6 +66,7 @@ class Reason(StrEnum):
     SIGNAL_MISSING = "SignalMissing"
     SIGNAL_NOT_ALLOWED = "SignalNotAllowed"
     SIGNAL_NOT_VERIFIED = "SignalNotVerified"
+    NO_WIRE_TAP = "NoWireTap"
     KV_USE_TOO_HIGH = "KVUseTooHigh"
     MULTI_NODE_REPLICA = "MultiNodeReplica"
     SPANS_REPLICAS = "SpansReplicas"
@@ -207,6 +208,7 @@ MEANING: dict[Reason, str] = {
     Reason.SIGNAL_MISSING: "no signal source proves that it is alive",
     Reason.SIGNAL_NOT_ALLOWED: "the living source is not in `allowedSignals`",
     Reason.SIGNAL_NOT_VERIFIED: "the tap's request count does not (yet) equal the engine's",
+    Reason.NO_WIRE_TAP: "only the engine's own figures are seen: nothing counts a second time",
     Reason.KV_USE_TOO_HIGH: "recent KV use leaves no room",
     Reason.MULTI_NODE_REPLICA: "the serving replica is several pods, and nobody says which (an "
     "engine with `--nnodes` without LeaderWorkerSet's labels) or not all of them are reported by "

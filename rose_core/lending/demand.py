@@ -83,7 +83,8 @@ def want(lease: Lease, held: int, policy: Policy, now: float) -> WantedSlots:
     asked = lease.demand
     if asked is None or asked.age_seconds > policy.deaf_seconds:
         return WantedSlots(lease.max_slots)
-    if asked.turns:
+    # Turns are the last minute's peak: somebody who asks for less patience than that gets it.
+    if asked.turns and (asked.idle_seconds is None or asked.idle_seconds < lease.idle_seconds):
         return _for_turns(lease, asked, held)
     if asked.idle_seconds is None and now - lease.created < policy.first_seconds:
         return WantedSlots(lease.max_slots)

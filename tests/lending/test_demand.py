@@ -63,6 +63,12 @@ def test_an_idle_lease_keeps_its_slots_for_idle_seconds_and_then_wants_none() ->
     assert slots(patient, held=4, turns=0, idle_seconds=599.0) == 4
 
 
+def test_the_peak_of_the_last_minute_keeps_no_slot_beyond_shorter_idle_seconds() -> None:
+    quick = replace(EIGHT, idle_seconds=10.0)
+    assert slots(quick, held=4, turns=16, idle_seconds=9.0) == 4
+    assert slots(quick, held=4, turns=16, idle_seconds=11.0) == 0
+
+
 def test_a_short_pause_takes_no_slot_that_the_lease_does_not_have() -> None:
     assert slots(EIGHT, held=0, turns=0, idle_seconds=30.0) == 0
 

@@ -85,21 +85,21 @@ async def test_a_pool_says_what_it_cannot_see_without_the_tap() -> None:
     await bench.turn(2)
     assert (await seen_by(bench, SignalSource.WIRE_TAP)).endswith("not verified: a")
     told = await seen_by(bench, SignalSource.LOADS)
-    assert told.startswith("Unknown seen by the engine's own figures, without the wire tap")
+    assert told.startswith("Unknown NoWireTap seen by the engine's own figures, without the wire")
     assert "latency is not measured" in told
     assert (await seen_by(bench, None)).endswith("not verified: a")
 
 
 async def seen_by(bench: Bench, signal: SignalSource | None) -> str:
-    """Status and message of SignalVerified, with one unverified replica seen by this source."""
+    """What SignalVerified says, with one unverified replica seen by this source."""
     one = replica("default/chat", "a", signal=signal, verified=None)
     for _ in range(2):
-        bench.now += 150  # a message alone is not urgent
+        bench.now += 6  # another reason is told soon, another message alone after minutes
         bench.telemetry.record(SyncRequest("n1", "t", 0, (one,), ()), bench.now)
         await bench.turn()
     status = bench.api.objects[Kind.POOL, "default/chat"]["status"]
     (found,) = [one for one in status["conditions"] if one["type"] == "SignalVerified"]
-    return f"{found['status']} {found['message']}"
+    return f"{found['status']} {found['reason']} {found['message']}"
 
 
 async def test_a_pool_is_explained_too() -> None:

@@ -182,10 +182,9 @@ def _verified(reports: Sequence[ReplicaReport]) -> Statement:
     contradicted = any(report.verified is False for report in reports)
     names = ", ".join(sorted(report.pod_name for report in unverified)[:8])
     tapless = all(report.signal not in {None, SignalSource.WIRE_TAP} for report in unverified)
+    reason = _R.NO_WIRE_TAP if tapless else _R.SIGNAL_NOT_VERIFIED
     text = f"{_TAPLESS if tapless else 'not verified'}: {names}"
-    return Statement(
-        _C.SIGNAL_VERIFIED, False if contradicted else None, _R.SIGNAL_NOT_VERIFIED, text
-    )
+    return Statement(_C.SIGNAL_VERIFIED, False if contradicted else None, reason, text)
 
 
 def _certified(pool: ServingPool, reports: Reports) -> Statement:
