@@ -176,3 +176,14 @@ def test_nodes_that_are_gone_make_room_and_those_without_room_are_not_counted_tw
     assert len(pool.status.totals.nodes) == MOST_NODES
     assert "gone" not in {one.node for one in pool.status.totals.nodes}
     assert _unlent(_kept(pool, **many)) == _unlent(pool) == 7 + 10 * MOST_NODES
+    more = {"a-new": 10} | dict.fromkeys(many, 30)
+    assert _unlent(_kept(_kept(pool, **many), **more)) == 7 + 30 * MOST_NODES, "others go on"
+
+
+def test_counts_that_no_status_can_hold_end_no_pass() -> None:
+    pool = _kept(ServingPool.model_validate(objects.POOL), a=1000)
+    assert _unlent(_kept(pool, a=-5, b=2**60, **{"n" * 300: 1})) <= 2**53
+    assert _unlent(_kept(pool, a=-5)) == 1000
+    lease = _after(RolloutLease.model_validate(objects.LEASE), 100, 50, 7)
+    assert _after(lease, -5, -5, -5).status.totals.lent_milliseconds == 100
+    assert _after(lease, 2**60, 2**60, 7).status.totals.lent_milliseconds == 2**53

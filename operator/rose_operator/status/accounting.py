@@ -21,7 +21,7 @@ from rose_core.wire.sync import SlotReport
 from rose_operator.plan.cluster_state import ClusterState
 
 _MOST = 2**53
-_LONGEST_NAME = 64
+_LONGEST_NAME, _LONGEST_NODE = 64, 253
 _CLOCKS_SECONDS = 5.0  # the API server's clock and ours
 _COUNTERS = (
     "lent_milliseconds",
@@ -56,7 +56,8 @@ def totals(lease: RolloutLease, slots: Sequence[RolloutSlot], world: ClusterStat
                 sums[name] += getattr(now, name) - getattr(_since(counted, now), name)
             counted = now
         entries.append(counted)
-    return Totals(slots=tuple(entries), **sums, **_concluded(lease, world))
+    bounded = {name: _within(value) for name, value in sums.items()}
+    return Totals(slots=tuple(entries), **bounded, **_concluded(lease, world))
 
 
 def pool_totals(pool: ServingPool, world: ClusterState) -> PoolTotals:
@@ -65,8 +66,9 @@ def pool_totals(pool: ServingPool, world: ClusterState) -> PoolTotals:
     entries = {entry.node: entry for entry in old.nodes}
     # Replicas of one node share the counter.
     said = {
-        node: min(report.unlent_reserved_milliseconds, _MOST)
+        node: _within(report.unlent_reserved_milliseconds)
         for node, report in world.reports_of(pool.metadata.key)
+        if len(node) <= _LONGEST_NODE
     }
     unlent = old.unlent_reserved_milliseconds
     gone = [name for name in entries if name not in said]
@@ -76,14 +78,14 @@ def pool_totals(pool: ServingPool, world: ClusterState) -> PoolTotals:
                 continue
             if len(entries) >= MOST_NODES:
                 if not gone:
-                    break
+                    continue
                 del entries[gone.pop(0)]
         before = entries.pop(node, NodeReserve(node=node)).unlent_reserved_milliseconds
         unlent += said[node] - (before if said[node] >= before else 0)
         # It stands last, so that nodes that are gone make room first.
         entries[node] = NodeReserve(node=node, unlent_reserved_milliseconds=said[node])
     return PoolTotals(
-        unlent_reserved_milliseconds=min(unlent, _MOST), nodes=tuple(entries.values())
+        unlent_reserved_milliseconds=_within(unlent), nodes=tuple(entries.values())
     )
 
 
@@ -103,7 +105,7 @@ def _concluded(lease: RolloutLease, world: ClusterState) -> dict[str, Any]:
             sums[name] += getattr(now, name) - getattr(before, name)
         if any(counted.values()):
             entries[note.instance] = now
-    bounded = {name: min(value, _MOST) for name, value in sums.items()}
+    bounded = {name: _within(value) for name, value in sums.items()}
     return {**bounded, "routers": tuple(entries.values())[-MOST_ROUTERS:]}
 
 
@@ -119,7 +121,12 @@ def _said(note: DemandNote) -> dict[str, int]:
 
 
 def _reported(uid: str, report: SlotReport) -> SlotTotals:
-    return SlotTotals(uid=uid, **{name: getattr(report, name) for name in _COUNTERS})
+    return SlotTotals(uid=uid, **{name: _within(getattr(report, name)) for name in _COUNTERS})
+
+
+def _within(count: int) -> int:
+    """A count that a status can hold, whatever a node says: it would end the pass for everybody."""
+    return min(max(count, 0), _MOST)
 
 
 def _since(counted: SlotTotals, now: SlotTotals) -> SlotTotals:
