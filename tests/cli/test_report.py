@@ -22,6 +22,7 @@ class Objects:
     """A cluster that holds a pool and a lease of eight hours, four of them open."""
 
     where = "anywhere"
+    namespace: str | None = None
 
     def __init__(self, *pools: ServingPool) -> None:
         self.pools = pools or (pool(),)
@@ -334,3 +335,21 @@ def test_a_pool_that_nobody_borrows_from_has_a_row_and_a_place_on_the_page(
     assert report.main(["--by", "pool", "-o", "json"]) == 0
     rows = {row["pool"]: row for row in json.loads(capsys.readouterr().out)}
     assert (rows["default/lonely"]["leases"], rows["default/lonely"]["left_with_pool"]) == (0, 3.0)
+
+
+def test_a_team_sees_no_rows_of_pools_of_other_namespaces(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = keeping(3.0).model_dump(by_alias=True)
+    elsewhere["metadata"] |= {"namespace": "serving", "name": "code"}
+    cluster = Objects(keeping(4.0), ServingPool.model_validate(elsewhere))
+    monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(cluster))
+
+    def left() -> dict[str, float]:
+        assert report.main(["--by", "namespace", "-o", "json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        return {row["namespace"]: row["left_with_pool"] for row in rows}
+
+    assert left() == {"default": 4.0, "serving": 3.0}
+    cluster.namespace = "default"
+    assert left() == {"default": 4.0}

@@ -8,9 +8,9 @@ count instead where they are given. What only the trainer knows (``--dedicated-g
 says what an accepted trajectory cost. Below the table stands for each lease whose trainer reports
 what a correct answer cost and what drives it; in JSON it is ``cost_correct``.
 
-What a pool kept back of its GPUs' memory while nobody borrowed is charged to no lease. It has a row
-of its own, *not lent*, with what that costs under ``left_with_pool``: charges, the borrowers' own
-GPUs and these are the whole bill.
+What a pool of the namespaces shown kept back of its GPUs' memory while nobody borrowed is charged to
+no lease. It has a row of its own, *not lent*, with what that costs under ``left_with_pool``.
+Charges, the borrowers' own GPUs and these are the whole bill (``-A``: of all namespaces).
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def _show(cluster: Cluster, given: argparse.Namespace) -> int:
         message = f"no lease {', '.join(unknown)} {cluster.where}; name it as NAMESPACE/LEASE"
         raise NotFound(message)
     found = usages(leases, pools, asked, beside, price_violations=given.violation is None)
-    idle = idle_reserves(pools, asked)
+    # Other namespaces' pools are asked for their prices alone.
+    own = {k: p for k, p in pools.items() if cluster.namespace in {None, p.metadata.namespace}}
+    idle = idle_reserves(own, asked)
     known = any(one.beside.accepted for one in found)
     made = bool(beside) or known or given.output != "table"
     by_lease = given.by == "lease"
