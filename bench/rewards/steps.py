@@ -85,8 +85,9 @@ class Added:
 
     @property
     def last_reward(self) -> float:
-        """What its part adds, of a step; chance in the rollouts of the two runs is not in it."""
-        return self.parts["the last reward"] / self.before_s
+        """Of the step without it: chance in the rollouts of the two runs is not in that."""
+        part = self.parts["the last reward"]
+        return part / (self.after_s - part)
 
     @property
     def hidden(self) -> float:
@@ -149,7 +150,7 @@ def figures(
         if trainer != "whole" and trainer not in trainers:
             continue  # all are compared with the whole batch
         found = []
-        after = waited[trainer] = []
+        after: list[Sequence[StepParts]] = []
         for seed in seeds:
             without, given = (played(trainer, seconds, seed, one) for one in (0.0, REWARD_S))
             after.append(given.step_parts)
@@ -159,7 +160,7 @@ def figures(
         rows += [
             _mean(f"{told}added to a step", [one.share for one in found], "share", at_most=_AIM),
             _mean(
-                f"{told}the last reward alone, of a step",
+                f"{told}the last reward alone, of the step without it",
                 [one.last_reward for one in found],
                 "share",
                 at_most=_AIM,
@@ -176,19 +177,39 @@ def figures(
                 for part in _PARTS
             ),
             _mean(f"{trainer}: a step without rewards", [one.before_s for one in found], "s"),
+            _mean(f"{told}a step", [one.after_s for one in found], "s"),
             _mean(
                 f"{told}a step, x the whole batch without rewards",
                 [one.after_s / base for one, base in zip(found, whole, strict=True)],
                 "x",
             ),
         ]
-        base, _, _late = trainer.partition(", ")
-        if base != trainer and base in waited:
-            ratios = [1 + compared(*pair).share for pair in zip(waited[base], after, strict=True)]
-            rows.append(_mean(f"{told}a step, x {base} that waits for all", ratios, "x"))
+        for other in _comparable(trainer, waited):
+            rows += _beyond(told, other, waited[other], after)
+        waited[trainer] = after
     step_s = sum(whole) / len(whole)
     name = "whole: a last reward as long as this adds 1 %"
     return [*rows, figure(name, _AIM * step_s, "s")]
+
+
+def _comparable(trainer: str, others: Collection[str]) -> list[str]:
+    """The whole batch's, and who begins with groups as this one does."""
+    base = trainer.partition(", ")[0]
+    return [one for one in others if one == "whole" or one.partition(", ")[0] == base]
+
+
+def _beyond(
+    told: str, other: str, base: Sequence[Sequence[StepParts]], after: Sequence[Sequence[StepParts]]
+) -> list[Figure]:
+    """Steps beside another trainer's with the same rewards, paired by seed."""
+    found = [compared(*pair) for pair in zip(base, after, strict=True)]
+    return [
+        _mean(f"{told}a step, x {other} with them", [1 + one.share for one in found], "x"),
+        *(
+            _mean(f"{told}{part}, beyond {other}", [one.parts[part] for one in found], "s")
+            for part in _PARTS
+        ),
+    ]
 
 
 def _mean(name: str, values: Sequence[float], unit: str, **aim: float) -> Figure:

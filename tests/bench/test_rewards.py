@@ -2,9 +2,10 @@
 
 import pytest
 
+from bench.rewards import steps
 from bench.rewards.scaling import fixed, followed, lengths, smallest
 from bench.rewards.steps import compared, usual
-from rose_simulate.model.job import StepParts
+from rose_simulate.model.job import JobCounts, StepParts
 
 BURST = [0.0] * 40 + [600.0] * 40
 TAKES = [10.0] * 80
@@ -51,3 +52,27 @@ def test_a_long_round_more_or_less_is_no_added_time() -> None:
     held = [StepParts(part.rollout_s, 10.0, part.train_s, part.long) for part in two]
     assert compared(one, held).parts["the last reward"] == pytest.approx(10.0)
     assert usual([first])["training after it"] == 60.0
+
+
+def test_each_trainer_is_shown_beside_the_whole_batch_and_its_own_kind_with_the_same_rewards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    takes = {"whole": 130.0, "streams": 90.0, "streams, one late": 80.0}
+
+    def played(trainer: str, _seconds: float, seed: int, reward_s: float) -> JobCounts:
+        shows = 0.2 * reward_s if "late" in trainer else reward_s
+        counts = JobCounts()
+        counts.step_parts += [StepParts(takes[trainer] + seed, shows, 10.0)] * 3
+        return counts
+
+    monkeypatch.setattr(steps, "played", played)
+    told = {one.name: one.value for one in steps.figures(1.0, [1, 2], list(takes))}
+    late = "streams, one late, rewards of 10 s: "
+    assert told[f"{late}a step"] == pytest.approx(93.5)
+    assert told[f"{late}the last reward alone, of the step without it"] == pytest.approx(
+        (2 / 91 + 2 / 92) / 2
+    )
+    assert told[f"{late}a step, x whole with them"] == pytest.approx((93 / 151 + 94 / 152) / 2)
+    assert told[f"{late}a step, x streams with them"] == pytest.approx((93 / 111 + 94 / 112) / 2)
+    assert told[f"{late}the last reward, beyond streams"] == pytest.approx(-8.0)
+    assert "streams, rewards of 10 s: a step, x streams with them" not in told
