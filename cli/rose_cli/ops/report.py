@@ -8,8 +8,8 @@ count instead where they are given. What only the trainer knows (``--dedicated-g
 says what an accepted trajectory cost. Below the table stands for each lease whose trainer reports
 what a correct answer cost and what drives it; in JSON it is ``cost_correct``.
 
-What a pool of the namespaces shown kept back of its GPUs' memory while nobody borrowed is charged to
-no lease. It has a row of its own, *not lent*, with what that costs under ``left_with_pool``.
+What a pool of the namespaces shown kept back of its GPUs' memory while nobody borrowed is charged
+to no lease. It has a row of its own, *not lent*, with what that costs under ``left_with_pool``.
 Charges, the borrowers' own GPUs and these are the whole bill (``-A``: of all namespaces).
 """
 
