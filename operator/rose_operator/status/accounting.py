@@ -84,9 +84,7 @@ def pool_totals(pool: ServingPool, world: ClusterState) -> PoolTotals:
         unlent += said[node] - (before if said[node] >= before else 0)
         # It stands last, so that nodes that are gone make room first.
         entries[node] = NodeReserve(node=node, unlent_reserved_milliseconds=said[node])
-    return PoolTotals(
-        unlent_reserved_milliseconds=_within(unlent), nodes=tuple(entries.values())
-    )
+    return PoolTotals(unlent_reserved_milliseconds=_within(unlent), nodes=tuple(entries.values()))
 
 
 def _concluded(lease: RolloutLease, world: ClusterState) -> dict[str, Any]:
