@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
@@ -74,6 +76,9 @@ REFUSAL = "Rose-Error"
 """Header with the error of a WebSocket that was refused, as bodies have it elsewhere."""
 MOST_HEADERS = 100
 """Of a server in a sandbox, whose word takes the host's memory: what web servers allow."""
+STATUS_CODE = re.compile("[2-5][0-9]{2}")
+"""Of an answer; those below 200 promise another one, which no server in a sandbox may give."""
+BODILESS = {HTTPStatus.NO_CONTENT, HTTPStatus.RESET_CONTENT, HTTPStatus.NOT_MODIFIED}
 MOST_BURN_SECONDS = 60.0
 """A guard that dies must not stop checkpoints for ever."""
 
@@ -293,10 +298,17 @@ class _Api:
         ]
         head += [f"Host: localhost:{number}", f"Content-Length: {len(body)}", "", ""]
         async with self._inside(request) as (reader, writer, _):
+            within = self._host.tunnel_limits.idle_seconds
             writer.write("\r\n".join(head).encode("latin-1") + body)
-            async with asyncio.timeout(self._host.tunnel_limits.idle_seconds):
-                await writer.drain()
-            return await _relayed(request, reader, self._host.tunnel_limits.idle_seconds)
+            try:
+                async with asyncio.timeout(within):
+                    with suppress(ConnectionError):  # it may have answered without reading it all
+                        await writer.drain()
+            except TimeoutError as error:
+                raise errors.NotListening(
+                    f"what listens there does not read for {within:g} s"
+                ) from error
+            return await _relayed(request, reader, within)
 
     async def tunnel(self, request: web.Request) -> web.WebSocketResponse:
         # Compressed messages would cost the host what their sender says.
@@ -387,11 +399,14 @@ async def _relayed(
             status, headers = await _head(reader)
     except TimeoutError as error:
         raise errors.NotListening(f"what listens there said nothing for {within:g} s") from error
+    except OSError as error:
+        raise errors.NotListening(f"what listens there hung up: {error}") from error
     answer = web.StreamResponse(status=status)
     if "content-type" in headers:
         answer.headers["Content-Type"] = headers["content-type"]
     await answer.prepare(request)
-    while True:
+    # Bytes after a head without a body would be the next answer of the caller's connection.
+    while request.method != "HEAD" and status not in BODILESS:
         async with asyncio.timeout(within):
             data = await reader.read(CHUNK)
             if not data:
@@ -402,17 +417,24 @@ async def _relayed(
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    line = (await reader.readline()).decode("latin-1").split(" ", 2)
-    if len(line) < 2 or not line[1].strip().isdecimal():
+    line = (await _line(reader)).split(" ", 2)
+    if len(line) < 2 or not STATUS_CODE.fullmatch(line[1].strip()):
         raise errors.NotListening("what listens there does not speak HTTP")
     headers: dict[str, str] = {}
     for _ in range(MOST_HEADERS):
-        field = (await reader.readline()).decode("latin-1").strip()
+        field = (await _line(reader)).strip()
         if not field:
             return int(line[1]), headers
         name, _, value = field.partition(":")
-        headers[name.strip().lower()] = value.strip()
+        headers[name.strip().lower()] = "".join(filter(str.isprintable, value.strip()))
     raise errors.NotListening(f"what listens there has more than {MOST_HEADERS} headers")
+
+
+async def _line(reader: asyncio.StreamReader) -> str:
+    try:
+        return (await reader.readline()).decode("latin-1")
+    except ValueError as error:  # over the reader's limit
+        raise errors.NotListening("what listens there has too long a header") from error
 
 
 def _key(request: web.Request) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from rose_core.sandboxes.tunnels import TunnelLimits
 from rose_dev.waiting import until
@@ -22,6 +23,7 @@ from rose_sandbox.metrics import REGISTRY
 from rose_sandbox.runtimes.runtime import Handle
 from tests.sandbox.test_host import World
 
+END = "\r\nConnection: close\r\n\r\n"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Serving = Callable[[TunnelLimits], AbstractAsyncContextManager[RemoteHost]]
 
@@ -216,6 +218,9 @@ async def test_a_message_that_is_too_large_ends_it(serving: Serving, inside: Ins
         (b"", "said nothing for 0.3 s"),
         (b"HTTP/1.0 200 OK\r\n" + b"x: y\r\n" * (MOST_HEADERS + 1), "more than 100 headers"),
         (b"hello\r\n", "does not speak HTTP"),
+        (b"HTTP/1.0 100 Continue\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.0 " + b"9" * 5000 + b" ?\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.0 200 OK\r\nx: " + b"y" * (1 << 17) + b"\r\n\r\n", "too long a header"),
     ],
 )
 async def test_a_port_whose_server_says_no_answer_of_http_is_told_by_name(
@@ -231,3 +236,30 @@ async def test_a_port_whose_server_says_no_answer_of_http_is_told_by_name(
         with pytest.raises(NotListening, match=why):
             await asking
         theirs.close()
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize(
+    "said", ["200 OK\r\nContent-Type: a\rX-Header: b", "204 No Content", "304 Not Modified"]
+)
+async def test_what_a_port_says_is_one_answer_and_never_the_next_one(
+    serving: Serving, inside: Inside, said: str, method: str
+) -> None:
+    """A caller's connection goes on to other sessions: a sandbox must not answer for them."""
+    async with serving(TunnelLimits()) as far, Sandbox(session="s", host=far):
+        url = URL(far._url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"{method} {{}} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer word\r\n\r\n"
+        writer.write(head.format("/sessions/s/port/80/").encode())
+        _, theirs = await inside.came.get()
+        forged = "HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
+        theirs.write(f"HTTP/1.0 {said}\r\n\r\n{forged}".encode())
+        theirs.close()
+        writer.write(head.format("/sessions").replace("\r\n\r\n", END).encode())
+        answers = (await reader.read()).decode()
+        if "chunked" in answers:  # the one with a body has it there
+            answers = answers.replace(f"{len(forged):x}\r\n{forged}\r\n", "")
+        assert answers.startswith(f"HTTP/1.1 {said[:3]}")
+        assert "forged" not in answers
+        assert answers.count("HTTP/1.1 ") == 2, "of the port, and of the sessions"
+        writer.close()
