@@ -239,7 +239,12 @@ class ConnectionLimiter:
             self._slow.begin(sender, math.inf)  # aiohttp's keep-alive watches it
 
     def note_head(
-        self, transport: asyncio.BaseTransport | None, body: IncomingBody, length: int | None
+        self,
+        transport: asyncio.BaseTransport | None,
+        body: IncomingBody,
+        length: int | None,
+        *,
+        chunked: bool,
     ) -> None:
         """A whole request head has come over it.
 
@@ -247,6 +252,7 @@ class ConnectionLimiter:
             transport: over which.
             body: that follows.
             length: of the body; ``None``: unknown.
+            chunked: it ends with a line.
         """
         door = self._over.get(cast("asyncio.Transport", transport))
         if door is None or door.sender is None:
@@ -255,7 +261,8 @@ class ConnectionLimiter:
         if body.is_eof():
             self._slow.rest(door.sender)
         else:
-            self._slow.begin(door.sender, self._limits.body_seconds, body, length)
+            limit = self._limits.body_seconds
+            self._slow.begin(door.sender, limit, body, length, ends_with_line=chunked)
 
     def leave(self, door: LimitedConnection) -> None:
         """It has ended."""

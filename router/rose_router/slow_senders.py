@@ -10,7 +10,7 @@ what comes all the same, and tells at once who hangs up.
 | for less than ``patience`` | at every arrival |
 | for longer, and what is missing is known | when that, or ``_MOST_KEPT``, has come: never late |
 | for longer, else: a head, chunks | when ``_MOST_KEPT`` have come, or at its turn if a line ended |
-| for longer through TLS | when ``_MOST_KEPT`` have come, or at its turn |
+| for longer, compressed or through TLS | when ``_MOST_KEPT`` have come, or at its turn |
 | of these two, just before it would be too late | at every arrival |
 
 ``_AT_ONCE`` of those who wait for a turn are looked at every ``_LOOK_SECONDS``: with ``n`` of them
@@ -80,6 +80,7 @@ class Sender:
         limit: seconds after which that is too late.
         body: that is coming; ``None``: a head is.
         length: of the body, where its sender said it.
+        ends_with_line: what is coming: a head and chunks do, a compressed body need not.
         mark: of the socket.
         last: will hear it before the limit.
     """
@@ -90,6 +91,7 @@ class Sender:
     limit: float = math.inf
     body: IncomingBody | None = None
     length: int | None = None
+    ends_with_line: bool = True
     mark: int = 1
     last: asyncio.TimerHandle | None = None
 
@@ -107,14 +109,16 @@ class Sender:
                 self.caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
 
     def may_be_whole(self) -> bool:
-        """Whether what waits to be heard may end a head or chunks: both end with a line."""
+        """Whether what waits to be heard may end what is coming."""
         try:
             count = self.caller.recv_into(_LOOKED_AT, 0, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:  # closed, which its transport knows
             return True
-        return count > 0 if self.encrypted else _LOOKED_AT.find(b"\n", 0, count) >= 0
+        if self.encrypted or not self.ends_with_line:
+            return count > 0
+        return _LOOKED_AT.find(b"\n", 0, count) >= 0
 
 
 class SlowSenders:
@@ -138,6 +142,8 @@ class SlowSenders:
         limit: float,
         body: IncomingBody | None = None,
         length: int | None = None,
+        *,
+        ends_with_line: bool = True,
     ) -> None:
         """A head is coming, or a body.
 
@@ -146,10 +152,11 @@ class SlowSenders:
             limit: seconds within which it must be whole.
             body: that is coming.
             length: of the body, where its sender said it.
+            ends_with_line: a whole one does.
         """
         self.rest(sender)
         sender.begun, sender.limit = asyncio.get_running_loop().time(), limit
-        sender.body, sender.length = body, length
+        sender.body, sender.length, sender.ends_with_line = body, length, ends_with_line
 
     def rest(self, sender: Sender) -> None:
         """Nothing is coming from it: its next byte is heard."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import math
 import socket
 import ssl
@@ -333,6 +334,21 @@ async def test_a_body_of_unknown_length_in_crumbs_is_answered(
         await _crumbs(writer, chunks)
         assert b" 200 " in await _answer(reader)
         assert len(arrivals) < len(chunks) / 4
+        writer.close()
+
+
+async def test_a_compressed_body_in_crumbs_is_answered(stage: Make, arrivals: list[int]) -> None:
+    """Its length says nothing of what it becomes, and it does not end with a line."""
+    body = gzip.compress(msgspec.json.encode(ask()))
+    assert not body.endswith(b"\n")
+    limits = ConnectionLimits(body_seconds=3600.0, patience_seconds=0.0)
+    async with stage(limits=limits) as s:
+        await s.engine()
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        writer.write(HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body))
+        await _crumbs(writer, body)
+        assert b" 200 " in await _answer(reader)
+        assert len(arrivals) < len(body) / 4
         writer.close()
 
 

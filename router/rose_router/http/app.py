@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 
 import aiohttp
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
 from rose_core.rollouts.errors import (
@@ -202,7 +202,8 @@ def _outermost(doors: ConnectionLimiter) -> Middleware:
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        doors.note_head(request.transport, request.content, known_length(request))
+        chunked = hdrs.TRANSFER_ENCODING in request.headers
+        doors.note_head(request.transport, request.content, known_length(request), chunked=chunked)
         try:
             response = await handler(request)
         except web.HTTPException as error:
