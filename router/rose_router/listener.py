@@ -51,6 +51,8 @@ _REST_SECONDS = 0.1
 """Without descriptors, until callers are accepted again."""
 _HANDSHAKE_SECONDS = 10.0
 """Of TLS."""
+_FAREWELL_SECONDS = 1.0
+"""For a last word: who takes neither it nor the end of TLS would stay, uncounted, for 30 s."""
 
 
 def _last_word(status: bytes, body: bytes) -> bytes:
@@ -169,6 +171,7 @@ class LimitedConnection(asyncio.Protocol):
         self.doors.leave(self)
         transport.write(last_word)
         transport.close()
+        asyncio.get_running_loop().call_later(_FAREWELL_SECONDS, transport.abort)
 
     def abort(self) -> None:
         """End it, wherever it is."""

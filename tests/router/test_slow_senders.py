@@ -399,3 +399,30 @@ async def test_who_is_too_slow_is_told_so(stage: Make, rest: bytes) -> None:
                     await loop.sock_sendall(caller, b" ")
                 await asyncio.sleep(0.01)
     assert said.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_who_is_told_that_it_is_late_is_gone_soon_even_if_it_does_not_take_it(
+    stage: Make, tmp_path: Path
+) -> None:
+    """TLS ends when both have said so, and such a connection counts no more."""
+    authority = Authority(tmp_path / "pki")
+    trust = ssl.create_default_context(cafile=str(authority.certificate))
+    loop, limits = asyncio.get_running_loop(), ConnectionLimits(head_seconds=0.4)
+    async with stage(limits=limits, http_tls_dir=issue(authority, tmp_path / "tls")) as s:
+        with socket.create_connection(("127.0.0.1", s.router.http_port)) as caller:
+            caller.setblocking(False)
+            came, going = ssl.MemoryBIO(), ssl.MemoryBIO()
+            spoken = trust.wrap_bio(came, going, server_hostname="localhost")
+            async with asyncio.timeout(60):
+                while True:
+                    with contextlib.suppress(ssl.SSLWantReadError):
+                        spoken.do_handshake()
+                        break
+                    await loop.sock_sendall(caller, going.read())
+                    came.write(await loop.sock_recv(caller, 1 << 16))
+                spoken.write(HEAD)
+                await loop.sock_sendall(caller, going.read())
+            async with asyncio.timeout(15):  # half of what TLS waits for its other side
+                with contextlib.suppress(ConnectionError):
+                    while await loop.sock_recv(caller, 1 << 16):
+                        pass
