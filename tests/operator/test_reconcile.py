@@ -272,6 +272,19 @@ async def test_what_a_pool_kept_back_is_written_once_a_minute_too() -> None:
     assert 100_000 < status["totals"]["unlentReservedMilliseconds"] < 180_000
 
 
+async def test_nothing_is_remembered_of_what_is_gone() -> None:
+    bench = await running()
+    reporter = bench.reconciler._reporter
+    slot = bench.slots()[0]["metadata"]
+    key = f"{Kind.SLOT.value} {slot['namespace']}/{slot['name']}"
+    assert key in reporter._totals_at
+    for kind, name in list(bench.api.objects):
+        del bench.api.objects[kind, name]
+        bench.stores[kind].forget(name)
+    await bench.turn(25)
+    assert reporter._totals_at == {}
+
+
 async def test_an_expired_lease_gives_everything_back() -> None:
     bench = Bench()
     bench.pool()

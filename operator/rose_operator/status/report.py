@@ -111,6 +111,7 @@ class Reporter:
         self._deferral.keep(keys)
         self._same = {key: same for key, same in self._same.items() if key in keys}
         self._told = {key: told for key, told in self._told.items() if key in keys}
+        self._totals_at = {key: at for key, at in self._totals_at.items() if key in keys}
         self._teller.keep(keys)
 
     def statuses(
@@ -159,16 +160,17 @@ class Reporter:
         if told:
             self._publisher.publish_pool(pool, status)
         only_totals = status.model_copy(update={"totals": pool.status.totals}) == pool.status
-        if only_totals and self._is_early(pool, world, len(world.pools.good)):
-            self._deferral.settle(f"{Kind.POOL.value} {key}")
+        named = f"{Kind.POOL.value} {key}"
+        if only_totals and self._is_early(named, world, len(world.pools.good)):
+            self._deferral.settle(named)
             return
         yield from self._compare(Kind.POOL, pool, status, world, urgent=only_totals)
 
-    def _is_early(self, thing: Thing, world: ClusterState, count: int) -> bool:
+    def _is_early(self, key: str, world: ClusterState, count: int) -> bool:
         """Whether it is too soon to write totals alone; ``count``: objects of its kind."""
         now = world.monotonic
         period = max(_TOTALS_SECONDS, _SECONDS_PER_WRITE * count)
-        return now - self._totals_at.setdefault(thing.metadata.uid, now) < period
+        return now - self._totals_at.setdefault(key, now) < period
 
     def _slot(self, slot: RolloutSlot, world: ClusterState) -> Iterator[Write]:
         key = f"{Kind.SLOT.value} {slot.metadata.key}"
@@ -263,8 +265,9 @@ class Reporter:
         if told:
             self._publisher.publish_lease(lease, status)
         only_totals = status.model_copy(update={"totals": lease.status.totals}) == lease.status
-        if only_totals and self._is_early(lease, world, len(world.leases.good)):
-            self._deferral.settle(f"{Kind.LEASE.value} {lease.metadata.key}")
+        key = f"{Kind.LEASE.value} {lease.metadata.key}"
+        if only_totals and self._is_early(key, world, len(world.leases.good)):
+            self._deferral.settle(key)
             return
         yield from self._compare(Kind.LEASE, lease, status, world, urgent=only_totals)
 
@@ -290,7 +293,7 @@ class Reporter:
                 self._stores[kind].forget(thing.metadata.key)
                 return
             self._deferral.settle(key)
-            self._totals_at[thing.metadata.uid] = world.monotonic
+            self._totals_at[key] = world.monotonic
             told = news(transitions(thing.status.conditions, status.conditions), thing)
             if told is not None:
                 await self._teller.tell(of_condition(kind, thing, told, world.now))
