@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 from pathlib import Path
 
 import rose_dev
 from rose_dev.environments import cache_folder, find_uv, say
-from rose_dev.sandbox_parts import Impossible, provide, run
+from rose_dev.sandbox_parts import Impossible, run
 
 VERSION = "0.10.0"
 CONSTRAINTS = Path(rose_dev.__file__).with_name("openenv_constraints.txt")
@@ -78,4 +79,7 @@ def _image(uv: str, base: Path, python: str, image: Path) -> None:
 
 
 if __name__ == "__main__":
-    provide("OpenEnv", lambda _cache: install(cache_folder()))
+    try:
+        print(install(cache_folder()))
+    except Impossible as error:  # whoever asks for these tests is not content with their skips
+        sys.exit(f"OpenEnv: {error}")

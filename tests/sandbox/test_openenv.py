@@ -30,9 +30,15 @@ pytestmark = pytest.mark.sandbox
 
 CACHE = Path(os.environ.get("ROSE_CACHE") or Path.home() / ".cache" / "rose")
 PARTS, PYTHON = CACHE / "openenv" / "parts", CACHE / "openenv" / "venv" / "bin" / "python"
+WHOLE = CACHE / "openenv" / ".made-of"
 CHECKOUT = Path(__file__).parents[2]
 PACKAGES = [str(CHECKOUT / name) for name in ("sandbox", "weights", "wire", "")]
 PROGRAMS = Path(__file__).parent / "openenv"
+
+
+def need_openenv() -> None:
+    if not WHOLE.exists():  # an environment alone is half of what an interrupted set-up left
+        pytest.skip("OpenEnv is not installed; make sandbox-openenv")
 
 
 @dataclass
@@ -67,8 +73,7 @@ class Hosts:
 
 @pytest.fixture(params=["runc"])
 async def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Hosts]:
-    if not PYTHON.exists():
-        pytest.skip("OpenEnv is not installed; make sandbox-openenv")
+    need_openenv()
     kind, made, urls = RUNTIMES[request.param], [], []
     (tmp_path / "token").write_text("word")
     for name in ("one", "two"):
@@ -133,8 +138,7 @@ async def until_it_says(process: Process, word: str) -> str:
 @pytest.fixture
 async def counter(tmp_path: Path) -> Path:
     """An environment as ``openenv init`` writes it."""
-    if not PYTHON.exists():
-        pytest.skip("OpenEnv is not installed; make sandbox-openenv")
+    need_openenv()
     made = await asyncio.create_subprocess_exec(
         *(str(PYTHON.with_name("openenv")), "init", "counter"), cwd=tmp_path, stdout=PIPE
     )
@@ -204,8 +208,7 @@ async def test_what_cannot_be_started_is_told_by_openenvs_own_errors(
 
 
 async def test_a_conversation_outlives_the_way_that_carries_it(tmp_path: Path) -> None:
-    if not PYTHON.exists():
-        pytest.skip("OpenEnv is not installed; make sandbox-openenv")
+    need_openenv()
     process = await started("lines.py", tmp_path)
     said, _ = await asyncio.wait_for(process.communicate(), 100)
     assert process.returncode == 0, said.decode()
