@@ -25,31 +25,41 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
+import msgspec
 from aiohttp import WSMessage, WSMsgType, web
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
+from websockets.frames import CloseCode
 
 from rose_core.sandboxes.conversations import ConversationLost, Inside, Outside, said_again
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_sandbox.errors import SandboxError
+from rose_weights.errors import Fenced
 
 LOG = logging.getLogger(__name__)
 
 KEPT_BYTES = 64 << 20
 """Of a caller's messages that the sandbox may not have: with more, a loss ends its conversation."""
+ANSWER_BYTES = 128 << 20
+"""Of a message of the server, who may be anybody: more than OpenEnv's client takes by default."""
+MOST_REASON = 120
+"""Bytes of why a WebSocket ends, of which its protocol has room for 123."""
 AGAIN_SECONDS = 0.5
 ALIVE_SECONDS = 20.0
 """Between questions whether a way that is open leads anywhere: what OpenEnv's client asks, too."""
+_AWAY = (SandboxError, Fenced, OSError, WebSocketException)
+"""No way to the sandbox now; where it is may be asked again."""
 _OWN = {"connection", "host", "keep-alive", "transfer-encoding", "upgrade", "content-length"}
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the forwarder reaches the sandbox; both raise ``SandboxError`` or ``ConversationLost``.
+    """How the forwarder reaches the sandbox.
+
+    All raise ``SandboxError`` or ``Fenced``, and the first two ``ConversationLost``.
 
     Attributes:
         server: a connection to the server.
@@ -64,6 +74,16 @@ class Way:
     answered: Callable[[], Awaitable[object]]
     asked: Callable[[], Awaitable[object]]
     seconds: float
+
+
+class _Word(msgspec.Struct):
+    """What the program beside the server says before a message, or at first."""
+
+    took: int = 0
+    made: int = 0
+    closed: tuple[int, str] | None = None
+    unknown: bool = False
+    refused: str | None = None
 
 
 @dataclass
@@ -83,6 +103,8 @@ class Conversation:
         client: its end.
         target: path and query that it asked for.
         way: to the sandbox.
+        sent, given: messages of the client, and of the server that it was given.
+        owed: the client waits for an answer.
     """
 
     client: web.WebSocketResponse
@@ -95,6 +117,7 @@ class Conversation:
     _name: str = field(default_factory=lambda: uuid.uuid4().hex)
     _far: ClientConnection | None = None
     _heard_of: ClientConnection | None = None
+    _opened: float = float("-inf")
     _mine: asyncio.Task[WSMessage] | None = None
     _theirs: asyncio.Task[_Heard | None] | None = None
 
@@ -105,10 +128,9 @@ class Conversation:
             await self._open(target=self.target)
             while await self._step():
                 pass
-        except (ConversationLost, SandboxError, OSError, WebSocketException) as error:
+        except (ConversationLost, *_AWAY) as error:
             LOG.warning("a conversation at %s has ended: %s", self.target, error)
-            text = str(error).encode()[:120].decode(errors="ignore")
-            await self.client.close(code=aiohttp.WSCloseCode.INTERNAL_ERROR, message=text.encode())
+            await self._part(aiohttp.WSCloseCode.INTERNAL_ERROR, str(error))
         finally:
             for task in (self._mine, self._theirs):
                 if task is not None:
@@ -118,7 +140,8 @@ class Conversation:
 
     async def _step(self) -> bool:
         """Wait for what is said next, and pass it on; whether it goes on."""
-        if self._far is None and self.owed:
+        # First what was heard by the lost way, which the sandbox would otherwise say once more.
+        if self._far is None and self.owed and self._theirs is None:
             await self._find()
         if self._far is not None and self._theirs is None:
             self._heard_of = self._far
@@ -147,11 +170,10 @@ class Conversation:
             return True
         self._forget(self.sent - heard.took)
         if heard.closed is not None:
-            code, reason = heard.closed
-            await self.client.close(code=code, message=reason.encode())
+            await self._part(*heard.closed)
             return False
         self.given += 1
-        self.owed = False
+        self.owed = self.sent > self.given
         with suppress(ConnectionError):  # it has gone, and says so as it is heard next
             if isinstance(heard.message, bytes):
                 await self.client.send_bytes(heard.message)
@@ -159,6 +181,12 @@ class Conversation:
                 await self.client.send_str(heard.message)
         await _told(self.way.answered)
         return True
+
+    async def _part(self, code: int, reason: str) -> None:
+        if not _may_be_sent(code):  # of a server that died, as its own library numbers that
+            code, reason = aiohttp.WSCloseCode.INTERNAL_ERROR, reason or "the server has ended"
+        text = reason.encode()[:MOST_REASON].decode(errors="ignore")
+        await self.client.close(code=code, message=text.encode())
 
     async def _take(self, message: str | bytes) -> None:
         """Pass a client's message on."""
@@ -184,13 +212,13 @@ class Conversation:
 
     async def _hear(self, far: ClientConnection) -> _Heard | None:
         try:
-            told = json.loads(await far.recv())
-            if "closed" in told:
-                code, reason = told["closed"]
-                return _Heard(None, told["took"], (code, reason))
-            return _Heard(await far.recv(), told["took"])
-        except ConnectionClosed:
+            told = _word(await far.recv())
+            message = await far.recv() if told.closed is None else None
+        except ConnectionClosed as error:
+            if error.sent is not None and error.sent.code == CloseCode.MESSAGE_TOO_BIG:
+                raise ConversationLost(f"an answer has over {ANSWER_BYTES} bytes") from error
             return None
+        return _Heard(message, told.took, told.closed)
 
     async def _find(self) -> None:
         """Go on over another way.
@@ -200,10 +228,12 @@ class Conversation:
         """
         loop = asyncio.get_running_loop()
         until, why = loop.time() + self.way.seconds, ""
+        # One that is lost as soon as it is there is not sought as fast as this machine can.
+        await asyncio.sleep(self._opened + AGAIN_SECONDS - loop.time())
         while loop.time() < until:
             try:
                 return await self._open()
-            except (SandboxError, OSError, WebSocketException) as error:
+            except _AWAY as error:
                 why = str(error)
                 await asyncio.sleep(AGAIN_SECONDS)
         raise ConversationLost(f"no way to the sandbox in {self.way.seconds:g} s: {why}")
@@ -212,29 +242,29 @@ class Conversation:
         far = await connect(
             "ws://sandbox/?" + urlencode({"line": self._name, "given": self.given, **more}),
             sock=await self.way.beside(),
-            max_size=None,
+            max_size=ANSWER_BYTES,
             compression=None,
             ping_interval=ALIVE_SECONDS,
             ping_timeout=ALIVE_SECONDS,
             proxy=None,
         )
         try:
-            again = self._compared(json.loads(await far.recv()))
+            again = self._compared(_word(await far.recv()))
         except BaseException:  # also when cancelled: nobody else knows of it
             await far.close()
             raise
-        self._far = far
+        self._far, self._opened = far, asyncio.get_running_loop().time()
         for message in list(self._kept)[len(self._kept) - again :]:
             await self._say(far, message)
 
-    def _compared(self, told: dict[str, Any]) -> int:
+    def _compared(self, told: _Word) -> int:
         """How many messages are said again; what the sandbox's end said at first."""
-        if "refused" in told:
-            raise ConversationLost(f"the server refuses {self.target}: {told['refused']}")
-        if "unknown" in told:
+        if told.refused is not None:
+            raise ConversationLost(f"the server refuses {self.target}: {told.refused}")
+        if told.unknown:
             raise ConversationLost("the sandbox was given back as it was before it began")
         outside = Outside(self.sent, len(self._kept), self.given)
-        return said_again(outside, Inside(told["took"], told["made"]))
+        return said_again(outside, Inside(told.took, told.made))
 
     async def _lose(self, *, close: bool = False) -> None:
         far, self._far = self._far, None
@@ -245,11 +275,26 @@ class Conversation:
             await far.close()
 
 
+def _word(said: str | bytes) -> _Word:
+    try:
+        return msgspec.json.decode(said, type=_Word)
+    except msgspec.MsgspecError as error:  # whoever is in the sandbox may be at that port
+        raise ConversationLost(
+            f"what stands beside the server speaks otherwise: {error}"
+        ) from error
+
+
+def _may_be_sent(code: int) -> bool:
+    """Whether a code may stand in a close frame (RFC 6455, 7.4)."""
+    told = {CloseCode.NO_STATUS_RCVD, CloseCode.ABNORMAL_CLOSURE, CloseCode.TLS_HANDSHAKE, 1004}
+    return 1000 <= code < 5000 and code not in told
+
+
 async def _told(step: Callable[[], Awaitable[object]]) -> None:
     """The turn clock's word; a host that is lost is found by who needs it."""
     try:
         await step()
-    except (SandboxError, OutOfTurn) as error:
+    except (SandboxError, Fenced, OutOfTurn) as error:
         LOG.debug("a step of the turn clock: %s", error)
 
 
@@ -338,7 +383,7 @@ class Forwarder:
             task.add_done_callback(self._pumps.discard)
         try:
             inside = await asyncio.open_connection(sock=await self._way.server())
-        except (SandboxError, ConversationLost, OSError) as error:
+        except (*_AWAY, ConversationLost) as error:
             LOG.debug("no way to the server: %s", error)
             writer.close()
             return
