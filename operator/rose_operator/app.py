@@ -24,13 +24,11 @@ import signal
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
 
 from aiohttp import web
 from lightkube import AsyncClient
 
 from rose_core.api import RolloutLease
-from rose_core.lending import Policy
 from rose_operator import metrics
 from rose_operator.apply.routers import is_ready, router_name
 from rose_operator.errors import ApiUnavailable, NotLeader, OperatorError
@@ -154,15 +152,7 @@ class Operator:
             may_write=lambda: self.lock.may_write,
             clock=time.monotonic,
             wall=time.time,
-            policy=replace(
-                Policy(),
-                settle_seconds=settings.settle_seconds,
-                cool_seconds=settings.cool_seconds,
-                rebalance_seconds=settings.rebalance_seconds,
-                toggle_seconds=settings.toggle_seconds,
-                borrow_gain=settings.borrow_gain,
-                by_gain=settings.by_gain,
-            ),
+            policy=settings.lending,
             surroundings=self.surroundings,
             notices=self.notices,
             hurry=self.asked.is_set,

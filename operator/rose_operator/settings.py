@@ -14,6 +14,7 @@ from uuid import uuid4
 import yaml
 
 from rose_core.api.common import DNS_NAME
+from rose_core.lending import Policy
 from rose_operator import own_secrets, weight_stores
 from rose_operator.errors import ConfigurationError
 from rose_operator.kube.leader import RENEWALS
@@ -118,6 +119,18 @@ class Settings:
     def routers(self) -> str:
         """The routers' namespace."""
         return self.router_namespace or self.namespace
+
+    @property
+    def lending(self) -> Policy:
+        """The planner's figures, with those that the platform has said."""
+        return Policy(
+            settle_seconds=self.settle_seconds,
+            cool_seconds=self.cool_seconds,
+            rebalance_seconds=self.rebalance_seconds,
+            toggle_seconds=self.toggle_seconds,
+            borrow_gain=self.borrow_gain,
+            by_gain=self.by_gain,
+        )
 
 
 def parse(argv: list[str]) -> Settings:

@@ -144,3 +144,9 @@ async def test_what_two_sources_count_is_not_subtracted(replica: GuardedReplica)
     replica.take(Arrived(POD, 1, 120 * S, "/generate"), 120 * S)
     heard(replica, 125)
     assert told(replica, 125) == 1000
+
+
+async def test_memory_that_nobody_borrowed_is_reported_of_the_pool(replica: GuardedReplica) -> None:
+    replica.outcomes.pool.unlent_reserved_ns = 1_500_000_999
+    told = replica_report(replica, closed(GateReason.SIGNAL_MISSING), 100 * S, host_alive=True)
+    assert told.unlent_reserved_milliseconds == 1500

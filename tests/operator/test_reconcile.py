@@ -9,6 +9,7 @@ from rose_core.api import Reason
 from rose_core.identity import SlotKey
 from rose_core.wire.reasons import HOST_MEANING, HostReason
 from rose_core.wire.sync import MOST_MODELS, NodeModel, SlotReport, SlotState, SyncRequest
+from rose_operator import metrics
 from rose_operator.errors import ApiUnavailable, NotLeader
 from rose_operator.kube.api import Kind
 from tests.operator.bench import Bench, running
@@ -270,6 +271,9 @@ async def test_what_a_pool_kept_back_is_written_once_a_minute_too() -> None:
     assert 1 <= [name for _, name in bench.api.writes].count("chat") <= 4
     status = bench.api.objects[Kind.POOL, "default/chat"]["status"]
     assert 100_000 < status["totals"]["unlentReservedMilliseconds"] < 180_000
+    told = {"pool": "default/chat"}
+    shown = metrics.REGISTRY.get_sample_value("rose_pool_unlent_reserved_seconds", told)
+    assert shown == pytest.approx(179, abs=6)
 
 
 async def test_nothing_is_remembered_of_what_is_gone() -> None:

@@ -218,5 +218,6 @@ def deployment_pod(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
 
 def test_slots_go_by_weight_unless_the_platform_says_otherwise(tmp_path: Path) -> None:
     given = flags(tmp_path, "main: a:1\n", "secret\n")
-    assert not parse(given).by_gain
-    assert parse([*given, "--lend-by-gain"]).by_gain
+    assert not parse(given).lending.by_gain
+    told = parse([*given, "--lend-by-gain", "--toggle-seconds", "7"]).lending
+    assert (told.by_gain, told.toggle_seconds) == (True, 7.0)
