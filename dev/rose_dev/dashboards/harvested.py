@@ -76,10 +76,11 @@ DASHBOARD = Dashboard(
                 ),
                 Panel(
                     "GPU time lent",
-                    "Time under a grant since the lease was applied; times the pool's price it is "
-                    "what the lease costs. Kept back: that time by the share of the memory that "
-                    "serving did without for it; 0 where memory is elastic. Not lent: the same of "
-                    "a pool's GPUs that nobody borrowed, which no lease is charged.",
+                    "Time under a grant since the lease was applied; charged is the part of it in "
+                    "which rollouts could compute (rose report). Kept back: that time by the share "
+                    "of the memory that serving did without for it; 0 where memory is elastic. Not "
+                    "lent: the same of a pool's GPUs that nobody borrowed, which no lease is "
+                    "charged.",
                     "s",
                     {
                         "sum by (lease) (rose_lease_lent_seconds{$here})": "{{lease}}",
