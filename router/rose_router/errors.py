@@ -8,7 +8,7 @@ RouterError                 status, reason (closed word), retry_after
 ├── Conflict        409     pinned version not announced yet; Retry-After: it may be
 ├── TooLarge        413     would not fit into the router's memory
 ├── Unprocessable   422     not spliceable, ended engines: asking again does not help
-├── SlowCaller      408     the body did not come in time
+├── SlowCaller      408     the head or the body did not come in time
 ├── Busy            429     the queue is full; Retry-After says when to try again
 ├── NotHere         501     asks for what only a single engine could do
 ├── Overloaded      503     waited too long, draining, no quorum; Retry-After says when

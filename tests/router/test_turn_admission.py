@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from rose_core.identity import WeightVersion
@@ -444,6 +445,31 @@ async def test_the_minute_begins_anew_when_the_last_engine_that_takes_the_turn_h
         await started(long)
         turn = w.ask(5, sampling=SEEDED)
         await asyncio.sleep(90)
+        assert turn.state is TurnState.WAITING
+        full.leaving = True
+        w.gate(full, is_open=False)
+        w.detach(full)
+        left = w.service.clock()
+        await over(turn)
+        assert isinstance(turn.error, UnsafeTurn)
+        assert 60 <= turn.ended - left < 65
+
+
+async def test_the_minute_begins_anew_when_an_engine_has_left_whose_kv_pool_was_full() -> None:
+    """It would have taken the turn once others' keys were gone."""
+
+    class Full(SimEngine):
+        def update(self, head: str = "") -> EngineUpdate:
+            return msgspec.structs.replace(super().update(head), kv_tokens=1)
+
+    full = Full("sglang", cap=2)
+    async with world(like_vllm("vllm")) as w:
+        turn = w.ask(5, sampling=SEEDED)
+        first = w.ask(10_000, sampling=SEEDED, priority=1)
+        await asyncio.sleep(30)
+        w.attach(full)
+        await started(first)
+        await asyncio.sleep(40)
         assert turn.state is TurnState.WAITING
         full.leaving = True
         w.gate(full, is_open=False)

@@ -266,7 +266,8 @@ class TurnQueue:
                 blocked[waiter.view.placement_key] = waiter.obstacle = chosen.obstacle
                 self._fail_if_gone(waiter)
             elif self._policy.name is PolicyName.JOINT:
-                waiter.obstacle = Obstacle.FULL  # its home is, and is waited for
+                waiter.obstacle = Obstacle.FULL  # its home, or a KV pool, and it is waited for
+                waiter.refused = None
             else:
                 self._give(waiter, chosen)
         self._waiting = [waiter for waiter in self._waiting if not waiter.future.done()]
