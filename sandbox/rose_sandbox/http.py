@@ -27,7 +27,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from http import HTTPStatus
@@ -79,6 +79,8 @@ MOST_HEADERS = 100
 STATUS_CODE = re.compile("[2-5][0-9]{2}")
 """Of an answer; those below 200 promise another one, which no server in a sandbox may give."""
 BODILESS = {HTTPStatus.NO_CONTENT, HTTPStatus.RESET_CONTENT, HTTPStatus.NOT_MODIFIED}
+GONE_SECONDS = 1.0
+"""Between looks whether the caller of a port is there: with its place among the tunnels it goes."""
 MOST_BURN_SECONDS = 60.0
 """A guard that dies must not stop checkpoints for ever."""
 
@@ -308,7 +310,7 @@ class _Api:
                 raise errors.NotListening(
                     f"what listens there does not read for {within:g} s"
                 ) from error
-            return await _relayed(request, reader, within)
+            return await _for_its_caller(request, _relayed(request, reader, within))
 
     async def tunnel(self, request: web.Request) -> web.WebSocketResponse:
         # Compressed messages would cost the host what their sender says.
@@ -384,6 +386,21 @@ class _Api:
 
     async def resume(self, request: web.Request) -> web.Response:
         return _json(asdict(await self._host.resume(_key(request))))
+
+
+async def _for_its_caller(
+    request: web.Request, work: Coroutine[Any, Any, web.StreamResponse]
+) -> web.StreamResponse:
+    """A server that says nothing is waited for while its caller waits, and not by nobody."""
+    task = asyncio.create_task(work)
+    try:
+        while not task.done() and request.transport is not None:
+            await asyncio.wait({task}, timeout=GONE_SECONDS)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    return task.result() if not task.cancelled() else web.Response(status=499)
 
 
 async def _relayed(

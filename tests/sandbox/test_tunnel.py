@@ -263,3 +263,24 @@ async def test_what_a_port_says_is_one_answer_and_never_the_next_one(
         assert "forged" not in answers
         assert answers.count("HTTP/1.1 ") == 2, "of the port, and of the sessions"
         writer.close()
+
+
+async def test_a_port_that_says_nothing_is_waited_for_no_longer_than_its_caller_waits(
+    serving: Serving, inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks again and again after its own time-out would otherwise use all tunnels up."""
+    monkeypatch.setattr("rose_sandbox.http.GONE_SECONDS", 0.05)
+    before = there_are()
+    async with serving(TunnelLimits(most=1)) as far, Sandbox(session="s", host=far) as box:
+        asking = asyncio.create_task(far._call("GET", "/s/port/80/", None))
+        its_reader, theirs = await inside.came.get()
+        assert await its_reader.readuntil(b"\r\n\r\n")
+        with pytest.raises(TooManyTunnels):
+            await box.connect(80)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert await its_reader.read() == b"", "hung up inside too"
+        await until(lambda: there_are() == before)
+        _, writer = await opened(box)
+        writer.close()
+        theirs.close()
