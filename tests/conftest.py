@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from rose_dev.control_plane import ControlPlane
 
@@ -28,6 +29,10 @@ pytest_plugins = [
 # Without this, pytest-asyncio asks Python 3.11 for "the current loop", which makes one that nobody
 # closes; its ResourceWarning would fail a random test.
 asyncio.set_event_loop(None)
+
+# How long an example takes says what else the machine does. CI's own profile asks as little.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session", autouse=True)
