@@ -3,7 +3,8 @@
 | a caller that | meets |
 |---|---|
 | opens more connections than all together may | closes the oldest that has sent no whole request |
-| does so while each of them has | 503 with ``Retry-After``, closed |
+| does so while each of them has | closes the one that has been idle longest since its answer |
+| does so while all are being answered | 503 with ``Retry-After``, closed |
 | connects and sends nothing in time | the connection is closed |
 | sends no whole request head in time | 408, closed |
 | sends its body slower than ``body_seconds`` allow | 408 |
@@ -51,6 +52,9 @@ _REST_SECONDS = 0.1
 """Without descriptors, until callers are accepted again."""
 _HANDSHAKE_SECONDS = 10.0
 """Of TLS."""
+_IDLE_SECONDS = 1.0
+"""Since its answer, after which a connection may be closed for another: the answer is on its way
+when the handler has ended."""
 _FAREWELL_SECONDS = 1.0
 """For a last word: who takes neither it nor the end of TLS would stay, uncounted, for 30 s."""
 
@@ -205,6 +209,7 @@ class ConnectionLimiter:
         self._open: set[LimitedConnection] = set()
         self._headless: dict[LimitedConnection, None] = {}  # no whole request yet; the oldest first
         self._over: dict[asyncio.Transport, LimitedConnection] = {}  # of those that speak
+        self._answered: dict[LimitedConnection, float] = {}  # since when; the oldest first
         self._slow = SlowSenders(limits.patience_seconds)
         metrics.CONNECTIONS.set_function(self.__len__)
         metrics.SLOW_SENDERS.set_function(self._slow.__len__)
@@ -213,9 +218,9 @@ class ConnectionLimiter:
         return len(self._open)
 
     def enter(self, door: LimitedConnection) -> bool:
-        """Whether there is room for one more; the oldest that has asked nothing gives way."""
+        """Whether there is room for one more; who asks nothing gives way."""
         if len(self._open) >= self._limits.connections:
-            oldest = next(iter(self._headless), None)
+            oldest = next(iter(self._headless), None) or self._longest_idle()
             if oldest is None:
                 metrics.REFUSED.labels("Connections").inc()
                 return False
@@ -223,6 +228,15 @@ class ConnectionLimiter:
         self._open.add(door)
         self._headless[door] = None
         return True
+
+    def _longest_idle(self) -> LimitedConnection | None:
+        """A connection is kept for an hour after an answer, and anybody may ask for one."""
+        due = self.clock - _IDLE_SECONDS
+        answered = itertools.takewhile(lambda door: self._answered[door] < due, self._answered)
+        for door in itertools.islice(answered, _AT_ONCE):
+            if door.transport is not None and not door.transport.get_write_buffer_size():
+                return door
+        return None
 
     def note_transport(self, door: LimitedConnection) -> None:
         """It has one."""
@@ -261,16 +275,24 @@ class ConnectionLimiter:
         if door is None or door.sender is None:
             return
         self._headless.pop(door, None)
+        self._answered.pop(door, None)
         if body.is_eof():
             self._slow.rest(door.sender)
         else:
             limit = self._limits.body_seconds
             self._slow.begin(door.sender, limit, body, length, ends_with_line=chunked)
 
+    def note_answered(self, transport: asyncio.BaseTransport | None) -> None:
+        """The request that came over it has its answer."""
+        door = self._over.get(cast("asyncio.Transport", transport))
+        if door is not None:
+            self._answered[door] = self.clock
+
     def leave(self, door: LimitedConnection) -> None:
         """It has ended."""
         self._open.discard(door)
         self._headless.pop(door, None)
+        self._answered.pop(door, None)
         if door.transport is not None:
             self._over.pop(door.transport, None)
         if door.sender is not None:

@@ -209,6 +209,32 @@ async def test_who_says_nothing_shuts_nobody_out(stage: Make) -> None:
             writer.close()
 
 
+async def test_who_asks_nothing_more_shuts_nobody_out(stage: Make) -> None:
+    """One request each would hold all places for an hour; who is being answered stays."""
+    ping = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
+    limits = ConnectionLimits(connections=3, head_seconds=0.4)
+    async with stage(limits=limits) as s, aiohttp.ClientSession() as http, asyncio.timeout(60):
+        open_ = [await asyncio.open_connection("127.0.0.1", s.router.http_port) for _ in range(3)]
+        (asking, body), (first, _), (second, again) = open_
+        body.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{")
+        for reader, writer in open_[1:]:
+            writer.write(ping)
+            assert b" 200 " in await reader.readline()
+        found = 503
+        while found == 503:
+            async with http.get(s.url + "/ping", headers={"Connection": "close"}) as reply:
+                found = reply.status
+        assert found == 200
+        with contextlib.suppress(ConnectionError):
+            await first.read()  # it was idle for longest
+        again.write(ping)
+        await second.readuntil(b" 200 ")
+        body.write(b"}")
+        assert b" 400 " in await asking.readline()
+        for _, writer in open_:
+            writer.close()
+
+
 async def test_more_silent_callers_than_are_looked_at_in_a_step(stage: Make) -> None:
     """All are closed when they are late; those that hang up before make room."""
     async with stage(limits=ConnectionLimits(head_seconds=0.5, connections=300)) as s:

@@ -198,18 +198,21 @@ def classify(error: Exception) -> tuple[int, str, int]:
 
 
 def _outermost(doors: ConnectionLimiter) -> Middleware:
-    """Notes that a request head has come, and answers errors in the words of the route."""
+    """Notes that a request has come and is answered; says errors in the words of the route."""
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         chunked = hdrs.TRANSFER_ENCODING in request.headers
         doors.note_head(request.transport, request.content, known_length(request), chunked=chunked)
         try:
-            response = await handler(request)
-        except web.HTTPException as error:
-            response = error_response(error, request.path)
-        except (RouterError, RolloutError, EngineRefused) as error:
-            response = error_response(error, request.path)
-        return response if request.content.is_eof() else await pass_by(request, response)
+            try:
+                response = await handler(request)
+            except web.HTTPException as error:
+                response = error_response(error, request.path)
+            except (RouterError, RolloutError, EngineRefused) as error:
+                response = error_response(error, request.path)
+            return response if request.content.is_eof() else await pass_by(request, response)
+        finally:
+            doors.note_answered(request.transport)
 
     return answer
