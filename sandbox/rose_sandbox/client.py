@@ -206,9 +206,10 @@ class RemoteHost:
     async def connect(self, session: str, port: int) -> socket.socket:
         """See ``Host``; the connection is carried by the host's own (``tunnel``)."""
         try:
-            line = await self._http.ws_connect(
-                f"{self._url}/sessions/{session}/tunnel/{port}", max_msg_size=MESSAGE_BYTES
-            )
+            async with asyncio.timeout(_ANSWER_SECONDS):  # what all calls have is for files
+                line = await self._http.ws_connect(
+                    f"{self._url}/sessions/{session}/tunnel/{port}", max_msg_size=MESSAGE_BYTES
+                )
         except aiohttp.WSServerHandshakeError as error:
             if error.headers is None or REFUSAL not in error.headers:
                 raise HostAway(f"{self._url} answered {error.status}: no tunnel") from error

@@ -17,7 +17,7 @@ from yarl import URL
 from rose_core.sandboxes.tunnels import TunnelLimits
 from rose_dev.waiting import until
 from rose_sandbox.client import RemoteHost, Sandbox
-from rose_sandbox.errors import NotListening, TooManyTunnels, UnknownSandbox
+from rose_sandbox.errors import HostAway, NotListening, TooManyTunnels, UnknownSandbox
 from rose_sandbox.http import MOST_HEADERS, ServingTraffic, application
 from rose_sandbox.metrics import REGISTRY
 from rose_sandbox.runtimes.runtime import Handle
@@ -130,6 +130,19 @@ async def test_one_through_which_nothing_passes_ends_and_says_so(
         writer.close()
         theirs.close()
     assert ends("idle") == was + 1
+
+
+async def test_a_host_that_says_nothing_is_away(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await asyncio.start_server(inside, "127.0.0.1", 0)
+    far = RemoteHost(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "word")
+    monkeypatch.setattr("rose_sandbox.client._ANSWER_SECONDS", 0.3)
+    with pytest.raises(HostAway, match="does not answer"):
+        await far.connect("s", 80)
+    await far.close()
+    (await inside.came.get())[1].close()
+    server.close()
 
 
 async def test_bytes_either_way_keep_it(serving: Serving, inside: Inside) -> None:
