@@ -76,7 +76,7 @@ test: venv  ## everything that CI runs
 	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-node test-computing
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
-# Beside the node's lane, which mostly waits. Three lanes at once were tried: what asks an API server then waits in vain.
+# Beside the node's lane, which mostly waits. With three lanes at once a test that asks an API server failed twice.
 test-computing:
 	$(MAKE) --no-print-directory test-api AGAIN='$(AGAIN)'
 	$(MAKE) --no-print-directory unit AGAIN='$(AGAIN)'
