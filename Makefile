@@ -69,7 +69,7 @@ demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
 # says so; generated examples are the same every time, so that a change is judged by what it does. While you
 # work (`make unit`) nothing is tried twice, and examples are new each time. Each lane ends with its slowest tests.
 LANES := test test-computing test-engines test-node test-api test-sandboxes
-$(LANES): AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci --durations 15 --durations-min 5
+$(LANES): AGAIN := --reruns 1 --only-rerun ".*" --rerun-show-tracebacks --hypothesis-profile=ci --durations 15 --durations-min 5
 test: venv  ## everything that CI runs
 	$(MAKE) --no-print-directory -j 3 check engine cluster sandbox
 	$(MAKE) --no-print-directory tap

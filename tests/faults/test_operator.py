@@ -4,13 +4,16 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import pytest
 from lightkube import ApiError, Client
+from lightkube.generic_resource import GenericNamespacedResource
 from lightkube.resources.core_v1 import Event
 from lightkube.types import PatchType
 
@@ -106,8 +109,19 @@ def scene(plane: Cluster, behind: tuple[FaultyProxy, OperatorProcess]) -> Iterat
         scene.proxy.overload(0.0)
         scene.proxy.refuse("")
         for kind in (harness.LEASE, harness.POOL):
-            plane.client.deletecollection(kind, namespace=scene.namespace)
+            until(partial(is_cleared, scene, kind), f"every {kind.__name__} is gone", 120)
         until(lambda: not scene.slots(), "the slots are given back")
+
+
+def is_cleared(scene: Scene, kind: type[GenericNamespacedResource]) -> bool:
+    """Delete what is left of a kind; later tests' operators see every namespace.
+
+    A thousand objects may take a busy API server longer than a client waits for one answer.
+    """
+    client = scene.cluster.client
+    with suppress(httpx.TimeoutException):
+        client.deletecollection(kind, namespace=scene.namespace)
+    return not list(client.list(kind, namespace=scene.namespace, chunk_size=250))
 
 
 def test_a_storm_of_429_delays_and_loses_nothing(scene: Scene) -> None:
