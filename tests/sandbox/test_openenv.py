@@ -33,6 +33,9 @@ PARTS, PYTHON = CACHE / "openenv" / "parts", CACHE / "openenv" / "venv" / "bin" 
 WHOLE = CACHE / "openenv" / ".made-of"
 CHECKOUT = Path(__file__).parents[2]
 PACKAGES = [str(CHECKOUT / name) for name in ("sandbox", "weights", "wire", "")]
+BEFORE_THE_KILL = 5
+"""Turns of ``episode.py``: when the server was ready, ``reset``, three steps. The last one begins
+only after its answer is given, so what is saved may be the one before."""
 PROGRAMS = Path(__file__).parent / "openenv"
 
 
@@ -59,7 +62,7 @@ class Hosts:
             told = await far.state(session)
         finally:
             await far.close()
-        return told.recoverable_to == told.turn
+        return told.recoverable_to == BEFORE_THE_KILL
 
     async def sessions(self) -> list[str]:
         """Of the second one."""
