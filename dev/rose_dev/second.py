@@ -51,9 +51,13 @@ class SecondNode:
         say(f"[cluster] {self.name} is ready")
 
     def down(self) -> None:
-        """End it, and take its Node object away."""
+        """End it, and take its Node object and its pods away."""
         sweep(self.place)
         self._first.kubectl("delete", "node", self.name, "--ignore-not-found", "--wait=false")
+        # Kubernetes collects pods of a node that is gone after 40 s. Until then whoever asks for a
+        # pod of a DaemonSet may be given one of them.
+        where = ("--all-namespaces", f"--field-selector=spec.nodeName={self.name}")
+        self._first.kubectl("delete", "pods", *where, "--force", "--grace-period=0", "--wait=false")
 
     def components(self) -> dict[str, bool]:
         """Each component's name, and whether it runs; empty while there is no second node."""
