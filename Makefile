@@ -90,9 +90,10 @@ test-engines:
 test-node:
 	$(TIMED) $(BIN)/pytest $(LANE) -m "cluster and node and not long" $(AGAIN) $(ARGS)
 
-# Two workers, each with an API server of its own: one alone left two thirds of the cores idle.
+# Two workers, each with an API server of its own: one alone left two thirds of the cores idle. Who is done first
+# may wait for the other (watchdog_end).
 test-api:
-	$(TIMED) $(BIN)/pytest $(LANE) -n 2 -m "cluster and not node and not long" $(AGAIN) $(ARGS)
+	$(TIMED) $(BIN)/pytest $(LANE) -n 2 -o watchdog_end=600 -m "cluster and not node and not long" $(AGAIN) $(ARGS)
 
 test-sandboxes:
 	$(TIMED) $(CONTAINED) --limit 600 $(BIN)/pytest -v -n 0 -m sandbox tests/sandbox $(AGAIN) $(ARGS)
