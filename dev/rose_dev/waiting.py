@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from rose_dev.errors import StartFailed
+from rose_dev.errors import CommandFailed, StartFailed
 
 
 async def until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
@@ -51,3 +51,25 @@ def wait_until(
             message = f"{what}: not within {seconds:.0f} s {why()}".rstrip()
             raise StartFailed(message)
         time.sleep(pause)
+
+
+def wait_until_established(kubectl: Callable[..., str], *definitions: str) -> None:
+    """Block until the API server serves kinds whose definitions were just made.
+
+    Args:
+        kubectl: of a cluster.
+        definitions: as ``crd/NAME``.
+
+    Raises:
+        StartFailed: they are not served in time.
+    """
+
+    def established() -> bool:
+        # kubectl's own wait ends with an error where a definition has no condition yet.
+        try:
+            kubectl("wait", "--for=condition=Established", "--timeout=20s", *definitions)
+        except CommandFailed:
+            return False
+        return True
+
+    wait_until(established, f"{', '.join(definitions)} established", seconds=120, pause=0.5)

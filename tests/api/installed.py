@@ -10,6 +10,7 @@ from lightkube import Client, KubeConfig
 from rose_core.api.crd import KINDS
 from rose_dev.control_plane import ControlPlane
 from rose_dev.errors import CommandFailed
+from rose_dev.waiting import wait_until_established
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +29,7 @@ def install(plane: ControlPlane) -> None:
     files = [f"--filename={ROOT / 'crds' / kind.plural}.yaml" for kind in KINDS]
     plane.kubectl("apply", *files)
     names = [f"crd/{kind.full_name}" for kind in KINDS]
-    plane.kubectl("wait", "--for=condition=Established", *names)
+    wait_until_established(plane.kubectl, *names)
     for kind in KINDS:
         _until_served(plane, kind.full_name)
 

@@ -13,6 +13,7 @@ import pytest
 
 from rose_dev.control_plane import ControlPlane
 from rose_dev.shell import run
+from rose_dev.waiting import wait_until_established
 from tests.chart.rendering import CHART, HELM, Object
 
 pytestmark = [
@@ -103,7 +104,7 @@ def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     # The definition has to be there for its objects to be found.
     with there(control_plane, POLICIES):
         name = POLICIES["metadata"]["name"]
-        control_plane.kubectl("wait", "--for=condition=Established", f"crd/{name}")
+        wait_until_established(control_plane.kubectl, f"crd/{name}")
         yield control_plane
     control_plane.kubectl("delete", "namespace", SPACE, "--wait=false")
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rose_dev.node import Node
-from rose_dev.waiting import wait_until
+from rose_dev.waiting import wait_until, wait_until_established
 from tests.api import objects
 from tests.api.objects import changed
 
@@ -25,7 +25,7 @@ TOKENS = "rose-gpu.dev/slots"
 def team(node: Node) -> Iterator[Node]:
     """A namespace with a lease of no size, and a node that has tokens."""
     node.kubectl("apply", *(f"--filename={path}" for path in (ROOT / "crds").glob("*.yaml")))
-    node.kubectl("wait", "--for=condition=Established", "crd/rolloutleases.rose-gpu.dev")
+    wait_until_established(node.kubectl, "crd/rolloutleases.rose-gpu.dev")
     wait_until(lambda: not has_namespace(node), "an earlier run's namespace is gone", seconds=60)
     node.kubectl("create", "namespace", "research")
     changes = {"metadata.namespace": "research", "spec.slots": {"min": 0, "max": 0}}

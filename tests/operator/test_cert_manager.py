@@ -16,6 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from rose_dev.build import build
 from rose_dev.errors import CommandFailed
 from rose_dev.parts import CERT_MANAGER_KINDS, CERT_MANAGER_PART
+from rose_dev.waiting import wait_until_established
 from rose_wire import tls
 from tests.chart.rendering import HELM, Object, render
 from tests.operator.harness import Cluster, until
@@ -42,7 +43,7 @@ def place(cluster: Cluster) -> Iterator[str]:
     text = "".join(f"---\n{json.dumps(kind)}\n" for kind in kinds)
     cluster.plane.kubectl("apply", "--server-side", "--filename=-", stdin=text)
     names = [f"crd/{kind}.cert-manager.io" for kind in KINDS]
-    cluster.plane.kubectl("wait", "--for=condition=Established", "--timeout=60s", *names)
+    wait_until_established(cluster.plane.kubectl, *names)
     yield cluster.namespace("certificates")
     cluster.plane.kubectl("delete", "--ignore-not-found", "--wait=false", *names)
 

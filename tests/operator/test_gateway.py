@@ -13,6 +13,7 @@ import pytest
 
 from rose_core.api import RolloutLease
 from rose_dev.parts import GATEWAY_KINDS
+from rose_dev.waiting import wait_until_established
 from rose_operator.apply import routers
 from rose_operator.errors import ConfigurationError
 from rose_operator.kube.api import Kind
@@ -120,7 +121,7 @@ def gateway_cluster(cluster: Cluster) -> Iterator[Cluster]:
     files = [f"--filename={path}" for path in sorted(GATEWAY_KINDS.place.glob("*routes.yaml"))]
     cluster.plane.kubectl("apply", "--server-side", *files)
     names = [f"crd/{kind}.gateway.networking.k8s.io" for kind in ("httproutes", "grpcroutes")]
-    cluster.plane.kubectl("wait", "--for=condition=Established", "--timeout=60s", *names)
+    wait_until_established(cluster.plane.kubectl, *names)
     yield cluster
     cluster.plane.kubectl("delete", "--ignore-not-found", "--wait=false", *names)
 
