@@ -20,7 +20,7 @@ TIMED := TIMEFORMAT='[lane] %1lR, of the cores %0U s and %0S s in the kernel'; t
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
-.PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-computing test-engines test-node test-api test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
+.PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-waiting test-computing test-engines test-node test-api test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal reasoning-gym sandbox-adapters sandbox-harbor sandbox-openenv test-clients
 
@@ -68,20 +68,24 @@ demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest
 # says so; generated examples are the same every time, so that a change is judged by what it does. While you
 # work (`make unit`) nothing is tried twice, and examples are new each time. Each lane ends with its slowest tests.
-LANES := test test-computing test-engines test-node test-api test-sandboxes
+LANES := test test-waiting test-computing test-engines test-node test-api test-sandboxes
 $(LANES): AGAIN := --reruns 1 --only-rerun ".*" --rerun-show-tracebacks --hypothesis-profile=ci --durations 15 --durations-min 5
 test: venv  ## everything that CI runs
 	$(MAKE) --no-print-directory -j 3 check engine cluster sandbox
 	$(MAKE) --no-print-directory tap
-	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-node test-computing
+	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-waiting test-computing
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
-# Beside the node's lane, which mostly waits. With three lanes at once a test that asks an API server failed twice.
-test-computing:
+# Two chains of about the same length. What waits for a cluster and for sandboxes costs what computes hardly any time;
+# with three chains at once a test that asks an API server failed twice.
+test-waiting:
+	$(MAKE) --no-print-directory test-node AGAIN='$(AGAIN)'
 	$(MAKE) --no-print-directory test-api AGAIN='$(AGAIN)'
+	$(MAKE) --no-print-directory test-sandboxes AGAIN='$(AGAIN)'
+
+test-computing:
 	$(MAKE) --no-print-directory unit AGAIN='$(AGAIN)'
 	$(MAKE) --no-print-directory test-engines AGAIN='$(AGAIN)'
-	$(MAKE) --no-print-directory test-sandboxes AGAIN='$(AGAIN)'
 
 # One worker, which a hung test ends without ending the run, so that it starts what its tests share once.
 test-engines:
