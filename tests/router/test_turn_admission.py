@@ -438,6 +438,17 @@ async def test_a_turn_that_no_engine_takes_for_a_minute_is_refused_by_name(
         assert 60 <= turn.ended - turn.began < 65
 
 
+async def a_minute_after_it_left(w: World, engine: SimEngine, turn: Turn) -> None:
+    """The turn is refused so long after the engine that would have taken it has left."""
+    engine.leaving = True
+    w.gate(engine, is_open=False)
+    w.detach(engine)
+    left = w.service.clock()
+    await over(turn)
+    assert isinstance(turn.error, UnsafeTurn)
+    assert 60 <= turn.ended - left < 65
+
+
 async def test_the_minute_begins_anew_when_the_last_engine_that_takes_the_turn_has_left() -> None:
     full = SimEngine("sglang", cap=1)
     async with world(like_vllm("vllm"), full) as w:
@@ -446,13 +457,7 @@ async def test_the_minute_begins_anew_when_the_last_engine_that_takes_the_turn_h
         turn = w.ask(5, sampling=SEEDED)
         await asyncio.sleep(90)
         assert turn.state is TurnState.WAITING
-        full.leaving = True
-        w.gate(full, is_open=False)
-        w.detach(full)
-        left = w.service.clock()
-        await over(turn)
-        assert isinstance(turn.error, UnsafeTurn)
-        assert 60 <= turn.ended - left < 65
+        await a_minute_after_it_left(w, full, turn)
 
 
 async def test_the_minute_begins_anew_when_an_engine_has_left_whose_kv_pool_was_full() -> None:
@@ -471,10 +476,4 @@ async def test_the_minute_begins_anew_when_an_engine_has_left_whose_kv_pool_was_
         await started(first)
         await asyncio.sleep(40)
         assert turn.state is TurnState.WAITING
-        full.leaving = True
-        w.gate(full, is_open=False)
-        w.detach(full)
-        left = w.service.clock()
-        await over(turn)
-        assert isinstance(turn.error, UnsafeTurn)
-        assert 60 <= turn.ended - left < 65
+        await a_minute_after_it_left(w, full, turn)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,19 @@ class World:
             traffic=lambda: self.traffic,
             renew_seconds=self.renew_seconds,
         )
+
+    def put_server(self, address: tuple[str, int]) -> None:
+        """Let a server of the test be at port 80 of every sandbox."""
+        absent = self.runtime.connect
+
+        async def connect(handle: Handle, port: int) -> socket.socket:
+            if port != 80:
+                return await absent(handle, port)
+            made = socket.create_connection(address)
+            made.setblocking(False)
+            return made
+
+        self.runtime.connect = connect  # type: ignore[method-assign]
 
     async def said(self, session: str, command: str, host: Host | None = None) -> str:
         result = await (host or self.host).exec(session, command, 5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,6 @@ from rose_sandbox.errors import (
 from rose_sandbox.http import ServingTraffic, application
 from rose_sandbox.main import parser
 from rose_sandbox.metrics import REGISTRY
-from rose_sandbox.runtimes.runtime import Handle
 from tests.sandbox.test_host import World
 
 
@@ -194,16 +192,7 @@ async def test_a_server_in_the_sandbox_answers_at_its_port(served: Served) -> No
     headers = {"Authorization": "Bearer word"}
     async with Sandbox(session="s", url=served.url, token="word") as box:
         server = await asyncio.start_server(hello, "127.0.0.1", 0)
-        real, inside = server.sockets[0].getsockname(), served.world.runtime.connect
-
-        async def connect(handle: Handle, port: int) -> socket.socket:
-            if port != 80:
-                return await inside(handle, port)
-            made = socket.create_connection(real)
-            made.setblocking(False)
-            return made
-
-        served.world.runtime.connect = connect  # type: ignore[method-assign]
+        served.world.put_server(server.sockets[0].getsockname())
         async with aiohttp.ClientSession(headers=headers) as http:
             async with http.get(f"{served.url}/sessions/s/port/80/a?b=1") as answer:
                 assert (answer.status, await answer.text()) == (201, "hello")

@@ -20,7 +20,6 @@ from rose_sandbox.client import RemoteHost, Sandbox
 from rose_sandbox.errors import HostAway, NotListening, TooManyTunnels, UnknownSandbox
 from rose_sandbox.http import MOST_HEADERS, ServingTraffic, application
 from rose_sandbox.metrics import REGISTRY
-from rose_sandbox.runtimes.runtime import Handle
 from tests.sandbox.test_host import World
 
 END = "\r\nConnection: close\r\n\r\n"
@@ -52,16 +51,7 @@ def serving(tmp_path: Path, inside: Inside, monkeypatch: pytest.MonkeyPatch) -> 
         world = World(tmp_path)
         monkeypatch.setattr(world.host, "tunnel_limits", limits)
         server = await asyncio.start_server(inside, "127.0.0.1", 0)
-        real, absent = server.sockets[0].getsockname(), world.runtime.connect
-
-        async def connect(handle: Handle, port: int) -> socket.socket:
-            if port != 80:
-                return await absent(handle, port)
-            made = socket.create_connection(real)
-            made.setblocking(False)
-            return made
-
-        monkeypatch.setattr(world.runtime, "connect", connect)
+        world.put_server(server.sockets[0].getsockname())
         runner = web.AppRunner(application(world.host, ServingTraffic(), lambda: "word"))
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

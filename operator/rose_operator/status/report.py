@@ -159,18 +159,24 @@ class Reporter:
         )
         if told:
             self._publisher.publish_pool(pool, status)
-        only_totals = status.model_copy(update={"totals": pool.status.totals}) == pool.status
-        named = f"{Kind.POOL.value} {key}"
-        if only_totals and self._is_early(named, world, len(world.pools.good)):
-            self._deferral.settle(named)
-            return
-        yield from self._compare(Kind.POOL, pool, status, world, urgent=only_totals)
+        yield from self._compare_totals(Kind.POOL, pool, status, world, len(world.pools.good))
 
-    def _is_early(self, key: str, world: ClusterState, count: int) -> bool:
-        """Whether it is too soon to write totals alone; ``count``: objects of its kind."""
-        now = world.monotonic
+    def _compare_totals(
+        self,
+        kind: Kind,
+        thing: ServingPool | RolloutLease,
+        status: PoolStatus | LeaseStatus,
+        world: ClusterState,
+        count: int,
+    ) -> Iterator[Write]:
+        """Compare, but let totals that alone are new wait; ``count``: objects of the kind."""
+        only_totals = status.model_copy(update={"totals": thing.status.totals}) == thing.status
+        key, now = f"{kind.value} {thing.metadata.key}", world.monotonic
         period = max(_TOTALS_SECONDS, _SECONDS_PER_WRITE * count)
-        return now - self._totals_at.setdefault(key, now) < period
+        if only_totals and now - self._totals_at.setdefault(key, now) < period:
+            self._deferral.settle(key)
+            return
+        yield from self._compare(kind, thing, status, world, urgent=only_totals)
 
     def _slot(self, slot: RolloutSlot, world: ClusterState) -> Iterator[Write]:
         key = f"{Kind.SLOT.value} {slot.metadata.key}"
@@ -264,12 +270,7 @@ class Reporter:
         )
         if told:
             self._publisher.publish_lease(lease, status)
-        only_totals = status.model_copy(update={"totals": lease.status.totals}) == lease.status
-        key = f"{Kind.LEASE.value} {lease.metadata.key}"
-        if only_totals and self._is_early(key, world, len(world.leases.good)):
-            self._deferral.settle(key)
-            return
-        yield from self._compare(Kind.LEASE, lease, status, world, urgent=only_totals)
+        yield from self._compare_totals(Kind.LEASE, lease, status, world, len(world.leases.good))
 
     def _compare(
         self, kind: Kind, thing: Thing, status: Status, world: ClusterState, *, urgent: bool = False

@@ -492,9 +492,8 @@ class _Thread:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        finally:
+            future.cancel()  # of one that has ended, nothing
 
     def end(self) -> None:
         """No work is left."""
