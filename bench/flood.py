@@ -49,7 +49,8 @@ from tests.api.objects import LEASE, changed
 
 MIB = 1 << 20
 _PAST_SECONDS = 1.0
-"""A flood takes as long to be under way, and its window begins after that."""
+"""From a flood's being under way to its window, and from its end to the next one."""
+_UNDER_WAY = "under way"
 _PATIENT = aiohttp.ClientTimeout(total=60)
 _SPARE_FILES = 200
 
@@ -72,6 +73,12 @@ def flags() -> argparse.ArgumentParser:
 # --- the floods
 
 
+def _say_under_way() -> None:
+    """Importing takes a second of the cores, and what connecting costs ``connections`` measures."""
+    sys.stdout.write(f"{_UNDER_WAY}\n")
+    sys.stdout.flush()
+
+
 async def _posts(url: str, body: bytes, at_once: int) -> None:
     """The same request again and again, whatever is answered."""
 
@@ -82,6 +89,7 @@ async def _posts(url: str, body: bytes, at_once: int) -> None:
                     await reply.read()
 
     async with aiohttp.ClientSession(timeout=_PATIENT) as http:
+        _say_under_way()
         await asyncio.gather(*(one(http) for _ in range(at_once)))
 
 
@@ -115,6 +123,7 @@ async def loris(url: str) -> None:
     head = b"POST /generate HTTP/1.1\r\nHost: x\r\n"
     for number, writer in enumerate(opened):
         writer.write(head + (b"Content-Length: 9999\r\n\r\n" if number % 2 else b"X-A: "))
+    _say_under_way()
     while True:
         await asyncio.sleep(1)
         for writer in opened:
@@ -127,6 +136,7 @@ async def connections(url: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     most = min(10_000, max(soft, hard) - _SPARE_FILES)
+    _say_under_way()
     while True:
         opened = await _open(url, most)
         await asyncio.sleep(_PAST_SECONDS)
@@ -281,7 +291,10 @@ async def _window(route: Route, given: argparse.Namespace) -> Others:
 async def _during(name: str, victim: Route, route: Route, given: argparse.Namespace) -> Others:
     """Turns over ``route`` while a flood goes to ``victim``."""
     command = (sys.executable, "-m", "bench.flood", f"--flood={name}", f"--url={victim.url}")
-    with process(*command) as child:
+    with process(*command, speaks=True) as child:
+        said = "" if child.stdout is None else await asyncio.to_thread(child.stdout.readline)
+        if said.strip() != _UNDER_WAY:
+            raise RuntimeError(f"the flood {name} ended before it began")
         await asyncio.sleep(_PAST_SECONDS)
         found = await _window(route, given)
         if child.poll() is not None:
