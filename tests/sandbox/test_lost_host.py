@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
-from bench.sandboxes.own import remove
 from rose_dev.waiting import until
 from rose_router.turns.turn_clock import TurnClock
 from rose_sandbox.client import RemoteHost
@@ -27,9 +23,9 @@ from rose_sandbox.errors import HostAway, UnknownSandbox
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runtime import Limits
-from rose_wire.ports import free_port
 from tests.router.conftest import Stage, stage  # noqa: F401  # a fixture
 from tests.router.scripts import folder
+from tests.sandbox.hosts import Running, two_hosts
 
 pytestmark = pytest.mark.sandbox
 
@@ -45,49 +41,10 @@ TURNS = (
 LOG = b"one\ntwo\nthree\n4\n1\n"
 
 
-@dataclass
-class Running:
-    """A host in a process of its own."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-
-
 @pytest.fixture
 async def hosts(parts: Parts, tmp_path: Path) -> AsyncIterator[list[Running]]:
-    """Two hosts with one store; nothing of them is left."""
-    (tmp_path / "token").write_text("word")
-    made: list[Running] = []
-    for name in ("one", "two"):
-        port = free_port()
-        flags = [
-            *("--store", str(tmp_path / "store"), "--run", "grpo", "--owner", name),
-            *("--folder", str(tmp_path / name), "--address", f"127.0.0.1:{port}"),
-            *("--token-file", str(tmp_path / "token")),
-        ]
-        command = [sys.executable, "-m", "rose_cli.main", "sandbox-host", *flags]
-        made.append(Running(f"http://127.0.0.1:{port}", subprocess.Popen(command)))  # noqa: ASYNC220 - it does not wait
-    try:
-        async with aiohttp.ClientSession() as http:
-            for one in made:
-                await _answers(http, one)
+    async with two_hosts(tmp_path, parts, RuncRuntime) as made:
         yield made
-    finally:
-        for one, name in zip(made, ("one", "two"), strict=True):
-            one.process.kill()
-            one.process.wait()
-            remove(RuncRuntime(tmp_path / name / "runc", parts).group)
-
-
-async def _answers(http: aiohttp.ClientSession, host: Running) -> None:
-    async with asyncio.timeout(60):
-        while host.process.poll() is None:
-            try:
-                async with http.get(f"{host.url}/healthz"):
-                    return
-            except aiohttp.ClientError:
-                await asyncio.sleep(0.05)
-    raise AssertionError("a host ended")
 
 
 @dataclass

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -20,11 +18,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from bench.sandboxes.own import remove
 from rose_sandbox.client import RemoteHost
 from rose_sandbox.main import RUNTIMES
 from rose_sandbox.runtimes.parts import Parts
-from rose_wire.ports import free_port
+from tests.sandbox.hosts import Running, two_hosts
 
 pytestmark = pytest.mark.sandbox
 
@@ -46,18 +43,22 @@ def need_openenv() -> None:
 
 @dataclass
 class Hosts:
-    """Two hosts with one store, in processes of their own."""
+    """Two hosts, of which the first one dies."""
 
-    urls: tuple[str, str]
-    processes: tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]
+    first: Running
+    second: Running
+
+    @property
+    def urls(self) -> tuple[str, str]:
+        return self.first.url, self.second.url
 
     async def kill_first(self) -> None:
-        self.processes[0].send_signal(signal.SIGKILL)
-        await asyncio.to_thread(self.processes[0].wait)
+        self.first.process.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(self.first.process.wait)
 
     async def saved(self, session: str) -> bool:
         """Whether the first one has what was said last, as it has after a wait for a model."""
-        far = RemoteHost(self.urls[0], "word")
+        far = RemoteHost(self.first.url, "word")
         try:
             told = await far.state(session)
         finally:
@@ -68,7 +69,7 @@ class Hosts:
         """Of the second one."""
         async with (
             aiohttp.ClientSession(headers={"Authorization": "Bearer word"}) as http,
-            http.get(f"{self.urls[1]}/sessions") as answer,
+            http.get(f"{self.second.url}/sessions") as answer,
         ):
             found: list[str] = (await answer.json())["sessions"]
             return found
@@ -77,39 +78,8 @@ class Hosts:
 @pytest.fixture(params=["runc"])
 async def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Hosts]:
     need_openenv()
-    kind, made, urls = RUNTIMES[request.param], [], []
-    (tmp_path / "token").write_text("word")
-    for name in ("one", "two"):
-        port = free_port()
-        flags = [
-            *("--store", str(tmp_path / "store"), "--run", "grpo", "--owner", name),
-            *("--folder", str(tmp_path / name), "--address", f"127.0.0.1:{port}"),
-            *("--token-file", str(tmp_path / "token"), "--runtime", kind.name),
-        ]
-        command = [sys.executable, "-m", "rose_cli.main", "sandbox-host", *flags]
-        given = os.environ | {"ROSE_SANDBOX_PARTS": str(PARTS)}
-        made.append(subprocess.Popen(command, env=given))  # noqa: ASYNC220 - it does not wait
-        urls.append(f"http://127.0.0.1:{port}")
-    try:
-        for url, process in zip(urls, made, strict=True):
-            await _answers(url, process)
-        yield Hosts((urls[0], urls[1]), (made[0], made[1]))
-    finally:
-        for name, process in zip(("one", "two"), made, strict=True):
-            process.kill()
-            process.wait()
-            remove(kind(tmp_path / name / kind.name, Parts(PARTS)).group)
-
-
-async def _answers(url: str, process: subprocess.Popen[bytes]) -> None:
-    async with asyncio.timeout(60), aiohttp.ClientSession() as http:
-        while process.poll() is None:
-            try:
-                async with http.get(f"{url}/healthz"):
-                    return
-            except aiohttp.ClientError:
-                await asyncio.sleep(0.05)
-    raise AssertionError("a host ended")
+    async with two_hosts(tmp_path, Parts(PARTS), RUNTIMES[request.param]) as (first, second):
+        yield Hosts(first, second)
 
 
 async def started(program: str, tmp_path: Path, *words: str) -> Process:
