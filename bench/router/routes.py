@@ -112,8 +112,10 @@ async def _ready(url: str, child: subprocess.Popen[str], seconds: float = 60) ->
 
 
 @asynccontextmanager
-async def rose(engine: Stub, cap: int, *flags: str) -> AsyncIterator[Route]:
-    """ROSE's router with the stub attached; ``flags`` are further ones of it."""
+async def rose(
+    engine: Stub, cap: int, *flags: str, python: str = sys.executable
+) -> AsyncIterator[Route]:
+    """ROSE's router with the stub attached, on that Python; ``flags`` are further ones of it."""
     http, attach = free_ports(2)
     update = EngineUpdate(
         *("stub", EngineKind.DEDICATED, LEASE, engine.url),
@@ -130,7 +132,7 @@ async def rose(engine: Stub, cap: int, *flags: str) -> AsyncIterator[Route]:
     with tempfile.TemporaryDirectory() as folder:
         token = Path(folder) / "token"
         token.write_text(_WORD)
-        command = [sys.executable, "-m", "rose_cli.main", "router", f"--lease={LEASE}"]
+        command = [python, "-m", "rose_cli.main", "router", f"--lease={LEASE}"]
         command += [f"--http-address=127.0.0.1:{http}", f"--attach-address=127.0.0.1:{attach}"]
         command += [f"--token-file={token}", "--log-level=WARNING", "--drain-seconds=0"]
         command += flags

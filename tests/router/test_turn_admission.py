@@ -193,10 +193,41 @@ async def test_what_cannot_be_spliced_is_never_resampled_after_its_first_token()
         judge(turn)
 
 
-async def test_without_a_dedicated_engine_it_is_refused_by_name() -> None:
+STOPS = ("stop: may match across the cut",)
+
+
+async def test_without_a_dedicated_engine_for_a_minute_it_is_refused_by_name() -> None:
     async with world(SimEngine("a")) as w:
-        with pytest.raises(Unprocessable, match="stop: may match"):
-            w.ask(20, dedicated_because=("stop: may match across the cut",))
+        turn = await over(w.ask(20, dedicated_because=STOPS))
+        assert isinstance(turn.error, Unprocessable)
+        assert turn.error.reason == "NotSpliceable"
+        assert "stop: may match" in str(turn.error)
+        assert 60 <= turn.ended - turn.began < 65
+
+
+async def test_a_dedicated_engine_that_comes_within_the_minute_is_waited_for() -> None:
+    async with world(SimEngine("a")) as w:
+        turn = w.ask(5, dedicated_because=STOPS)
+        await asyncio.sleep(50)
+        assert turn.state is TurnState.WAITING
+        w.attach(SimEngine("own", kind=DEDICATED))
+        judge_whole(await over(turn))
+        assert [leg.engine for leg in turn.transcript.legs] == ["own"]
+
+
+@pytest.mark.parametrize("held", [30, 300])
+async def test_the_time_for_which_turns_are_held_is_none_of_that_minute(held: int) -> None:
+    """A trainer holds turns while it updates weights, in which no engine would take them."""
+    async with world(SimEngine("a")) as w:
+        turn = w.ask(5, dedicated_because=STOPS)
+        await asyncio.sleep(30)
+        w.service.room.hold()
+        w.service.room.hold()  # a trainer may ask twice
+        await asyncio.sleep(held)
+        w.service.room.release()
+        await over(turn)
+        assert isinstance(turn.error, Unprocessable)
+        assert 60 + held <= turn.ended - turn.began < 65 + held
 
 
 async def test_an_unknown_pin_is_refused_with_what_is_known() -> None:

@@ -341,6 +341,11 @@ class Fleet:
         engines = self._engines.values()
         check_taken(asked, [one.update.refuses for one in engines if one.kind in kinds])
 
+    def lacks_dedicated(self) -> bool:
+        """Engines are attached, and all are borrowed."""
+        kinds = {engine.kind for engine in self._engines.values()}
+        return bool(kinds) and EngineKind.DEDICATED not in kinds
+
     def heads(self) -> dict[str, WeightVersion]:
         """The newest versions of runs beside the lease's first."""
         return dict(self._heads)

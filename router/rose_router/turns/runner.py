@@ -125,6 +125,7 @@ class TurnRunner:
                 session=turn.request.session,
                 born=turn.born,
                 job=turn.request.job,
+                because=turn.request.dedicated_because,
             )
         finally:
             turn.queue_seconds += self._clock() - began

@@ -25,13 +25,12 @@ from rose_core.rollouts.guards import RolloutOutlook
 from rose_core.rollouts.prefixes import Prefixes
 from rose_core.rollouts.reply_time import Queue, reply_seconds
 from rose_core.rollouts.transcript import Transcript
-from rose_core.wire.routing import EngineKind
 from rose_router import metrics
 from rose_router.config import Settings
 from rose_router.engines.engine_client import EngineClient
 from rose_router.engines.fences import Fences
 from rose_router.engines.fleet import Clock, Fleet
-from rose_router.errors import BadRequest, Conflict, Overloaded, Unprocessable
+from rose_router.errors import BadRequest, Conflict, Overloaded
 from rose_router.turns.drafting import Drafter
 from rose_router.turns.ledger import Ledger
 from rose_router.turns.request import TurnRequest
@@ -180,7 +179,6 @@ class Service:
         Raises:
             Conflict: pinned version not announced yet.
             BadRequest: it never will be; duplicate id.
-            Unprocessable: not spliceable here.
             UnsafeTurn: no engine attached could bear it.
             Overloaded: draining.
         """
@@ -326,14 +324,6 @@ class Service:
             raise BadRequest("VersionGone", str(error)) from error
         except UnknownVersion as error:
             raise Conflict("UnknownVersion", str(error), retry_after=1) from error
-        if request.dedicated_because and not self._may_have_dedicated():
-            why = "; ".join(request.dedicated_because)
-            message = f"no dedicated engine is attached, and the turn could not move: {why}"
-            raise Unprocessable("NotSpliceable", message)
-
-    def _may_have_dedicated(self) -> bool:
-        kinds = {engine.kind for engine in self.fleet}
-        return not kinds or EngineKind.DEDICATED in kinds
 
     @staticmethod
     def _end(turn: Turn, message: str) -> None:

@@ -38,7 +38,7 @@ from rose_router.engines.fleet import Clock, Engine, Fleet
 from rose_router.errors import Busy, Overloaded, Unprocessable
 
 _OTHERS_SECONDS = 60.0
-"""A turn is refused for what no engine attached takes once that has been so for as long, whether
+"""A turn that no engine attached may run is refused once that has been so for as long, whether
 engines were there when it came or not: they come one after the other, each within a minute, and
 after a 422 no client asks again."""
 
@@ -50,7 +50,9 @@ class Waiter:
     Attributes:
         session: whose keys it leaves on its engine.
         job: whose turn it is.
-        refused: since when each engine attached refuses it; ``None`` = one takes it, or none is.
+        because: why it could not move; it then runs on dedicated engines only.
+        refused: since when no engine attached may run it; ``None`` = one may, or none is. Without
+            the time for which turns are held.
     """
 
     key: tuple[bool, int, int]
@@ -59,6 +61,7 @@ class Waiter:
     since: float
     future: asyncio.Future[Engine] = field(repr=False)
     job: str = ""
+    because: tuple[str, ...] = ()
     obstacle: Obstacle = Obstacle.NO_ENGINE
     refused: float | None = None
 
@@ -91,7 +94,7 @@ class TurnQueue:
         self._again: asyncio.TimerHandle | None = None
         self._shares = FairShares()
         self._keeps = False  # an engine free
-        self.held = False
+        self._held_at: float | None = None
         self.finish_rate: Callable[[], float] = lambda: 0.0
 
     def __len__(self) -> int:
@@ -102,13 +105,25 @@ class TurnQueue:
         """Tokens that the waiting turns bring with them."""
         return sum(waiter.view.context for waiter in self._waiting)
 
+    @property
+    def held(self) -> bool:
+        """No turn begins."""
+        return self._held_at is not None
+
     def hold(self) -> None:
         """Begin no turn until ``release``; the time does not count as waiting."""
-        self.held = True
+        if self._held_at is None:
+            self._held_at = self._clock()
 
     def release(self) -> None:
         """Begin turns again."""
-        self.held = False
+        if self._held_at is None:
+            return
+        held = self._clock() - self._held_at
+        self._held_at = None
+        for waiter in self._waiting:
+            if waiter.refused is not None:
+                waiter.refused += held
         self.pump()
 
     def is_possible(self, view: TurnView, without: frozenset[str]) -> bool:
@@ -158,6 +173,7 @@ class TurnQueue:
         session: str = "",
         born: int | None = None,
         job: str = "",
+        because: tuple[str, ...] = (),
     ) -> Engine:
         """Wait for an engine; it is reserved, ``leave`` gives it back.
 
@@ -168,6 +184,7 @@ class TurnQueue:
             session: whose keys it leaves behind.
             born: number of its trajectory; older ones go first, without one they come as they come.
             job: whose turn it is; jobs that wait get engines in equal parts.
+            because: why the turn could not move.
 
         Raises:
             Busy: the queue is full.
@@ -175,12 +192,13 @@ class TurnQueue:
             VersionGone: the exact version asked for runs nowhere any more.
             UnknownVersion: no engine attached has the turn's run any more.
             UnsafeTurn: for a minute no engine attached has taken it.
+            Unprocessable: it could not move, and for a minute no engine attached is dedicated.
         """
         began = self._clock()
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         arrived = next(self._arrivals)
         key = rank(holds_tokens, priority, arrived if born is None else born)
-        waiter = Waiter(key, view, session, began, future, job)
+        waiter = Waiter(key, view, session, began, future, job, because)
         self._shares.join(job)
         insort(self._waiting, waiter, key=lambda one: one.key)
         self.pump()
@@ -243,7 +261,7 @@ class TurnQueue:
 
     def pump(self) -> None:
         """Try those who wait; returns at once while every engine is full."""
-        if not self._waiting or self.held or not self._fleet.has_room():
+        if not self._waiting or self._held_at is not None or not self._fleet.has_room():
             return
         self._keep_one_free()
         if self._policy.name is PolicyName.JOINT:
@@ -356,18 +374,18 @@ class TurnQueue:
         """End a turn that no waiting helps.
 
         One that holds no tokens ends by its pin as if it came now: engines may have come, and gone,
-        since it came. That no engine takes its parameters is said when others had time to come. One
-        that holds some waits for an engine that goes on.
+        since it came. That none attached may run it is said when others had time to come. One that
+        holds some waits for an engine that goes on.
         """
         view, fresh = waiter.view, waiter.key[0]
         if waiter.future.done() or (view.pin.exact is None and not fresh):
             return
         try:
             self._fleet.check_pin(view.pin)
-            if fresh and view.asked:
-                self._fleet.check_taken(view.asked, dedicated_only=view.dedicated_only)
+            if fresh:
+                self._check_taken(waiter)
             waiter.refused = None
-        except UnsafeTurn as error:
+        except (UnsafeTurn, Unprocessable) as error:
             now = self._clock()
             waiter.refused = now if waiter.refused is None else waiter.refused
             if now - waiter.refused >= _OTHERS_SECONDS:
@@ -375,6 +393,21 @@ class TurnQueue:
         except UnknownVersion as error:
             gone = view.pin.exact is not None
             waiter.future.set_exception(VersionGone(str(error)) if gone else error)
+
+    def _check_taken(self, waiter: Waiter) -> None:
+        """Whether an engine attached may run the turn, or nobody knows, since none is.
+
+        Raises:
+            UnsafeTurn: each refuses something that it asks for.
+            Unprocessable: it could not move, and none is dedicated.
+        """
+        view = waiter.view
+        if waiter.because and self._fleet.lacks_dedicated():
+            why = "; ".join(waiter.because)
+            message = f"no dedicated engine is attached, and the turn could not move: {why}"
+            raise Unprocessable("NotSpliceable", message)
+        if view.asked:
+            self._fleet.check_taken(view.asked, dedicated_only=view.dedicated_only)
 
     def _raise_if_late(self, waiter: Waiter) -> None:
         if waiter.future.done() or self.held:
