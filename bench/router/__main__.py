@@ -11,10 +11,11 @@ import asyncio
 import itertools
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 
 import aiohttp
@@ -22,8 +23,18 @@ import msgspec
 import uvloop
 
 from bench.record import Figure, figure, record
-from bench.router.routes import Route, has_sglang_router, passer, rose, sglang_router, stub
-from rose_core.stats import quantile
+from bench.router.reader import SERVERS
+from bench.router.routes import (
+    Route,
+    Stub,
+    has_sglang_router,
+    passer,
+    reader,
+    rose,
+    sglang_router,
+    stub,
+)
+from rose_core.stats import paired_ratio, quantile
 
 # --- The caller's side: many turns at once, plain or streamed, and what each took.
 
@@ -112,6 +123,7 @@ _PARTS = (("first event", _first), ("turn", _whole))
 _ADDED_MS: Mapping[int, float | None] = {50: 1.0, 99: 3.0}
 _ADDED_MS_LONG: Mapping[int, float | None] = {50: None, 99: 30.0}
 _LONG_TOKEN_SECONDS = 0.02
+PARTS = ("throughput", "latency", "long-prompts", "memory")
 
 
 def flags() -> argparse.ArgumentParser:
@@ -133,6 +145,10 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sglang-router-python", default=sys.executable, help="Python that has sglang-router"
     )
+    parser.add_argument(
+        "--router-python", default=sys.executable, help="Python that runs this router"
+    )
+    parser.add_argument("--only", choices=PARTS, action="append", help="parts; all by default")
     return parser
 
 
@@ -143,12 +159,18 @@ async def _routes(
     engine = stack.enter_context(stub(token_seconds, cumulative=given.cumulative))
     pinned = stack.enter_context(stub(token_seconds, cumulative=given.cumulative, tls=True))
     routes = {"direct": Route(engine.url)}
-    routes["rose"] = await stack.enter_async_context(rose(pinned, cap=4096))
-    routes["rose, plain text"] = await stack.enter_async_context(rose(engine, cap=4096))
+    routes["rose"] = await stack.enter_async_context(_ours(pinned, given))
+    routes["rose, plain text"] = await stack.enter_async_context(_ours(engine, given))
     if has_sglang_router(given.sglang_router_python):
         other = sglang_router(given.sglang_router_python, engine.url)
         routes["sglang-router"] = await stack.enter_async_context(other)
     return routes
+
+
+def _ours(
+    engine: Stub, given: argparse.Namespace, cap: int = 4096
+) -> AbstractAsyncContextManager[Route]:
+    return rose(engine, cap, python=given.router_python)
 
 
 async def _paced_routes(
@@ -166,8 +188,11 @@ async def throughput(given: argparse.Namespace) -> list[Figure]:
         single = await _routes(stack, given, 0)
         routes: dict[str, list[Route]] = {name: [route] for name, route in single.items()}
         pinned = stack.enter_context(stub(0, cumulative=given.cumulative, tls=True))
-        again = await stack.enter_async_context(rose(pinned, cap=4096))
+        again = await stack.enter_async_context(_ours(pinned, given))
         routes["two of rose"] = [*routes["rose"], again]
+        for server in SERVERS:
+            bare = reader(single["direct"].url, server, python=given.router_python)
+            routes[f"deciding nothing, {server}"] = [stack.enter_context(bare)]
         rates: dict[str, list[float]] = {name: [] for name in routes}
         costs: dict[str, list[float]] = {name: [] for name in routes}
         for _ in range(given.rounds + 1):
@@ -221,18 +246,22 @@ def _throughput(rates: dict[str, list[float]], costs: dict[str, list[float]]) ->
         ("rose, plain text", "sglang-router", 0.5),
         ("rose", "rose, plain text", None),
         ("two of rose", "rose", 0.9),
+        *((f"deciding nothing, {server}", "sglang-router", None) for server in SERVERS),
     ):
         if over in costs:
-            ratio = _paired(costs[over], costs[name])
-            figures.append(figure(f"the same, {name} to {over}", ratio, "", at_least=aim))
+            # Round by round: what else the machine does in a round hits both.
+            ratio = paired_ratio(costs[over], costs[name])
+            low, high = ratio.low, ratio.high
+            figures.append(
+                figure(
+                    f"the same, {name} to {over}",
+                    ratio.mean,
+                    "",
+                    at_least=aim,
+                    interval=None if low is None or high is None else (low, high),
+                )
+            )
     return figures
-
-
-def _paired(above: list[float], below: list[float]) -> float:
-    """The median of ratios, round by round."""
-    return statistics.median(
-        one / max(other, 1e-9) for one, other in zip(above, below, strict=True)
-    )
 
 
 async def memory(given: argparse.Namespace) -> list[Figure]:
@@ -245,7 +274,7 @@ async def memory(given: argparse.Namespace) -> list[Figure]:
         engine = stack.enter_context(
             stub(given.long_token_seconds, cumulative=given.cumulative, tls=True)
         )
-        router = await stack.enter_async_context(rose(engine, cap=count))
+        router = await stack.enter_async_context(_ours(engine, given, count))
         before = router.resident_bytes()
         asked = asyncio.create_task(
             turns(
@@ -366,8 +395,15 @@ def _against(
 
 async def run(given: argparse.Namespace) -> list[Figure]:
     """All parts."""
-    parts = (throughput, latency, long_prompts, memory)
-    return [one for part in parts for one in await part(given)]
+    parts = dict(zip(PARTS, (throughput, latency, long_prompts, memory), strict=True))
+    return [one for name in given.only or PARTS for one in await parts[name](given)]
+
+
+def _python(path: str) -> str:
+    """Version and build of a Python."""
+    says = "import platform; print(platform.python_version(), *platform.python_build())"
+    told = subprocess.run([path, "-c", says], check=True, capture_output=True, text=True)
+    return told.stdout.strip()
 
 
 def main() -> int:
@@ -377,7 +413,8 @@ def main() -> int:
         figures = runner.run(run(given))
     notes = [
         f"{given.streams} streams, starts spread evenly, {given.stream_tokens} tokens each, "
-        f"one per {given.token_seconds * 1000:.0f} ms, prompts of {given.prompt} tokens"
+        f"one per {given.token_seconds * 1000:.0f} ms, prompts of {given.prompt} tokens",
+        f"the router runs on Python {_python(given.router_python)}",
     ]
     if not has_sglang_router(given.sglang_router_python):
         notes.append("sglang-router is not installed; --sglang-router-python names a Python")

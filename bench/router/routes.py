@@ -89,6 +89,14 @@ def passer(engine: str) -> Iterator[Route]:
         yield Route(_said(child), child.pid)
 
 
+@contextmanager
+def reader(engine: str, server: str, *, python: str = sys.executable) -> Iterator[Route]:
+    """A router that reads all and decides nothing, on that Python and behind that server."""
+    command = [python, "-m", "bench.router.reader", engine, f"--server={server}"]
+    with process(*command, speaks=True) as child:
+        yield Route(_said(child), child.pid)
+
+
 def _said(child: subprocess.Popen[str]) -> str:
     if child.stdout is None:
         raise RuntimeError("no pipe to the child")
