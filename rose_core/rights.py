@@ -282,7 +282,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         _L.SANDBOX,
         (
-            "GET /sessions/{key}",
+            *("GET /sessions/{key}", "GET /sessions/{key}/fence"),
             *(
                 f"POST /sessions/{{key}}/{step}"
                 for step in ("turn", "ready", "ended", "restore", "fork")

@@ -43,6 +43,7 @@ from rose_sandbox.main import open_host
 from rose_sandbox.runtimes.runtime import ExecResult, Limits
 from rose_sandbox.tunnel import MESSAGE_BYTES, carry
 from rose_weights.errors import Fenced
+from rose_wire.heartbeat import FellSilent, Heartbeat
 
 LOG = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ _ANSWER_SECONDS = 60.0
 
 _CONNECT_SECONDS = 5.0
 """To a host that is there; one whose machine is gone says nothing at all."""
+_CLOSE_SECONDS = 1.0
+"""For a host to say that it has heard of a tunnel's end; one that is silent never does."""
 
 
 class Sandboxes(Protocol):
@@ -153,6 +156,8 @@ class _OneAddress(AbstractResolver):
 class RemoteHost:
     """A host over HTTP; raises what the host raised.
 
+    One that falls silent ends every call and tunnel within seconds (``rose_wire.heartbeat``).
+
     Args:
         url: of the host.
         token: that it asks for.
@@ -162,8 +167,13 @@ class RemoteHost:
         self._url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limit = aiohttp.ClientTimeout(total=5 * _ANSWER_SECONDS, sock_connect=_CONNECT_SECONDS)
-        one = aiohttp.TCPConnector(resolver=_OneAddress(), use_dns_cache=False)
+        same = _OneAddress()
+        one = aiohttp.TCPConnector(resolver=same, use_dns_cache=False)
         self._http = aiohttp.ClientSession(headers=headers, timeout=limit, connector=one)
+        # In a line of its own: calls that fill the other one must not look like silence.
+        beside = aiohttp.TCPConnector(resolver=same, use_dns_cache=False)
+        self._beside = aiohttp.ClientSession(connector=beside)
+        self._life = Heartbeat(self._ask)
         self._tunnels: set[asyncio.Task[None]] = set()
 
     async def create(
@@ -206,9 +216,12 @@ class RemoteHost:
     async def connect(self, session: str, port: int) -> socket.socket:
         """See ``Host``; the connection is carried by the host's own (``tunnel``)."""
         try:
-            async with asyncio.timeout(_ANSWER_SECONDS):  # what all calls have is for files
+            # What all calls have is for files.
+            async with self._life.waited_for(), asyncio.timeout(_ANSWER_SECONDS):
                 line = await self._http.ws_connect(
-                    f"{self._url}/sessions/{session}/tunnel/{port}", max_msg_size=MESSAGE_BYTES
+                    f"{self._url}/sessions/{session}/tunnel/{port}",
+                    max_msg_size=MESSAGE_BYTES,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_SECONDS),
                 )
         except aiohttp.WSServerHandshakeError as error:
             if error.headers is None or REFUSAL not in error.headers:
@@ -220,7 +233,8 @@ class RemoteHost:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=theirs)
-        task = asyncio.create_task(_carried(line, reader, writer, f"port {port} of {session}"))
+        what = f"port {port} of {session}"
+        task = asyncio.create_task(_carried(self._life, line, (reader, writer), what))
         self._tunnels.add(task)
         task.add_done_callback(self._tunnels.discard)
         return ours
@@ -251,9 +265,14 @@ class RemoteHost:
     async def restore(
         self, session: str, turn: int | None = None, *, flag: bool = False, tokens: str = ""
     ) -> dict[str, Any]:
-        """See ``Host``; the answer as ``http`` writes it."""
+        """See ``Host``; the answer as ``http`` writes it.
+
+        The fence is asked for first. So a host that falls silent before it reads this, and wakes up
+        when the session lives elsewhere, does not take it over from there.
+        """
+        fence = (await self._call("GET", f"/{session}/fence", None))["fence"]
         crossing = "flag" if flag else "refuse"
-        body = {"turn": turn, "crossing": crossing, "tokens": tokens}
+        body = {"turn": turn, "crossing": crossing, "tokens": tokens, "over": fence}
         return await self._call("POST", f"/{session}/restore", body)
 
     async def suspend(self, session: str) -> Told:
@@ -275,15 +294,27 @@ class RemoteHost:
             task.cancel()
         await asyncio.gather(*self._tunnels, return_exceptions=True)
         await self._http.close()
+        await self._beside.close()
+
+    async def answers(self) -> bool:
+        """Whether the host says that it lives; a few seconds at most."""
+        return await self._life.answers()
+
+    async def _ask(self) -> None:
+        async with self._beside.get(f"{self._url}/healthz"):
+            pass  # whatever it says, it lives
 
     async def _call(
         self, method: str, path: str, body: object, within: float = 0.0
     ) -> dict[str, Any]:
         limit = aiohttp.ClientTimeout(total=within + _ANSWER_SECONDS, sock_connect=_CONNECT_SECONDS)
         try:
-            async with self._http.request(
-                method, f"{self._url}/sessions{path}", json=body, timeout=limit
-            ) as answer:
+            async with (
+                self._life.waited_for(),
+                self._http.request(
+                    method, f"{self._url}/sessions{path}", json=body, timeout=limit
+                ) as answer,
+            ):
                 await _check(answer)
                 told: dict[str, Any] = await answer.json()
                 return told
@@ -294,9 +325,12 @@ class RemoteHost:
         self, method: str, path: str, query: Mapping[str, str], data: bytes | None = None
     ) -> bytes:
         try:
-            async with self._http.request(
-                method, f"{self._url}/sessions{path}", params=query, data=data
-            ) as answer:
+            async with (
+                self._life.waited_for(),
+                self._http.request(
+                    method, f"{self._url}/sessions{path}", params=query, data=data
+                ) as answer,
+            ):
                 await _check(answer)
                 return await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -319,12 +353,16 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
 
 
 async def _carried(
+    life: Heartbeat,
     line: aiohttp.ClientWebSocketResponse,
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
+    streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     what: str,
 ) -> None:
-    _, said = await carry(line, reader, writer)
+    try:
+        async with life.waited_for():
+            _, said = await carry(line, *streams)
+    except FellSilent as error:
+        said = f"its host has fallen silent: {error}"
     if said:  # a socket that ends says nothing
         LOG.warning("the tunnel to %s has ended: %s", what, said)
 

@@ -166,12 +166,13 @@ class Host:
         """
         if session in self._boxes:
             raise AlreadyThere(f"session {session} has a sandbox here; end it or restore it")
+        seen = await self.fence(session)
         if await asyncio.to_thread(self._records.turns, session):
             raise AlreadyThere(f"session {session} has records; restore it or end it with forget")
         spec = SandboxSpec(key_of(session), image, limits, dict(environment or {}), folder)
         handle = await self._runtime.create(spec)
         try:
-            owned = await asyncio.to_thread(self._records.own, session, self._owner)
+            owned = await asyncio.to_thread(self._records.own, session, self._owner, seen)
             # Turn 0, the bare image: what leaves the sandbox before turn 1 has a record too.
             await asyncio.to_thread(self._records.publish, owned, Turn(0, (), written_spec(spec)))
         except WeightsError:
@@ -261,13 +262,28 @@ class Host:
         return tuple(sorted(self._boxes))
 
     async def end(self, session: str, *, forget: bool = False) -> None:
-        """End a session's sandbox; its records stay unless ``forget``. Ended is no error."""
+        """End a session's sandbox; its records stay unless ``forget``. Ended is no error.
+
+        Raises:
+            Fenced: it lives at another host by now, which ``forget`` does not take it from.
+        """
         box = self._boxes.get(session)
+        seen = await self.fence(session) if forget and box is None else None
         if box is not None:
             await self._drop(session, box)
+        elif forget and session in self._fenced:
+            raise Fenced(self._fenced[session])
         if forget:
-            owned = await asyncio.to_thread(self._records.own, session, self._owner)
+            owned = (
+                box.owned
+                if box is not None
+                else await asyncio.to_thread(self._records.own, session, self._owner, seen)
+            )
             await asyncio.to_thread(self._records.forget, owned)
+
+    async def fence(self, session: str) -> int:
+        """Under which a session's records are held, here or elsewhere; 0: it has none."""
+        return await asyncio.to_thread(self._records.fence, session)
 
     # -- turns -------------------------------------------------------------------------------
 
@@ -373,7 +389,13 @@ class Host:
     # -- going back, and on from there --------------------------------------------------------
 
     async def restore(
-        self, session: str, turn: int | None = None, *, flag: bool = False, tokens: str = ""
+        self,
+        session: str,
+        turn: int | None = None,
+        *,
+        flag: bool = False,
+        tokens: str = "",
+        over: int | None = None,
     ) -> Restored:
         """Give a session back as it was at the end of a turn, here, wherever it was before.
 
@@ -382,13 +404,20 @@ class Host:
             turn: None: the newest one that is recoverable.
             flag: tell effects that cannot be repeated rather than refuse.
             tokens: digest of the ids that the caller goes on from; empty: it takes the record's.
+            over: the fence under which the caller saw it (``fence``); None: the one it has as this
+                begins. A host that slept in between does not take it from who has it by then.
 
         Raises:
+            Fenced: another host has taken it over since; nothing has changed.
             UnknownTurn: there is no record of it; the text says of which there are.
             EffectsCrossed: what cannot be repeated lies between.
             TokensDiffer: the record is bound to other tokens.
             CannotRestore: the parts do not give a sandbox back; the records are as they were.
         """
+        now = await self.fence(session)
+        seen = now if over is None else over
+        if now != seen:
+            raise Fenced(f"session {session} was seen under fence {seen} and is under {now}")
         record = await self._record(session, turn)
         if tokens and tokens != record.tokens:
             raise TokensDiffer(
@@ -406,7 +435,7 @@ class Host:
             await self._runtime.end(Handle(key_of(session)))
         ((handle, spec),) = await self._saver.bring(record, [key_of(session)])
         try:
-            owned = await asyncio.to_thread(self._records.own, session, self._owner)
+            owned = await asyncio.to_thread(self._records.own, session, self._owner, seen)
             noted = tuple(written_effect(one) for one in happened)
             await asyncio.to_thread(self._records.back, owned, record.turn, noted)
         except WeightsError:

@@ -12,7 +12,8 @@
 | ``POST /sessions/{key}/ready`` | | state, once the agent may act |
 | ``POST /sessions/{key}/ended`` | | state: no more turns, so its memory is freed |
 | ``POST /sessions/{key}/checkpoint`` | ``ids`` | state, once durable |
-| ``POST /sessions/{key}/restore`` | ``turn``, ``crossing``, ``tokens`` | state, ids, effects |
+| ``GET /sessions/{key}/fence`` | | the fence under which its records are held, here or not |
+| ``POST /sessions/{key}/restore`` | ``turn``, ``crossing``, ``tokens``, ``over`` | state, ids |
 | ``POST /sessions/{key}/fork`` | ``turn``, ``n`` | the children's keys, and what they go on from |
 | ``POST /sessions/{key}/suspend``, ``resume`` | | state |
 | ``DELETE /sessions/{key}?forget=`` | | |
@@ -79,6 +80,9 @@ MOST_HEADERS = 100
 STATUS_CODE = re.compile("[2-5][0-9]{2}")
 """Of an answer; those below 200 promise another one, which no server in a sandbox may give."""
 BODILESS = {HTTPStatus.NO_CONTENT, HTTPStatus.RESET_CONTENT, HTTPStatus.NOT_MODIFIED}
+UNNAMED_BYTES = 1 << 20
+"""Of a body to a port whose length its caller does not say: it is held, for who listens there is
+told a length."""
 GONE_SECONDS = 1.0
 """Between looks whether the caller of a port is there: with its place among the tunnels it goes."""
 MOST_BURN_SECONDS = 60.0
@@ -116,6 +120,7 @@ class _Restore(msgspec.Struct, forbid_unknown_fields=True):
     turn: int | None = None
     crossing: str = "refuse"
     tokens: str = ""
+    over: int | None = None
 
 
 class _Fork(msgspec.Struct, forbid_unknown_fields=True):
@@ -178,6 +183,7 @@ def application(
             web.post("/sessions/{key}/ready", api.ready),
             web.post("/sessions/{key}/ended", api.ended),
             web.post("/sessions/{key}/checkpoint", api.checkpoint),
+            web.get("/sessions/{key}/fence", api.fence),
             web.post("/sessions/{key}/restore", api.restore),
             web.post("/sessions/{key}/fork", api.fork),
             web.post("/sessions/{key}/suspend", api.suspend),
@@ -293,24 +299,21 @@ class _Api:
         # As the caller wrote it: what is decoded may have spaces and ends of lines.
         path = request.rel_url.raw_path_qs.partition(f"/port/{number}/")[2]
         head = [f"{request.method} /{path} HTTP/1.0"]
-        body = await request.read()
+        length, held = await _body(request)
         kept = {"accept", "content-type", "cookie", "user-agent"}
         head += [
             f"{name}: {value}" for name, value in request.headers.items() if name.lower() in kept
         ]
-        head += [f"Host: localhost:{number}", f"Content-Length: {len(body)}", "", ""]
+        head += [f"Host: localhost:{number}", f"Content-Length: {length}", "", ""]
         async with self._inside(request) as (reader, writer, _):
             within = self._host.tunnel_limits.idle_seconds
-            writer.write("\r\n".join(head).encode("latin-1") + body)
+            writer.write("\r\n".join(head).encode("latin-1") + held)
+            sending = asyncio.create_task(_sent(request, writer, within))
             try:
-                async with asyncio.timeout(within):
-                    with suppress(ConnectionError):  # it may have answered without reading it all
-                        await writer.drain()
-            except TimeoutError as error:
-                raise errors.NotListening(
-                    f"what listens there does not read for {within:g} s"
-                ) from error
-            return await _for_its_caller(request, _relayed(request, reader, within))
+                return await _for_its_caller(request, _relayed(request, reader, within, sending))
+            finally:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
 
     async def tunnel(self, request: web.Request) -> web.WebSocketResponse:
         # Compressed messages would cost the host what their sender says.
@@ -367,12 +370,19 @@ class _Api:
         asked = await _read(request, _Turn)
         return _json(asdict(await self._host.checkpoint(_key(request), asked.ids)))
 
+    async def fence(self, request: web.Request) -> web.Response:
+        return _json({"fence": await self._host.fence(_key(request))})
+
     async def restore(self, request: web.Request) -> web.Response:
         asked = await _read(request, _Restore)
         if asked.crossing not in {"refuse", "flag"}:
             raise ValueError(f"crossing is {asked.crossing!r}; it is refuse or flag")
         back = await self._host.restore(
-            _key(request), asked.turn, flag=asked.crossing == "flag", tokens=asked.tokens
+            _key(request),
+            asked.turn,
+            flag=asked.crossing == "flag",
+            tokens=asked.tokens,
+            over=asked.over,
         )
         return _json(asdict(back))
 
@@ -386,6 +396,47 @@ class _Api:
 
     async def resume(self, request: web.Request) -> web.Response:
         return _json(asdict(await self._host.resume(_key(request))))
+
+
+async def _body(request: web.Request) -> tuple[int, bytes]:
+    """Length of a request's body, and what of it has been read to know that.
+
+    Raises:
+        TooLarge: it is over a file's bound, or its length is not said and it is no short one.
+    """
+    if not request.body_exists:
+        return 0, b""
+    length = request.content_length
+    if length is not None:
+        if length > FILE_BYTES:
+            raise errors.TooLarge(f"{length} bytes; {FILE_BYTES} at most go to a port at once")
+        return length, b""
+    held = bytearray()
+    async for piece in request.content.iter_any():
+        held += piece
+        if len(held) > UNNAMED_BYTES:
+            raise errors.TooLarge(
+                f"a body of more than {UNNAMED_BYTES} bytes has to say its length (Content-Length)"
+            )
+    return len(held), bytes(held)
+
+
+async def _sent(request: web.Request, writer: asyncio.StreamWriter, within: float) -> None:
+    """Send on what is left of a request's body, as fast as who listens there reads.
+
+    Raises:
+        NotListening: it does not read.
+    """
+    with suppress(ConnectionError):  # it may have answered without reading it all
+        async for piece in request.content.iter_any():
+            writer.write(piece)
+            try:
+                async with asyncio.timeout(within):
+                    await writer.drain()
+            except TimeoutError as error:
+                raise errors.NotListening(
+                    f"what listens there does not read for {within:g} s"
+                ) from error
 
 
 async def _for_its_caller(
@@ -404,20 +455,29 @@ async def _for_its_caller(
 
 
 async def _relayed(
-    request: web.Request, reader: asyncio.StreamReader, within: float
+    request: web.Request, reader: asyncio.StreamReader, within: float, sending: asyncio.Task[None]
 ) -> web.StreamResponse:
     """An HTTP answer of a server that may be anybody's; each piece of it comes in so many seconds.
 
+    It may come before all was sent; its first piece has its seconds from when all was.
+
     Raises:
-        NotListening: it is none.
+        NotListening: it is none, or the server does not read.
     """
+    answered = asyncio.create_task(_head(reader))
     try:
+        await asyncio.wait({answered, sending}, return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
+            sending.result()
         async with asyncio.timeout(within):
-            status, headers = await _head(reader)
+            status, headers = await answered
     except TimeoutError as error:
         raise errors.NotListening(f"what listens there said nothing for {within:g} s") from error
     except OSError as error:
         raise errors.NotListening(f"what listens there hung up: {error}") from error
+    finally:
+        answered.cancel()
+        await asyncio.gather(answered, return_exceptions=True)
     answer = web.StreamResponse(status=status)
     if "content-type" in headers:
         answer.headers["Content-Type"] = headers["content-type"]

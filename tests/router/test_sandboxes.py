@@ -23,6 +23,7 @@ from rose_core.rollouts import saved_turns
 from rose_core.rollouts.message_tree import MessageTree
 from rose_core.rollouts.placement import PolicyName
 from rose_core.rollouts.terms import LeaseTerms
+from rose_core.sandboxes.heartbeats import Heartbeats
 from rose_dev.waiting import until
 from rose_router.flags import parser, settings
 from rose_router.http.branches import Branches, _Turns
@@ -161,6 +162,29 @@ async def test_the_successor_of_a_dead_host_is_found_at_once(
     assert at == one.url
     assert said["ids"] == [1, 2]
     assert asked == ["sandboxes", "sandboxes"]
+
+
+@pytest.mark.parametrize("step", ["restore", "fork"])
+async def test_a_host_that_says_nothing_is_left_for_one_that_does(
+    host_at: Callable[[str], Any], step: str
+) -> None:
+    """Its connections stand, so that nothing but silence tells that it is lost."""
+    one = await host_at("one")
+    await one.world.host.create("s")
+    await one.world.host.checkpoint("s", [1, 2])
+    came: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda _, back: came.append(back), "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    beats = Heartbeats(every=0.01, within=0.2, most_missed=2)
+    async with aiohttp.ClientSession() as http:
+        given: Any = ({"": (url, one.url)}, lambda: "word", http, time.monotonic)
+        hosts = SandboxHosts(*given, beats=beats)
+        hosts.settle("", "s", url)
+        at, said = await hosts.go_on("", "s", step, {"n": 1} if step == "fork" else {})
+    assert (at, said["ids"]) == (one.url, [1, 2])
+    for back in came:
+        back.close()
+    silent.close()
 
 
 def test_hosts_are_given_by_job_and_a_bad_one_is_named() -> None:

@@ -6,21 +6,18 @@ every process has in memory. It may find less than the inspector, never more.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
-import re
-import stat
-from pathlib import Path
 
 import pytest
 
+from bench.sandboxes.full_diff import world_of
 from rose_sandbox.errors import Unavailable
 from rose_sandbox.inspector.bpf import BpfInspector
 from rose_sandbox.inspector.inspector import Class
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.runc import RuncRuntime
-from rose_sandbox.runtimes.runtime import Facts, SandboxSpec
+from rose_sandbox.runtimes.runtime import SandboxSpec
 
 pytestmark = pytest.mark.sandbox
 
@@ -84,63 +81,6 @@ def command(dice: random.Random) -> str:
     )
 
 
-def files_of(facts: Facts) -> dict[str, tuple[object, ...]]:
-    """Every byte below the upper layer; of folders only that they are there, and whose."""
-    assert facts.upper is not None
-    assert facts.lower is not None
-    found: dict[str, tuple[object, ...]] = {}
-    for here, _, names in os.walk(facts.upper):
-        for name in ["", *names]:
-            path = str(Path(here) / name)
-            about = os.lstat(path)
-            what: object = None
-            if stat.S_ISREG(about.st_mode):
-                what = hashlib.sha256(Path(path).read_bytes()).hexdigest(), about.st_mtime_ns
-            elif stat.S_ISLNK(about.st_mode):
-                what = str(Path(path).readlink())
-            where = os.path.relpath(path, facts.upper)
-            if stat.S_ISDIR(about.st_mode) and (facts.lower / where).is_dir():
-                continue
-            found[where] = (about.st_mode, about.st_uid, about.st_rdev, what)
-    return found
-
-
-def in_memory(facts: Facts) -> str:
-    """Every byte of files that lie in memory, but for ROSE's own."""
-    digest = hashlib.sha256()
-    for top in ("run", "dev"):
-        for here, folders, names in os.walk(Path("/proc", str(facts.init), "root", top)):
-            folders[:] = sorted(set(folders) - {"rose"})
-            for name in sorted(names):
-                path = Path(here) / name
-                if path.is_file() and not path.is_symlink():
-                    digest.update(str(path).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
-def processes_of(facts: Facts) -> dict[int, tuple[str, str]]:
-    """Which processes there are, every page of the keeper's heap, and files in memory."""
-    found: dict[int, tuple[str, str]] = {0: ("files in memory", in_memory(facts))}
-    for pid in facts.pids:
-        if pid == facts.init:
-            continue
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            digest = hashlib.sha256()
-            if line == MEMORY_OF:
-                with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
-                    for row in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                        if re.search(r" rw-p .*(\[heap\]|0 $)", row):
-                            begin, end = (int(word, 16) for word in row.split()[0].split("-"))
-                            memory.seek(begin)
-                            digest.update(memory.read(end - begin))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if line:
-            found[pid] = (line[:60], digest.hexdigest())
-    return found
-
-
 async def test_no_effect_is_missed(runc: RuncRuntime, parts: Parts) -> None:
     try:
         inspector = BpfInspector(parts.folder / "bpf")
@@ -151,8 +91,7 @@ async def test_no_effect_is_missed(runc: RuncRuntime, parts: Parts) -> None:
     await runc.write_file(box, "/home/keeper.py", KEEPER)
     await runc.exec(box, f"{MEMORY_OF} & sleep 0.3", 20)
     await inspector.watch("box", await runc.facts(box))
-    facts = await runc.facts(box)
-    files, processes = files_of(facts), processes_of(facts)
+    before = world_of(await runc.facts(box))
     missed, none = [], 0
     for _ in range(TURNS):
         turn = "; ".join(command(dice) for _ in range(dice.randrange(1, 4)))
@@ -162,14 +101,13 @@ async def test_no_effect_is_missed(runc: RuncRuntime, parts: Parts) -> None:
         facts = await runc.facts(box)
         said = await inspector.effects("box", facts)
         await inspector.saved("box")
-        now_files, now_processes = files_of(facts), processes_of(facts)
+        files, processes = (now := world_of(facts)).changed(before)
         if said.kind is not Class.UNKNOWN and (
-            (now_files != files and not said.files)
-            or (now_processes != processes and not said.processes)
+            (files and not said.files) or (processes and not said.processes)
         ):
             missed.append((turn, session, said))
         none += said.kind is Class.NONE
-        files, processes = now_files, now_processes
+        before = now
     await inspector.close()
     assert missed == []
     # Those of the steps that leave nothing are about a third.

@@ -52,9 +52,10 @@ class Hosts:
     def urls(self) -> tuple[str, str]:
         return self.first.url, self.second.url
 
-    async def kill_first(self) -> None:
-        self.first.process.send_signal(signal.SIGKILL)
-        await asyncio.to_thread(self.first.process.wait)
+    async def lose_first(self, by: signal.Signals) -> None:
+        self.first.process.send_signal(by)
+        if by is signal.SIGKILL:
+            await asyncio.to_thread(self.first.process.wait)
 
     async def saved(self, session: str) -> bool:
         """Whether the first one has what was said last, as it has after a wait for a model."""
@@ -120,16 +121,20 @@ async def counter(tmp_path: Path) -> Path:
     return tmp_path / "counter"
 
 
-@pytest.mark.parametrize("hosts", ["runc", "runsc"], indirect=True)
-async def test_an_episode_goes_on_in_the_same_connection_when_its_host_is_killed(
-    hosts: Hosts, counter: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("hosts", "by"),
+    [("runc", signal.SIGKILL), ("runsc", signal.SIGKILL), ("runc", signal.SIGSTOP)],
+    indirect=["hosts"],
+)
+async def test_an_episode_goes_on_in_the_same_connection_when_its_host_is_killed_or_hangs(
+    hosts: Hosts, counter: Path, tmp_path: Path, by: signal.Signals
 ) -> None:
     process = await started("episode.py", tmp_path, str(counter), *hosts.urls)
     try:
         await until_it_says(process, "KILL")
         while not await hosts.saved("episode"):  # noqa: ASYNC110 - another process knows
             await asyncio.sleep(0.2)
-        await hosts.kill_first()
+        await hosts.lose_first(by)
         said, _ = await asyncio.wait_for(process.communicate(b"killed\n"), 200)
     finally:
         if process.returncode is None:
@@ -159,7 +164,7 @@ async def test_with_a_router_it_goes_on_where_the_router_puts_it(
     process = await started("episode.py", tmp_path, str(counter), *hosts.urls, router)
     try:
         await until_it_says(process, "KILL")
-        await hosts.kill_first()
+        await hosts.lose_first(signal.SIGKILL)
         said, _ = await asyncio.wait_for(process.communicate(b"killed\n"), 200)
         assert process.returncode == 0, said.decode()
         assert asked == [("episode", "Bearer turns")]

@@ -249,11 +249,16 @@ class SessionState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class OwnRequest(msgspec.Struct, frozen=True):
-    """Take a session of a run over, or begin it."""
+    """Take a session of a run over, or begin it.
+
+    Attributes:
+        over: the fence that it must still have; None: whichever.
+    """
 
     run: str
     session: str
     owner: str
+    over: int | None = None
 
 
 class SessionRequest(msgspec.Struct, frozen=True):

@@ -4,6 +4,9 @@ A host says of each session whether it has it. A name with several addresses (a 
 a DaemonSet) is a host at each. What was found is kept until a call fails; that a session has no
 sandbox is believed for ``ABSENT_SECONDS``. A host that did not answer is left alone for
 ``REST_SECONDS``, so that one that is dead costs one call and not one for each session.
+
+Forks and restores may take long, so a host is asked beside them whether it lives. A restore names
+the fence that the session had: a host that slept meanwhile takes it from nobody when it wakes up.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import msgspec
 
+from rose_core.sandboxes.heartbeats import Heartbeats
 from rose_router.errors import (
     BadRequest,
     Conflict,
@@ -27,6 +31,7 @@ from rose_router.errors import (
     RouterError,
     Unprocessable,
 )
+from rose_wire.heartbeat import FellSilent, Heartbeat
 
 LOG = logging.getLogger(__name__)
 
@@ -67,6 +72,7 @@ class SandboxHosts:
         http: for calls.
         clock: monotonic seconds.
         resolve: the addresses of a name.
+        beats: by which a host counts as lost that somebody waits for.
     """
 
     def __init__(
@@ -76,6 +82,8 @@ class SandboxHosts:
         http: aiohttp.ClientSession,
         clock: Callable[[], float],
         resolve: Resolve = addresses_of,
+        *,
+        beats: Heartbeats = Heartbeats(),  # noqa: B008 - frozen
     ) -> None:
         self._urls, self._http, self._clock, self._resolve = urls, http, clock, resolve
         self._token = token
@@ -83,6 +91,7 @@ class SandboxHosts:
         self._absent: OrderedDict[Name, float] = OrderedDict()
         self._resting: dict[str, float] = {}
         self._addresses: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self._beats = beats
 
     def serve(self, job: str) -> bool:
         """Whether turns of the job have hosts."""
@@ -156,7 +165,7 @@ class SandboxHosts:
             url = waiting.pop(0)
             tried.add(url)
             try:
-                status, said = await self._call(url, (session, step), body, LONG_SECONDS)
+                status, said = await self._long(url, session, step, body)
             except Overloaded as error:
                 last = error
                 if not waiting:  # the successor of one that died has another address
@@ -207,6 +216,31 @@ class SandboxHosts:
             return False
         return status < 400
 
+    async def _long(
+        self, url: str, session: str, step: str, body: dict[str, Any]
+    ) -> tuple[int, dict[str, Any]]:
+        """A fork or a restore; as ``_call``."""
+        life = Heartbeat(lambda: self._ask(url), self._beats)
+        try:
+            async with life.waited_for():
+                if step == "restore":
+                    status, said = await self._call(url, (session, "fence"), None, LONG_SECONDS)
+                    if status >= 400:
+                        return status, said
+                    body = {**body, "over": said.get("fence")}
+                return await self._call(url, (session, step), body, LONG_SECONDS)
+        except FellSilent as error:
+            raise self._away(url, error) from error
+
+    async def _ask(self, url: str) -> None:
+        async with self._http.get(f"{url}/healthz"):
+            pass  # whatever it says, it lives
+
+    def _away(self, url: str, error: Exception) -> Overloaded:
+        self._resting[url] = self._clock() + REST_SECONDS
+        message = f"sandbox host {url} does not answer: {type(error).__name__} {error}"
+        return Overloaded("NoSandboxHost", message, retry_after=5)
+
     async def _call(
         self, url: str, path: tuple[str, ...], body: dict[str, Any] | None, seconds: float
     ) -> tuple[int, dict[str, Any]]:
@@ -226,9 +260,7 @@ class SandboxHosts:
             ) as answer:
                 raw = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._resting[url] = self._clock() + REST_SECONDS
-            message = f"sandbox host {url} does not answer: {type(error).__name__} {error}"
-            raise Overloaded("NoSandboxHost", message, retry_after=5) from error
+            raise self._away(url, error) from error
         try:
             said = msgspec.json.decode(raw or b"{}", type=dict[str, Any])
         except msgspec.MsgspecError:

@@ -302,12 +302,12 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
             return None
         try:
             await box.__aexit__(None, None, None)
-        except HostAway:
-            for url in (self._url, self._named, *self._others):
+        except (HostAway, Fenced):
+            for url in {self._named: None, **dict.fromkeys(self._others), self._url: None}:
                 far = RemoteHost(url, self._token)
                 try:
                     return await far.end(self.session, forget=True)
-                except HostAway as error:
+                except (HostAway, Fenced) as error:
                     LOG.warning("the sandbox of %s is not ended: %s", self.session, error)
                 finally:
                     await far.close()
@@ -327,8 +327,9 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
             ConversationLost: it cannot be given back.
             SandboxError: no host answers, or nothing listens there.
         """
+        before = self._here
         try:
-            return await self._here.connect(port)
+            return await before.connect(port)
         except TooManyTunnels:
             raise
         except (HostAway, UnknownSandbox, Fenced) as error:
@@ -337,7 +338,8 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
             LOG.warning("session %s is looked for: %s", self.session, error)
         async with self._finding:
             with suppress(HostAway, UnknownSandbox, Fenced):
-                return await self._here.connect(port)  # found meanwhile
+                if self._here is not before:  # found meanwhile
+                    return await self._here.connect(port)
             try:
                 url = await (self._ask_router() if self._router else self._restore())
             except (EffectsCrossed, UnknownTurn, CannotRestore) as error:
@@ -359,11 +361,15 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
         for url in (self._url, self._named, *self._others):
             with suppress(HostAway):  # another name may have an address
                 places |= dict.fromkeys(await _each(url))
+        # Beside each other: those that are silent cost seconds once.
+        said = dict(zip(places, await asyncio.gather(*map(self._has_it, places)), strict=True))
         for url in places:
-            if await self._has_it(url):
+            if said[url]:
                 return url
-        why: SandboxError = HostAway("no host is known")
+        why: SandboxError = HostAway("no host answers")
         for url in places:
+            if said[url] is None:
+                continue
             far = RemoteHost(url, self._token)
             try:
                 await far.restore(self.session)
@@ -375,9 +381,12 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
                 await far.close()
         raise why
 
-    async def _has_it(self, url: str) -> bool:
+    async def _has_it(self, url: str) -> bool | None:
+        """Whether a host has the session; None: it does not answer."""
         far = RemoteHost(url, self._token)
         try:
+            if not await far.answers():
+                return None
             await far.state(self.session)
         except (HostAway, UnknownSandbox, Fenced):
             return False

@@ -80,13 +80,15 @@ class BpfInspector:
         calls = now.counters.calls - mark.counters.calls
         if min(calls, *rare) < 0:
             reasons.add("lost events")
+        processes = witness.processes_differ(mark.moment, now.moment)
         return Effects(
             files=witness.files_differ(
                 mark.moment, now.moment, strict=rare[kernel_program.METADATA] > 0
             ),
-            processes=witness.processes_differ(mark.moment, now.moment),
+            processes=bool(processes),
             unknown=tuple(sorted(reasons)),
             calls=calls,
+            why=tuple(sorted(processes)),
         )
 
     async def saved(self, key: str) -> None:

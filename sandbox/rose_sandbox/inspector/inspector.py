@@ -33,12 +33,14 @@ class Effects:
         processes: its processes, or the memory of one that lives on, differ or may differ.
         unknown: why the inspector cannot vouch for the two; empty: it does.
         calls: system calls that it looked at; None: it does not count.
+        why: in what processes differ, for people.
     """
 
     files: bool
     processes: bool
     unknown: tuple[str, ...] = ()
     calls: int | None = None
+    why: tuple[str, ...] = ()
 
     @property
     def kind(self) -> Class:

@@ -135,21 +135,26 @@ def _compared(moment: Moment, strict: bool) -> dict[str, Entry]:
     }
 
 
-def processes_differ(one: Moment, other: Moment) -> bool:
-    """Whether processes or what they share differ; one whose memory was not read counts as so."""
-    if one.shared != other.shared or one.processes.keys() != other.processes.keys():
-        return True
-    return any(_differs(value, other.processes[key]) for key, value in one.processes.items())
+def processes_differ(one: Moment, other: Moment) -> frozenset[str]:
+    """In what processes or what they share differ; memory that was not read counts as so."""
+    found = set()
+    if one.shared != other.shared:
+        found.add("sockets or files in memory")
+    if one.processes.keys() != other.processes.keys():
+        found.add("which processes there are")
+    for key in one.processes.keys() & other.processes.keys():
+        found |= _differs(one.processes[key], other.processes[key])
+    return frozenset(found)
 
 
-def _differs(one: Process, other: Process) -> bool:
-    if one.kernel != other.kernel:
-        return True
+def _differs(one: Process, other: Process) -> set[str]:
+    found = {"what the kernel shows of one"} if one.kernel != other.kernel else set()
     if one.shell is not None or other.shell is not None:
-        return one.shell != other.shell
-    if one.ran == other.ran:
-        return False
-    return one.memory is None or one.memory != other.memory
+        if one.shell != other.shell:
+            found.add("what a shell knows")
+    elif one.ran != other.ran and (one.memory is None or one.memory != other.memory):
+        found.add("memory of one")
+    return found
 
 
 def _comparable(entry: Entry, strict: bool) -> Entry:
@@ -214,7 +219,7 @@ def _process(pid: int, init: int, known: Process | None, unsure: set[str]) -> Pr
     maps = _text(f"/proc/{pid}/maps")
     if re.search(r"^\S+ .w.s ", maps, re.MULTILINE):
         unsure.add("shared writable map")
-    shell = _shell(pid, init)
+    shell = said_by_shell(pid, init)
     ran = " ".join(
         _text(f"/proc/{pid}/task/{thread}/schedstat")
         for thread in sorted(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - as above
@@ -346,7 +351,7 @@ def _own_runs(entries: bytes) -> Iterator[tuple[int, int]]:
     yield from ((begin, end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=True))
 
 
-def _shell(pid: int, init: int) -> str | None:
+def said_by_shell(pid: int, init: int) -> str | None:
     """What a session's shell said of itself last; None: it is no session's shell."""
     words = _text(f"/proc/{pid}/cmdline").split("\0")
     if len(words) < 6 or words[:3] != ["bash", "--norc", "-c"] or words[4] != "rose-session":

@@ -61,9 +61,9 @@ class RemoteRecords:
         self._thread.start()
         self._channel: grpc.aio.Channel | None = None
 
-    def own(self, run: str, session: str, owner: str) -> SessionState:
+    def own(self, run: str, session: str, owner: str, over: int | None = None) -> SessionState:
         """See ``RecordStore``; so for all of these."""
-        return self._ask(OWN, OwnRequest(run, session, owner))
+        return self._ask(OWN, OwnRequest(run, session, owner, over))
 
     def look(self, run: str, session: str) -> SessionState:
         """See ``RecordStore``."""

@@ -70,7 +70,7 @@ class RecordsService:
     async def own(self, request: OwnRequest) -> SessionState:
         """Take a session over."""
         self._may(request.run)
-        asked = (request.run, request.session, request.owner)
+        asked = (request.run, request.session, request.owner, request.over)
         return await asyncio.to_thread(self._records.own, *asked)
 
     async def look(self, request: SessionRequest) -> SessionState:

@@ -6,7 +6,7 @@ keep records of that run.
 
 | asked | refused when |
 |---|---|
-| ``own`` | - |
+| ``own`` | it is to be taken over as it was seen, and another host has taken it over since |
 | ``put`` | the session is another host's: ``Fenced`` |
 | ``commit`` | likewise; it is of another session; a block is none that the run's hosts staged |
 | ``read`` | the session lists no such record |
@@ -62,8 +62,18 @@ class RecordStore(Protocol):
     Each may raise ``StoreFailed``; one that is far also ``Forbidden``.
     """
 
-    def own(self, run: str, session: str, owner: str) -> SessionState:
-        """Take a session over, or begin it: every host before is fenced."""
+    def own(self, run: str, session: str, owner: str, over: int | None = None) -> SessionState:
+        """Take a session over, or begin it: every host before is fenced.
+
+        Args:
+            run: of the session.
+            session: to take over.
+            owner: name of the host.
+            over: the fence that it must still have; None: whichever.
+
+        Raises:
+            Fenced: another host has taken it over since it had that fence; nothing has changed.
+        """
 
     def look(self, run: str, session: str) -> SessionState:
         """How a session stands; one that nobody has begun has the fence 0."""
@@ -119,9 +129,14 @@ class StoredRecords:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def own(self, run: str, session: str, owner: str) -> SessionState:
+    def own(self, run: str, session: str, owner: str, over: int | None = None) -> SessionState:
         """See ``RecordStore``."""
-        return _said(self._store.open_incarnation(place_of(run, session), owner))
+
+        def as_seen(state: RunState) -> None:
+            if over is not None:
+                check_fence(_said(state), session, over)
+
+        return _said(self._store.open_incarnation(place_of(run, session), owner, as_seen))
 
     def look(self, run: str, session: str) -> SessionState:
         """See ``RecordStore``."""

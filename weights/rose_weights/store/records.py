@@ -143,14 +143,20 @@ class Records:
         """Let go of the store."""
         self._store.close()
 
-    def own(self, session: str, owner: str) -> Owned:
+    def own(self, session: str, owner: str, over: int | None = None) -> Owned:
         """Take a session over, or begin it: every host before is fenced from here on.
 
+        Args:
+            session: to take over.
+            owner: name of this host.
+            over: the fence under which the caller saw it (``fence``); None: whichever it has.
+
         Raises:
+            Fenced: another host has taken it over since the caller looked; nothing has changed.
             StoreFailed: the fence could not be written; nothing has changed.
             Damaged: the newest record cannot be read.
         """
-        state = self._store.own(self._run, session, owner)
+        state = self._store.own(self._run, session, owner, over)
         last = self._store.read(self._run, session, state.turns[-1][1]) if state.turns else None
         return Owned(session, owner, state.fence, last)
 
@@ -161,6 +167,10 @@ class Records:
             Fenced: another host has taken it over.
         """
         check_fence(self._store.look(self._run, owned.session), owned.session, owned.fence)
+
+    def fence(self, session: str) -> int:
+        """Under which a session is held now; 0: nobody has begun it."""
+        return self._store.look(self._run, session).fence
 
     def turns(self, session: str) -> tuple[int, ...]:
         """Turns with a record, in order; none of an unknown session."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -106,14 +106,22 @@ class Store:
             kept.version: VersionLink(kept.base, kept.full, kept.bytes) for kept in state.versions
         }
 
-    def open_incarnation(self, run: str, publisher: str) -> RunState:
+    def open_incarnation(
+        self, run: str, publisher: str, check: Callable[[RunState], None] = lambda _: None
+    ) -> RunState:
         """Take a run over (or begin it): every earlier publisher is fenced from here on.
+
+        Args:
+            run: to take over.
+            publisher: that does.
+            check: may refuse by what the run is at that instant; what it raises is raised.
 
         Raises:
             StoreFailed: the fence could not be written; nothing has changed.
         """
 
         def open_(state: RunState) -> RunState:
+            check(state)
             return msgspec.structs.replace(state, fence=state.fence + 1, publisher=publisher)
 
         with self._failing("open", run):
