@@ -29,7 +29,7 @@ from rose_sandbox.errors import (
 from rose_sandbox.host import RENEW_SECONDS, Host, tokens_digest
 from rose_sandbox.inspector.inspector import Effects
 from rose_sandbox.runtimes.fake import FakeRuntime
-from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind
+from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind, SandboxSpec
 from rose_weights.errors import Fenced, StoreFailed
 from rose_weights.store.record_store import StoredRecords
 from rose_weights.store.records import Records
@@ -163,6 +163,62 @@ async def test_another_host_takes_a_session_over_and_the_first_one_is_fenced(
     with pytest.raises(Fenced):
         await world.host.state("s")
     assert await world.runtime.sandboxes() == ()
+
+
+async def test_a_host_that_slept_over_a_restore_takes_the_session_from_nobody(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller gave up and went to another host; it wakes up at any step of what it was asked."""
+    two = World(tmp_path, "two")
+    await world.host.create("s")
+    await world.host.checkpoint("s", [1, 2])
+    seen = await world.host.fence("s")
+    real = world.runtime.restore_all
+
+    async def slow(*parts: object) -> tuple[Handle, ...]:
+        await two.host.restore("s")
+        return await real(*parts)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:  # between its look and the step that takes it over
+        patched.setattr(world.runtime, "restore_all", slow)
+        with pytest.raises(Fenced, match="two's under fence"):
+            await world.host.restore("s")
+    assert await world.runtime.sandboxes() == ()
+    with pytest.raises(Fenced, match="was seen under fence"):  # before it has begun
+        await world.host.restore("s", over=seen)
+    await two.host.checkpoint("s", [1, 2, 3])
+    assert (await world.host.restore("s", over=await world.host.fence("s"))).ids == (1, 2, 3)
+
+
+async def test_an_end_that_comes_late_is_of_that_hosts_sandbox_alone(
+    world: World, tmp_path: Path
+) -> None:
+    two = World(tmp_path, "two")
+    await world.host.create("s")
+    await world.host.checkpoint("s", [1, 2])
+    await two.host.restore("s")
+    with pytest.raises(Fenced, match="two's under fence"):
+        await world.host.end("s", forget=True)
+    assert await world.runtime.sandboxes() == ()
+    assert (await two.host.checkpoint("s", [1, 2, 3])).recoverable_to == 2
+    await two.host.end("s", forget=True)
+    assert two.records.turns("s") == ()
+
+
+async def test_a_host_that_slept_while_it_created_takes_the_session_from_nobody(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two, real = World(tmp_path, "two"), world.runtime.create
+
+    async def slow(spec: SandboxSpec) -> Handle:
+        await two.host.create("s")
+        return await real(spec)
+
+    monkeypatch.setattr(world.runtime, "create", slow)
+    with pytest.raises(Fenced, match="two's under fence"):
+        await world.host.create("s")
+    assert await world.runtime.sandboxes() == ()
+    assert (await two.host.checkpoint("s", [1])).recoverable_to == 1
 
 
 async def test_a_host_learns_that_it_is_fenced_before_its_next_boundary(
