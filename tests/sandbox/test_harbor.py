@@ -50,10 +50,10 @@ class Noted(Records):
 
     sessions: tuple[str, ...] = ()
 
-    def own(self, session: str, owner: str) -> Owned:
+    def own(self, session: str, owner: str, over: int | None = None) -> Owned:
         """See ``Records``."""
         self.sessions = (*self.sessions, session)
-        return super().own(session, owner)
+        return super().own(session, owner, over)
 
 
 @pytest.fixture
