@@ -29,22 +29,22 @@ _PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
-class World:
+class FullState:
     """Of a sandbox that runs; two are the same or they are not."""
 
     files: dict[str, tuple[object, ...]]
     in_memory: str
     processes: dict[tuple[int, str], tuple[object, ...]]
 
-    def changed(self, before: World) -> tuple[bool, bool]:
+    def changed(self, before: FullState) -> tuple[bool, bool]:
         """Whether files differ, and whether processes or files in memory do."""
         processes = (self.in_memory, self.processes) != (before.in_memory, before.processes)
         return self.files != before.files, processes
 
 
-def world_of(facts: Facts) -> World:
+def full_state(facts: Facts) -> FullState:
     """The present one."""
-    return World(_files(facts), _in_memory(facts), _processes(facts))
+    return FullState(_files(facts), _in_memory(facts), _processes(facts))
 
 
 def _files(facts: Facts) -> dict[str, tuple[object, ...]]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.record import Figure, figure, record
-from bench.sandboxes.full_diff import world_of
+from bench.sandboxes.full_diff import full_state
 from bench.sandboxes.mix import PROJECT, draw
 from bench.sandboxes.own import own_runtime
 from bench.sandboxes.tasks import TASKS
@@ -80,14 +80,14 @@ async def play(runtime: RuncRuntime, inspector: BpfInspector, script: Script, ta
     await runtime.exec(box, script.before, SECONDS, session=script.session)
     facts = await runtime.facts(box)
     await inspector.watch(script.name, facts)
-    before = await asyncio.to_thread(world_of, facts)
+    before = await asyncio.to_thread(full_state, facts)
     for command in script.turns:
         await runtime.exec(box, command, SECONDS, session=script.session)
         facts = await runtime.facts(box)
         # The diff on both sides: what moves between the two looks is nobody's mistake.
-        first = await asyncio.to_thread(world_of, facts)
+        first = await asyncio.to_thread(full_state, facts)
         said = await inspector.effects(script.name, facts)
-        now = await asyncio.to_thread(world_of, await runtime.facts(box))
+        now = await asyncio.to_thread(full_state, await runtime.facts(box))
         await inspector.saved(script.name)
         files, processes = first.changed(before)
         nothing = not (files or processes or any(now.changed(before)))

@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from bench.sandboxes.full_diff import world_of
+from bench.sandboxes.full_diff import full_state
 from rose_sandbox.errors import Unavailable
 from rose_sandbox.inspector.bpf import BpfInspector
 from rose_sandbox.inspector.inspector import Class
@@ -91,7 +91,7 @@ async def test_no_effect_is_missed(runc: RuncRuntime, parts: Parts) -> None:
     await runc.write_file(box, "/home/keeper.py", KEEPER)
     await runc.exec(box, f"{MEMORY_OF} & sleep 0.3", 20)
     await inspector.watch("box", await runc.facts(box))
-    before = world_of(await runc.facts(box))
+    before = full_state(await runc.facts(box))
     missed, none = [], 0
     for _ in range(TURNS):
         turn = "; ".join(command(dice) for _ in range(dice.randrange(1, 4)))
@@ -101,7 +101,7 @@ async def test_no_effect_is_missed(runc: RuncRuntime, parts: Parts) -> None:
         facts = await runc.facts(box)
         said = await inspector.effects("box", facts)
         await inspector.saved("box")
-        files, processes = (now := world_of(facts)).changed(before)
+        files, processes = (now := full_state(facts)).changed(before)
         if said.kind is not Class.UNKNOWN and (
             (files and not said.files) or (processes and not said.processes)
         ):
