@@ -147,6 +147,7 @@ bench-guard: engine  ## serving beside rollouts: figures of the guard; ARGS="--s
 bench-sandboxes: sandbox  ## tasks killed after every turn: chat only, files, restart, full, ours (root); ARGS="--tasks 8"
 	$(RUN)/python -m bench.sandboxes $(ARGS)
 	$(RUN)/python -m bench.sandboxes.waits
+	$(RUN)/python -m bench.sandboxes.recall
 
 bench-deaths: engine  ## who stops the rollouts when guard, engine host or both die
 	$(RUN)/python -m bench.deaths $(ARGS)

@@ -17,7 +17,7 @@ from rose_sandbox.runtimes.programs import run
 CONFIGURATION = """\
 tcp-established
 network-lock skip
-manage-cgroups ignore
+manage-cgroups=ignore
 file-locks
 link-remap
 ghost-limit 67108864
