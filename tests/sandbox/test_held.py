@@ -20,7 +20,7 @@ from rose_sandbox.runtimes.held import (
     write_held,
 )
 from rose_sandbox.runtimes.runc import RuncRuntime
-from rose_sandbox.runtimes.runtime import Kind, SandboxSpec
+from rose_sandbox.runtimes.runtime import CheckpointParts, Kind, SandboxSpec
 
 
 def test_files_that_a_process_has_open_are_found_by_number(tmp_path: Path) -> None:
@@ -128,3 +128,24 @@ async def test_a_database_that_is_open_over_a_restore_takes_what_is_written(
     await runc.end(box)
     box = await runc.restore(parts, parts.spec)
     assert await written(2) == before
+
+
+@pytest.mark.sandbox
+async def test_a_file_that_is_opened_after_the_files_were_saved_gets_its_number_back(
+    runc: RuncRuntime, tmp_path: Path
+) -> None:
+    """Whoever opens a file changes none, so processes are saved by themselves."""
+    box = await runc.create(SandboxSpec("box"))
+    fill = "for n in $(seq 40); do echo > /home/x$n; done"
+    await runc.exec(box, f"{fill}; echo 1 > /home/d; rm /home/x*; stat -c %i /home/d", 60)
+    (before := tmp_path / "before").mkdir()
+    (after := tmp_path / "after").mkdir()
+    files = (await runc.checkpoint(box, Kind.FILES, before)).files
+    asked = "stat -L -c %i /home/d /proc/$(pgrep -x sleep)/fd/7"
+    made = await runc.exec(box, f"sleep 9000 7< /home/d & sleep 0.1; {asked}", 60)
+    parts = await runc.checkpoint(box, Kind.PROCESSES, after)
+    await runc.end(box)
+    box = await runc.restore(CheckpointParts(parts.spec, files, parts.processes), parts.spec)
+    again = await runc.exec(box, asked, 60)
+    assert (again.exit_code, again.stdout) == (0, made.stdout)
+    assert len(set(made.stdout.split())) == 1

@@ -45,7 +45,7 @@ from rose_sandbox.errors import (
 )
 from rose_sandbox.runtimes import images as packed
 from rose_sandbox.runtimes import oci
-from rose_sandbox.runtimes.held import OpenFile
+from rose_sandbox.runtimes.held import OpenFile, held_with, write_held
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.processes import empty, group_of, hierarchies
 from rose_sandbox.runtimes.runtime import (
@@ -84,11 +84,13 @@ class _Beginning:
         files: packed; None: there are none, or they are in ``cut``.
         cut: files as a subvolume.
         images: of processes, in a folder.
+        held: files that these have open.
     """
 
     files: Part | None = None
     cut: str | None = None
     images: Path | None = None
+    held: tuple[OpenFile, ...] = ()
 
 
 class ContainerRuntime(ABC):
@@ -255,7 +257,7 @@ class ContainerRuntime(ABC):
         else:
             await self._volume.make(key, spec.limits.disk_bytes)
             if beginning.files is not None:
-                await self._fill(beginning.files, key)
+                await self._fill(beginning.files, key, beginning.held)
         await self._volume.mount(key, spec.image, self._roots / key)
         bundle = home / "bundle"
         bundle.mkdir(exist_ok=True)
@@ -303,10 +305,10 @@ class ContainerRuntime(ABC):
         """Its group, from the top of each hierarchy."""
         return "/" + "/".join(filter(None, (self._within, self.group, key)))
 
-    async def _fill(self, part: Part, key: str) -> None:
+    async def _fill(self, part: Part, key: str, held: tuple[OpenFile, ...]) -> None:
         try:
             _check(part)
-            await self._volume.unpack(part.path, key)
+            await self._volume.unpack(part.path, key, held)
         except RuntimeFailed as error:
             raise CannotRestore(f"files of {key} cannot be unpacked: {error}") from error
 
@@ -317,12 +319,14 @@ class ContainerRuntime(ABC):
         """Parts, unpacked once for all that begin as them."""
         name = self._name(specs[0].key)
         images, cut = self._images / name, None
+        held: tuple[OpenFile, ...] = ()
         try:
             if parts.processes is not None:
                 images.mkdir()
                 try:
                     _check(parts.processes)
                     await packed.unpack_images(self.parts.path, parts.processes.path, images)
+                    held = held_with(images)
                 except RuntimeFailed as error:
                     raise CannotRestore(
                         f"processes of {specs[0].key} cannot be unpacked: {error}"
@@ -331,11 +335,12 @@ class ContainerRuntime(ABC):
                 # A snapshot of it costs milliseconds, whatever its size.
                 cut = name
                 await self._volume.make(cut, specs[0].limits.disk_bytes)
-                await self._fill(parts.files, cut)
+                await self._fill(parts.files, cut, held)
             yield _Beginning(
                 parts.files if cut is None else None,
                 cut,
                 images if parts.processes is not None else None,
+                held,
             )
         finally:
             shutil.rmtree(images, ignore_errors=True)
@@ -419,6 +424,7 @@ class ContainerRuntime(ABC):
                 files = _part(into / FILES)
             if kind.has_processes:
                 images = self._home(handle.key) / "images"
+                write_held(images, held)
                 await packed.pack_images(self.parts.path, images, into / PROCESSES)
                 processes = _part(into / PROCESSES)
         except BaseException:  # also when cancelled: half a checkpoint is none

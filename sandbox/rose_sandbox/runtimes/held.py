@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from rose_sandbox.errors import RuntimeFailed
+
 HELD = "held"
 """The first member of the archive."""
 MOST_BURNT = 50_000
@@ -54,7 +56,10 @@ def held_by(pids: Iterable[int], upper: Path) -> tuple[OpenFile, ...]:
 
 
 def write_held(folder: Path, held: Iterable[OpenFile]) -> None:
-    """Keep the list where the archive begins."""
+    """Keep the list where the archive begins; or among images, for processes saved by themselves.
+
+    A process may open a file, and change none: the files that are saved by then know nothing of it.
+    """
     (folder / HELD).write_bytes(msgspec.json.encode(tuple(held)))
     os.utime(folder / HELD, (0, 0))  # the same files are the same bytes
 
@@ -72,10 +77,31 @@ def read_held(archive: Path) -> tuple[OpenFile, ...]:
         return ()  # torn: ``tar`` says so
 
 
-def give_numbers(folder: Path, archive: Path) -> None:
-    """Make the archive's held files in a fresh subvolume, empty, under their numbers."""
+def held_with(images: Path) -> tuple[OpenFile, ...]:
+    """The list that was saved with processes; of images of before there is none.
+
+    Raises:
+        RuntimeFailed: it is torn.
+    """
+    try:
+        return msgspec.json.decode((images / HELD).read_bytes(), type=tuple[OpenFile, ...])
+    except FileNotFoundError:
+        return ()
+    except msgspec.MsgspecError as error:
+        raise RuntimeFailed(f"the list of open files is torn: {error}") from error
+
+
+def give_numbers(folder: Path, archive: Path, held: Iterable[OpenFile] = ()) -> None:
+    """Make held files in a fresh subvolume, empty, under their numbers.
+
+    Args:
+        folder: of the subvolume.
+        archive: of its files, with its own list.
+        held: that processes saved after it had open too.
+    """
     upper, left = folder / "upper", MOST_BURNT
-    for number, path in read_held(archive):
+    known = {one.path: one for one in (*held, *read_held(archive))}
+    for number, path in sorted(known.values()):
         relative = PurePosixPath(path.lstrip("/"))
         if ".." in relative.parts or not relative.parts:
             continue

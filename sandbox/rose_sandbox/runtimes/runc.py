@@ -329,15 +329,14 @@ class RuncRuntime(ContainerRuntime):
             The seconds that it stood still, and the files that it had open.
         """
         home = self._home(key)
-        held: tuple[OpenFile, ...] = ()
         images, work = home / "images", home / "dump"
         await self._clear(images, work)
         async with self._frozen(key):
             started = time.monotonic()
             try:
+                upper = self._volume.upper(key)
+                held = await self._in_thread(held_by, self._pids(key), upper)
                 if kind.has_files:
-                    upper = self._volume.upper(key)
-                    held = await self._in_thread(held_by, self._pids(key), upper)
                     await self._volume.cut(key, cut)
                 if kind.has_processes:
                     await self._runc(

@@ -135,13 +135,18 @@ class Volume:
             *("--file", into, "--directory", self.subvolume(name), HELD, "upper"),
         )
 
-    async def unpack(self, file: Path, name: str) -> None:
+    async def unpack(self, file: Path, name: str, held: Iterable[OpenFile] = ()) -> None:
         """Files of ``pack`` into a fresh subvolume.
+
+        Args:
+            file: that they are in.
+            name: of the subvolume.
+            held: files that processes have open, beside those that ``pack`` was told.
 
         Raises:
             RuntimeFailed: the file is torn, or they are too many.
         """
-        await asyncio.to_thread(give_numbers, self.subvolume(name), file)
+        await asyncio.to_thread(give_numbers, self.subvolume(name), file, held)
         await self._run(
             *(
                 "tar",
