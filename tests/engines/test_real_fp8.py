@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,15 +10,11 @@ import numpy as np
 import pytest
 
 from rose_core.identity import WeightVersion
-from rose_dev.engine_environment import engine_python
-from rose_dev.engine_template import Template
-from rose_dev.engine_testing import RealEngine, State, prepare, until_ended, write_bundle
+from rose_dev.engine_testing import RealEngine, State, start_engine, write_bundle
 from rose_dev.models import RECIPES, Recipe, config, make_model, successors, tensors
 from rose_engines.client import TurnClient
 from rose_engines.control import ControlClient
-from rose_engines.launch import Launch
 from rose_engines.safetensors import read_checkpoint
-from rose_engines.sglang.arguments import command, environment
 from rose_trainer import BlockFp8
 from rose_trainer.quantised import BLOCK, Scales
 from tests.engines.test_real_engine import cycle
@@ -59,44 +53,32 @@ class Served:
     state: State
 
 
+# SGLang's launcher where SGLang finds, as if installed, the plugin that lets it run FP8 here.
+LAUNCHER = """
+import os, runpy, sys
+sys.path += {folders}
+os.environ["SGLANG_PLUGINS"] += ",fp8"
+runpy.run_module("rose_engines.sglang.launch", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Template, dict[str, str]]]:
-    """A process that has imported SGLang where it finds the plugin that lets it run FP8 here."""
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugin")
     record = folder / "fp8_on_cpu-1.dist-info"
     record.mkdir()
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8-on-cpu\nVersion: 1\n")
     (record / "entry_points.txt").write_text("[sglang.srt.plugins]\nfp8 = fp8_on_cpu:register\n")
-    usual = environment(Launch(engine_python(), folder, 0, plugin_socket=folder / "s"), os.environ)
-    more = {
-        "SGLANG_PLUGINS": f"{usual['SGLANG_PLUGINS']},fp8",
-        "PYTHONPATH": f"{usual['PYTHONPATH']}:{folder}:{Path(__file__).parent}",
-    }
-    with closing(Template(engine_python(), usual | more)) as made:
-        yield made, more
-
-
-@contextmanager
-def start_fp8(
-    folder: Path, model: Path, version: WeightVersion, plugin: tuple[Template, Mapping[str, str]]
-) -> Iterator[RealEngine]:
-    """SGLang with ROSE's plugin, and beside it the one that lets it run FP8 here."""
-    template, more = plugin
-    spec, launch, holder = prepare(folder, model, None, str(version), engine_python(), opened=True)
-    variables = {**environment(launch, os.environ), **more}
-    with (folder / "engine.log").open("wb") as log:
-        process = template.start(command(spec, launch)[3:], variables, log.fileno())
-    with until_ended(folder, launch, process, holder) as engine:
-        yield engine
+    made = folder / "launch.py"
+    made.write_text(LAUNCHER.format(folders=[str(folder), str(Path(__file__).parent)]))
+    return made
 
 
 @pytest.fixture(scope="module")
-def served(
-    tmp_path_factory: pytest.TempPathFactory, template: tuple[Template, Mapping[str, str]]
-) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, program: Path) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     model = quantised(folder / "model", PEAKED, "exact")
-    with start_fp8(folder, model, FIRST, template) as engine:
+    with start_engine(folder, model, version=str(FIRST), program=program) as engine:
         yield Served(engine, FIRST, read_checkpoint(model))
 
 
@@ -111,7 +93,7 @@ async def said(engine: RealEngine) -> tuple[str, list[float], list[int]]:
 async def test_a_publishers_fp8_version_committed_in_place_is_what_a_fresh_load_would_be(
     tmp_path: Path,
     served: Served,
-    template: tuple[Template, Mapping[str, str]],
+    program: Path,
     seed: int,
     scales: Scales,
 ) -> None:
@@ -131,7 +113,8 @@ async def test_a_publishers_fp8_version_committed_in_place_is_what_a_fresh_load_
         await control.export(tmp_path / "live" / "m.safetensors")
     committed = await said(served.engine)
     (tmp_path / "fresh").mkdir()
-    with start_fp8(tmp_path / "fresh", model, version, template) as engine:
+    fresh = start_engine(tmp_path / "fresh", model, version=str(version), program=program)
+    with fresh as engine:
         assert await said(engine) == committed
     assert committed[2] == cycle(successors(recipe), 104, 24)
     live = read_checkpoint(tmp_path / "live")

@@ -132,32 +132,25 @@ async def test_turns_are_cut_so_that_callers_continue_elsewhere(rundir: Path, mo
             await _reaches(host, EngineState.DORMANT)
 
 
-async def test_an_engine_that_says_so_and_frees_nothing_is_ended(
-    rundir: Path, models: Path
+@pytest.mark.parametrize(
+    ("release", "reason", "said"),
+    [
+        ("pretend", "NothingReleased", str(KV_BYTES)),
+        ("hang", "DormancyFailed", "no answer in 4 s"),
+    ],
+    ids=["says so and frees nothing", "does not answer"],
+)
+async def test_an_engine_that_does_not_carry_the_order_out_is_ended(
+    rundir: Path, models: Path, release: str, reason: str, said: str
 ) -> None:
     async with running(rundir, models) as host:
         with guarding(rundir):
-            await host.host.ensure(holding(release="pretend"))
+            await host.host.ensure(holding(release=release))
             before = await serving(host)
             await host.host.set_dormant(SetDormant(SLOT, dormant=True))
             failed = await _reaches(host, EngineState.FAILED)
-            assert failed.reason == "NothingReleased"
-            assert str(KV_BYTES) in failed.message
-            after = await serving(host)
-            assert not set(before.pids) & set(after.pids)
-
-
-async def test_an_engine_that_does_not_answer_the_order_is_ended(
-    rundir: Path, models: Path
-) -> None:
-    async with running(rundir, models) as host:
-        with guarding(rundir):
-            await host.host.ensure(holding(release="hang"))
-            before = await serving(host)
-            await host.host.set_dormant(SetDormant(SLOT, dormant=True))
-            failed = await _reaches(host, EngineState.FAILED)
-            assert failed.reason == "DormancyFailed"
-            assert "no answer in 4 s" in failed.message
+            assert failed.reason == reason
+            assert said in failed.message
             after = await serving(host)
             assert not set(before.pids) & set(after.pids)
 
