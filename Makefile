@@ -90,7 +90,7 @@ test-computing:
 # Two workers, each with a process of its own that has imported SGLang (14 s of a core, 2 GB with the engines of a test):
 # one alone waited a third of its time. Who is done first may wait for the other (watchdog_end).
 test-engines:
-	$(TIMED) $(BIN)/pytest $(LANE) -n 2 -o watchdog_end=600 -m "engine and not cluster and not long" $(AGAIN) $(ARGS)
+	$(TIMED) $(BIN)/pytest $(LANE) -n 2 -o watchdog_end=600 -m "engine and not cluster and not vllm and not long" $(AGAIN) $(ARGS)
 
 test-node:
 	$(TIMED) $(BIN)/pytest $(LANE) -m "cluster and node and not long" $(AGAIN) $(ARGS)
@@ -109,7 +109,7 @@ test-long: engine cluster  ## what make test leaves out: failures and modes of t
 
 # Not part of `make test`: its environment is 6 GB, and it starts engines that import everything anew.
 test-vllm: engine vllm  ## real vLLM on CPU as a rollout engine, alone and beside SGLang
-	$(CONTAINED) --limit 3000 $(BIN)/pytest -v -n 0 -m vllm tests/engines tests/host tests/router $(ARGS)
+	$(CONTAINED) --limit 3000 $(BIN)/pytest -v -n 0 -m vllm tests/engines tests/host tests/router tests/tap $(ARGS)
 
 test-keda: keda  ## rewards of the chart, scaled from zero by KEDA itself
 	$(CONTAINED) --limit 1200 $(BIN)/pytest -v -s -n 0 tests/rewards/test_keda.py $(ARGS)

@@ -30,13 +30,7 @@ from tests.host.test_sleeper import Grant, grant
 
 __all__ = ["grant"]
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not vllm_environment.is_ready(), reason="no vLLM here: run `make vllm` (about 6 GB)"
-    ),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 READY_SECONDS = 300.0
 KV_BYTES = 1 << 30
 

@@ -53,7 +53,7 @@ async def test_every_request_of_a_real_sglang_and_its_own_count(real_engine: Rea
     agree(await against(real_engine.url, "", "SGLang", 60, aborts=3))
 
 
-@pytest.mark.skipif(bool(VLLM.missing()), reason=VLLM.missing() or "vLLM is here")
+@pytest.mark.vllm
 async def test_every_request_of_a_real_vllm_and_its_own_count(short_dir: Path) -> None:
     node = Bench(short_dir, "tiny", VLLM)
     try:
