@@ -17,6 +17,8 @@ RUN := $(CONTAINED) $(BIN)
 ARGS ?=
 # Two cores and several lanes: what a lane takes of the cores, and not how long, says what it costs.
 TIMED := TIMEFORMAT='[lane] %1lR, of the cores %0U s and %0S s in the kernel'; time
+# mypy's own cache serves every checkout, which it knows by their files. Two at once would write into it together.
+MYPY := $(if $(shell command -v flock),flock $(ROSE_CACHE)/mypy.lock) $(BIN)/mypy --cache-dir $(ROSE_CACHE)/mypy
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
@@ -124,7 +126,7 @@ unit: venv  ## what needs neither engine nor cluster
 check: venv  ## lint, types, layers, spelling, drift of generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy .
+	$(MYPY) .
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/python -m rose_dev.generate --check
