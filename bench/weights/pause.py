@@ -26,7 +26,8 @@ from bench.gap.models import SIZES, states
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import State, start_engine, state_of, write_bundle
-from rose_engines.control import Commit, Committed, ControlClient, Stage, Staged
+from rose_engines.calls import Commit, Committed, Stage, Staged
+from rose_engines.control import ControlClient
 from rose_engines.parameters import DeviceTensor
 from rose_engines.session import WeightSession
 

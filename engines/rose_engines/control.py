@@ -57,33 +57,6 @@ log = logging.getLogger(__name__)
 
 A = TypeVar("A", Staged, Committed, Attested, Exported, Released, Activated, Drafted, Status)
 
-__all__ = [
-    "Abort",
-    "Activate",
-    "Activated",
-    "Answer",
-    "Attest",
-    "Attested",
-    "Bind",
-    "Call",
-    "Commit",
-    "Committed",
-    "ControlClient",
-    "ControlServer",
-    "Draft",
-    "Drafted",
-    "Export",
-    "Exported",
-    "GetStatus",
-    "Refused",
-    "Release",
-    "Released",
-    "Stage",
-    "Staged",
-    "Status",
-    "Unbind",
-]
-
 
 class ControlServer:
     """Answers calls on a Unix socket, from threads of its own.

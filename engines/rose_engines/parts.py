@@ -6,6 +6,7 @@ that agree. Next step: ``multi_rank`` stages, swaps and votes over them.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from rose_core.delta.digest import Digest, total
 from rose_engines.calls import LENGTH, Answer, Call, answers, frame
 from rose_engines.errors import CommitRefused, UnsupportedEngine
 from rose_engines.rank_board import RankBoard
+from rose_engines.slices import SlicedTensor
+from rose_engines.tensors import Live, LiveTensor
 
 Part = tuple[tuple[int, int, int, int], ...]
 """Which elements of a tensor a rank holds: the source sides of its boxes."""
@@ -69,6 +72,18 @@ class Ranks:
         return total(digest for _, digest in found.values())
 
 
+def parts_of(live: Live) -> dict[str, Part]:
+    """Which part of every tensor this rank holds."""
+    return {name: _part(tensor) for name, tensor in live.items()}
+
+
+def _part(tensor: LiveTensor) -> Part:
+    if isinstance(tensor, SlicedTensor):
+        return tuple(box.source for box in tensor.boxes)
+    size = math.prod(tensor.shape)
+    return ((0, 1, size, size),)
+
+
 def check_parts(parts: Iterable[Mapping[str, Part]], sizes: Mapping[str, int]) -> None:
     """The ranks together hold every element, and hold it once or as the same part.
 
@@ -84,6 +99,11 @@ def check_parts(parts: Iterable[Mapping[str, Part]], sizes: Mapping[str, int]) -
             raise UnsupportedEngine(
                 f"the ranks hold {found} elements of checkpoint tensor {name!r}, which has {size}"
             )
+
+
+def socket_of(leader: Path, rank: int) -> Path:
+    """Control socket of a rank, beside the leader's."""
+    return leader if rank == 0 else leader.with_name(f"{leader.stem}.{rank}")
 
 
 def ask(path: Path, call: Call, seconds: float) -> Answer:

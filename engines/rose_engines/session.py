@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rose_core.delta.digest import Digest
-from rose_engines.control import (
+from rose_engines.calls import (
     Abort,
     Activate,
     Activated,

@@ -22,6 +22,7 @@ import torch
 
 from rose_engines import layout, parameters
 from rose_engines.errors import UnsupportedEngine
+from rose_engines.parts import parts_of
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.sglang import ranks
 
@@ -83,7 +84,7 @@ def report(folder: str, size: int) -> dict[str, Any]:
     except UnsupportedEngine as refused:
         return {"refused": str(refused)}
     return {
-        "parts": ranks.parts_of(live),
+        "parts": parts_of(live),
         "digests": {name: str(tensor.digest()) for name, tensor in live.items()},
         "parameters": {name: sorted({box.parameter for box in boxes[name]}) for name in boxes},
         "ranks": size,

@@ -7,18 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rose_engines.control import (
-    Answer,
-    Call,
-    Commit,
-    ControlClient,
-    ControlServer,
-    GetStatus,
-    Refused,
-    Stage,
-    Staged,
-    Status,
-)
+from rose_engines.calls import Answer, Call, Commit, GetStatus, Refused, Stage, Staged, Status
+from rose_engines.control import ControlClient, ControlServer
 from rose_engines.errors import CommitRefused, EngineUnavailable
 
 

@@ -28,10 +28,9 @@ from rose_engines.control import ControlServer
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.live import digest_live
 from rose_engines.multi_rank import LeaderSession, MemberSession, RankSession
-from rose_engines.parts import Part, Ranks, check_parts
+from rose_engines.parts import Part, Ranks, check_parts, parts_of
 from rose_engines.rank_board import RankBoard, RankState
 from rose_engines.safetensors import StoredTensor
-from rose_engines.sglang.ranks import parts_of
 from rose_engines.slices import Box, SlicedTensor
 from rose_engines.tensors import HostTensor, Live
 

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import write_bundle
-from rose_engines.control import Commit, ControlClient, Stage
+from rose_engines.calls import Commit, Stage
+from rose_engines.control import ControlClient
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.launch import PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.permit import Permit

@@ -17,8 +17,9 @@ from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bu
 from rose_dev.models import RECIPES, successors
 from rose_dev.vllm_testing import start_vllm
 from rose_engines import kv
+from rose_engines.calls import Committed
 from rose_engines.client import Generation, TurnClient
-from rose_engines.control import Committed, ControlClient
+from rose_engines.control import ControlClient
 
 SGLANG, VLLM = pytest.mark.engine, pytest.mark.vllm
 Started = AbstractContextManager[RealEngine]

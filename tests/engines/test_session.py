@@ -9,7 +9,7 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
-from rose_engines.control import (
+from rose_engines.calls import (
     Abort,
     Activate,
     Activated,

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from rose_agent.weightsync.decide import Engine
-from rose_engines.control import Attested, Committed, ControlClient, Staged, Status
+from rose_engines.calls import Attested, Committed, Staged, Status
+from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused, EngineUnavailable
 from rose_engines.pace import rest_of
 from rose_engines.permit import BadPermit, Permit

@@ -22,10 +22,9 @@ import numpy as np
 from rose_core.delta.tiles import as_matrix
 from rose_engines.control import ControlServer
 from rose_engines.multi_rank import MemberSession
-from rose_engines.parts import Ranks, check_parts
+from rose_engines.parts import Ranks, check_parts, parts_of, socket_of
 from rose_engines.rank_board import RankBoard
 from rose_engines.safetensors import StoredTensor, read_checkpoint
-from rose_engines.sglang.ranks import parts_of, socket_of
 from rose_engines.slices import Box, SlicedTensor
 from rose_engines.tensors import HostTensor, LiveTensor
 from rose_wire import faults

@@ -45,6 +45,7 @@ from rose_engines.gate import POLL_SECONDS, PermitGate
 from rose_engines.hooks import exists, refuse, require
 from rose_engines.launch import KV_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.multi_rank import LeaderSession, MemberSession
+from rose_engines.parts import socket_of
 from rose_engines.permit import BadPermit
 from rose_engines.session import WeightSession
 from rose_engines.sglang import (
@@ -59,7 +60,7 @@ from rose_engines.sglang import (
 )
 from rose_engines.sglang.arguments import ADAPTER_VARIABLE, DRAFTS_VARIABLE, FALLBACK_VARIABLE
 from rose_engines.sglang.checkpoints import BEGINNING, PIECES, WEIGHTS, Checkpoints
-from rose_engines.sglang.ranks import rank_of, socket_of
+from rose_engines.sglang.ranks import rank_of
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rose_engines.parts import Part, Ranks, check_parts
+from rose_engines.parts import Part, Ranks, check_parts, parts_of, socket_of
 from rose_engines.rank_board import RankBoard
 from rose_engines.safetensors import read_checkpoint
-from rose_engines.slices import SlicedTensor
 from rose_engines.tensors import Live, LiveTensor
 
 CUDA_ONLY = "sglang.srt.distributed.device_communicators.pynccl.PyNcclCommunicator"
@@ -40,11 +39,6 @@ def rank_of(scheduler: Any) -> int:  # noqa: ANN401
     import torch.distributed  # noqa: PLC0415
 
     return int(torch.distributed.get_rank(group=scheduler.tp_cpu_group))
-
-
-def socket_of(leader: Path, rank: int) -> Path:
-    """Control socket of a rank, beside the leader's."""
-    return leader if rank == 0 else leader.with_name(f"{leader.stem}.{rank}")
 
 
 def read_live(scheduler: Any, folder: Path) -> dict[str, LiveTensor]:  # noqa: ANN401
@@ -90,18 +84,6 @@ def join(scheduler: Any, live: Live, control: Path) -> Ranks:  # noqa: ANN401
         board.unlink()  # mapped by all; nobody else has any business there
     sockets = tuple(socket_of(control, number) for number in range(size))
     return Ranks(rank, joined, tuple(parts), sockets, lambda: _meet(group, size))
-
-
-def parts_of(live: Live) -> dict[str, Part]:
-    """Which part of every tensor this rank holds."""
-    return {name: _part(tensor) for name, tensor in live.items()}
-
-
-def _part(tensor: LiveTensor) -> Part:
-    if isinstance(tensor, SlicedTensor):
-        return tuple(box.source for box in tensor.boxes)
-    size = math.prod(tensor.shape)
-    return ((0, 1, size, size),)
 
 
 # Whatever can be pickled, from and for processes of this engine alone.
