@@ -1,9 +1,9 @@
-"""One process that has imported SGLang, from which the engines of a test session are forked.
+"""One process that has imported an engine, from which the engines of a test session are forked.
 
 To import PyTorch and SGLang takes 15 of the 25 s of CPU time that an engine on a CPU needs until it
-is ready, and a session starts dozens of engines. Forking is safe after the imports alone: there is
-one thread and no driver (``_serve`` refuses to begin otherwise). Production has no such process;
-decision 0470 says why.
+is ready, and a session starts dozens of engines; vLLM is no quicker. Forking is safe after the
+imports alone: there is one thread and no driver (``_serve`` refuses to begin otherwise). Production
+has no such process; decision 0470 says why.
 
 ``Template`` is the test's side. Run as a script by the engine's own Python, this file is the other
 side, so its imports are the standard library's. A start is one message: arguments, environment, and
@@ -27,22 +27,58 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-LAUNCHER = "rose_engines.sglang.launch"
-IMPORTS = (
-    "sglang.launch_server",
-    "sglang.srt.entrypoints.http_server",
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.models.registry",
-    "sglang.srt.plugins",
+
+@dataclass(frozen=True)
+class Stock:
+    """An engine of others, as far as a template knows it.
+
+    Attributes:
+        title: its name.
+        launcher: ROSE's module that starts it.
+        imports: what takes the time.
+        late: variables that it reads only when an engine starts.
+        early: variables as the launcher sets them before it imports the engine.
+    """
+
+    title: str
+    launcher: str
+    imports: tuple[str, ...]
+    late: frozenset[str]
+    early: tuple[tuple[str, str], ...] = ()
+
+
+SGLANG = Stock(
+    "SGLang",
+    "rose_engines.sglang.launch",
+    (
+        "sglang.launch_server",
+        "sglang.srt.entrypoints.http_server",
+        "sglang.srt.managers.scheduler",
+        "sglang.srt.models.registry",
+        "sglang.srt.plugins",
+    ),
+    # A rank binds its threads, and plugins are loaded.
+    frozenset({"SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_PLUGINS"}),
+    (("SGLANG_USE_CPU_ENGINE", "1"),),
 )
-# What differs between engines. Our launcher and plugin read it; SGLang's imports do not.
+VLLM = Stock(
+    "vLLM",
+    "rose_engines.vllm.launch",
+    (
+        "vllm.entrypoints.launchers.api_server.entry",
+        "vllm.entrypoints.openai.api_server",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+    ),
+    frozenset({"VLLM_PLUGINS"}),
+)
+_STOCKS = {one.title: one for one in (SGLANG, VLLM)}
+# What differs between engines. Our launchers and plugins read it; imports of engines do not.
 _OWN = "ROSE_"
-# SGLang reads these when an engine starts: a rank binds its threads, and plugins are loaded.
-_LATE = frozenset({"SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_PLUGINS"})
-_CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"  # as the launcher sets it before it imports SGLang
 _MESSAGE_BYTES = 1 << 17
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _IMPORT_SECONDS = 240.0
@@ -78,8 +114,9 @@ class ForkedEngine:
         returncode: exit status; the negative number of the signal that ended it; None before.
     """
 
-    def __init__(self, pid: int, word: socket.socket) -> None:
+    def __init__(self, title: str, pid: int, word: socket.socket) -> None:
         self.pid = pid
+        self._title = title
         self.returncode: int | None = None
         self._word = word
         self._lock = threading.Lock()
@@ -99,7 +136,7 @@ class ForkedEngine:
         with self._lock:
             if self.returncode is None:
                 if not select.select([self._word], [], [], timeout)[0]:
-                    raise subprocess.TimeoutExpired(LAUNCHER, timeout or 0.0)
+                    raise subprocess.TimeoutExpired(self._title, timeout or 0.0)
                 told = self._word.recv(64)
                 # Without a word the template is gone, and the kernel kills its engines.
                 self.returncode = int(told) if told else -signal.SIGKILL
@@ -108,36 +145,39 @@ class ForkedEngine:
 
 
 class Template:
-    """Forks engines whose environment is the same but for what no import of SGLang's reads.
+    """Forks engines whose environment is the same but for what none of their imports reads.
 
     Args:
         python: of the engine's environment.
         environment: of the first engine.
-        seconds: within which it must have imported SGLang, or have forked.
+        stock: which engine.
+        seconds: within which it must have imported the engine, or have forked.
     """
 
     def __init__(
         self,
         python: Path,
         environment: Mapping[str, str],
+        stock: Stock = SGLANG,
         seconds: float = _IMPORT_SECONDS,
     ) -> None:
-        self._common = _common(environment)
+        self._stock = stock
+        self._common = _common(stock, environment)
         self._lock = threading.Lock()
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.settimeout(seconds)
         with theirs:
             self._process = subprocess.Popen(
-                [python, __file__, str(theirs.fileno())],
-                env=self._common | {_CPU_ENGINE: "1"},
+                [python, __file__, str(theirs.fileno()), stock.title],
+                env=self._common | dict(stock.early),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
 
     def fits(self, environment: Mapping[str, str]) -> bool:
-        """Whether SGLang would be imported alike under this environment."""
-        return _common(environment) == self._common
+        """Whether the engine would be imported alike under this environment."""
+        return _common(self._stock, environment) == self._common
 
     def alive(self) -> bool:
         """Whether it can fork."""
@@ -153,13 +193,13 @@ class Template:
         """Fork an engine.
 
         Args:
-            argv: arguments of SGLang, without interpreter and module.
+            argv: arguments of the engine, without interpreter and module.
             environment: the whole of it.
             log: file descriptor of its output.
             program: a file that is run in the launcher's place.
 
         Raises:
-            ConnectionError: the template could not import SGLang; its output says why.
+            ConnectionError: the template could not import the engine; its output says why.
         """
         word, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         wanted = {"argv": list(argv), "environment": dict(environment)}
@@ -173,8 +213,9 @@ class Template:
         if not answer:
             word.close()
             self.close()  # a late answer would be taken for the next one's
-            raise ConnectionError("the process that imports SGLang for engines has ended")
-        return ForkedEngine(int(answer), word)
+            title = self._stock.title
+            raise ConnectionError(f"the process that imports {title} for engines has ended")
+        return ForkedEngine(self._stock.title, int(answer), word)
 
     def close(self) -> None:
         """End the template, and with it what it has forked."""
@@ -183,20 +224,20 @@ class Template:
         self._ours.close()
 
 
-def _common(environment: Mapping[str, str]) -> dict[str, str]:
+def _common(stock: Stock, environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if not name.startswith(_OWN) and name not in _LATE
+        if not name.startswith(_OWN) and name not in stock.late
     }
 
 
-def _serve(channel: socket.socket) -> None:
+def _serve(channel: socket.socket, stock: Stock) -> None:
     """Import once, then fork for each message, and tell of each end."""
-    for name in IMPORTS:
+    for name in stock.imports:
         __import__(name)
     if len(list(Path("/proc/self/task").iterdir())) > 1:
-        sys.exit("SGLang's imports have started threads: engines cannot be forked from here")
+        sys.exit(f"{stock.title}'s imports have started threads: no engine can be forked from here")
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     running: dict[int, tuple[int, socket.socket]] = {}
@@ -216,7 +257,7 @@ def _serve(channel: socket.socket) -> None:
             log, word = handles[0], socket.socket(fileno=handles[1])
             pid = os.fork()
             if pid == 0:
-                _become(json.loads(message), log)
+                _become(stock, json.loads(message), log)
             os.close(log)
             ended = os.pidfd_open(pid)
             running[ended] = (pid, word)
@@ -232,7 +273,7 @@ def _receive(channel: socket.socket) -> tuple[bytes, Sequence[int]]:
     return message, handles
 
 
-def _become(start: Mapping[str, Any], log: int) -> None:
+def _become(stock: Stock, start: Mapping[str, Any], log: int) -> None:
     """Turn this fork into an engine; never returns."""
     status = 1
     try:
@@ -244,15 +285,15 @@ def _become(start: Mapping[str, Any], log: int) -> None:
         os.closerange(3, max(int(fd.name) for fd in Path("/proc/self/fd").iterdir()) + 1)
         # Only what differs: SGLang names its processes in the place of an environment untouched.
         wanted = dict(start["environment"])
-        for name in os.environ.keys() - wanted.keys() - {_CPU_ENGINE}:
+        for name in os.environ.keys() - wanted.keys() - dict(stock.early).keys():
             del os.environ[name]
         os.environ.update({k: v for k, v in wanted.items() if os.environ.get(k) != v})
         program = start["program"]
-        sys.argv = [program or LAUNCHER, *start["argv"]]
+        sys.argv = [program or stock.launcher, *start["argv"]]
         if program:
             runpy.run_path(program, run_name="__main__")
         else:
-            runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)
+            runpy.run_module(stock.launcher, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -265,5 +306,5 @@ def _become(start: Mapping[str, Any], log: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
-    os._exit(0)  # the test is gone; whatever SGLang would do at an exit is nobody's wish
+    _serve(socket.socket(fileno=int(sys.argv[1])), _STOCKS[sys.argv[2]])
+    os._exit(0)  # the test is gone; whatever the engine would do at an exit is nobody's wish

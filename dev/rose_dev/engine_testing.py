@@ -30,7 +30,7 @@ from rose_core.delta.manifest import Manifest
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_environment import engine_python, is_ready
-from rose_dev.engine_template import LAUNCHER, ForkedEngine, ProcessHandle, Template
+from rose_dev.engine_template import SGLANG, ProcessHandle, Stock, Template
 from rose_dev.models import Recipe, make_model, make_named, tensors
 from rose_engines.launch import Launch
 from rose_engines.permit import Permit
@@ -138,14 +138,14 @@ def start_engine(
     )
     launch = replace(launch, device=device, ranks=ranks)
     line, variables = [*command(spec, launch), *more], environment(launch, os.environ)
-    template = None if apart or device != "cpu" or python else _template(launch.python, variables)
+    alone = apart or device != "cpu" or python is not None
     with (folder / "engine.log").open("wb") as log:
         process: ProcessHandle
-        if template is not None:
-            process = _forked(template, line, variables, log.fileno(), program)
-        else:
+        if alone:
             line = [line[0], str(program), *line[3:]] if program else line
             process = start_program(line, variables, log.fileno())
+        else:
+            process = fork_or_start(SGLANG, line, variables, log.fileno(), program)
     with until_ended(folder, launch, process, holder) as engine:
         yield engine
 
@@ -164,11 +164,9 @@ def start_beside_engines(
     python, folder = engine_python(), log.parent
     launch = Launch(python=python, model=folder, port=0, plugin_socket=folder, ranks=ranks)
     variables = environment(launch, os.environ) | {"SGLANG_PLUGINS": "none"}
-    template = _template(python, variables)
+    line = [str(python), "-m", SGLANG.launcher, *argv]
     with log.open("wb") as file:
-        if template is not None:
-            return template.start(argv, variables, file.fileno(), program)
-        return start_program([str(python), str(program), *argv], variables, file.fileno())
+        return fork_or_start(SGLANG, line, variables, file.fileno(), program)
 
 
 def ended_well(processes: Mapping[Path, ProcessHandle], seconds: float) -> None:
@@ -247,33 +245,44 @@ def until_ended(
         holder.end()
 
 
-_templates: list[Template] = []
+_templates: dict[Stock, Template] = {}
 _making = threading.Lock()
 
 
-def _template(python: Path, variables: Mapping[str, str]) -> Template | None:
-    """The session's template, made by its first engine; None where another environment is asked."""
-    with _making:
-        if _templates and not _templates[0].alive():
-            _templates.clear()
-        if not _templates:
-            _templates.append(Template(python, variables))
-            atexit.register(_templates[0].close)
-        return _templates[0] if _templates[0].fits(variables) else None
-
-
-def _forked(
-    template: Template,
+def fork_or_start(
+    stock: Stock,
     line: Sequence[str],
     variables: Mapping[str, str],
     log: int,
-    program: Path | None,
-) -> ForkedEngine:
+    program: Path | None = None,
+) -> ProcessHandle:
+    """An engine of the session's template, or a new one where its environment is another.
+
+    Args:
+        stock: which engine.
+        line: Python, ``-m``, ROSE's launcher, and the engine's arguments.
+        variables: its whole environment.
+        log: open file of its output.
+        program: in the launcher's place.
+    """
     python, option, module, *argv = line
-    if (option, module) != ("-m", LAUNCHER):
-        message = f"the template runs -m {LAUNCHER}, not: {python} {option} {module}"
+    if (option, module) != ("-m", stock.launcher):
+        message = f"the template runs -m {stock.launcher}, not: {python} {option} {module}"
         raise ValueError(message)
-    return template.start(argv, variables, log, program)
+    template = _template(stock, Path(python), variables)
+    if template is not None:
+        return template.start(argv, variables, log, program)
+    return start_program([python, str(program), *argv] if program else line, variables, log)
+
+
+def _template(stock: Stock, python: Path, variables: Mapping[str, str]) -> Template | None:
+    """The session's template, made by its first engine; None where another environment is asked."""
+    with _making:
+        made = _templates.get(stock)
+        if made is None or not made.alive():
+            made = _templates[stock] = Template(python, variables, stock)
+            atexit.register(made.close)
+        return made if made.fits(variables) else None
 
 
 def _wait_ready(engine: RealEngine) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rose_dev import engine_template
-from rose_dev.engine_template import Template
+from rose_dev.engine_template import SGLANG, VLLM, Stock, Template
 from rose_dev.waiting import wait_until
 
 BARE = Path(sys.executable).resolve()
@@ -30,23 +30,35 @@ sys.exit(int(sys.argv[-1]))
 MARK = "import os, pathlib; pathlib.Path(os.environ['IMPORTS']).open('a').write('once ')\n"
 
 
+@pytest.fixture(params=[SGLANG, VLLM], ids=lambda stock: stock.title)
+def stock(request: pytest.FixtureRequest) -> Stock:
+    asked: Stock = request.param
+    return asked
+
+
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """A stand-in for SGLang that counts its imports, and for ROSE's launcher."""
-    for name in engine_template.IMPORTS:
+def first(tmp_path: Path, stock: Stock) -> Path:
+    """What the template imports before all else."""
+    return tmp_path.joinpath(*stock.imports[0].split(".")).with_suffix(".py")
+
+
+@pytest.fixture
+def environment(tmp_path: Path, stock: Stock, first: Path) -> dict[str, str]:
+    """A stand-in for the engine that counts its imports, and for ROSE's launcher."""
+    for name in stock.imports:
         path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    (tmp_path / "sglang" / "launch_server.py").write_text(MARK)
-    launcher = tmp_path.joinpath(*engine_template.LAUNCHER.split(".")).with_suffix(".py")
+    first.write_text(MARK)
+    launcher = tmp_path.joinpath(*stock.launcher.split(".")).with_suffix(".py")
     launcher.parent.mkdir(parents=True)
     launcher.write_text(LAUNCHER)
     return {"PYTHONPATH": str(tmp_path), "IMPORTS": str(tmp_path / "imports"), "ROSE_NAME": "one"}
 
 
 @pytest.fixture
-def template(environment: dict[str, str]) -> Iterator[Template]:
-    made = Template(BARE, environment)
+def template(stock: Stock, environment: dict[str, str]) -> Iterator[Template]:
+    made = Template(BARE, environment, stock)
     yield made
     made.close()
 
@@ -69,10 +81,10 @@ def runs(pid: int) -> bool:
 def test_engines_have_their_own_environment_output_and_session(
     template: Template, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    first = start(template, environment, tmp_path / "1", "--port", "0")
+    one = start(template, environment, tmp_path / "1", "--port", "0")
     second = start(template, environment | {"ROSE_NAME": "two"}, tmp_path / "2", "7")
 
-    assert (first.wait(120), second.wait(120)) == (0, 7)
+    assert (one.wait(120), second.wait(120)) == (0, 7)
 
     assert (tmp_path / "1").read_text() == "one ['--port', '0'] True\n"
     assert (tmp_path / "2").read_text() == "two ['7'] True\n"
@@ -117,31 +129,32 @@ def test_engines_end_with_their_template(
 
 
 def test_a_program_runs_in_the_launchers_place_without_importing_again(
-    template: Template, environment: dict[str, str], tmp_path: Path
+    template: Template, stock: Stock, environment: dict[str, str], tmp_path: Path
 ) -> None:
+    name = stock.imports[0]
     program = tmp_path / "program.py"
-    program.write_text("import sys\nprint(__name__, sys.argv[1:], 'sglang' in sys.modules)")
+    program.write_text("import sys\nprint(__name__, sys.argv[1:], sys.argv[-1] in sys.modules)")
     with (tmp_path / "log").open("wb") as log:
-        assert template.start(["1"], environment, log.fileno(), program).wait(120) == 0
+        assert template.start([name], environment, log.fileno(), program).wait(120) == 0
 
-    assert (tmp_path / "log").read_text() == "__main__ ['1'] True\n"
+    assert (tmp_path / "log").read_text() == f"__main__ ['{name}'] True\n"
     assert (tmp_path / "imports").read_text() == "once "
 
 
 def test_only_variables_that_no_import_reads_may_differ(
-    template: Template, environment: dict[str, str]
+    template: Template, stock: Stock, environment: dict[str, str]
 ) -> None:
     assert template.fits(environment | {"ROSE_PERMIT": "/elsewhere"})
-    assert template.fits(environment | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
+    assert template.fits(environment | dict.fromkeys(stock.late, "another"))
     assert not template.fits(environment | {"OMP_NUM_THREADS": "2"})
 
 
 def test_imports_that_start_a_thread_are_refused(
-    environment: dict[str, str], tmp_path: Path
+    stock: Stock, first: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     wait = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    (tmp_path / "sglang" / "launch_server.py").write_text(wait)
-    made = Template(BARE, environment)
+    first.write_text(wait)
+    made = Template(BARE, environment, stock)
     try:
         with pytest.raises(ConnectionError, match="has ended"):
             start(made, environment, tmp_path / "log", "0")
@@ -149,10 +162,12 @@ def test_imports_that_start_a_thread_are_refused(
         made.close()
 
 
-def test_a_template_that_answers_late_is_ended(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_template_that_answers_late_is_ended(
+    stock: Stock, first: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
     """Its answer would be taken for the next engine's process."""
-    (tmp_path / "sglang" / "launch_server.py").write_text("import time; time.sleep(60)")
-    made = Template(BARE, environment, seconds=0.1)
+    first.write_text("import time; time.sleep(60)")
+    made = Template(BARE, environment, stock, seconds=0.1)
 
     with pytest.raises(ConnectionError, match="has ended"):
         start(made, environment, tmp_path / "late", "0")

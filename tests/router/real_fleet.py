@@ -15,10 +15,13 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from rose_core.identity import WeightVersion
 from rose_core.wire.routing import EngineKind
-from rose_dev.engine_testing import RealEngine
+from rose_dev.engine_testing import RealEngine, write_bundle
 from rose_dev.owners import Owner, owner
 from rose_dev.waiting import until
+from rose_engines.control import ControlClient
+from rose_engines.safetensors import read_checkpoint
 from rose_router.config import Settings
 from rose_router.main import RunningRouter, running
 from rose_trainer.adapters.ingest import Ingest
@@ -129,6 +132,15 @@ async def before_two(
     ):
         await until(lambda: len(router.service.fleet) == 2)
         yield router, http, (first, second)
+
+
+async def bring(engine: RealEngine, version: str, folder: Path) -> None:
+    """Commit the weights of the engine's model folder under a name, whatever is live."""
+    state = dict(read_checkpoint(engine.model))
+    await asyncio.to_thread(write_bundle, folder, WeightVersion.parse(version), state)
+    async with await ControlClient.connect(engine.control) as control:
+        await control.stage(folder)
+        await control.commit(version)
 
 
 def written(router: RunningRouter) -> int:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
 import pytest
 
 from rose_core.rollouts.fields import NOT_IN_VLLM
-from rose_dev.engine_testing import RealEngine, start_engine
+from rose_dev.engine_testing import RealEngine
 from rose_dev.owners import Owner
-from rose_dev.vllm_testing import start_vllm
 from rose_dev.waiting import until
 from rose_router.main import RunningRouter
 from tests.router.pushing import json_of
-from tests.router.real_fleet import before_two, written
+from tests.router.real_fleet import before_two, bring, written
 from tests.router.test_real_engines import PROMPT, VERSION
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio]
@@ -26,12 +24,13 @@ Engines = dict[str, RealEngine]
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    with (
-        start_vllm(tmp_path_factory.mktemp("vllm"), version=VERSION) as vllm,
-        start_engine(tmp_path_factory.mktemp("sglang"), version=VERSION) as sglang,
-    ):
-        yield {"sglang": sglang, "vllm": vllm}
+def engines(
+    real_engine: RealEngine, vllm_engine: RealEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Engines:
+    """Those that all tests share, brought to one version."""
+    for engine in (real_engine, vllm_engine):
+        asyncio.run(bring(engine, VERSION, tmp_path_factory.mktemp("version")))
+    return {"sglang": real_engine, "vllm": vllm_engine}
 
 
 def turn(**sampling: object) -> dict[str, Any]:

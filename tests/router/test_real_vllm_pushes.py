@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rose_dev.vllm_environment import vllm_python
-from rose_dev.vllm_testing import start_vllm
+from rose_dev.engine_testing import RealEngine, ended_well
+from rose_dev.vllm_testing import start_beside_vllm
 from tests.router.pushing import json_of
 from tests.router.real_fleet import GREEDY, PUSHED, pushed_to
-from tests.router.test_real_engines import PROMPT, VERSION, write_changed
+from tests.router.test_real_engines import PROMPT, write_changed
 from tests.trainer.test_publisher import RunningStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio]
@@ -32,20 +32,21 @@ client.shutdown_weight_transfer_engine()
 
 
 async def test_vllms_own_client_brings_a_checkpoint_into_an_engine_of_vllm(
-    store: RunningStore, tmp_path: Path
+    vllm_engine: RealEngine, store: RunningStore, tmp_path: Path
 ) -> None:
     """Every greedy token is another one afterwards, and carries the trainer's own name."""
-    with start_vllm(tmp_path, version=VERSION) as engine:
-        checkpoint = tmp_path / "step_1"
-        await asyncio.to_thread(write_changed, engine.model, checkpoint)
-        async with pushed_to(engine, store, tmp_path) as fleet:
-            before = await fleet.alone(PROMPT, MOST)
-            asked = json.dumps([fleet.url, str(checkpoint)])
-            client = await asyncio.create_subprocess_exec(vllm_python(), "-c", PUSH, asked)
-            assert await asyncio.wait_for(client.wait(), 240) == 0
-            body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": MOST, **GREEDY}}
-            answer = await json_of(fleet.http.post(f"{fleet.url}/generate", json=body))
-            after = await fleet.alone(PROMPT, MOST)
+    checkpoint, program = tmp_path / "step_1", tmp_path / "push.py"
+    program.write_text(PUSH)
+    await asyncio.to_thread(write_changed, vllm_engine.model, checkpoint)
+    async with pushed_to(vllm_engine, store, tmp_path) as fleet:
+        before = await fleet.alone(PROMPT, MOST)
+        asked = json.dumps([fleet.url, str(checkpoint)])
+        log = tmp_path / "push.log"
+        client = await asyncio.to_thread(start_beside_vllm, program, [asked], log)
+        await asyncio.to_thread(ended_well, {log: client}, 240)
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": MOST, **GREEDY}}
+        answer = await json_of(fleet.http.post(f"{fleet.url}/generate", json=body))
+        after = await fleet.alone(PROMPT, MOST)
     assert answer["output_ids"] == after
     assert after[0] != before[0]
     assert answer["meta_info"]["weight_version"] == "step-1"

@@ -2,12 +2,14 @@
 
 The arguments are vLLM's own (``arguments.command`` makes them). When the environment names a permit
 or a control socket, an engine in which ROSE's plugin did not load is not started: it could not be
-stopped. When it names a key, only the routes of ``rose_engines.exposed_routes`` are there.
-Next step: ``plugin``, ``turns``.
+stopped. When it names a key, only the routes of ``rose_engines.exposed_routes`` are there. On CPU
+the engine core is forked. Next step: ``plugin``, ``turns``.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.context
 import os
 import sys
 
@@ -15,8 +17,25 @@ from rose_engines.exposed_routes import KEY_VARIABLE
 from rose_engines.hooks import check_loaded
 
 
+def fork_core() -> None:
+    """Let vLLM's engine core be forked where it asks for a new process.
+
+    A new one imports PyTorch and vLLM again, half of an engine's start. vLLM forks on GPUs by
+    default and insists on a new process on CPU, for its pools of threads; with one thread an
+    operation there is none.
+    """
+    choose = multiprocessing.get_context
+
+    def forked(method: str | None = None) -> multiprocessing.context.BaseContext:
+        return choose("fork" if method == "spawn" else method)
+
+    multiprocessing.get_context = forked  # type: ignore[assignment]
+
+
 def main() -> int:
     """Run the server until it ends."""
+    if os.environ.get("OMP_NUM_THREADS") == "1":
+        fork_core()
     from vllm.entrypoints.launchers.api_server.entry import main as serve  # noqa: PLC0415
     from vllm.plugins import load_general_plugins  # noqa: PLC0415
 
