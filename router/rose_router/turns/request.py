@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
+from propcache.api import cached_property
 
 from rose_core.rollouts import splice
 from rose_core.rollouts.prospects import NO_HINT, Hint
@@ -76,7 +76,7 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
         """Name of the trajectory; a turn without session is one by itself."""
         return self.session or named(self.job, self.rid)
 
-    @property
+    @cached_property
     def most_tokens(self) -> int:
         """The most output tokens the turn may have."""
         return splice.most_tokens(self.sampling)

@@ -14,10 +14,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
+from propcache.api import cached_property
 
 from rose_core.rollouts.detokenize import IncrementalDetokenizer
 from rose_core.rollouts.fields import Bounds, asked_with, check_within
