@@ -33,7 +33,7 @@ def flags() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=1800.0, help="simulated; 0 leaves virtual time out")
     add("--seed", type=int, default=1, help="of everything but the steps")
     add("--step-seeds", type=int, nargs="+", default=[1, 2, 3], help="of what is added to a step")
-    add("--trainers", nargs="+", choices=steps.TRAINERS, default=list(steps.TRAINERS), help="whose")
+    add("--trainers", nargs="+", choices=steps.TRAINERS, default=list(steps.USUAL), help="whose")
     return parser
 
 

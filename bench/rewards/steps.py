@@ -10,6 +10,7 @@ part, and not guessed.
 | whole | when the whole round is there | after its step |
 | streams | as soon as it is ready (``Batches(stream=True)``) | after its step |
 | n late | as whole or streams; it waits for all groups' rewards but those of n | after its step |
+| late as learned | the same with as few as hide the rewards (``lateness``) | after its step |
 | overlaps by n | when a step's groups are there, the oldest first | up to n versions ahead of it |
 
 A step of the first two ends after its last reward, which no rollout of that step can hide. With
@@ -45,6 +46,9 @@ TRAINERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "streams, one late": {"streams": True, "late": 1},
     "whole, two late": {"late": 2},
     "streams, two late": {"streams": True, "late": 2},
+    # The default of ``Batches(reward=...)``.
+    "whole, late as learned": {"late": None},
+    "streams, late as learned": {"streams": True, "late": None},
     # The first is what trainers call one-step off-policy.
     **{
         f"overlaps by {versions}": {
@@ -56,6 +60,8 @@ TRAINERS: Final[Mapping[str, Mapping[str, Any]]] = {
         for versions in (1, 3)
     },
 }
+USUAL: Final = ("whole", "streams", "whole, late as learned", "streams, late as learned")
+"""Those that decide something; the others take as long again."""
 _PARTS: Final[Mapping[str, Callable[[StepParts], float]]] = {
     "rollouts, to their last token": lambda part: part.rollout_s,
     "the last reward": lambda part: part.reward_s,

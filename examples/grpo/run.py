@@ -48,7 +48,8 @@ class Settings:
         rounds: steps are rounds of tail batching instead of overlapping (``grpo.rounds``).
         surplus, member_surplus: groups and trajectories of each that a short round starts beyond
             those of a step, as shares of them; without effect otherwise.
-        late: groups whose rewards a round need not wait for; they are in the next step.
+        late: groups whose rewards a round need not wait for; they are in the next step. None = as
+            few as hide the rewards, learned.
         publish_every: steps per published version.
         evaluate_seconds: time between evaluations on the fixed tasks.
     """
@@ -66,7 +67,7 @@ class Settings:
     rounds: bool = False
     surplus: float = 0.25
     member_surplus: float = 0.25
-    late: int = 0
+    late: int | None = 0
 
 
 @dataclass

@@ -38,7 +38,12 @@ from rose_trainer.errors import TrainerLibraryError
 from rose_trainer.rounds import RoundShape
 from rose_wire import flags
 
-_KNOBS: dict[str, Callable[[str], float]] = {
+
+def _late(text: str) -> int | None:
+    return None if text == "learned" else flags.count(text)
+
+
+_KNOBS: dict[str, Callable[[str], float | None]] = {
     "seconds": flags.above_zero,
     "per_step": flags.one_or_more,
     "group_size": flags.one_or_more,
@@ -50,7 +55,7 @@ _KNOBS: dict[str, Callable[[str], float]] = {
     "seed": flags.count,
     "surplus": flags.amount,
     "member_surplus": flags.amount,
-    "late": flags.count,
+    "late": _late,
 }
 
 
@@ -274,9 +279,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = asked.parse_args(argv)
     if arguments.rewards and not arguments.rounds:
         asked.error("--rewards: give --rounds too; other steps have the task's own rewards")
-    if arguments.late and not arguments.rewards:
+    if arguments.late != 0 and not arguments.rewards:
         asked.error("--late: give --rewards too; without it no reward comes after its last token")
-    if arguments.late and arguments.max_age < 1:
+    if arguments.late != 0 and arguments.max_age < 1:
         asked.error("--late: give --max-age of at least 1: what is late is a publish old")
     try:
         evaluation = asyncio.run(_run(arguments))

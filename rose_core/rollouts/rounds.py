@@ -16,8 +16,9 @@ free of it.
 The last reward of a round comes after its last token, and nothing of the round hides it. With
 ``late`` a round closes without the rewards of up to so many groups. They are *carried* into the
 next round, whose rollouts hide them, and are in its batch for certain: what is carried is trained
-on one version late, never two. So that a batch is always ``batch`` groups, the first round starts
-``late`` more. With 0 a round waits for every reward.
+on one version late, never two. So that a batch is always ``batch`` groups, the first round that may
+carry starts ``late`` more. With 0 a round waits for every reward. Where ``RoundShape.late`` is None
+the number is learned, and chosen as each round opens (``lateness``).
 
 | prompt | on | next |
 |---|---|---|
@@ -37,7 +38,7 @@ on one version late, never two. So that a batch is always ``batch`` groups, the 
 | short | fewer than ``due`` are deferred | ``due`` and a surplus x ``started_members`` | ``due`` |
 | long | ``due`` are, or none is left to draw | oldest ``due`` x ``members`` | all |
 
-``due`` is ``batch + late``, less what is carried into the round; ``batch`` where ``late`` is 0.
+``due`` is ``batch + late`` of the round, less what is carried into it; ``batch`` where both are 0.
 
 Every prompt that was begun is trained or dropped exactly once, or still counted as under way.
 Next step: ``rose_trainer.rounds`` drives it for a trainer, ``simulate.job`` on virtual time.
@@ -47,10 +48,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from rose_core.rollouts.errors import InvalidRound
+from rose_core.rollouts.lateness import Lateness
 
 
 class RoundKind(StrEnum):
@@ -71,20 +74,22 @@ class RoundShape:
         member_surplus: trajectories that it starts beyond ``members`` for each prompt, likewise.
             RollPacker's eta is 1 + surplus for both.
         late: groups whose rewards a round need not wait for; they are in the next round's batch.
+            None = the fewest that hide the rewards, at most half of the batch (``lateness``); none
+            where nobody tells the time.
     """
 
     batch: int
     members: int
     surplus: float = 0.25
     member_surplus: float = 0.0
-    late: int = 0
+    late: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse sizes that no round could have."""
         if self.batch < 1 or self.members < 1:
             message = f"batch {self.batch} and members {self.members} must be at least 1"
             raise InvalidRound(message)
-        if not 0 <= self.late <= self.batch:
+        if self.late is not None and not 0 <= self.late <= self.batch:
             message = (
                 f"late {self.late} must be 0 to batch, {self.batch}: what is carried into a round "
                 "is a part of its batch"
@@ -96,9 +101,14 @@ class RoundShape:
                 raise InvalidRound(message)
 
     @property
+    def most_late(self) -> int:
+        """Groups of a round that may be late at most."""
+        return self.batch // 2 if self.late is None else self.late
+
+    @property
     def started(self) -> int:
         """Prompts that a short round runs at most."""
-        return self.started_for(self.batch + self.late)
+        return self.started_for(self.batch + self.most_late)
 
     def started_for(self, due: int) -> int:
         """Prompts that a short round runs to have so many sampled."""
@@ -169,10 +179,15 @@ class Rounds:
 
     Args:
         shape: sizes.
+        clock: seconds at which what is told has happened; asked where ``shape.late`` is learned.
     """
 
-    def __init__(self, shape: RoundShape) -> None:
+    def __init__(self, shape: RoundShape, clock: Callable[[], float] | None = None) -> None:
+        self._lateness: Lateness | None = None
+        if shape.late is None and clock is not None:
+            self._lateness = Lateness(shape.most_late, clock)
         self.shape = shape
+        self._late = shape.late or 0  # of the round that is open, or was last
         self._number = self._fresh = self._trained = self._dropped = 0
         self._kind: RoundKind | None = None
         self._running: OrderedDict[str, _Ended] = OrderedDict()
@@ -222,7 +237,7 @@ class Rounds:
 
     @property
     def _due(self) -> int:
-        return self.shape.batch + self.shape.late - len(self._carried)
+        return self.shape.batch + self._late - len(self._carried)
 
     @property
     def tally(self) -> Tally:
@@ -258,6 +273,8 @@ class Rounds:
         if last and not self._deferred and not self._carried:
             return None
         self._number += 1
+        if self._lateness is not None:
+            self._late = self._lateness.open()
         long = last or len(self._deferred) >= self._due
         self._kind = RoundKind.LONG if long else RoundKind.SHORT
         self._take()
@@ -311,6 +328,8 @@ class Rounds:
         if ended.sampled < self.shape.members:
             return None
         self._sampled[prompt] = self._running.pop(prompt)
+        if self._lateness is not None:
+            self._lateness.sampled(prompt)
         return self._maybe_close()
 
     def finished(self, prompt: str) -> Closing | None:
@@ -328,6 +347,8 @@ class Rounds:
         self._running.pop(prompt, None)
         self._sampled.pop(prompt, None)
         self._ready.append(prompt)
+        if self._lateness is not None:
+            self._lateness.ready(prompt)
         self._take()
         return self._maybe_close()
 
@@ -345,6 +366,8 @@ class Rounds:
             self._ready.remove(prompt)
             self._batch = [one for one in self._batch if one != prompt]
         self._carried = tuple(one for one in self._carried if one != prompt)
+        if self._lateness is not None:
+            self._lateness.drop(prompt)
         self._take()
         self._dropped += 1
         return self._maybe_close()
@@ -352,7 +375,7 @@ class Rounds:
     def _maybe_close(self) -> Closing | None:
         if self._kind is None:
             return None
-        whole = self.shape.batch + self.shape.late
+        whole = self.shape.batch + self._late
         sampled = len(self._sampled) + len(self._ready)
         if sampled < whole and (self._running or self._fresh):
             return None
@@ -361,7 +384,10 @@ class Rounds:
         batch, self._batch = tuple(self._batch), []
         kind, self._kind = self._kind, None
         rest = [one for one in self._ready if one not in batch] + list(self._sampled)
-        self._carried, beyond = tuple(rest[: self.shape.late]), rest[self.shape.late :]
+        before = self._carried
+        self._carried, beyond = tuple(rest[: self._late]), rest[self._late :]
+        if self._lateness is not None:
+            self._lateness.close({*batch, *self._carried}.difference(before))
         members = self.shape.members
         put_off = tuple(
             Deferral(prompt, self._number, self._sampled[prompt].rewarded)

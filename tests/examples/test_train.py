@@ -230,6 +230,6 @@ def test_rounds_are_off_unless_asked_for_and_their_defaults_fit_the_concurrency(
     usual = ["--url", "http://lease", "--store", "store:1", "--out", "out"]
     assert parser().parse_args(usual).rounds is False
     told = parser().parse_args([*usual, "--rounds"])
-    shape = RoundShape(told.per_step, told.group_size, told.surplus, told.member_surplus)
+    shape = RoundShape(told.per_step, told.group_size, told.surplus, told.member_surplus, told.late)
     assert shape.started <= told.concurrency
     assert shape.started_members > told.group_size

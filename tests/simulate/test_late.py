@@ -46,6 +46,19 @@ def test_a_late_reward_holds_no_step_up_and_is_trained_on_one_version_late(
     assert late.dropped == 0
 
 
+def test_a_trainer_that_learns_how_many_may_be_late_waits_less_and_has_fewer_of_them() -> None:
+    waits, learned, bound = (played(late=count, batch_groups=4) for count in (0, None, 2))
+    held, hidden = (
+        sum(part.reward_s for part in one.step_parts) / one.steps for one in (waits, learned)
+    )
+    assert hidden < held
+    old = [sum(fate.stale == 1 for fate in one.fates if fate.trained) for one in (learned, bound)]
+    assert 0 < old[0] <= old[1]
+    assert {fate.stale for fate in learned.fates} == {0, 1}
+    quick = played(late=None, batch_groups=4, reward_s=0.01)
+    assert {fate.stale for fate in quick.fates} == {0}
+
+
 def test_no_episode_is_trained_on_twice() -> None:
     counts = played(late=2, surplus=0.5, member_surplus=0.5)
     trained = [fate.session for fate in counts.fates if fate.trained]

@@ -307,3 +307,34 @@ async def test_a_trainer_that_resumes_loses_no_prompt_whose_rewards_were_late() 
 async def test_late_groups_without_a_reward_of_their_own_are_refused() -> None:
     with pytest.raises(InvalidRound, match="late 1 needs reward="):
         Batches(range(2), _rollout(lambda _: 1.0, []), RoundShape(2, 1, late=1))
+
+
+async def test_as_few_groups_are_late_as_hide_the_rewards_unless_the_trainer_says_otherwise() -> (
+    None
+):
+    async def played(takes: float, **told: int) -> tuple[float, list[int]]:
+        # Every fourth prompt is a straggler, by more than its reward takes.
+        rollout = _rollout(lambda n: 100.0 if n % 4 == 3 else 20.0, [])
+        shape, loop = RoundShape(4, 2, surplus=0.0, **told), asyncio.get_running_loop()
+        began, late = loop.time(), []
+        async for batch in Batches(range(49), rollout, shape, reward=_rewarded(lambda _: takes)):
+            late.append(batch.late)
+            if len(late) == 12:
+                return (loop.time() - began) / 12, late
+        raise AssertionError
+
+    learned_s, late = await played(10.0)
+    assert late[:2] == [0, 0], "one round is seen first"
+    assert set(late[3:]) == {1}
+    waits_s, on_policy = await played(10.0, late=0)
+    assert set(on_policy) == {0}
+    assert waits_s == pytest.approx(110.0, abs=1.0)
+    assert learned_s < 103.0
+    _, quick = await played(0.5)
+    assert set(quick) == {0}, "a reward of half a hundredth of a step makes no group older"
+
+
+async def test_no_group_is_late_where_a_rollout_gives_its_own_reward() -> None:
+    shape = RoundShape(2, 1, surplus=0.0)
+    batches = Batches(range(6), _rollout(lambda _: 1.0, []), shape)
+    assert [batch.late async for batch in batches] == [0, 0, 0]

@@ -12,8 +12,9 @@ have given, in its order: whoever adds gradients group by group gets the same st
 What ends while the trainer is busy with a part counts in the order in which it ended.
 
 With ``reward`` a trajectory's reward is a coroutine of its own, and a group has its tokens before
-it has its rewards. With ``RoundShape.late`` a round then ends without the rewards of up to so many
-groups. They are in the next batch for certain, one version late (``Batch.late``).
+it has its rewards. A round then ends without the rewards of up to ``RoundShape.late`` groups; where
+that is None, of the fewest that hide what rewards take (``rose_core.rollouts.lateness``). They are
+in the next batch for certain, one version late (``Batch.late``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from rose_core.rollouts.errors import InvalidRound
@@ -70,7 +71,8 @@ class Batches(Generic[Prompt, Sample]):
         prompts: drawn from as rounds need them, each once.
         rollout: samples one trajectory: ``await rollout(prompt, member)``. What it raises drops the
             prompt, counted in ``tally`` and kept in ``failures``; it is not asked again.
-        shape: sizes.
+        shape: sizes; as long as ``late`` is None, none is late without ``reward``, and with it
+            as few as hide it.
         put_off: what ``Batches.carried`` and ``put_off`` were when the trainer saved the checkpoint
             that it resumes from; all of it is sampled anew.
         stream: give groups as they become ready; the last part may be empty.
@@ -98,7 +100,9 @@ class Batches(Generic[Prompt, Sample]):
             )
             raise InvalidRound(message)
         self._prompts, self._rollout, self._reward = iter(prompts), rollout, reward
-        self._rounds = Rounds(shape)
+        shape = replace(shape, late=0) if reward is None else shape
+        self._told_s = 0.0  # when what the rounds are told of has happened
+        self._rounds = Rounds(shape, lambda: self._told_s)
         self._groups: dict[str, _Group[Prompt, Sample]] = {}
         self._names = map(str, itertools.count(1))
         for prompt in put_off:
@@ -108,8 +112,8 @@ class Batches(Generic[Prompt, Sample]):
         self._given: set[str] = set()  # groups of this round's batch that the trainer has
         self._carried: tuple[str, ...] = ()  # into this round
         # In the order in which it happened: a trainer that is busy with a part looks later. A
-        # member has its tokens (False), or has ended (True).
-        self._ends: asyncio.Queue[tuple[str, asyncio.Task[Sample], bool]] = asyncio.Queue()
+        # member has its tokens (False), or has ended (True), and when.
+        self._ends: asyncio.Queue[tuple[str, asyncio.Task[Sample], bool, float]] = asyncio.Queue()
         self._members = 0
         self.failures: list[tuple[Prompt, BaseException]] = []
 
@@ -134,8 +138,13 @@ class Batches(Generic[Prompt, Sample]):
 
     async def __aiter__(self) -> AsyncGenerator[Batch[Prompt, Sample], None]:
         """One batch per round, until no prompt is left; a group dropped whole leaves it smaller."""
+        loop = asyncio.get_running_loop()
         try:
-            while (opening := self._rounds.open(last=self._last)) is not None:
+            while True:
+                self._told_s = loop.time()
+                opening = self._rounds.open(last=self._last)
+                if opening is None:
+                    break
                 self._members = opening.members
                 self._given, self._carried = set(), self._rounds.carried
                 closing = self._fill(opening.fresh)
@@ -174,14 +183,17 @@ class Batches(Generic[Prompt, Sample]):
         starts = (self._member(name, group.prompt, member) for member in range(self._members))
         group.tasks = {asyncio.ensure_future(start): False for start in starts}
         for task in group.tasks:
-            task.add_done_callback(lambda ended: self._ends.put_nowait((name, ended, True)))
+            task.add_done_callback(lambda task: self._tell(name, task, ended=True))
+
+    def _tell(self, name: str, task: asyncio.Task[Sample], *, ended: bool) -> None:
+        self._ends.put_nowait((name, task, ended, asyncio.get_running_loop().time()))
 
     async def _member(self, name: str, prompt: Prompt, member: int) -> Sample:
         sample = await self._rollout(prompt, member)
         task = asyncio.current_task()
         if self._reward is None or task is None:
             return sample
-        self._ends.put_nowait((name, task, False))
+        self._tell(name, task, ended=False)
         return await self._reward(prompt, sample)
 
     async def _next(self) -> Closing | None:
@@ -196,7 +208,9 @@ class Batches(Generic[Prompt, Sample]):
         name: str,
         task: asyncio.Task[Sample],
         ended: bool,
+        at_s: float,
     ) -> Closing | None:
+        self._told_s = at_s
         group = self._groups.get(name)
         if group is None or task not in group.tasks:
             return None  # it was stopped, or ended after its round would have

@@ -16,7 +16,8 @@ surplus members have written when their group is ready.
 A trainer that *streams* adds the gradients of a round's groups one after the other, each as soon as
 it is ready; its step ends when the last one's are added. A trajectory has ended when it has its
 reward, ``reward_s`` after its last token. A round waits for that, but for the rewards of ``late``
-groups: these are carried into the next round's batch, and trained on one version late.
+groups, or of as many as it learns (None): these are carried into the next round's batch, and
+trained on one version late.
 
 A trainer that *awaits* its weights starts groups only when its dedicated engines have what it
 published; one that does not starts them in the second in which it publishes, and engines that are
@@ -54,7 +55,7 @@ class JobFacts:
     member_surplus: float = 0.0
     streams: bool = False
     reward_s: float = 0.0
-    late: int = 0
+    late: int | None = 0
 
     @property
     def part_s(self) -> float:
@@ -148,7 +149,7 @@ class Job:
         self._round_over = round_over
         self._written: dict[int, Written] = {}  # of the round that is open, by trajectory
         self.version = 0
-        self._rounds = None if facts.surplus is None else Rounds(_shape(facts))
+        self._rounds = None if facts.surplus is None else Rounds(_shape(facts), lambda: clock.now_s)
         self._named: dict[str, Group] = {}
         self._groups = self._drawn_ever = self._turns = self._born = self._in_gap = 0
         self._ready: list[Group] = []
@@ -247,7 +248,7 @@ class Job:
             return
         self._in_gap += 1
         self._clock.after(self._facts.reward_s, end)
-        if self._facts.late and self._rounds is not None:
+        if self._facts.late != 0 and self._rounds is not None:
             one.last_token_s = self._clock.now_s
             closing = self._rounds.sampled(str(one.number))
             if self._rounds.has_tokens(str(one.number)):
@@ -345,7 +346,7 @@ class Job:
             return
         fresh: list[Group] = []
         for one in self._ready:
-            if self.version - one.oldest <= self._facts.staleness + bool(self._facts.late):
+            if self.version - one.oldest <= self._facts.staleness + (self._facts.late != 0):
                 fresh.append(one)
             else:
                 self._groups -= 1

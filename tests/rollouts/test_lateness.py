@@ -1,0 +1,131 @@
+"""How many groups may be late with their rewards: as few as hide what the rewards take."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose_core.rollouts.lateness import Lateness, fewest_late
+from rose_core.rollouts.rounds import Rounds, RoundShape
+
+STEP_S = 200.0
+
+
+def test_no_group_is_late_before_a_round_was_seen() -> None:
+    assert fewest_late([], STEP_S, 4) == 0
+
+
+def test_no_group_is_late_where_rewards_take_less_than_a_hundredth_of_a_step() -> None:
+    assert fewest_late([[2.0, 1.0, -5.0]], STEP_S, 2) == 0
+    assert fewest_late([[2.1, 1.0, -5.0]], STEP_S, 2) == 2
+
+
+def test_as_many_are_late_as_end_within_a_rewards_time_of_the_last() -> None:
+    assert fewest_late([[10.0, -3.0, -40.0]], STEP_S, 3) == 1
+    assert fewest_late([[10.0, 8.0, -40.0], [10.0, -3.0, -50.0]], STEP_S, 3) == 2
+    rare = [[10.0, 4.0, -40.0], *[[10.0, -3.0, -50.0]] * 9]
+    assert fewest_late(rare, STEP_S, 3) == 1, "one round in ten waits 4 s: half of what it may"
+
+
+def test_no_more_are_late_than_may_be() -> None:
+    assert fewest_late([[60.0, 59.0, 58.0, 57.0]], STEP_S, 2) == 2
+    assert fewest_late([[60.0, 59.0]], STEP_S, 0) == 0
+
+
+class Told:
+    """A clock that says what it was told."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return self.now_s
+
+
+def test_a_late_groups_reward_is_learned_in_the_round_after() -> None:
+    clock = Told()
+    seen = Lateness(2, clock)
+    assert seen.open() == 0
+    clock.now_s = 100.0
+    seen.sampled("a")
+    clock.now_s = 110.0
+    seen.ready("a")
+    clock.now_s = 190.0
+    seen.sampled("b")
+    seen.close({"a", "b"})
+    clock.now_s = 200.0
+    assert seen.open() == 0, "b has no reward yet"
+    seen.ready("b")
+    clock.now_s = 400.0
+    assert seen.open() == 1, "a had its reward long before b's last token"
+
+
+def test_a_group_that_is_given_up_holds_no_learning_up() -> None:
+    clock = Told()
+    seen = Lateness(2, clock)
+    seen.open()
+    seen.sampled("a")
+    seen.sampled("b")
+    seen.close({"a", "b"})
+    clock.now_s = 30.0
+    seen.ready("a")
+    seen.drop("b")
+    clock.now_s = 100.0
+    assert seen.open() == 1
+
+
+def test_none_is_late_where_nobody_tells_the_time() -> None:
+    rounds = Rounds(RoundShape(batch=2, members=1, surplus=0.0))
+    assert rounds.shape.most_late == 1
+    for number in range(3):
+        opening = rounds.open()
+        assert opening is not None
+        assert opening.fresh == 2
+        for name in (f"a{number}", f"b{number}"):
+            rounds.begin(name)
+            rounds.sampled(name)
+        assert rounds.finished(f"a{number}") is None, "b has its token, and no reward yet"
+        assert rounds.finished(f"b{number}") is not None
+
+
+@given(batch=st.integers(2, 6), takes=st.floats(0.1, 60), seed=st.integers(0, 2**32))
+def test_every_batch_is_whole_and_each_prompt_in_one_while_the_number_changes(
+    batch: int, takes: float, seed: int
+) -> None:
+    """Groups of one member; rewards take as long for all, a while less in the second half."""
+    draw, clock = random.Random(seed), Told()
+    shape = RoundShape(batch, 1, surplus=0.25)
+    rounds = Rounds(shape, clock)
+    begun, trained, carried = 0, list[str](), tuple[str, ...]()
+    due = dict[str, tuple[float, float]]()  # when its last token comes, and when its reward
+    for number in range(24):
+        opening = rounds.open()
+        assert opening is not None
+        fresh = [str(begun + n) for n in range(opening.fresh)]
+        begun += len(fresh)
+        for name in (*opening.resumed, *fresh):
+            if name in fresh:
+                rounds.begin(name)
+            token_s = clock.now_s + draw.uniform(10, 100)
+            due[name] = (token_s, token_s + takes / (1 + number // 12))
+        closing = None
+        told = sorted(
+            (at, kind, name)
+            for name, times in due.items()
+            for kind, at in enumerate(times)
+            if at > clock.now_s
+        )
+        for at, kind, name in told:
+            clock.now_s = at
+            closing = (rounds.sampled, rounds.finished)[kind](name)
+            if closing is not None:
+                break
+        assert closing is not None
+        assert len(closing.batch) == batch
+        assert set(carried) <= set(closing.batch), "one version late, never two"
+        assert len(closing.carried) <= batch // 2
+        carried = closing.carried
+        trained += closing.batch
+        for name in (*closing.batch, *(one.prompt for one in closing.deferred)):
+            del due[name]
+    assert len(trained) == len(set(trained))
