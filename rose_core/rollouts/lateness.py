@@ -9,9 +9,8 @@ fewest late groups are chosen that keep both aims:
 | a round waits at most ``ADDED`` after its last token | a step, from one opening to the next |
 | and at most 1 - ``HIDDEN`` | what it would wait with no group late |
 
-It looks for half of what these allow, because a few rounds say little of the next ones. Nobody is
-late while the first holds without: there is nothing to win by older groups. None is
-late before one round was seen whole, and where no number up to the bound does, as many as that.
+Nobody is late while the first holds without: there is nothing to win by older groups. None is late
+before one round was seen whole, and where no number up to the bound does, as many as that.
 
 What a round would have waited with so many late is known once all its groups have their rewards:
 the next later one, counted from the last. That the number changes which groups a round samples is
@@ -29,7 +28,6 @@ from typing import Final
 
 ADDED: Final = 0.01
 HIDDEN: Final = 0.9
-_MARGIN: Final = 0.5
 _ROUNDS: Final = 16
 """Three of these are long ones or so, and a change of the task is followed within as many steps."""
 
@@ -48,7 +46,7 @@ def fewest_late(waits: Sequence[Sequence[float]], step_s: float, most: int) -> i
     whole_s = _waited(waits, 0)
     if whole_s <= ADDED * step_s:
         return 0
-    allowed_s = _MARGIN * min(ADDED * step_s, (1 - HIDDEN) * whole_s)
+    allowed_s = min(ADDED * step_s, (1 - HIDDEN) * whole_s)
     enough = (late for late in range(most) if _waited(waits, late) <= allowed_s)
     return next(enough, most)
 
