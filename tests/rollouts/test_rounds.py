@@ -411,7 +411,7 @@ def test_what_is_late_is_trained_on_one_round_later_and_never_two(
     while played.round(draw, last=True, losses=losses):
         pass
     for carried, batch in zip(played.carried, played.batches[1:], strict=False):
-        assert len(carried) <= shape.late
+        assert len(carried) <= shape.most_late
         assert set(carried) - set(played.dropped) <= set(batch)
     trained = [name for batch in played.batches for name in batch]
     assert sorted([*trained, *played.dropped], key=int) == [
