@@ -115,6 +115,12 @@ REPREFILLED = Counter(
     "Tokens of context that a move made another engine prefill.",
     registry=REGISTRY,
 )
+PROMPT_TOKENS = Counter(
+    "rose_router_prompt_tokens",
+    "Tokens that engines had before them when they began a leg: computed, or cached by themselves.",
+    ["source"],
+    registry=REGISTRY,
+)
 SUSPECTS = Counter(
     "rose_router_suspect_turns",
     "Turns that may have ended an engine's process: run alone the next time, or refused.",

@@ -9,6 +9,7 @@ import pytest
 from rose_core.rollouts.spans import Kv
 from rose_core.rollouts.watch import LegPatience, MoveReason
 from rose_core.wire.routing import EngineKind
+from rose_router.metrics import REGISTRY
 from tests.router.world import (
     SimEngine,
     V,
@@ -77,6 +78,18 @@ async def test_the_second_leg_asks_for_what_is_missing_under_another_id() -> Non
         assert len(body["rid"]) == len(first.seen[0]["rid"])
         assert body["stream"] is True
         assert body["extra_key"] == V(0)
+
+
+async def test_tokens_of_prompts_are_counted_by_where_an_engine_had_them_from() -> None:
+    before = {source: prompt_tokens(source) for source in ("computed", "cached")}
+    async with world(SimEngine("a", meta={"prompt_tokens": 100, "cached_tokens": 80})) as w:
+        await over(w.ask(5))
+    after = {source: prompt_tokens(source) - old for source, old in before.items()}
+    assert after == {"computed": 20, "cached": 80}
+
+
+def prompt_tokens(source: str) -> float:
+    return REGISTRY.get_sample_value("rose_router_prompt_tokens_total", {"source": source}) or 0.0
 
 
 async def test_nobody_watching_means_fewer_events_of_the_engine() -> None:

@@ -69,6 +69,7 @@ class SimEngine:
         linger: seconds for which the connection stays open after the last event.
         seen: every request it was sent.
         refuses: parameters that it answers with an error, and says so beforehand.
+        meta: what it says of a prompt.
         adapters: run -> version that it holds of it; requests say which they mean, as on engines
             with adapters of several runs.
     """
@@ -96,6 +97,9 @@ class SimEngine:
     tokens_made: int = 0
     adapters: dict[str, str] = field(default_factory=dict)
     refuses: tuple[str, ...] = ()
+    meta: Mapping[str, Any] = field(
+        default_factory=lambda: {"prompt_tokens": 0, "cached_tokens": 0}
+    )
 
     def version_for(self, body: Mapping[str, Any]) -> str:
         """What computes this request now."""
@@ -144,7 +148,7 @@ class SimEngine:
             finish=run.finish,
             spans=list(run.spans) if finished or self.spans_always else None,
             label=self.version,
-            meta={"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": count},
+            meta={**self.meta, "completion_tokens": count},
         )
 
 

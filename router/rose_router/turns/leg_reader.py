@@ -6,8 +6,9 @@ task in between, and ``streaming`` writes what follows from it to the caller in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import methodcaller
+from typing import Any
 
 from rose_core.rollouts.stops import Crossing
 from rose_core.rollouts.transcript import Leg, StreamEvent
@@ -111,6 +112,8 @@ class LegReader:
         engine, handle = self._engine, self._handle
         kind = engine.update.device_class
         uncached = event.meta.get("prompt_tokens", 0) - event.meta.get("cached_tokens", 0)
+        if new and not handle.tokens:
+            _count_prompt(event.meta, uncached)
         if new and kind:
             metrics.CLASS_TOKENS.labels(kind, "written").inc(new)
             if not handle.tokens:
@@ -123,6 +126,12 @@ class LegReader:
             return
         waited = now - handle.began
         self._fleet.learn_speed(engine, methodcaller("saw_first_token", waited, uncached))
+
+
+def _count_prompt(meta: Mapping[str, Any], uncached: int) -> None:
+    """Where what an engine began with came from; it says so with its first token."""
+    metrics.PROMPT_TOKENS.labels("computed").inc(max(0, uncached))
+    metrics.PROMPT_TOKENS.labels("cached").inc(meta.get("cached_tokens", 0))
 
 
 def _crossing(turn: Turn) -> Crossing | None:
