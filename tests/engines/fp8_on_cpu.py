@@ -2,7 +2,7 @@
 
 On a CPU SGLang repacks such layers for its AMX kernels, and refuses them where it has none. Here
 they take the branch that GPUs take, which leaves weights and factors as the checkpoint has them,
-and one kernel is plain torch: what Triton's does, group by group of 128, in 32 bits.
+and two kernels are plain torch: what Triton's do, group by group of 128, in 32 bits.
 """
 
 # SGLang is not installed where this is checked.
@@ -17,6 +17,7 @@ import torch
 _GROUP = 128
 _LARGEST = 448.0
 _KERNEL = "sglang.srt.layers.quantization.fp8_utils.triton_w8a8_block_fp8_linear"
+_EXPERTS = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod.apply"
 
 
 def register() -> None:
@@ -26,6 +27,7 @@ def register() -> None:
 
     fp8._is_cpu = False
     HookRegistry.register(_KERNEL, linear, HookType.REPLACE)
+    HookRegistry.register(_EXPERTS, mix, HookType.REPLACE)
 
 
 def linear(
@@ -56,3 +58,26 @@ def linear(
     if bias is not None:
         out = out + bias
     return out.reshape(*input.shape[:-1], rows)
+
+
+def mix(method: Any, layer: Any, dispatch_output: Any) -> Any:  # noqa: ANN401  # SGLang's
+    """The experts that a router has chosen, one after the other, in the fused matrices' layout.
+
+    Args:
+        method: of quantisation.
+        layer: [experts, twice the width, columns] and [experts, columns, width], with factors.
+        dispatch_output: input, and for each token experts and their shares.
+    """
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    given, block = dispatch_output.hidden_states, method.quant_config.weight_block_size
+    shares, chosen, *_ = dispatch_output.topk_output
+    out = torch.zeros_like(given, dtype=torch.float32)
+    for expert in chosen.unique().tolist():
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        into = layer.w13_weight[expert], block, layer.w13_weight_scale_inv[expert]
+        gate, up = linear(given[rows], *into).to(torch.float32).chunk(2, dim=-1)
+        inner = (torch.nn.functional.silu(gate) * up).to(given.dtype)
+        back = linear(inner, layer.w2_weight[expert], block, layer.w2_weight_scale_inv[expert])
+        out.index_add_(0, rows, back.to(torch.float32) * shares[rows, places, None])
+    return StandardCombineInput(hidden_states=out.to(given.dtype))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,36 +19,49 @@ from rose_engines.safetensors import read_checkpoint
 from rose_trainer import BlockFp8
 from rose_trainer.quantised import BLOCK, Scales
 from tests.engines.test_real_engine import cycle
-from tests.engines.test_real_loaders import write
+from tests.engines.test_real_loaders import Tensors, experts, write
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # Whole blocks for each of the matrices that an engine fuses.
 PEAKED = replace(RECIPES["tiny-peaked"], name="fp8", kv_heads=4)
 FIRST = WeightVersion("fp8", 1, 0)
+Model = tuple[dict[str, Any], Tensors]
+"""Settings and weights."""
 PROMPT = [104, 101, 7, 250, 33, 9]
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 24}
 
 
-def quantised(folder: Path, recipe: Recipe, scales: Scales) -> Path:
+def dense(recipe: Recipe) -> Model:
+    return config(recipe), tensors(recipe)
+
+
+def mixture(recipe: Recipe) -> Model:
+    """With experts in the place of each MLP, so weak that the next token stays the recipe's."""
+    return experts(recipe, inner=BLOCK, spread=0.02)
+
+
+def quantised(folder: Path, model: Model, scales: Scales) -> Path:
     """A checkpoint in FP8 as the hub has them, quantised by the publisher's own code."""
+    settings, plain = model
     method = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
     }
-    made = dict(BlockFp8(scales=scales)(tensors(recipe)))
-    write(folder, config(recipe) | {"quantization_config": method}, made)
-    for path in make_model(recipe).glob("tokenizer*"):
+    made = dict(BlockFp8(scales=scales)(plain))
+    write(folder, settings | {"quantization_config": method}, made)
+    for path in make_model(PEAKED).glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
     return folder
 
 
 @dataclass
 class Served:
-    """The engine that takes all versions, and what it holds."""
+    """The engine that takes all versions of a kind of model, and what it holds."""
 
+    kind: Callable[[Recipe], Model]
     engine: RealEngine
     version: WeightVersion
     state: State
@@ -74,12 +88,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, program: Path) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=[dense, mixture])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, program: Path
+) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
-    model = quantised(folder / "model", PEAKED, "exact")
+    model = quantised(folder / "model", request.param(PEAKED), "exact")
     with start_engine(folder, model, version=str(FIRST), program=program) as engine:
-        yield Served(engine, FIRST, read_checkpoint(model))
+        yield Served(request.param, engine, FIRST, read_checkpoint(model))
 
 
 async def said(engine: RealEngine) -> tuple[str, list[float], list[int]]:
@@ -97,9 +113,12 @@ async def test_a_publishers_fp8_version_committed_in_place_is_what_a_fresh_load_
     seed: int,
     scales: Scales,
 ) -> None:
-    """Weights and factors, in the bits and in what is computed with them."""
+    """Weights and factors, in the bits and in what is computed with them.
+
+    Those of experts are rows of what the engine stacks of all of them.
+    """
     recipe, version = replace(PEAKED, seed=seed), WeightVersion("fp8", 1, seed)
-    model = quantised(tmp_path / "model", recipe, scales)
+    model = quantised(tmp_path / "model", served.kind(recipe), scales)
     new = read_checkpoint(model)
     assert {one[0] for one in new.values()} == {"BF16", "F8_E4M3", "F32"}
     manifest = write_bundle(tmp_path / "bundle", version, new, (served.version, served.state))

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from rose_core.delta.digest import Digest, digest_run, total
 from rose_dev.engine_testing import ended_well, start_beside_engines
-from rose_dev.models import RECIPES, config, tensors
+from rose_dev.models import RECIPES, Recipe, config, tensors
 from rose_engines.parts import check_parts
 from rose_engines.safetensors import read_checkpoint
 from rose_wire.ports import free_port
@@ -30,33 +30,41 @@ def llama() -> tuple[dict[str, Any], Tensors]:
     return config(TINY) | kind, made
 
 
-def experts() -> tuple[dict[str, Any], Tensors]:
-    """Every layer's MLP is a router and a stack of experts."""
-    draw = torch.Generator().manual_seed(5)
+def experts(
+    recipe: Recipe = TINY, inner: int = INNER, spread: float = 1.0
+) -> tuple[dict[str, Any], Tensors]:
+    """Every layer's MLP is a router and a stack of experts.
+
+    Args:
+        recipe: of all else.
+        inner: width of an expert.
+        spread: of its weights.
+    """
+    draw = torch.Generator().manual_seed(5 + recipe.seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw).to(torch.bfloat16)
+        return (torch.randn(*shape, generator=draw) * spread).to(torch.bfloat16)
 
-    made = {name: one for name, one in tensors(TINY).items() if ".mlp." not in name}
-    for number in range(TINY.layers):
+    made = {name: one for name, one in tensors(recipe).items() if ".mlp." not in name}
+    for number in range(recipe.layers):
         mlp = f"model.layers.{number}.mlp."
-        made[f"{mlp}gate.weight"] = normal(EXPERTS, TINY.hidden)
+        made[f"{mlp}gate.weight"] = normal(EXPERTS, recipe.hidden)
         for expert in range(EXPERTS):
-            made[f"{mlp}experts.{expert}.gate_proj.weight"] = normal(INNER, TINY.hidden)
-            made[f"{mlp}experts.{expert}.up_proj.weight"] = normal(INNER, TINY.hidden)
-            made[f"{mlp}experts.{expert}.down_proj.weight"] = normal(TINY.hidden, INNER)
+            made[f"{mlp}experts.{expert}.gate_proj.weight"] = normal(inner, recipe.hidden)
+            made[f"{mlp}experts.{expert}.up_proj.weight"] = normal(inner, recipe.hidden)
+            made[f"{mlp}experts.{expert}.down_proj.weight"] = normal(recipe.hidden, inner)
     kind = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "num_experts": EXPERTS,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": INNER,
+        "moe_intermediate_size": inner,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "router_aux_loss_coef": 0.001,
     }
-    return config(TINY) | kind, made
+    return config(recipe) | kind, made
 
 
 def fp8() -> tuple[dict[str, Any], Tensors]:
