@@ -109,7 +109,7 @@ test-sandboxes:
 test-long: engine cluster  ## what make test leaves out: failures and modes of the GPU node, speeds of real engines
 	$(CONTAINED) $(BIN)/pytest -v -n 0 -m long $(ARGS)
 
-# Not part of `make test`: its environment is 6 GB, and it starts engines that import everything anew.
+# Not part of `make test`, for its environment of 6 GB.
 test-vllm: engine vllm  ## real vLLM on CPU as a rollout engine, alone and beside SGLang
 	$(CONTAINED) --limit 3000 $(BIN)/pytest -v -n 0 -m vllm tests/engines tests/host tests/router tests/tap $(ARGS)
 
