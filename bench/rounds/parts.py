@@ -1,4 +1,4 @@
-"""A lease without a cluster: store, router, and a dedicated SGLang with its weight-sync.
+"""A lease without a cluster: store, router, and a dedicated engine with its weight-sync.
 
 Every process is the product's own command; nothing is borrowed, so there is no guard.
 """
@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,19 @@ import yaml
 from examples.grpo.learner import Policy
 from rose_dev.engine_environment import engine_python
 from rose_dev.models import make_named
+from rose_dev.vllm_environment import vllm_python
 from rose_trainer.publisher import Publisher
 from rose_wire.ports import free_ports
 
 MODEL = "tiny"
 RUN = "grpo"
 LEASE = "bench/rounds"
+PYTHONS: Mapping[str, Callable[[], Path]] = {
+    "sglang-cpu": engine_python,
+    "vllm-cpu": vllm_python,
+    "fake": lambda: Path(sys.executable),
+}
+"""Engine class -> the Python that an engine host runs its engines with."""
 READY_SECONDS = 1200.0
 """An engine starts in half a minute on a quiet machine, in a quarter of an hour on a full one."""
 
@@ -97,7 +104,7 @@ def lease(
         yaml.safe_dump(_engine(f"127.0.0.1:{store}", model, engine_class) | {"drafts": drafts})
     )
     with ExitStack() as stack:
-        python = sys.executable if engine_class == "fake" else str(engine_python())
+        python = PYTHONS[engine_class]()
         for command in _commands(folder, (store, http, attach, data), (model, python)):
             stack.enter_context(process(folder, *command))
         running = RunningLease(f"http://127.0.0.1:{http}", f"127.0.0.1:{store}", model)
@@ -126,7 +133,7 @@ def _engine(store: str, model: Path, engine_class: str) -> dict[str, object]:
 
 
 def _commands(
-    folder: Path, ports: tuple[int, ...], engine: tuple[Path, str]
+    folder: Path, ports: tuple[int, ...], engine: tuple[Path, Path]
 ) -> Iterator[Sequence[str]]:
     store, http, attach, data = ports
     model, python = engine
