@@ -83,7 +83,8 @@ class ConnectionLimits:
         head_seconds: until the first whole request head.
         body_seconds: until a body is whole, without the time for which its sender was held back.
         write_seconds: until a caller has read enough to take the next event.
-        patience_seconds: for which a head or body that is not whole is heard at every arrival.
+        patience_seconds: for which a head or body is heard at every arrival, where nobody knows how
+            much of it is missing.
     """
 
     connections: int = MOST_CONNECTIONS
@@ -272,7 +273,7 @@ class ConnectionLimiter:
             chunked: it ends with a line.
         """
         door = self._over.get(cast("asyncio.Transport", transport))
-        if door is None or door.sender is None:
+        if door is None or door.sender is None or door.transport is None:
             return
         self._headless.pop(door, None)
         self._answered.pop(door, None)
@@ -281,6 +282,7 @@ class ConnectionLimiter:
         else:
             limit = self._limits.body_seconds
             self._slow.begin(door.sender, limit, body, length, ends_with_line=chunked)
+            self._slow.heard(door.sender, reading=door.transport.is_reading())
 
     def note_answered(self, transport: asyncio.BaseTransport | None) -> None:
         """The request that came over it has its answer."""

@@ -7,9 +7,9 @@ what comes all the same, and tells at once who hangs up.
 
 | a caller whose head or body is not whole | is heard |
 |---|---|
-| for less than ``patience`` | at every arrival |
-| for longer, and what is missing is known | when that, or ``_MOST_KEPT``, has come: never late |
-| for longer, else: a head, chunks | when ``_MOST_KEPT`` have come, or at its turn if a line ended |
+| and what is missing is known | when that, or ``_MOST_KEPT``, has come: never late |
+| else, for less than ``patience`` | at every arrival |
+| for longer: a head, chunks | when ``_MOST_KEPT`` have come, or at its turn if a line ended |
 | for longer, compressed or through TLS | when ``_MOST_KEPT`` have come, or at its turn |
 | of these two, just before it would be too late | at every arrival |
 
@@ -52,15 +52,14 @@ def low_water_mark(age: float, patience: float, limit: float, missing: int | Non
 
     Args:
         age: of the head or body that is coming, in seconds.
-        patience: the age up to which it is heard at every arrival.
+        patience: the age up to which it is heard at every arrival, where ``missing`` is unknown.
         limit: the age at which it is too late.
         missing: bytes until it is whole; ``None``: unknown.
     """
-    if age < patience:
-        return 1
     if missing is not None:
         return max(1, min(missing, _MOST_KEPT))
-    return 1 if abs(limit - age) <= last_seconds(limit) else _MOST_KEPT
+    soon = age < patience or abs(limit - age) <= last_seconds(limit)
+    return 1 if soon else _MOST_KEPT
 
 
 def last_seconds(limit: float) -> float:
@@ -125,7 +124,8 @@ class SlowSenders:
     """Decides when callers with an incomplete request are heard.
 
     Args:
-        patience: seconds for which such a request is heard at every arrival.
+        patience: seconds for which a request is heard at every arrival, unless what it lacks is
+            known.
     """
 
     def __init__(self, patience: float) -> None:
