@@ -22,7 +22,7 @@ MYPY := $(if $(shell command -v flock),flock $(ROSE_CACHE)/mypy.lock) $(BIN)/myp
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
-.PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-waiting test-computing test-engines test-node test-api test-sandboxes test-gpu-node test-keda test-long test-vllm unit check format generate docs crds clean \
+.PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-waiting test-computing test-engines test-node test-api test-sandboxes test-gpu-node test-cgroup2 test-keda test-long test-vllm unit check format generate docs crds clean \
 	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal reasoning-gym sandbox-adapters sandbox-harbor sandbox-openenv test-clients
 
@@ -112,6 +112,11 @@ test-long: engine cluster  ## what make test leaves out: failures and modes of t
 # Not part of `make test`, for its environment of 6 GB.
 test-vllm: engine vllm  ## real vLLM on CPU as a rollout engine, alone and beside SGLang
 	$(CONTAINED) --limit 3000 $(BIN)/pytest -v -n 0 -m vllm tests/engines tests/host tests/router tests/tap $(ARGS)
+
+# What nodes of today have and a machine for development may not. Where there is no KVM it takes half an hour.
+test-cgroup2: venv sandbox  ## process groups, their limits and sandboxes on a kernel with cgroup v2 alone, emulated (cached; root, Debian)
+	ROSE_TEST_DEADLINE=600 $(CONTAINED) --limit 4800 $(BIN)/python -m rose_dev.emulated $(BIN)/pytest -v -n 0 -p no:cacheprovider \
+		-o timeout=0 tests/host/test_groups.py tests/host/test_limits.py tests/host/test_cgroup_ids.py tests/sandbox/test_runc.py $(ARGS)
 
 test-keda: keda  ## rewards of the chart, scaled from zero by KEDA itself
 	$(CONTAINED) --limit 1200 $(BIN)/pytest -v -s -n 0 tests/rewards/test_keda.py $(ARGS)
