@@ -52,7 +52,7 @@ exec $b switch_root /root /bin/sh "$start"  # of the kernel's command line
 """
 _START = """
 export HOME=/root
-mount -t tmpfs -o mode=1777 tmpfs /tmp
+mount -t tmpfs -o mode=1777,size=60% tmpfs /tmp
 mount -t tmpfs tmpfs /run
 mkdir -p /dev/shm /dev/pts /lib/modules
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
@@ -64,6 +64,11 @@ mount --bind "$modules" /lib/modules
 for module in btrfs loop veth; do "$modprobe" $module; done
 ip link set lo up
 ulimit -n 65536
+for path in $copied; do
+  mkdir -p "/tmp/copied$path"
+  cp -a "$path/." "/tmp/copied$path"
+  mount --bind "/tmp/copied$path" "$path"
+done
 cd "$folder"
 eval "$command"
 echo "[emulated] exit code $?"
@@ -137,19 +142,23 @@ def _make_initrd(root: Path, version: str, folder: Path) -> None:
     run(["sh", "-c", f"find . | cpio -o -H newc --quiet | gzip -1 >{packed}"], None, early)
 
 
-def start_script(folder: Path, place: Path, command: Sequence[str]) -> str:
+def start_script(
+    folder: Path, place: Path, command: Sequence[str], copied: Sequence[Path] = ()
+) -> str:
     """What the machine's first process runs.
 
     Args:
         folder: of ``install``.
         place: the command's folder.
         command: its words.
+        copied: folders that are put into its memory; their paths have no blanks.
     """
     root = folder / "packages" / "root"
     words = {
         "PATH": os.environ["PATH"],
         "modules": str(root / "usr" / "lib" / "modules"),
         "modprobe": str(folder / "bin" / "modprobe"),
+        "copied": " ".join(map(str, copied)),
         "folder": str(place),
         "command": shlex.join(command),
     }
@@ -168,7 +177,7 @@ def accelerator(flags: str, *, device: bool) -> tuple[str, ...]:
     return ("-accel", "tcg,thread=multi", "-cpu", "max")
 
 
-def play(folder: Path, command: Sequence[str], mebibytes: int) -> int:
+def play(folder: Path, command: Sequence[str], mebibytes: int, copied: Sequence[Path]) -> int:
     """Run a command in a machine of its own, with its output here; returns its exit code.
 
     Raises:
@@ -178,7 +187,7 @@ def play(folder: Path, command: Sequence[str], mebibytes: int) -> int:
     share = folder / "packages" / "root" / "usr" / "share"
     with tempfile.TemporaryDirectory(prefix="rose-emulated-") as own:
         start = Path(own) / "start"
-        start.write_text(start_script(folder, Path.cwd(), command))
+        start.write_text(start_script(folder, Path.cwd(), command, copied))
         machine = subprocess.Popen(
             [
                 *(str(folder / "bin" / "qemu-system-x86_64"), *speed),
@@ -197,7 +206,7 @@ def play(folder: Path, command: Sequence[str], mebibytes: int) -> int:
             text=True,
             errors="replace",
             # Where the machine has a QEMU of its own, its modules are of another build.
-            env=os.environ | {"QEMU_MODULE_DIR": str(share.parent / "lib" / "qemu")},
+            env=os.environ | {"QEMU_MODULE_DIR": str(share.parent / "lib" / "x86_64-linux-gnu" / "qemu")},
         )
         with machine:
             try:
@@ -218,10 +227,18 @@ def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m rose_dev.emulated", description=__doc__)
     parser.add_argument("--memory", type=int, default=6144, metavar="MIB")
+    parser.add_argument(
+        "--copy",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="into its memory: what lies on this machine's files has no mapped mounts",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     try:
-        return play(install(cache_folder()), given.command, given.memory)
+        return play(install(cache_folder()), given.command, given.memory, given.copy)
     except Impossible as error:
         print(f"SKIPPED the emulated machine: {error}", file=sys.stderr)
         return 2

@@ -75,7 +75,13 @@ class Volume:
             )
         if not is_mounted(self._mount):
             await self._run("mount", "-o", "loop,noatime", self._file, self._mount)
-            await self._run("btrfs", "quota", "enable", "--simple", self._mount)
+            try:
+                await self._run("btrfs", "quota", "enable", "--simple", self._mount)
+            except RuntimeFailed as error:
+                raise RuntimeFailed(
+                    "a limit of disk needs Linux 6.7 or later, and this is "
+                    f"{os.uname().release}: {error}"
+                ) from error
         for image in sorted(self._parts.images.iterdir()):
             await asyncio.to_thread(self._show, image)
 
@@ -83,7 +89,13 @@ class Volume:
         lower = self._lowers / image.name
         lower.mkdir(parents=True, exist_ok=True)
         if not is_mounted(lower):
-            mount_mapped(image, lower)
+            try:
+                mount_mapped(image, lower)
+            except OSError as error:
+                raise RuntimeFailed(
+                    f"{image} cannot be shown with other owners (an ID-mapped mount): {error}; "
+                    "images must lie on ext4, xfs, btrfs or tmpfs, not on an overlay or a network"
+                ) from error
 
     def lower(self, image: str) -> Path:
         """An image's root folder with shifted owners."""
