@@ -61,6 +61,7 @@ mount -t cgroup2 cgroup2 /sys/fs/cgroup
 mount -t bpf bpf /sys/fs/bpf
 mount -t tracefs tracefs /sys/kernel/tracing
 mount --bind "$modules" /lib/modules
+echo "$modprobe" >/proc/sys/kernel/modprobe
 for module in btrfs loop veth; do "$modprobe" $module; done
 ip link set lo up
 ulimit -n 65536
