@@ -34,6 +34,7 @@ SUITE = "trixie"
 _PACKAGES = ("qemu-system-x86", "linux-image-amd64", "busybox-static", "kmod")
 _EARLY = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
 """Modules of the kernel that its files are mounted by; all others are loaded by name later."""
+_LIBRARIES = "lib/x86_64-linux-gnu"
 _ENDED = re.compile(r"\[emulated\] exit code (\d+)")
 _INIT = """#!/bin/busybox sh
 set -e
@@ -185,7 +186,7 @@ def play(folder: Path, command: Sequence[str], mebibytes: int, copied: Sequence[
         Impossible: the machine ended before the command.
     """
     speed = accelerator(Path("/proc/cpuinfo").read_text(), device=os.access("/dev/kvm", os.W_OK))
-    share = folder / "packages" / "root" / "usr" / "share"
+    user = folder / "packages" / "root" / "usr"
     with tempfile.TemporaryDirectory(prefix="rose-emulated-") as own:
         start = Path(own) / "start"
         start.write_text(start_script(folder, Path.cwd(), command, copied))
@@ -193,7 +194,7 @@ def play(folder: Path, command: Sequence[str], mebibytes: int, copied: Sequence[
             [
                 *(str(folder / "bin" / "qemu-system-x86_64"), *speed),
                 *("-smp", "2", "-m", str(mebibytes), "-nic", "none", "-no-reboot"),
-                *("-L", str(share / "qemu"), "-L", str(share / "seabios")),
+                *("-L", str(user / "share" / "qemu"), "-L", str(user / "share" / "seabios")),
                 *("-display", "none", "-vga", "none", "-monitor", "none", "-serial", "stdio"),
                 *("-kernel", str(folder / "vmlinuz"), "-initrd", str(folder / "initrd.gz")),
                 *("-append", f"console=ttyS0 loglevel=4 edd=off panic=-1 start={start}"),
@@ -207,7 +208,7 @@ def play(folder: Path, command: Sequence[str], mebibytes: int, copied: Sequence[
             text=True,
             errors="replace",
             # Where the machine has a QEMU of its own, its modules are of another build.
-            env=os.environ | {"QEMU_MODULE_DIR": str(share.parent / "lib" / "x86_64-linux-gnu" / "qemu")},
+            env=os.environ | {"QEMU_MODULE_DIR": str(user / _LIBRARIES / "qemu")},
         )
         with machine:
             try:
