@@ -46,9 +46,8 @@ TRAINERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "streams, one late": {"streams": True, "late": 1},
     "whole, two late": {"late": 2},
     "streams, two late": {"streams": True, "late": 2},
-    # The default of ``Batches(reward=...)``.
-    "whole, late as learned": {"late": None},
-    "streams, late as learned": {"streams": True, "late": None},
+    "whole, late as learned": {"late": "learned"},
+    "streams, late as learned": {"streams": True, "late": "learned"},
     # The first is what trainers call one-step off-policy.
     **{
         f"overlaps by {versions}": {

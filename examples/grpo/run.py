@@ -29,6 +29,7 @@ from examples.grpo.rollouts import Group, age
 from examples.grpo.task import evaluation_tasks
 from rose_core.identity import WeightVersion
 from rose_trainer.mismatch import MismatchMeter
+from rose_trainer.rounds import Late
 
 # Versions whose weights are kept to recompute what an engine should have said.
 _KEPT_VERSIONS = 8
@@ -48,8 +49,8 @@ class Settings:
         rounds: steps are rounds of tail batching instead of overlapping (``grpo.rounds``).
         surplus, member_surplus: groups and trajectories of each that a short round starts beyond
             those of a step, as shares of them; without effect otherwise.
-        late: groups whose rewards a round need not wait for; they are in the next step. None = as
-            few as hide the rewards, learned.
+        late: groups whose rewards a round need not wait for; they are in the next step.
+            "learned" = as few as hide the rewards.
         publish_every: steps per published version.
         evaluate_seconds: time between evaluations on the fixed tasks.
     """
@@ -67,7 +68,7 @@ class Settings:
     rounds: bool = False
     surplus: float = 0.25
     member_surplus: float = 0.25
-    late: int | None = 0
+    late: Late = 0
 
 
 @dataclass

@@ -35,15 +35,15 @@ from examples.grpo.rounds import RoundSampler
 from examples.grpo.run import Run, Settings, begin
 from examples.grpo.scoring import RewardClient
 from rose_trainer.errors import TrainerLibraryError
-from rose_trainer.rounds import RoundShape
+from rose_trainer.rounds import Late, RoundShape
 from rose_wire import flags
 
 
-def _late(text: str) -> int | None:
-    return None if text == "learned" else flags.count(text)
+def _late(text: str) -> Late:
+    return "learned" if text == "learned" else flags.count(text)
 
 
-_KNOBS: dict[str, Callable[[str], float | None]] = {
+_KNOBS: dict[str, Callable[[str], float | str]] = {
     "seconds": flags.above_zero,
     "per_step": flags.one_or_more,
     "group_size": flags.one_or_more,

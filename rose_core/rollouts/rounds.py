@@ -17,8 +17,8 @@ The last reward of a round comes after its last token, and nothing of the round 
 ``late`` a round closes without the rewards of up to so many groups. They are *carried* into the
 next round, whose rollouts hide them, and are in its batch for certain: what is carried is trained
 on one version late, never two. So that a batch is always ``batch`` groups, the first round that may
-carry starts ``late`` more. With 0 a round waits for every reward. Where ``RoundShape.late`` is None
-the number is learned, and chosen as each round opens (``lateness``).
+carry starts ``late`` more. With 0, the default, a round waits for every reward and all of its batch
+is sampled by its own weights. A learned number is chosen as each round opens (``lateness``).
 
 | prompt | on | next |
 |---|---|---|
@@ -51,9 +51,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal, TypeAlias
 
 from rose_core.rollouts.errors import InvalidRound
 from rose_core.rollouts.lateness import Lateness
+
+Late: TypeAlias = int | Literal["learned"]
+"""Of ``RoundShape``."""
 
 
 class RoundKind(StrEnum):
@@ -74,22 +78,21 @@ class RoundShape:
         member_surplus: trajectories that it starts beyond ``members`` for each prompt, likewise.
             RollPacker's eta is 1 + surplus for both.
         late: groups whose rewards a round need not wait for; they are in the next round's batch.
-            None = the fewest that hide the rewards, at most half of the batch (``lateness``); none
-            where nobody tells the time.
+            "learned" = the fewest that hide the rewards, at most half of the batch (``lateness``).
     """
 
     batch: int
     members: int
     surplus: float = 0.25
     member_surplus: float = 0.0
-    late: int | None = None
+    late: Late = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes that no round could have."""
         if self.batch < 1 or self.members < 1:
             message = f"batch {self.batch} and members {self.members} must be at least 1"
             raise InvalidRound(message)
-        if self.late is not None and not 0 <= self.late <= self.batch:
+        if self.late != "learned" and not 0 <= self.late <= self.batch:
             message = (
                 f"late {self.late} must be 0 to batch, {self.batch}: what is carried into a round "
                 "is a part of its batch"
@@ -103,7 +106,7 @@ class RoundShape:
     @property
     def most_late(self) -> int:
         """Groups of a round that may be late at most."""
-        return self.batch // 2 if self.late is None else self.late
+        return self.batch // 2 if self.late == "learned" else self.late
 
     @property
     def started(self) -> int:
@@ -180,14 +183,22 @@ class Rounds:
     Args:
         shape: sizes.
         clock: seconds at which what is told has happened; asked where ``shape.late`` is learned.
+
+    Raises:
+        InvalidRound: it is learned, and nobody tells the time.
     """
 
     def __init__(self, shape: RoundShape, clock: Callable[[], float] | None = None) -> None:
         self._lateness: Lateness | None = None
-        if shape.late is None and clock is not None:
+        self._late = 0  # of the round that is open, or was last
+        if shape.late != "learned":
+            self._late = shape.late
+        elif clock is None:
+            message = "late learned needs a clock: it is learned from what rewards take"
+            raise InvalidRound(message)
+        else:
             self._lateness = Lateness(shape.most_late, clock)
         self.shape = shape
-        self._late = shape.late or 0  # of the round that is open, or was last
         self._number = self._fresh = self._trained = self._dropped = 0
         self._kind: RoundKind | None = None
         self._running: OrderedDict[str, _Ended] = OrderedDict()

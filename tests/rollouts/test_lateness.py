@@ -2,9 +2,11 @@
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose_core.rollouts.errors import InvalidRound
 from rose_core.rollouts.lateness import Lateness, fewest_late
 from rose_core.rollouts.rounds import Rounds, RoundShape
 
@@ -74,18 +76,9 @@ def test_a_group_that_is_given_up_holds_no_learning_up() -> None:
     assert seen.open() == 1
 
 
-def test_none_is_late_where_nobody_tells_the_time() -> None:
-    rounds = Rounds(RoundShape(batch=2, members=1, surplus=0.0))
-    assert rounds.shape.most_late == 1
-    for number in range(3):
-        opening = rounds.open()
-        assert opening is not None
-        assert opening.fresh == 2
-        for name in (f"a{number}", f"b{number}"):
-            rounds.begin(name)
-            rounds.sampled(name)
-        assert rounds.finished(f"a{number}") is None, "b has its token, and no reward yet"
-        assert rounds.finished(f"b{number}") is not None
+def test_rounds_that_are_to_learn_are_refused_where_nobody_tells_the_time() -> None:
+    with pytest.raises(InvalidRound, match="late learned needs a clock"):
+        Rounds(RoundShape(batch=2, members=1, late="learned"))
 
 
 @given(batch=st.integers(2, 6), takes=st.floats(0.1, 60), seed=st.integers(0, 2**32))
@@ -94,7 +87,7 @@ def test_every_batch_is_whole_and_each_prompt_in_one_while_the_number_changes(
 ) -> None:
     """Groups of one member; rewards take as long for all, a while less in the second half."""
     draw, clock = random.Random(seed), Told()
-    shape = RoundShape(batch, 1, surplus=0.25)
+    shape = RoundShape(batch, 1, surplus=0.25, late="learned")
     rounds = Rounds(shape, clock)
     begun, trained, carried = 0, list[str](), tuple[str, ...]()
     due = dict[str, tuple[float, float]]()  # when its last token comes, and when its reward

@@ -110,10 +110,11 @@ def test_a_long_round_does_not_speculate() -> None:
 
 
 def test_a_surplus_is_a_share_rounded_up_and_not_by_the_error_of_a_float() -> None:
-    shape = RoundShape(batch=70, members=16, surplus=0.1, member_surplus=0.25, late=0)
+    shape = RoundShape(batch=70, members=16, surplus=0.1, member_surplus=0.25)
     assert (shape.started, shape.started_members) == (77, 20)
-    assert RoundShape(batch=3, members=3, surplus=0.1, late=0).started == 4
-    assert RoundShape(batch=4, members=3, surplus=0.0).started == 6, "half of a batch may be late"
+    assert RoundShape(batch=3, members=3, surplus=0.1).started == 4
+    learned = RoundShape(batch=4, members=3, surplus=0.0, late="learned")
+    assert learned.started == 6, "half of a batch may be late"
 
 
 def test_a_dropped_prompt_is_counted_and_does_not_hold_the_round_up() -> None:

@@ -47,7 +47,7 @@ def test_a_late_reward_holds_no_step_up_and_is_trained_on_one_version_late(
 
 
 def test_a_trainer_that_learns_how_many_may_be_late_waits_less_and_has_fewer_of_them() -> None:
-    waits, learned, bound = (played(late=count, batch_groups=4) for count in (0, None, 2))
+    waits, learned, bound = (played(late=count, batch_groups=4) for count in (0, "learned", 2))
     held, hidden = (
         sum(part.reward_s for part in one.step_parts) / one.steps for one in (waits, learned)
     )
@@ -55,7 +55,7 @@ def test_a_trainer_that_learns_how_many_may_be_late_waits_less_and_has_fewer_of_
     old = [sum(fate.stale == 1 for fate in one.fates if fate.trained) for one in (learned, bound)]
     assert 0 < old[0] <= old[1]
     assert {fate.stale for fate in learned.fates} == {0, 1}
-    quick = played(late=None, batch_groups=4, reward_s=0.01)
+    quick = played(late="learned", batch_groups=4, reward_s=0.01)
     assert {fate.stale for fate in quick.fates} == {0}
 
 
@@ -71,3 +71,5 @@ def test_what_is_late_is_a_part_of_a_batch() -> None:
         played(late=4)
     with pytest.raises(ValueError, match="late: 1 must be at most 0: without surplus"):
         played(late=1, surplus=None)
+    with pytest.raises(ValueError, match="late: learned must be at most 0: without surplus"):
+        played(late="learned", surplus=None)

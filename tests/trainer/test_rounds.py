@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from rose_core.rollouts.errors import InvalidRound
-from rose_trainer.rounds import Batches, RoundKind, RoundShape
+from rose_trainer.rounds import Batches, Late, RoundKind, RoundShape
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
 
@@ -304,18 +304,43 @@ async def test_a_trainer_that_resumes_loses_no_prompt_whose_rewards_were_late() 
     assert sorted(trained) == list(range(9)), "each once"
 
 
+@pytest.mark.parametrize("steps", range(1, 9))
+async def test_a_trainer_that_learns_trains_on_each_prompt_once_wherever_it_was_killed(
+    steps: int,
+) -> None:
+    rollout = _rollout(lambda n: 100.0 if n % 4 == 3 else 20.0, [])
+    score, shape = _rewarded(lambda _: 10.0), RoundShape(4, 1, surplus=0.25, late="learned")
+    prompts = iter(range(60))
+    batches = Batches(prompts, rollout, shape, stream=True, reward=score)
+    trained: list[int] = []
+    late = left = 0
+    async for part in (killed := aiter(batches)):
+        trained += [prompt for prompt, _ in part.groups]
+        late, left = late + part.late, left + part.last
+        if left == steps:
+            break
+    saved = [*batches.carried, *batches.put_off]
+    await killed.aclose()
+    assert bool(late) == (steps > 2), "what was seen decides"
+    async for part in Batches(prompts, rollout, shape, put_off=saved, stream=True, reward=score):
+        trained += [prompt for prompt, _ in part.groups]
+    assert sorted(trained) == list(range(60))
+
+
 async def test_late_groups_without_a_reward_of_their_own_are_refused() -> None:
-    with pytest.raises(InvalidRound, match="late 1 needs reward="):
-        Batches(range(2), _rollout(lambda _: 1.0, []), RoundShape(2, 1, late=1))
+    many: tuple[Late, ...] = (1, "learned")
+    for late in many:
+        with pytest.raises(InvalidRound, match=f"late {late} needs reward="):
+            Batches(range(2), _rollout(lambda _: 1.0, []), RoundShape(2, 1, late=late))
 
 
-async def test_as_few_groups_are_late_as_hide_the_rewards_unless_the_trainer_says_otherwise() -> (
+async def test_as_few_groups_are_late_as_hide_the_rewards_and_none_unless_the_trainer_says_so() -> (
     None
 ):
-    async def played(takes: float, **told: int) -> tuple[float, list[int]]:
+    async def played(takes: float, shape: RoundShape) -> tuple[float, list[int]]:
         # Every fourth prompt is a straggler, by more than its reward takes.
         rollout = _rollout(lambda n: 100.0 if n % 4 == 3 else 20.0, [])
-        shape, loop = RoundShape(4, 2, surplus=0.0, **told), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         began, late = loop.time(), []
         async for batch in Batches(range(49), rollout, shape, reward=_rewarded(lambda _: takes)):
             late.append(batch.late)
@@ -323,18 +348,13 @@ async def test_as_few_groups_are_late_as_hide_the_rewards_unless_the_trainer_say
                 return (loop.time() - began) / 12, late
         raise AssertionError
 
-    learned_s, late = await played(10.0)
+    learns = RoundShape(4, 2, surplus=0.0, late="learned")
+    learned_s, late = await played(10.0, learns)
     assert late[:2] == [0, 0], "one round is seen first"
     assert set(late[3:]) == {1}
-    waits_s, on_policy = await played(10.0, late=0)
+    waits_s, on_policy = await played(10.0, RoundShape(4, 2, surplus=0.0))
     assert set(on_policy) == {0}
     assert waits_s == pytest.approx(110.0, abs=1.0)
     assert learned_s < 103.0
-    _, quick = await played(0.5)
+    _, quick = await played(0.5, learns)
     assert set(quick) == {0}, "a reward of half a hundredth of a step makes no group older"
-
-
-async def test_no_group_is_late_where_a_rollout_gives_its_own_reward() -> None:
-    shape = RoundShape(2, 1, surplus=0.0)
-    batches = Batches(range(6), _rollout(lambda _: 1.0, []), shape)
-    assert [batch.late async for batch in batches] == [0, 0, 0]

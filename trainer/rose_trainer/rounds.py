@@ -6,15 +6,15 @@ gets batches of whole groups, stragglers having been put off to rounds of their 
 is cancelled; its connection closes, and the router ends the turn on its engine.
 
 With ``stream`` a round comes in parts, each group as soon as it is ready: the trainer adds its
-gradients while the round's tail still runs, and steps at the part that is the ``last``. The weights
-are the same for all parts, and the parts one after the other are the batch that the round would
-have given, in its order: whoever adds gradients group by group gets the same step, bit for bit.
+gradients while the round's tail still runs, and steps at the part that is the ``last``. The parts
+one after the other are the batch that the round would have given, in its order, and the weights do
+not change meanwhile: whoever adds gradients group by group gets the same step, bit for bit.
 What ends while the trainer is busy with a part counts in the order in which it ended.
 
 With ``reward`` a trajectory's reward is a coroutine of its own, and a group has its tokens before
-it has its rewards. A round then ends without the rewards of up to ``RoundShape.late`` groups; where
-that is None, of the fewest that hide what rewards take (``rose_core.rollouts.lateness``). They are
-in the next batch for certain, one version late (``Batch.late``).
+it has its rewards. With ``RoundShape.late`` a round then ends without the rewards of up to so many
+groups, or of the fewest that hide what rewards take (``rose_core.rollouts.lateness``). They are in
+the next batch for certain, one step after those that were sampled with them (``Batch.late``).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from rose_core.rollouts.errors import InvalidRound
-from rose_core.rollouts.rounds import Closing, Deferral, RoundKind, Rounds, RoundShape, Tally
+from rose_core.rollouts.rounds import Closing, Deferral, Late, RoundKind, Rounds, RoundShape, Tally
 
 Prompt = TypeVar("Prompt")
 Sample = TypeVar("Sample")
 
-__all__ = ["Batch", "Batches", "Deferral", "RoundKind", "RoundShape", "Tally"]
+__all__ = ["Batch", "Batches", "Deferral", "Late", "RoundKind", "RoundShape", "Tally"]
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ class Batches(Generic[Prompt, Sample]):
         prompts: drawn from as rounds need them, each once.
         rollout: samples one trajectory: ``await rollout(prompt, member)``. What it raises drops the
             prompt, counted in ``tally`` and kept in ``failures``; it is not asked again.
-        shape: sizes; as long as ``late`` is None, none is late without ``reward``, and with it
-            as few as hide it.
+        shape: sizes.
         put_off: what ``Batches.carried`` and ``put_off`` were when the trainer saved the checkpoint
             that it resumes from; all of it is sampled anew.
         stream: give groups as they become ready; the last part may be empty.
@@ -100,7 +99,6 @@ class Batches(Generic[Prompt, Sample]):
             )
             raise InvalidRound(message)
         self._prompts, self._rollout, self._reward = iter(prompts), rollout, reward
-        shape = replace(shape, late=0) if reward is None else shape
         self._told_s = 0.0  # when what the rounds are told of has happened
         self._rounds = Rounds(shape, lambda: self._told_s)
         self._groups: dict[str, _Group[Prompt, Sample]] = {}

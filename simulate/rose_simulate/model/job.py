@@ -16,7 +16,7 @@ surplus members have written when their group is ready.
 A trainer that *streams* adds the gradients of a round's groups one after the other, each as soon as
 it is ready; its step ends when the last one's are added. A trajectory has ended when it has its
 reward, ``reward_s`` after its last token. A round waits for that, but for the rewards of ``late``
-groups, or of as many as it learns (None): these are carried into the next round's batch, and
+groups, or of as many as it learns: these are carried into the next round's batch, and
 trained on one version late.
 
 A trainer that *awaits* its weights starts groups only when its dedicated engines have what it
@@ -32,7 +32,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 from rose_core.rollouts.consumption import ConsumptionBound, next_batch
-from rose_core.rollouts.rounds import Closing, RoundKind, Rounds, RoundShape
+from rose_core.rollouts.rounds import Closing, Late, RoundKind, Rounds, RoundShape
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.router import Router
 from rose_simulate.model.turns import Turn
@@ -55,7 +55,7 @@ class JobFacts:
     member_surplus: float = 0.0
     streams: bool = False
     reward_s: float = 0.0
-    late: int | None = 0
+    late: Late = 0
 
     @property
     def part_s(self) -> float:

@@ -147,8 +147,8 @@ class RolloutJob(Strict):
         reward_s: from a trajectory's last token to its reward; it ends with that. As many rewards
             as there are run at a time.
         late: with ``surplus``: groups whose rewards a round need not wait for; they are in the next
-            round's batch, one version later than ``staleness`` says. ``null`` = as many as the
-            trainer's rounds learn (``rose_core.rollouts.lateness``).
+            round's batch, one version later than ``staleness`` says. ``learned`` = as many as
+            the trainer's rounds learn (``rose_core.rollouts.lateness``).
         oldest_first: the trainer takes the oldest groups and waits for those whose last chance it
             is (``rollouts.consumption``); otherwise those that finished first.
         awaits_weights: new groups begin when the dedicated engines have what was published
@@ -182,7 +182,7 @@ class RolloutJob(Strict):
     member_surplus: Annotated[float, Field(ge=0, le=4)] = 0.0
     streams: bool = False
     reward_s: Annotated[float, Field(ge=0)] = 0.0
-    late: Annotated[int, Field(ge=0)] | None = 0
+    late: Annotated[int, Field(ge=0)] | Literal["learned"] = 0
     oldest_first: bool = False
     awaits_weights: bool = False
     idle_seconds: Annotated[float, Field(ge=10, le=604_800)] = 90.0
@@ -193,7 +193,7 @@ class RolloutJob(Strict):
     @model_validator(mode="after")
     def _late_ones_are_part_of_a_batch(self) -> Self:
         most = 0 if self.surplus is None else self.batch_groups
-        if self.late is not None and self.late > most:
+        if (self.late == "learned" and not most) or (self.late != "learned" and self.late > most):
             why = (
                 "without surplus there are no rounds" if not most else f"a batch has {most} groups"
             )
