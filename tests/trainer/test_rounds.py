@@ -358,3 +358,14 @@ async def test_as_few_groups_are_late_as_hide_the_rewards_and_none_unless_the_tr
     assert learned_s < 103.0
     _, quick = await played(0.5, learns)
     assert set(quick) == {0}, "a reward of half a hundredth of a step makes no group older"
+
+
+async def test_groups_are_late_no_more_when_rewards_get_quick_however_long_a_step_takes() -> None:
+    rollout = _rollout(lambda n: 100.0 if n % 4 == 3 else 20.0, [])
+    score = _rewarded(lambda n: 10.0 if n < 12 else 0.5)
+    shape, late = RoundShape(4, 1, surplus=0.0, late="learned"), []
+    async for batch in Batches(range(120), rollout, shape, reward=score):
+        late.append(batch.late)
+        await asyncio.sleep(60.0)  # what is late has its reward long before the trainer looks
+    assert 1 in late[2:6]
+    assert set(late[-5:]) == {0}
