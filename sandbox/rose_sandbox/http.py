@@ -35,7 +35,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
 from rose_core.sandboxes.outside import EffectsCrossed
@@ -81,8 +81,7 @@ STATUS_CODE = re.compile("[2-5][0-9]{2}")
 """Of an answer; those below 200 promise another one, which no server in a sandbox may give."""
 BODILESS = {HTTPStatus.NO_CONTENT, HTTPStatus.RESET_CONTENT, HTTPStatus.NOT_MODIFIED}
 UNNAMED_BYTES = 1 << 20
-"""Of a body to a port whose length its caller does not say: it is held, for who listens there is
-told a length."""
+"""Of a file, or a body to a port, whose length its caller does not say: it is held to know it."""
 GONE_SECONDS = 1.0
 """Between looks whether the caller of a port is there: with its place among the tunnels it goes."""
 MOST_BURN_SECONDS = 60.0
@@ -291,7 +290,8 @@ class _Api:
     async def write(self, request: web.Request) -> web.Response:
         mode = int(request.query.get("mode", "644"), 8)
         path = request.query.get("path", "")
-        await self._host.write_file(_key(request), path, await request.read(), mode)
+        _, held = await _body(request)
+        await self._host.write_file(_key(request), path, held or await request.read(), mode)
         return web.Response(status=204)
 
     async def port(self, request: web.Request) -> web.StreamResponse:
@@ -407,16 +407,18 @@ async def _body(request: web.Request) -> tuple[int, bytes]:
     if not request.body_exists:
         return 0, b""
     length = request.content_length
-    if length is not None:
+    # One that is packed is unpacked on its way here: its length is of something else.
+    if length is not None and hdrs.CONTENT_ENCODING not in request.headers:
         if length > FILE_BYTES:
-            raise errors.TooLarge(f"{length} bytes; {FILE_BYTES} at most go to a port at once")
+            raise errors.TooLarge(f"{length} bytes; {FILE_BYTES} at most are taken at once")
         return length, b""
     held = bytearray()
     async for piece in request.content.iter_any():
         held += piece
         if len(held) > UNNAMED_BYTES:
             raise errors.TooLarge(
-                f"a body of more than {UNNAMED_BYTES} bytes has to say its length (Content-Length)"
+                f"a body of more than {UNNAMED_BYTES} bytes has to say its length, and not be "
+                "packed (Content-Length, no Content-Encoding)"
             )
     return len(held), bytes(held)
 
@@ -426,9 +428,17 @@ async def _sent(request: web.Request, writer: asyncio.StreamWriter, within: floa
 
     Raises:
         NotListening: it does not read.
+        ValueError: its caller does not send.
     """
     with suppress(ConnectionError):  # it may have answered without reading it all
-        async for piece in request.content.iter_any():
+        while True:
+            try:
+                async with asyncio.timeout(within):
+                    piece = await request.content.readany()
+            except TimeoutError as error:
+                raise ValueError(f"the rest of the body did not come for {within:g} s") from error
+            if not piece:
+                return
             writer.write(piece)
             try:
                 async with asyncio.timeout(within):
@@ -463,6 +473,7 @@ async def _relayed(
 
     Raises:
         NotListening: it is none, or the server does not read.
+        ValueError: the caller does not send.
     """
     answered = asyncio.create_task(_head(reader))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -12,7 +13,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from rose_core.sandboxes.tunnels import TunnelLimits
 from rose_sandbox.client import Sandbox
+from rose_sandbox.host import Host
 from rose_sandbox.http import UNNAMED_BYTES, ServingTraffic, application
 from rose_sandbox.runtimes.runtime import FILE_BYTES
 from tests.sandbox.test_host import World
@@ -42,6 +45,7 @@ class Inside:
 
 @dataclass
 class Port:
+    host: Host
     url: str
     inside: Inside
     http: aiohttp.ClientSession
@@ -65,9 +69,22 @@ async def port(tmp_path: Path) -> AsyncIterator[Port]:
         Sandbox(session="s", url=url, token="word"),
         aiohttp.ClientSession(headers={"Authorization": "Bearer word"}) as http,
     ):
-        yield Port(f"{url}/sessions/s/port/80", inside, http)
+        yield Port(world.host, f"{url}/sessions/s/port/80", inside, http)
     for runner in reversed(runners):
         await runner.cleanup()
+
+
+async def begun() -> AsyncIterator[bytes]:
+    """A body whose rest never comes."""
+    yield b"x" * 1024
+    await asyncio.Event().wait()
+
+
+async def quarters(count: int) -> AsyncIterator[bytes]:
+    """So many of what a body without a length may have."""
+    for _ in range(count):
+        yield b"x" * (UNNAMED_BYTES // 4)
+        await asyncio.sleep(0)
 
 
 async def test_a_large_body_is_sent_on_no_faster_than_it_is_read(port: Port) -> None:
@@ -98,36 +115,62 @@ async def test_a_large_body_is_sent_on_no_faster_than_it_is_read(port: Port) -> 
 async def test_one_that_is_too_large_by_its_own_word_is_refused_before_it_is_sent(
     port: Port,
 ) -> None:
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b"x"
-        await asyncio.Event().wait()
-
     headers = {"Content-Length": str(FILE_BYTES + 1)}
-    async with port.http.post(f"{port.url}/upload", data=pieces(), headers=headers) as answer:
+    async with port.http.post(f"{port.url}/upload", data=begun(), headers=headers) as answer:
         assert (answer.status, (await answer.json())["error"]) == (413, "TooLarge")
     assert not port.inside.lengths
 
 
 async def test_one_without_a_length_is_held_up_to_a_bound(port: Port) -> None:
-    async def pieces(count: int) -> AsyncIterator[bytes]:
-        for _ in range(count):
-            yield b"x" * (UNNAMED_BYTES // 4)
-            await asyncio.sleep(0)
-
-    async with port.http.post(f"{port.url}/upload", data=pieces(64)) as answer:
+    async with port.http.post(f"{port.url}/upload", data=quarters(64)) as answer:
         assert (answer.status, (await answer.json())["error"]) == (413, "TooLarge")
     assert not port.inside.lengths
     port.inside.reads.set()
-    async with port.http.post(f"{port.url}/upload", data=pieces(4)) as answer:
+    async with port.http.post(f"{port.url}/upload", data=quarters(4)) as answer:
         assert await answer.text() == hashlib.sha256(b"x" * UNNAMED_BYTES).hexdigest()
     assert port.inside.lengths == [str(UNNAMED_BYTES)]
 
 
 async def test_an_answer_may_come_before_all_is_sent(port: Port) -> None:
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b"x" * 1024
-        await asyncio.Event().wait()
-
     headers = {"Content-Length": str(LARGE)}
-    async with port.http.post(f"{port.url}/refuse", data=pieces(), headers=headers) as answer:
+    async with port.http.post(f"{port.url}/refuse", data=begun(), headers=headers) as answer:
         assert (answer.status, await answer.text()) == (403, "not here")
+
+
+async def test_one_that_is_packed_is_told_its_length_as_it_is_passed_on(port: Port) -> None:
+    """The host unpacks what its caller packed, so the caller's length is of something else."""
+    port.inside.reads.set()
+    plain = b"rose " * 1000
+    headers = {"Content-Encoding": "gzip"}
+    packed = gzip.compress(plain)
+    async with port.http.post(f"{port.url}/upload", data=packed, headers=headers) as answer:
+        assert await answer.text() == hashlib.sha256(plain).hexdigest()
+    assert port.inside.lengths == [str(len(plain))]
+    bomb = gzip.compress(bytes(2 * UNNAMED_BYTES))
+    async with port.http.post(f"{port.url}/upload", data=bomb, headers=headers) as answer:
+        assert (answer.status, (await answer.json())["error"]) == (413, "TooLarge")
+
+
+async def test_whoever_sends_no_more_of_a_body_gives_the_place_back(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port.host, "tunnel_limits", TunnelLimits(idle_seconds=0.3))
+    port.inside.reads.set()
+    headers = {"Content-Length": str(LARGE)}
+    async with port.http.post(f"{port.url}/upload", data=begun(), headers=headers) as answer:
+        assert (answer.status, (await answer.json())["error"]) == (400, "ValueError")
+
+
+async def test_a_file_is_bounded_before_it_is_read_too(port: Port) -> None:
+    url, path = port.url.replace("/port/80", "/files"), {"path": "/a"}
+    headers = {"Content-Length": str(FILE_BYTES + 1)}
+    async with port.http.put(url, params=path, data=begun(), headers=headers) as answer:
+        assert (answer.status, (await answer.json())["error"]) == (413, "TooLarge")
+    async with port.http.put(url, params=path, data=quarters(64)) as answer:
+        assert (answer.status, (await answer.json())["error"]) == (413, "TooLarge")
+    async with port.http.put(url, params=path, data=quarters(4)) as answer:
+        assert answer.status == 204
+    assert await port.host.read_file("s", "/a") == b"x" * UNNAMED_BYTES
+    async with port.http.put(url, params=path, data=b"") as answer:
+        assert answer.status == 204
+    assert await port.host.read_file("s", "/a") == b""
