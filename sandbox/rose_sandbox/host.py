@@ -28,6 +28,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from rose_core.sandboxes import outside, policy
 from rose_core.sandboxes.outside import Effect
@@ -145,6 +146,7 @@ class Host:
         self.tunnel_limits = tunnels
         self._renewing: asyncio.Task[None] | None = None
         self._fenced: dict[str, str] = {}
+        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         scratch.mkdir(parents=True, exist_ok=True)
 
     # -- sandboxes ---------------------------------------------------------------------------
@@ -164,23 +166,28 @@ class Host:
             AlreadyThere: the session has one here, or has records: restore it, or end it.
             UnknownImage, BadPath: as ``Runtime.create``.
         """
-        if session in self._boxes:
-            raise AlreadyThere(f"session {session} has a sandbox here; end it or restore it")
-        seen = await self.fence(session)
-        if await asyncio.to_thread(self._records.turns, session):
-            raise AlreadyThere(f"session {session} has records; restore it or end it with forget")
-        spec = SandboxSpec(key_of(session), image, limits, dict(environment or {}), folder)
-        handle = await self._runtime.create(spec)
-        try:
-            owned = await asyncio.to_thread(self._records.own, session, self._owner, seen)
-            # Turn 0, the bare image: what leaves the sandbox before turn 1 has a record too.
-            await asyncio.to_thread(self._records.publish, owned, Turn(0, (), written_spec(spec)))
-        except WeightsError:
-            await self._runtime.end(handle)
-            raise
-        box = Box(spec, handle, owned)
-        await self._begin(session, box)
-        return self._tell(session, box)
+        async with self._alone(session):
+            if session in self._boxes:
+                raise AlreadyThere(f"session {session} has a sandbox here; end it or restore it")
+            seen = await self.fence(session)
+            if await asyncio.to_thread(self._records.turns, session):
+                raise AlreadyThere(
+                    f"session {session} has records; restore it or end it with forget"
+                )
+            spec = SandboxSpec(key_of(session), image, limits, dict(environment or {}), folder)
+            handle = await self._runtime.create(spec)
+            try:
+                owned = await asyncio.to_thread(self._records.own, session, self._owner, seen)
+                # Turn 0, the bare image: what leaves the sandbox before turn 1 has a record too.
+                await asyncio.to_thread(
+                    self._records.publish, owned, Turn(0, (), written_spec(spec))
+                )
+            except WeightsError:
+                await self._runtime.end(handle)
+                raise
+            box = Box(spec, handle, owned)
+            await self._begin(session, box)
+            return self._tell(session, box)
 
     async def exec(
         self,
@@ -267,19 +274,24 @@ class Host:
         Raises:
             Fenced: it lives at another host by now, which ``forget`` does not take it from.
         """
-        box = self._boxes.get(session)
-        seen = await self.fence(session) if forget and box is None else None
-        if box is not None:
-            await self._drop(session, box)
-        elif forget and session in self._fenced:
-            raise Fenced(self._fenced[session])
-        if forget:
-            owned = (
-                box.owned
-                if box is not None
-                else await asyncio.to_thread(self._records.own, session, self._owner, seen)
-            )
-            await asyncio.to_thread(self._records.forget, owned)
+        async with self._alone(session):
+            box = self._boxes.get(session)
+            if box is not None:
+                await self._drop(session, box)
+            if not forget:
+                return
+            if box is None and session in self._fenced:
+                raise Fenced(self._fenced[session])
+            if box is None:
+                seen = await self.fence(session)
+                owned = await asyncio.to_thread(self._records.own, session, self._owner, seen)
+            else:
+                owned = box.owned
+            try:
+                await asyncio.to_thread(self._records.forget, owned)
+            except Fenced as error:
+                self._remember(session, error)
+                raise
 
     async def fence(self, session: str) -> int:
         """Under which a session's records are held, here or elsewhere; 0: it has none."""
@@ -414,41 +426,43 @@ class Host:
             TokensDiffer: the record is bound to other tokens.
             CannotRestore: the parts do not give a sandbox back; the records are as they were.
         """
-        now = await self.fence(session)
-        seen = now if over is None else over
-        if now != seen:
-            raise Fenced(f"session {session} was seen under fence {seen} and is under {now}")
-        record = await self._record(session, turn)
-        if tokens and tokens != record.tokens:
-            raise TokensDiffer(
-                f"turn {record.turn} of session {session} goes with tokens {record.tokens[:16]}, "
-                f"not {tokens[:16]}: restore the turn whose tokens you have"
-            )
-        ids = await asyncio.to_thread(self._records.ids, record)
-        history = await asyncio.to_thread(self._records.history, record)
-        happened = await self._happened(session)
-        crossing = outside.cross(happened, record.turn, flag=flag)
-        box = self._boxes.get(session)
-        if box is not None:
-            await self._drop(session, box)
-        else:  # what an earlier process of this host left behind
-            await self._runtime.end(Handle(key_of(session)))
-        ((handle, spec),) = await self._saver.bring(record, [key_of(session)])
-        try:
-            owned = await asyncio.to_thread(self._records.own, session, self._owner, seen)
-            noted = tuple(written_effect(one) for one in happened)
-            await asyncio.to_thread(self._records.back, owned, record.turn, noted)
-        except WeightsError:
-            await self._runtime.end(handle)
-            raise
-        box = Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
-        box.ids, box.versions, box.effects = ids, record.weight_versions, happened
-        box.history = history
-        box.commands = {one.name: one for one in record.commands}
-        await self._begin(session, box)
-        metrics.RESTORES.labels("restore").inc()
-        told = self._tell(session, box)
-        return Restored(told, ids, record.weight_versions, crossing, history)
+        async with self._alone(session):
+            now = await self.fence(session)
+            seen = now if over is None else over
+            if now != seen:
+                raise Fenced(f"session {session} was seen under fence {seen} and is under {now}")
+            record = await self._record(session, turn)
+            if tokens and tokens != record.tokens:
+                raise TokensDiffer(
+                    f"turn {record.turn} of session {session} goes with tokens "
+                    f"{record.tokens[:16]}, not {tokens[:16]}: restore the turn whose tokens you "
+                    "have"
+                )
+            ids = await asyncio.to_thread(self._records.ids, record)
+            history = await asyncio.to_thread(self._records.history, record)
+            happened = await self._happened(session)
+            crossing = outside.cross(happened, record.turn, flag=flag)
+            box = self._boxes.get(session)
+            if box is not None:
+                await self._drop(session, box)
+            else:  # what an earlier process of this host left behind
+                await self._runtime.end(Handle(key_of(session)))
+            ((handle, spec),) = await self._saver.bring(record, [key_of(session)])
+            try:
+                owned = await asyncio.to_thread(self._records.own, session, self._owner, seen)
+                noted = tuple(written_effect(one) for one in happened)
+                await asyncio.to_thread(self._records.back, owned, record.turn, noted)
+            except WeightsError:
+                await self._runtime.end(handle)
+                raise
+            box = Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
+            box.ids, box.versions, box.effects = ids, record.weight_versions, happened
+            box.history = history
+            box.commands = {one.name: one for one in record.commands}
+            await self._begin(session, box)
+            metrics.RESTORES.labels("restore").inc()
+            told = self._tell(session, box)
+            return Restored(told, ids, record.weight_versions, crossing, history)
 
     async def fork(self, session: str, n: int, turn: int | None = None) -> Forked:
         """Sessions and sandboxes that go on from a turn; the parent may run, be away or be gone.
@@ -555,13 +569,17 @@ class Host:
     async def _lose(self, session: str, box: Box, error: Fenced) -> None:
         """Another host has the session: what runs here belongs to nobody."""
         if self._boxes.get(session) is box:
-            self._fenced[session] = str(error)
-            if len(self._fenced) > _MOST_FENCED:
-                del self._fenced[next(iter(self._fenced))]
+            self._remember(session, error)
             try:
                 await self._drop(session, box)
             except (SandboxError, WeightsError, OSError) as failed:
                 LOG.warning("session %s: not ended yet, tried again: %s", session, failed)
+
+    def _remember(self, session: str, error: Fenced) -> None:
+        """For those who ask for it here still."""
+        self._fenced[session] = str(error)
+        if len(self._fenced) > _MOST_FENCED:
+            del self._fenced[next(iter(self._fenced))]
 
     async def renew(self) -> None:
         """End the sandboxes whose sessions another host has taken over.
@@ -604,6 +622,13 @@ class Host:
         return tuple(dict.fromkeys((*noted, *(box.effects if box is not None else ()))))
 
     # -- sandboxes of this host -------------------------------------------------------------------
+
+    def _alone(self, session: str) -> asyncio.Lock:
+        """For one that begins, gives back or ends a session's sandbox: its key is always the same.
+
+        The host does not hear that a caller has given it up, who may ask again meanwhile.
+        """
+        return self._changing.setdefault(session, asyncio.Lock())
 
     async def _begin(self, session: str, box: Box) -> None:
         self._boxes[session] = box

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from rose_core.sandboxes.outside import Effect, EffectsCrossed
 from rose_core.sandboxes.policy import Traffic, Wait
 from rose_dev.waiting import until
 from rose_sandbox import host as host_module
+from rose_sandbox.answers import Restored
 from rose_sandbox.box import key_of
 from rose_sandbox.errors import (
     AlreadyThere,
@@ -32,7 +34,7 @@ from rose_sandbox.runtimes.fake import FakeRuntime
 from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind, SandboxSpec
 from rose_weights.errors import Fenced, StoreFailed
 from rose_weights.store.record_store import StoredRecords
-from rose_weights.store.records import Records
+from rose_weights.store.records import Record, Records
 from rose_weights.store.store import Store
 from tests.weights.faulty import FaultyDisk
 
@@ -190,6 +192,42 @@ async def test_a_host_that_slept_over_a_restore_takes_the_session_from_nobody(
     assert (await world.host.restore("s", over=await world.host.fence("s"))).ids == (1, 2, 3)
 
 
+async def test_of_two_that_restore_a_session_at_one_host_the_late_one_ends_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gives a slow host up, and is not heard, asks it again."""
+    await world.host.create("s")
+    await world.said("s", "export STEP=1")
+    await world.host.checkpoint("s", [1, 2])
+    seen = await world.host.fence("s")
+    real, first, done = world.records.history, threading.Lock(), threading.Event()
+
+    def slow(record: Record) -> bytes:
+        if not first.acquire(blocking=False):
+            done.wait()
+        return real(record)
+
+    monkeypatch.setattr(world.records, "history", slow)
+    both = [asyncio.create_task(world.host.restore("s", over=seen)) for _ in range(2)]
+    ended, late = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    done.set()
+    said = await asyncio.gather(*ended, *late, return_exceptions=True)
+    assert [type(one) for one in said] == [Restored, Fenced]
+    assert await world.said("s", "echo $STEP") == "1"
+    assert (await world.host.checkpoint("s", [1, 2, 3])).recoverable_to == 2
+
+
+async def test_an_end_waits_for_what_gives_the_session_back(world: World) -> None:
+    await world.host.create("s")
+    await world.host.checkpoint("s", [1, 2])
+    back = asyncio.create_task(world.host.restore("s"))
+    await asyncio.sleep(0)
+    await world.host.end("s")
+    await back
+    assert world.host.sessions() == ()
+    assert await world.runtime.sandboxes() == ()
+
+
 async def test_an_end_that_comes_late_is_of_that_hosts_sandbox_alone(
     world: World, tmp_path: Path
 ) -> None:
@@ -197,8 +235,9 @@ async def test_an_end_that_comes_late_is_of_that_hosts_sandbox_alone(
     await world.host.create("s")
     await world.host.checkpoint("s", [1, 2])
     await two.host.restore("s")
-    with pytest.raises(Fenced, match="two's under fence"):
-        await world.host.end("s", forget=True)
+    for _ in range(2):  # its caller may send it again
+        with pytest.raises(Fenced, match="two's under fence"):
+            await world.host.end("s", forget=True)
     assert await world.runtime.sandboxes() == ()
     assert (await two.host.checkpoint("s", [1, 2, 3])).recoverable_to == 2
     await two.host.end("s", forget=True)
