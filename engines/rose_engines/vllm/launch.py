@@ -2,8 +2,8 @@
 
 The arguments are vLLM's own (``arguments.command`` makes them). When the environment names a permit
 or a control socket, an engine in which ROSE's plugin did not load is not started: it could not be
-stopped. When it names a key, only the routes of ``rose_engines.exposed_routes`` are there. On CPU
-the engine core is forked. Next step: ``plugin``, ``turns``.
+stopped. When it names a key, only the routes of ``rose_engines.exposed_routes`` are there. With one
+thread an operation the engine core is forked. Next step: ``plugin``, ``turns``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rose_engines.hooks import check_loaded
 def fork_core() -> None:
     """Let vLLM's engine core be forked where it asks for a new process.
 
-    A new one imports PyTorch and vLLM again, half of an engine's start. vLLM forks on GPUs by
+    A new one imports PyTorch and vLLM again, a third of an engine's start. vLLM forks on GPUs by
     default and insists on a new process on CPU, for its pools of threads; with one thread an
     operation there is none.
     """
