@@ -117,6 +117,7 @@ def start_engine(
     more: Sequence[str] = (),
     apart: bool = False,
     program: Path | None = None,
+    kv_store: Path | None = None,
 ) -> Iterator[RealEngine]:
     """Start SGLang under a permit that is held open; end its whole process group afterwards.
 
@@ -132,9 +133,12 @@ def start_engine(
         more: further arguments of SGLang.
         apart: import SGLang anew, as in production: in this network namespace and its own memory.
         program: a test's own, in the place of ROSE's launcher, which it has to run.
+        kv_store: folder of keys that it shares with others; None = none.
     """
     spec, launch, holder = prepare(
-        folder, model, spec, version, python or engine_python(), opened=opened
+        *(folder, model, spec, version, python or engine_python()),
+        opened=opened,
+        kv_store=kv_store,
     )
     launch = replace(launch, device=device, ranks=ranks)
     line, variables = [*command(spec, launch), *more], environment(launch, os.environ)
@@ -194,6 +198,7 @@ def prepare(
     python: Path,
     *,
     opened: bool,
+    kv_store: Path | None = None,
 ) -> tuple[EngineSpec, Launch, PermitHolder]:
     """What an engine of either kind is started with; ``start_engine`` says what the words mean."""
     if isinstance(model, Path):
@@ -215,6 +220,8 @@ def prepare(
         kv_policy=spec.kv_policy,
         adapter=spec.adapter,
         drafts=spec.drafts,
+        kv_store=kv_store,
+        kv_store_bytes=spec.kv_store_bytes,
     )
     return spec, launch, holder
 

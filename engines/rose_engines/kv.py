@@ -6,6 +6,11 @@
 | ``Recompute`` | lose it and prefill again, tokens sampled so far included | the same |
 | ``Reuse`` | keep their KV | later turns of a trajectory keep its first key, for some commits |
 
+Keys name the weights by their label and by how often this engine has committed, which no other
+engine shares. With a store of keys (``rose_core.rollouts.kv_store``) they name them by label and
+digest instead, which every engine shares that attests them; the count is added again where the same
+weights are live a second time, since turns that ran over a commit have left KV under their key.
+
 Next step: ``sglang.retraction`` and ``vllm.plugin`` take KV away from requests that run.
 """
 
@@ -40,17 +45,19 @@ class CachePolicy:
         self.policy = policy
         self.retracted_requests = self.recomputed_tokens = 0
         self._first: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._lived: dict[str, int] = {}  # commits at which weights were live first, by digest
 
-    def key(self, own: str | None, version: str, commits: int) -> str:
+    def key(self, own: str | None, version: str, commits: int, digest: str = "") -> str:
         """The key of a request that prefills now.
 
         Args:
             own: what the caller asked for, or a key that this made before.
             version: label of the live weights.
             commits: how often they have changed, also to the same label.
+            digest: of the live weights, where keys are shared; empty = they are this engine's own.
         """
         base = (own or "").partition("\n")[0]
-        fresh = f"{base}\n{version}#{commits}"
+        fresh = f"{base}\n{self._weights(version, commits, digest)}"
         if self.policy != REUSE or not base:
             return fresh
         first, since = self._first.get(base, (fresh, commits))
@@ -61,3 +68,31 @@ class CachePolicy:
         while len(self._first) > REMEMBERED:
             self._first.popitem(last=False)
         return first
+
+    def shares(self, key: str, version: str, commits: int, digest: str) -> bool:
+        """Whether KV under a key is of the live weights alone, whoever computed it.
+
+        What runs over a commit keeps its key, and from then on that key is not the live weights'.
+
+        Args:
+            key: of a request or of cached KV.
+            version: label of the live weights.
+            commits: as ``key``'s.
+            digest: as ``key``'s.
+        """
+        name = f"{version}@{digest}"
+        return (
+            bool(digest)
+            and key.partition("\n")[2] == name
+            and self._weights(version, commits, digest) == name
+        )
+
+    def forget(self) -> None:
+        """The cache is empty: nothing of a turn that ran over a commit is left."""
+        self._lived.clear()
+
+    def _weights(self, version: str, commits: int, digest: str) -> str:
+        if not digest:
+            return f"{version}#{commits}"
+        again = self._lived.setdefault(digest, commits) != commits
+        return f"{version}@{digest}" + (f"#{commits}" if again else "")

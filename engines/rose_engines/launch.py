@@ -54,6 +54,8 @@ class Launch:
         adapter: the LoRA adapters whose versions it follows, None = those of whole models.
         activity: where it says what it does, before anybody freezes it; None = it does not.
         drafts: it drafts tokens and verifies them.
+        kv_store: folder of the keys that the lease's engines share; None = they share none.
+        kv_store_bytes: what all of them may keep there together.
     """
 
     python: Path
@@ -74,6 +76,8 @@ class Launch:
     adapter: AdapterSpec | None = None
     activity: Path | None = None
     drafts: bool = False
+    kv_store: Path | None = None
+    kv_store_bytes: int = 0
 
     @property
     def plugged(self) -> bool:

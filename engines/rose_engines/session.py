@@ -109,6 +109,7 @@ class WeightSession:
         self.recomputed: Callable[[], tuple[int, int]] = lambda: (0, 0)  # requests, tokens
         self.draft: Callable[[list[list[int]]], int] | None = None
         self._resting = False
+        self._confirmed = True
 
     @property
     def version(self) -> str:
@@ -124,6 +125,11 @@ class WeightSession:
     def commits(self) -> int:
         """Commits since the engine started."""
         return self._commits
+
+    @property
+    def confirmed(self) -> bool:
+        """The live weights are what ``digest`` says: no commit waits to be confirmed."""
+        return self._confirmed
 
     @property
     def broken(self) -> bool:
@@ -261,7 +267,9 @@ class WeightSession:
             reason = f"no iteration boundary under an open permit in {timeout_seconds} s"
             raise CommitRefused("Busy", f"{version}: {reason}; it stays staged")
         if isinstance(answer, Committed):
-            return self._confirm(update, before) or answer
+            undone = self._confirm(update, before)
+            self._confirmed = not self.broken
+            return undone or answer
         return answer
 
     def _confirm(self, update: StagedUpdate, before: str) -> Answer | None:
@@ -355,7 +363,7 @@ class WeightSession:
             return Refused(refused.reason, refused.message)
         except BrokenWeights as broken:
             return self._broken(str(broken))
-        self._version = update.version
+        self._version, self._confirmed = update.version, False
         self._commits += 1
         requests, tokens = self.recomputed()
         fenced = self._set_label(update.version)

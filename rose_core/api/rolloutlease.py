@@ -311,6 +311,13 @@ class LeaseSpec(ApiModel):
             ".drafts",
         ),
         Rule(
+            "self.kvStoreGiB == 0 || (self.gpusPerSlot == 1 && self.weights.adapterRank == 0 && "
+            "self.weights.kvPolicy == 'Keep' && self.drafts == 'Off')",
+            "kvStoreGiB needs engines of one GPU, versions that are whole models, kvPolicy Keep "
+            "and drafts Off: it has not been tried with anything else",
+            ".kvStoreGiB",
+        ),
+        Rule(
             "self.preemptionPolicy != 'Never' || self.slots.min > 0",
             "preemptionPolicy Never says nothing while slots.min is 0: only a minimum preempts",
             ".preemptionPolicy",
@@ -386,6 +393,14 @@ class LeaseSpec(ApiModel):
         default=Drafts.OFF,
         description="Router: engines verify guesses made of the lease's own answers. Sampling "
         "stays exact; min_p, penalties, seeds and top_k with top_p are refused. Experimental.",
+    )
+    kv_store_gib: int = Field(
+        default=0,
+        alias="kvStoreGiB",
+        ge=0,
+        le=4096,
+        description="Memory of a node, GiB, in which the lease's engines there keep keys and "
+        "values for each other, so that a cut turn is not prefilled anew; 0 = none. Experimental.",
     )
     dedicated_engines: tuple[LabelName, ...] = Field(
         default=(),

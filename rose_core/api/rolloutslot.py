@@ -94,6 +94,13 @@ class SlotEngine(ApiModel):
     max_running: int = Field(ge=1, le=1024, description="Turns in flight.")
     ranks: int = Field(default=1, ge=1, le=8, description="GPUs that the engine is spread over.")
     drafts: bool = Field(default=False, description="It verifies drafts that the router makes.")
+    kv_store_gib: int = Field(
+        default=0,
+        alias="kvStoreGiB",
+        ge=0,
+        le=4096,
+        description="Memory of the node for keys that the lease's engines share, GiB.",
+    )
 
 
 class SlotWeights(ApiModel):

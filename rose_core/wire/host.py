@@ -49,6 +49,7 @@ class EnsureEngine(msgspec.Struct, frozen=True):
         pod_uid: the serving pod that it runs beside.
         lendable_bytes: device memory that may be lent there; None = unknown.
         lendable_text: that sum in figures, for people; empty = nobody has worked it out.
+        lease: whose engine it is, ``namespace/name``.
     """
 
     slot: SlotKey
@@ -60,6 +61,7 @@ class EnsureEngine(msgspec.Struct, frozen=True):
     pod_uid: PodUid = PodUid("")
     lendable_bytes: int | None = None
     lendable_text: str = ""
+    lease: str = ""
 
 
 class StopEngine(msgspec.Struct, frozen=True):

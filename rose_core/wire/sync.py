@@ -293,6 +293,7 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         ranks: GPUs of the grant that it is spread over (tensor parallelism).
         adapter: None = the run's versions are whole models.
         drafts: it drafts tokens from what the router sends, and verifies them.
+        kv_store_bytes: what the lease's engines of a node may keep of each other's keys; 0 = none.
     """
 
     engine_class: str
@@ -306,6 +307,7 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: int = 1
     adapter: AdapterSpec | None = None
     drafts: bool = False
+    kv_store_bytes: int = 0
 
     @property
     def shares_adapters(self) -> bool:

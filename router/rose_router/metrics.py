@@ -117,7 +117,8 @@ REPREFILLED = Counter(
 )
 PROMPT_TOKENS = Counter(
     "rose_router_prompt_tokens",
-    "Tokens that engines had before them when they began a leg: computed, or cached by themselves.",
+    "Tokens that engines had before them when they began a leg: computed, cached (in their own "
+    "cache), or fetched (another engine has kept them, kvStoreGiB).",
     ["source"],
     registry=REGISTRY,
 )

@@ -409,6 +409,19 @@ def test_limits_of_memory_follow_from_what_is_held() -> None:
     assert "--engine-memory-mib=1000" in arguments
 
 
+def test_keys_of_leases_lie_in_memory_that_counts_to_the_hosts() -> None:
+    keys: Object = {**LENDING, "engineHost": {"kvStoreGibibytes": 32}}
+    assert limit_of(keys, "engine-host") == f"{8 * 65536 + 8 * 1024 + 32 * 1024 + 1024}Mi"
+    container = render(keys).container("DaemonSet", "rose-engine-host", "engine-host")
+    assert {"--kv-store=/run/rose-keys", "--kv-store-mib=32768"} <= set(container["args"])
+    assert {"name": "keys", "mountPath": "/run/rose-keys"} in container["volumeMounts"]
+    plain = render(LENDING).container("DaemonSet", "rose-engine-host", "engine-host")["args"]
+    assert not [word for word in plain if word.startswith("--kv-store")]
+    own: Object = {"kvStoreGibibytes": 32, "engines": {"firstUser": 0}}
+    with pytest.raises(CommandFailed, match="could read other leases' keys"):
+        render({**LENDING, "engineHost": own})
+
+
 def test_limits_that_are_written_count_and_engines_without_one_leave_their_host_none() -> None:
     own = {"limits": {"memory": "9Gi", "cpu": "2"}}
     written = {**LENDING, "engineHost": {"resources": own, "weightSync": {"resources": own}}}

@@ -153,3 +153,45 @@ def test_an_adapter_bounds_sglangs_lora_and_is_told_to_the_plugin() -> None:
     assert "--lora-backend" not in on_gpu
     assert "--enable-lora" not in command(spec(), LAUNCH)
     assert "ROSE_ADAPTER" not in environment(LAUNCH, {"ROSE_ADAPTER": told})
+
+
+STORING = replace_launch(
+    LAUNCH, plugin_socket=Path("/r/plugin.sock"), kv_store=Path("/keys/a"), kv_store_bytes=1 << 30
+)
+
+
+def test_an_engine_with_a_store_of_keys_has_pages_that_its_chunks_are_whole_of() -> None:
+    asked = replace(spec(chunked_prefill_size="100"), context_tokens=512, kv_tokens=2048)
+    flags = pairs(command(asked, STORING))
+    assert (flags["--page-size"], flags["--chunked-prefill-size"]) == ("16", "96")
+    assert flags["--hicache-ratio"] == "0.5"
+    assert flags["--hicache-io-backend"] == "direct"
+    backend = msgspec.json.decode(flags["--hicache-storage-backend-extra-config"])
+    assert backend["module_path"] == "rose_engines.sglang.kv_backend"
+    given = environment(STORING, {})
+    assert given["ROSE_KV_STORE"] == "/keys/a"
+    assert given["ROSE_KV_STORE_BYTES"] == str(1 << 30)
+    assert "--enable-hierarchical-cache" not in pairs(command(asked, LAUNCH))
+    assert "ROSE_KV_STORE" not in environment(LAUNCH, {"ROSE_KV_STORE": "/of/the/host"})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace_launch(STORING, ranks=2),
+        replace_launch(STORING, adapter=AdapterSpec(8, ("q_proj",))),
+        replace_launch(STORING, kv_policy="Reuse"),
+        replace_launch(STORING, state_slots=4),
+        replace_launch(STORING, window_permille=100),
+    ],
+)
+def test_keys_of_engines_that_nobody_has_tried_are_refused(other: Launch) -> None:
+    with pytest.raises(ArgumentRefused, match="kvStoreGiB needs"):
+        command(spec(), other)
+    with pytest.raises(ArgumentRefused, match="kvStoreGiB needs drafts: Off"):
+        command(replace(spec(), drafts=True), STORING)
+
+
+def test_an_engine_of_vllm_with_a_store_of_keys_is_refused() -> None:
+    with pytest.raises(ArgumentRefused, match="kvStoreGiB"):
+        vllm.command(replace(spec(), kv_store_bytes=1), LAUNCH)

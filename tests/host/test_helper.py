@@ -19,8 +19,19 @@ from rose_agent.host import kernel_caches, privilege_split, process
 from rose_agent.host.accounts import COUNT, Account, Accounts
 from rose_agent.host.arguments import limiter_of, limits_of, parser
 from rose_agent.host.assembly import HostPrivileges, NodeFacts
-from rose_agent.host.helper.client import HelpedAccounts, Helper
-from rose_agent.host.helper.messages import Forget, Move, Quota, Reap, Release, Spawn, Steer, Take
+from rose_agent.host.helper.client import HelpedAccounts, HelpedKvFolders, Helper
+from rose_agent.host.helper.messages import (
+    CloseKeys,
+    Forget,
+    Move,
+    OpenKeys,
+    Quota,
+    Reap,
+    Release,
+    Spawn,
+    Steer,
+    Take,
+)
 from rose_agent.host.launchers import EngineProgram
 from rose_agent.host.repair import forget_slot
 from rose_agent.os import freezers, processes
@@ -337,3 +348,27 @@ async def test_a_hosts_engines_use_the_kernels_of_its_own_image_and_driver(
             kernel_caches.root_of(rundir / "slots", kernel_caches.UNKNOWN).parent,
             ignore_errors=True,
         )
+
+
+def test_folders_of_keys_are_made_and_removed_by_root_and_entered_by_engines_alone(
+    rundir: Path, python: Path
+) -> None:
+    place = Path("/dev/shm") / f"rose-test-helper-{os.getpid()}"
+    place.mkdir()
+    (place / "left").write_text("by an earlier host")
+    helper = begun(rundir, python, "--kv-store", str(place), "--kv-store-mib", "10")
+    try:
+        assert not list(place.iterdir())
+        folders = HelpedKvFolders(helper, place)
+        found = folders.open("slot-1", "ns/one", 5 << 20).path
+        assert found.parent == place
+        assert found.stat().st_mode & 0o7777 == 0o2770
+        assert (found.stat().st_uid, found.stat().st_gid) == (0, FIRST + COUNT)
+        assert "other leases have" in refused(helper, OpenKeys("slot-2", "ns/two", 6 << 20))
+        assert "is no name" in refused(helper, CloseKeys("../slot-1"))
+        folders.close("slot-1")
+        assert not list(place.iterdir())
+    finally:
+        helper.close()
+        sweep(rundir, "auto")
+        shutil.rmtree(place)

@@ -642,6 +642,8 @@ LEASES: list[tuple[str, Row | Refused]] = [
     ("drafts", Row({"drafts": "Router"}, grant("engine.drafts"), False, True)),
     ("drafts", Refused("drafts needs engines of one GPU")),
     ("drafts", Refused("drafts cannot be combined")),
+    ("kvStoreGiB", Row({"kvStoreGiB": 2}, grant("engine.kv_store_bytes"), 0, 2 << 30)),
+    ("kvStoreGiB", Refused("kvStoreGiB needs engines of one GPU")),
     (
         "maxTrajectoriesPerSlot",
         Row({"maxTrajectoriesPerSlot": 3}, grant("max_concurrent_turns"), 8, 3),

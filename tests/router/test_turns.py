@@ -81,11 +81,12 @@ async def test_the_second_leg_asks_for_what_is_missing_under_another_id() -> Non
 
 
 async def test_tokens_of_prompts_are_counted_by_where_an_engine_had_them_from() -> None:
-    before = {source: prompt_tokens(source) for source in ("computed", "cached")}
-    async with world(SimEngine("a", meta={"prompt_tokens": 100, "cached_tokens": 80})) as w:
+    found = {"cached_tokens": 80, "cached_tokens_details": {"device": 16, "storage": 64}}
+    before = {source: prompt_tokens(source) for source in ("computed", "cached", "fetched")}
+    async with world(SimEngine("a", meta={"prompt_tokens": 100, **found})) as w:
         await over(w.ask(5))
     after = {source: prompt_tokens(source) - old for source, old in before.items()}
-    assert after == {"computed": 20, "cached": 80}
+    assert after == {"computed": 20, "cached": 16, "fetched": 64}
 
 
 def prompt_tokens(source: str) -> float:

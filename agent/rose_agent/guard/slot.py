@@ -429,6 +429,7 @@ class GuardedSlot:
             pod_uid=grant.pod_uid,
             lendable_bytes=self.room.bytes,
             lendable_text=self.room.message,
+            lease=grant.lease,
         )
 
     def renew_room(self) -> None:

@@ -15,6 +15,7 @@ from rose_agent.devices.mps.control import PROGRAM
 from rose_agent.errors import BadInput, NoLimits
 from rose_agent.host.accounts import COUNT
 from rose_agent.host.data_certificate import RENEWED_SECONDS
+from rose_agent.host.kv_folders import KvFolders
 from rose_agent.os.limits import LEAST_BUSY_PERCENT, PROCESSES, Limiter, Limits
 from rose_wire import flags, tls
 
@@ -91,6 +92,12 @@ def parser() -> argparse.ArgumentParser:
         "--engine-shm-mib", type=flags.count, default=0, help="own /dev/shm; 0 = shared"
     )
     made.add_argument(
+        "--kv-store", type=Path, help="tmpfs for the keys that engines of a lease share"
+    )
+    made.add_argument(
+        "--kv-store-mib", type=flags.count, default=0, help="of all leases' keys; 0 = none"
+    )
+    made.add_argument(
         "--data-tls",
         action=argparse.BooleanOptionalAction,
         default=None,
@@ -129,7 +136,9 @@ def check_users(arguments: argparse.Namespace) -> None:
         BadInput: says which.
     """
     first, host = arguments.engine_uid, arguments.host_uid
-    for flag, last in (("--engine-uid", first + COUNT - 1), ("--host-uid", host)):
+    # After the users come the groups of leases that share keys.
+    names = 2 * COUNT if arguments.kv_store is not None else COUNT
+    for flag, last in (("--engine-uid", first + names - 1), ("--host-uid", host)):
         if last > _LAST_USER:
             raise BadInput(f"{flag}: there is no user {last}; the last is {_LAST_USER}")
     if not host:
@@ -143,15 +152,25 @@ def check_users(arguments: argparse.Namespace) -> None:
             "--host-uid cannot be together with --mps-root: MPS clients are ended by root; leave "
             "one of them out"
         )
-    if host in range(first, first + COUNT):
+    if host in range(first, first + names):
         raise BadInput(
-            f"--host-uid {host} is one of the engines' users, {first} to {first + COUNT - 1}; "
+            f"--host-uid {host} is one of the engines' users, {first} to {first + names - 1}; "
             "choose one outside"
         )
     if not arguments.engine_python.is_absolute():
         raise BadInput(
             f"--engine-python {arguments.engine_python} is no absolute path, which --host-uid needs"
         )
+
+
+def kv_folders_of(arguments: argparse.Namespace) -> KvFolders:
+    """Where engines of a lease keep keys for each other."""
+    return KvFolders(
+        arguments.kv_store,
+        arguments.kv_store_mib << 20,
+        arguments.engine_uid,
+        arguments.engine_memory_mib << 20,
+    )
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:

@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rose_agent.devices.access import located
@@ -21,13 +21,15 @@ from rose_agent.devices.opening import open_driver
 from rose_agent.devices.static import StaticDriver
 from rose_agent.devices.usage import meter_for
 from rose_agent.errors import DeviceError, NoDevices
+from rose_agent.host import metrics
 from rose_agent.host.accounts import Accounts
-from rose_agent.host.arguments import limiter_of, limits_of
+from rose_agent.host.arguments import kv_folders_of, limiter_of, limits_of
 from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.footprints import Footprints
-from rose_agent.host.helper.client import HelpedAccounts, Helper
+from rose_agent.host.helper.client import HelpedAccounts, HelpedKvFolders, Helper
 from rose_agent.host.kernel_caches import UNKNOWN, made_by
+from rose_agent.host.kv_folders import KvFolders
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.repair import forget_slot, repair
 from rose_agent.host.sharing import SharingMeans, free_leftovers, out_of_reach
@@ -103,6 +105,7 @@ class HostPrivileges:
         limiter: holds engines to what they may take of the node.
         accounts: users that engines run as.
         forget: removes what a slot's engine left.
+        kv_folders: where the engines of a lease keep keys for each other.
         helper: starts engines in the host's place; None = the host does.
     """
 
@@ -110,6 +113,7 @@ class HostPrivileges:
     limiter: Limiter
     accounts: Accounts
     forget: Callable[[SlotDir, bool], None] = forget_slot
+    kv_folders: KvFolders = field(default_factory=KvFolders)
     helper: Helper | None = None
 
     @classmethod
@@ -132,7 +136,9 @@ class HostPrivileges:
         limiter.sweep()
         accounts = Accounts(arguments.engine_uid, await asyncio.to_thread(found.kernels_by))
         accounts.open(rundir)
-        return cls(ways, limiter, accounts)
+        folders = kv_folders_of(arguments)
+        folders.sweep()
+        return cls(ways, limiter, accounts, kv_folders=folders)
 
     @classmethod
     async def helped(cls, found: NodeFacts, helper: Helper) -> HostPrivileges:
@@ -143,6 +149,7 @@ class HostPrivileges:
             helper.limiter(limits_of(found.arguments)),
             HelpedAccounts(helper, found.arguments.engine_uid, kernels),
             helper.forget,
+            HelpedKvFolders(helper, found.arguments.kv_store),
             helper,
         )
 
@@ -150,6 +157,7 @@ class HostPrivileges:
 def site_of(found: NodeFacts, rights: HostPrivileges) -> Site:
     """What the slots of this host share; its enforcer has not been started."""
     arguments, rundir = found.arguments, found.rundir
+    metrics.KV_STORE_BYTES.set_function(rights.kv_folders.used)
     return Site(
         models=arguments.models,
         python=arguments.engine_python,
@@ -165,4 +173,5 @@ def site_of(found: NodeFacts, rights: HostPrivileges) -> Site:
         ways=rights.ways,
         spawner=rights.helper,
         forget=rights.forget,
+        kv_folders=rights.kv_folders,
     )

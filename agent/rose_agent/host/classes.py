@@ -63,6 +63,8 @@ def _launch(order: EngineOrder) -> Launch:
         ranks=order.spec.ranks,
         kv_policy=order.spec.kv_policy,
         adapter=order.spec.adapter,
+        kv_store=order.kv_store,
+        kv_store_bytes=order.spec.kv_store_bytes,
     )
 
 

@@ -259,6 +259,9 @@ class EngineHost:
             self._gone[uid] = status
             self._forget_oldest()
             life.detach()
+            if reason != HostReason.REPLACED:
+                for name in (life.folder.uid, life.folder.twin.uid):
+                    self._site.kv_folders.close(name)
             self._site.forget(life.folder, reason != HostReason.REPLACED)
             self._site.forget(life.folder.twin, True)
         self._count()

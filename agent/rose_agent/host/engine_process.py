@@ -117,10 +117,18 @@ class EngineProcess:
             *(spec, self._folder, model, self._site.python, self.port),
             gpu_uuids=self._order.gpu_uuids,
             sizer=self._site.sizer,
+            kv_store=self._store(),
         )
         program = launcher(order)
         self.drafts, self.refuses = program.drafts, program.refuses
         return program
+
+    def _store(self) -> Path | None:
+        """Folder of the lease's keys, where it keeps any."""
+        wanted = self._order.engine.kv_store_bytes
+        if not wanted:
+            return None
+        return self._site.kv_folders.open(self._folder.uid, self._order.lease, wanted).path
 
     async def spawn(self, program: EngineProgram) -> process.Spawned:
         """Start it under the enforcer.
@@ -145,6 +153,7 @@ class EngineProcess:
             self._site.limiter,
             self._sharing.own_shm,
             self._site.spawner,
+            self._site.kv_folders.group_of(self._folder.uid),
         )
         keyed = replace(program, environment={**program.environment, KEY_VARIABLE: self.key})
         spawned = await process.spawn(keyed, inside)

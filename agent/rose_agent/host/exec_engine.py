@@ -33,6 +33,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="enter")
     parser.add_argument("--procs", action="append", default=[], help="cgroup.procs to join")
     parser.add_argument("--uid", type=int, default=0, help="user and group to become; 0 = stay")
+    parser.add_argument("--group", type=int, default=0, help="one group more; 0 = none")
     parser.add_argument("--shm", type=int, default=0, help="size of an own /dev/shm; 0 = shared")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     return parser.parse_args(argv)
@@ -60,6 +61,7 @@ def become(
     procs: Sequence[str],
     uid: int,
     shm: int,
+    group: int = 0,
     parent: int = 0,
 ) -> None:
     """Join, drop, exec; never returns.
@@ -70,6 +72,7 @@ def become(
         procs: files of the cgroups to join.
         uid: user and group to become; 0 = stay.
         shm: size of an own ``/dev/shm``, bytes; 0 = shared.
+        group: one that it is in beside its own; 0 = none.
         parent: the process without which the engine must not go on; 0 = it may.
 
     Raises:
@@ -84,7 +87,7 @@ def become(
     if shm:
         _own_shared_memory(libc, shm)
     if uid:
-        os.setgroups([])
+        os.setgroups([group] if group else [])
         os.setgid(uid)
         os.setuid(uid)
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
@@ -105,7 +108,7 @@ def main(argv: list[str]) -> None:
     """
     given = _arguments(argv)
     program = given.program[1:] if given.program[:1] == ["--"] else given.program
-    become(program, os.environ, procs=given.procs, uid=given.uid, shm=given.shm)
+    become(program, os.environ, procs=given.procs, uid=given.uid, shm=given.shm, group=given.group)
 
 
 if __name__ == "__main__":

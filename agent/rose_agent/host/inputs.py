@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rose_agent.errors import BadInput
+from rose_agent.host import kv_folders
 from rose_agent.host.arguments import check_users
 from rose_agent.host.dedicated_file import DedicatedFile
 from rose_wire import flags
@@ -41,6 +42,8 @@ def check(arguments: argparse.Namespace) -> None:
     if arguments.thaw_all:
         return
     _check_models(arguments.models)
+    room, shm = arguments.kv_store_mib << 20, arguments.engine_shm_mib << 20
+    kv_folders.check(arguments.kv_store, room, shm)
     if shutil.which(str(arguments.engine_python)) is None:
         raise BadInput(
             f"--engine-python {arguments.engine_python} cannot be run; name a Python that has the "

@@ -33,6 +33,7 @@ class EngineOrder:
         port: loopback port that the engine must listen on.
         gpu_uuids: GPUs of the grant.
         sizer: tells whether the engine fits on them.
+        kv_store: folder of the keys that the lease's engines share; None = they share none.
     """
 
     spec: EngineSpec
@@ -42,6 +43,7 @@ class EngineOrder:
     port: int
     gpu_uuids: tuple[GpuUuid, ...] = ()
     sizer: Sizer = field(default_factory=Sizer)
+    kv_store: Path | None = None
 
 
 @dataclass(frozen=True)

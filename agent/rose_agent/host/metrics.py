@@ -92,6 +92,11 @@ RELEASED_BYTES = Counter(
     "Memory that engines let go of when they became dormant, as measured.",
     registry=REGISTRY,
 )
+KV_STORE_BYTES = Gauge(
+    "rose_host_kv_store_bytes",
+    "Keys that engines of leases keep for each other in this node's memory.",
+    registry=REGISTRY,
+)
 RESIDUE_BYTES = Gauge(
     "rose_host_residue_bytes",
     "Memory that dormant engines still hold, as measured.",

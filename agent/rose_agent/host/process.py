@@ -102,6 +102,7 @@ class Containment:
         limiter: what it may take of the node; None = anything.
         own_shm: the limit of shared memory applies; MPS clients need the node's.
         spawner: who starts it in our place; None = we do.
+        group: one that it is in beside its own; 0 = none.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Containment:
     limiter: Limiter | None = None
     own_shm: bool = True
     spawner: Spawner | None = None
+    group: int = 0
 
     @property
     def shm_bytes(self) -> int:
@@ -152,6 +154,7 @@ async def _spawn(
     folders += [folder for folder in program.cgroups if folder not in folders]
     steps = [f"--procs={folder / 'cgroup.procs'}" for folder in folders]
     steps += [f"--uid={inside.account.uid}", f"--shm={inside.shm_bytes}"]
+    steps += [f"--group={inside.group}"]
     root = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", exec_engine.__file__, *steps, "--"),
         *program.argv,

@@ -15,6 +15,7 @@ from typing import TypeVar
 from rose_agent.devices.usage import MemoryMeter, ResidentMeter
 from rose_agent.host.accounts import Accounts
 from rose_agent.host.enforcer import Enforcer
+from rose_agent.host.kv_folders import KvFolders
 from rose_agent.host.launchers import Launcher
 from rose_agent.host.process import Spawner
 from rose_agent.host.repair import forget_slot
@@ -43,6 +44,7 @@ class Site:
         meter: measures what engines hold.
         sizer: tells whether an engine fits on its GPUs.
         accounts: who engines run as.
+        kv_folders: where the engines of a lease keep keys for each other.
         limiter: what each of them may take of the node.
         ways: how they share GPUs beside time-slicing.
         spawner: who starts engines in the host's place; None = the host itself.
@@ -62,6 +64,7 @@ class Site:
     meter: MemoryMeter = field(default_factory=ResidentMeter)
     sizer: Sizer = field(default_factory=Sizer)
     accounts: Accounts = field(default_factory=Accounts)
+    kv_folders: KvFolders = field(default_factory=KvFolders)
     limiter: Limiter = field(default_factory=lambda: Limiter(Limits(), {}, ""))
     ways: SharingMeans = field(default_factory=SharingMeans)
     spawner: Spawner | None = None

@@ -13,9 +13,13 @@ import msgspec
 
 from rose_core.adapters import pool_slots
 from rose_core.guard.chunk import prefill_chunk
+from rose_core.rollouts import kv_store
 from rose_core.rollouts.drafts import MOST_TOKENS, verified_tokens
 from rose_core.wire.sync import EngineSpec
 from rose_engines import activity
+from rose_engines.errors import ArgumentRefused
+from rose_engines.kv import KEEP
+from rose_engines.kv_pages import BYTES_VARIABLE, FOLDER_VARIABLE
 from rose_engines.launch import (
     Launch,
     check_arguments,
@@ -35,6 +39,15 @@ ADAPTER_VARIABLE = "ROSE_ADAPTER"
 
 # Set = the engine drafts tokens and verifies them (``drafts``).
 DRAFTS_VARIABLE = "ROSE_DRAFTS"
+
+_BACKEND = msgspec.json.encode(
+    {
+        "backend_name": "rose",
+        "module_path": "rose_engines.sglang.kv_backend",
+        "class_name": "FolderBackend",
+        "prefetch_threshold": kv_store.PAGE_TOKENS,
+    }
+).decode()
 
 _PATHS = Path(__file__).with_name("paths")
 # An engine may be stopped for hours; SGLang's watchdog counts wall clock and would kill it.
@@ -89,7 +102,7 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
     elif launch.plugged:
         # Rung 4: without it SGLang's release answers well and frees nothing.
         own["enable-memory-saver"] = ""
-    chosen = own | dict(spec.arguments) | _for_drafts(spec, launch.ranks)
+    chosen = own | dict(spec.arguments) | _for_drafts(spec, launch.ranks) | _for_store(spec, launch)
     return command_line(launch, "rose_engines.sglang.launch", chosen) + _for_adapter(launch)
 
 
@@ -125,6 +138,42 @@ def _for_drafts(spec: EngineSpec, ranks: int) -> dict[str, str]:
     }
 
 
+def _for_store(spec: EngineSpec, launch: Launch) -> dict[str, str]:
+    """What makes SGLang keep pages of keys in the lease's store, and fetch them from there.
+
+    Raises:
+        ArgumentRefused: of such an engine nobody has tried it.
+    """
+    if launch.kv_store is None:
+        return {}
+    for wrong, what in (
+        (launch.ranks > 1, "engines of one GPU"),
+        (launch.adapter is not None, "versions that are whole models"),
+        (launch.kv_policy != KEEP, "kvPolicy Keep"),
+        (bool(spec.drafts), "drafts: Off"),
+        (launch.state_slots or launch.window_permille, "a model whose layers all attend to all"),
+    ):
+        if wrong:
+            raise ArgumentRefused(f"kvStoreGiB needs {what}; set it to 0, or change that")
+    asked = spec.arguments.get("chunked-prefill-size")
+    chunk = int(asked) if asked else prefill_chunk(spec.context_tokens, launch.ranks)
+    return {
+        "page-size": str(kv_store.PAGE_TOKENS),
+        "chunked-prefill-size": str(kv_store.whole_pages(chunk)),
+        "enable-hierarchical-cache": "",
+        "hicache-ratio": str(
+            kv_store.staging_tokens(spec.context_tokens, spec.kv_tokens) / spec.kv_tokens
+        ),
+        "hicache-write-policy": "write_through",
+        # Copies by the GPU's own copy engines: serving keeps its multiprocessors.
+        "hicache-io-backend": "direct",
+        "hicache-mem-layout": "layer_first",
+        "hicache-storage-backend": "dynamic",
+        "hicache-storage-backend-extra-config": _BACKEND,
+        "hicache-storage-prefetch-policy": "wait_complete",
+    }
+
+
 def _for_adapter(launch: Launch) -> list[str]:
     """What makes SGLang ready for the adapters; the plugin has them loaded."""
     if launch.adapter is None:
@@ -153,6 +202,9 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
         chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(launch.ranks)))
     if launch.drafts:
         chosen[DRAFTS_VARIABLE] = "1"
+    if launch.kv_store is not None:
+        chosen[FOLDER_VARIABLE] = str(launch.kv_store)
+        chosen[BYTES_VARIABLE] = str(launch.kv_store_bytes)
     if launch.activity is not None:
         chosen[activity.VARIABLE] = str(launch.activity)
     if launch.plugin_socket is not None and launch.adapter is not None:

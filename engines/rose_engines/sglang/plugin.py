@@ -50,6 +50,7 @@ from rose_engines.permit import BadPermit
 from rose_engines.session import WeightSession
 from rose_engines.sglang import (
     drafts,
+    kv_store,
     loading,
     logprobs,
     memory,
@@ -114,6 +115,7 @@ def register() -> None:
     needed = (
         *_NEEDED,
         *(drafts.NEEDED if drafting else ()),
+        *(kv_store.NEEDED if kv_store.wanted() else ()),
         *(_NEEDED_BY_SEVERAL if hooks.adapters > 1 else ()),
     )
     require(needed, "SGLang", "0.5.23")
@@ -137,9 +139,12 @@ def register() -> None:
             HookRegistry.register(piece, checkpoints.pass_by, HookType.BEFORE)
     if drafting:
         drafts.place(HookRegistry, HookType, cpu=bool(os.environ.get("SGLANG_USE_CPU_ENGINE")))
+    if kv_store.wanted():
+        cpu = bool(os.environ.get("SGLANG_USE_CPU_ENGINE"))
+        kv_store.place(HookRegistry, HookType, hooks.shares, hooks.forget_weights, cpu=cpu)
     if os.environ.get("SGLANG_USE_CPU_ENGINE"):
         HookRegistry.register(ranks.CUDA_ONLY, ranks.NoCommunicator, HookType.REPLACE)
-        if os.environ.get(ADAPTER_VARIABLE):
+        if os.environ.get(ADAPTER_VARIABLE) or kv_store.wanted():
             unpinned.stand_in()
     _registered.append(hooks)
 
@@ -166,6 +171,7 @@ class SchedulerPlugin:
         self._wake = -1
         adapter = os.environ.get(ADAPTER_VARIABLE)
         self._adapter = msgspec.json.decode(adapter, type=AdapterSpec) if adapter else None
+        self._stores = kv_store.wanted()
         self._labels: dict[str, str] = {}  # of each adapter, by SGLang's name of it
 
     @property
@@ -265,7 +271,19 @@ class SchedulerPlugin:
     def _cache_key(self, own: str | None, session: WeightSession) -> str:
         """Key of KV computed by the present weights; ``own`` is what the caller asked for."""
         run = f"{session.run}:" if isinstance(session, AdapterSession) and session.run else ""
-        return self._kv.key(own, run + session.version, session.commits)
+        digest = str(session.digest) if self._stores else ""
+        return self._kv.key(own, run + session.version, session.commits, digest)
+
+    def shares(self, key: str) -> bool:
+        """Whether KV under a key is of the live weights alone, and those are attested."""
+        session = self._session
+        if not isinstance(session, WeightSession) or not session.confirmed:
+            return False
+        return self._kv.shares(key, session.version, session.commits, str(session.digest))
+
+    def forget_weights(self) -> None:
+        """The cache was emptied."""
+        self._kv.forget()
 
     def _start(self, scheduler: Any) -> None:  # noqa: ANN401
         try:
@@ -277,6 +295,9 @@ class SchedulerPlugin:
                 # Ranks would have to agree on a chunk before each iteration: theirs stay whole.
                 alone = int(scheduler.tp_size) == 1
                 self._own_chunk = (scheduler.chunked_prefill_size or 0) if alone else 0
+            if self._stores:
+                gate = self._gate
+                kv_store.threads.allow(gate.is_open if gate is not None else lambda: True)
             if self._control_path is not None:
                 self._session = self._open_session(scheduler, self._control_path)
                 self._watch_wake(scheduler)
@@ -315,6 +336,11 @@ class SchedulerPlugin:
             live = None
         hooks = self._hooks(scheduler)
         session: WeightSession
+        if live is None and self._stores:
+            raise UnsupportedEngine(
+                "a model that is loaded from patched checkpoints attests no weights, so it cannot "
+                "share keys; set kvStoreGiB: 0"
+            )
         if live is None:
             session = loading.session(scheduler, control.parent, version, *hooks)
         elif int(scheduler.tp_size) == 1:

@@ -1,6 +1,7 @@
 """Pinned memory on a machine that has no driver to pin it: ordinary memory.
 
-SGLang's LoRA layers pin small tensors whatever the device, and torch refuses that without a GPU.
+SGLang's LoRA layers and its hierarchical cache pin tensors whatever the device, and torch refuses
+that without a GPU.
 Used for its CPU engine alone, as the stand-in for its CUDA kernels is.
 """
 

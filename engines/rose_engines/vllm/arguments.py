@@ -89,6 +89,7 @@ def _check(spec: EngineSpec, launch: Launch) -> None:
         "gpusPerSlot above 1": launch.ranks > 1,
         "adapters": launch.adapter is not None,
         "drafts": spec.drafts,
+        "kvStoreGiB": spec.kv_store_bytes,
         "memorySource Elastic": spec.sharing.memory_source == "Elastic",
     }
     for what, asked in wrong.items():

@@ -20,6 +20,7 @@ def engine_of(lease: RolloutLease) -> SlotEngine:
         max_running=spec.max_trajectories_per_slot,
         ranks=spec.gpus_per_slot,
         drafts=spec.drafts is Drafts.ROUTER,
+        kv_store_gib=spec.kv_store_gib,
     )
 
 

@@ -110,6 +110,7 @@ def _grant(
             max_running=spec.engine.max_running,
             ranks=spec.engine.ranks,
             drafts=spec.engine.drafts,
+            kv_store_bytes=spec.engine.kv_store_gib << 30,
             sharing=_sharing(spec.sharing),
             kv_policy=spec.weights.kv_policy,
             adapter=_adapter(spec.weights),

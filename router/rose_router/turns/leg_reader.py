@@ -130,8 +130,11 @@ class LegReader:
 
 def _count_prompt(meta: Mapping[str, Any], uncached: int) -> None:
     """Where what an engine began with came from; it says so with its first token."""
+    found = meta.get("cached_tokens", 0)
+    fetched = (meta.get("cached_tokens_details") or {}).get("storage") or 0
     metrics.PROMPT_TOKENS.labels("computed").inc(max(0, uncached))
-    metrics.PROMPT_TOKENS.labels("cached").inc(meta.get("cached_tokens", 0))
+    metrics.PROMPT_TOKENS.labels("cached").inc(max(0, found - fetched))
+    metrics.PROMPT_TOKENS.labels("fetched").inc(fetched)
 
 
 def _crossing(turn: Turn) -> Crossing | None:

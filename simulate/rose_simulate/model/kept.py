@@ -1,7 +1,7 @@
 """Keys and values that outlive the engine that made them: a tier of one job, beside its engines.
 
-**Modelled: the product has no such tier** (docs/decisions/0600). It is what SGLang's hierarchical
-cache would be with a store that all engines of a job reach.
+**Modelled: the product's store ends at a node** (docs/decisions/0660). This one is reached by all
+engines of a job, wherever they are.
 
 | when | what |
 |---|---|

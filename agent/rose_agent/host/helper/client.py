@@ -6,6 +6,7 @@
 | ``ProcessGroup`` | kill, remove; stop and continue without a cgroup | stop and continue, reading |
 | ``Limiter`` | quotas, removal | reads which limit was met |
 | ``Accounts`` | users, homes | |
+| ``KvFolders`` | folders of leases' keys | |
 | ``Spawner`` | the process | waits for its end (pidfd) |
 
 Calls block, some are made by the enforcer's thread, and one is under way at a time; each takes a
@@ -32,8 +33,10 @@ from rose_agent.host.helper.messages import (
     LARGEST,
     Answer,
     Close,
+    CloseKeys,
     Forget,
     Move,
+    OpenKeys,
     Quota,
     Ready,
     Reap,
@@ -43,6 +46,7 @@ from rose_agent.host.helper.messages import (
     Steer,
     Take,
 )
+from rose_agent.host.kv_folders import KvFolder, KvFolders
 from rose_agent.host.process import Root
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import ProcessGroup, wait_for
@@ -275,3 +279,28 @@ class HelpedAccounts(Accounts):
     def release(self, slot: SlotDir) -> None:
         """The engine has ended: its user and its folder go."""
         self._helper.ask(Release(slot.uid))
+
+
+class HelpedKvFolders(KvFolders):
+    """Folders of keys that the helper makes and removes."""
+
+    def __init__(self, helper: Helper, root: Path | None) -> None:
+        super().__init__(root)
+        self._helper = helper
+
+    def sweep(self) -> None:
+        """The helper has done so."""
+
+    def open(self, slot: str, lease: str, wanted: int) -> KvFolder:
+        """The folder of a slot's lease; its group is the helper's business.
+
+        Raises:
+            GroupError: refused; says why.
+        """
+        answer, _ = self._helper.ask(OpenKeys(slot, lease, wanted))
+        return KvFolder(Path(answer.folder), 0)
+
+    def close(self, slot: str) -> None:
+        """A slot is gone."""
+        if self.root is not None:
+            self._helper.ask(CloseKeys(slot))

@@ -86,7 +86,26 @@ class Forget(msgspec.Struct, tag=True, frozen=True):
     permit: bool
 
 
-Request = Take | Spawn | Steer | Quota | Reap | Close | Release | Forget
+class OpenKeys(msgspec.Struct, tag=True, frozen=True):
+    """Let an engine into the folder of its lease's keys, which is made where it is the first.
+
+    Attributes:
+        lease: ``namespace/name``; a false word shows keys to engines that the host could start too.
+        wanted: bytes.
+    """
+
+    name: str
+    lease: str
+    wanted: int
+
+
+class CloseKeys(msgspec.Struct, tag=True, frozen=True):
+    """The slot is gone; with the last one of its lease go the keys."""
+
+    name: str
+
+
+Request = Take | Spawn | Steer | Quota | Reap | Close | Release | Forget | OpenKeys | CloseKeys
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,6 +116,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
         pid, cgroup: of a spawned engine.
         code: how a reaped process ended.
         uid, home: the user that was given.
+        folder: of the lease's keys.
     """
 
     refusal: str = ""
@@ -105,6 +125,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     code: int = 0
     uid: int = 0
     home: str = ""
+    folder: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@
 | any | the name is no plain folder name |
 | ``Take`` | all users are taken; the slot's folder is not the host's own, or is a link |
 | the same | ``made_by`` is not 16 hexadecimal digits |
+| ``OpenKeys`` | there is no place for keys, or no room in it (``kv_folders``) |
 | ``Spawn`` | no user was taken; the program is no engine of this installation; one runs already |
 | ``Steer``, ``Reap`` | no engine of that name was spawned here |
 
@@ -34,8 +35,10 @@ from rose_agent.host.helper.messages import (
     NAME,
     Answer,
     Close,
+    CloseKeys,
     Forget,
     Move,
+    OpenKeys,
     Quota,
     Reap,
     Release,
@@ -44,6 +47,7 @@ from rose_agent.host.helper.messages import (
     Steer,
     Take,
 )
+from rose_agent.host.kv_folders import KvFolders
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import ProcessGroup
 from rose_agent.os.limits import Limiter
@@ -87,6 +91,7 @@ class Rights:
         first: the first of the engines' users.
         python: the Python that engines run with.
         slots: the run directory's folder of slots, opened.
+        kv_folders: where the engines of a lease keep keys for each other.
     """
 
     host: int
@@ -95,6 +100,7 @@ class Rights:
     slots: int
     freezer: Freezer
     limiter: Limiter
+    kv_folders: KvFolders = field(default_factory=KvFolders)
     _engines: dict[str, _Engine] = field(default_factory=dict)
 
     def do(self, request: Request, log: int | None) -> tuple[Answer, int | None]:
@@ -107,13 +113,14 @@ class Rights:
             BadEngine: refused; says why.
             GroupError, OSError: the kernel would not.
         """
-        if NAME.fullmatch(request.name) is None:
-            raise BadEngine(f"{request.name[:80]!r} is no name of an engine")
+        _check_name(request.name)
         match request:
             case Spawn():
                 return self._spawn(request, log)
             case Take(name, made_by):
                 return self._take(name, made_by), None
+            case OpenKeys() | CloseKeys():
+                return self._keys(request), None
             case Steer(name, move):
                 self._steer(name, move)
             case Quota(name, busy):
@@ -134,6 +141,14 @@ class Rights:
             if engine.leader:
                 with contextlib.suppress(GroupError):
                     self._group(name).kill()
+
+    def _keys(self, request: OpenKeys | CloseKeys) -> Answer:
+        """A slot's way into the folder of its lease, and its end."""
+        if isinstance(request, CloseKeys):
+            self.kv_folders.close(request.name)
+            return Answer()
+        found = self.kv_folders.open(request.name, request.lease, request.wanted)
+        return Answer(folder=str(found.path))
 
     # --- a user
 
@@ -217,13 +232,14 @@ class Rights:
         """
         told, tell = os.pipe()  # closed by the exec
         shm = self.limiter.limits.shm_bytes if order.own_shm else 0
-        helper = os.getpid()
+        group, helper = self.kv_folders.group_of(order.name), os.getpid()
         pid = os.fork()
         if not pid:
             try:
                 _settle(log)
                 variables = order.variables
-                become(order.argv, variables, procs=procs, uid=uid, shm=shm, parent=helper)
+                ids = {"uid": uid, "shm": shm, "group": group, "parent": helper}
+                become(order.argv, variables, procs=procs, **ids)
             except BaseException as error:  # noqa: BLE001  # nothing of the helper may run on here
                 os.write(tell, f"{type(error).__name__}: {error}".encode()[:1000])
             finally:
@@ -304,6 +320,11 @@ class Rights:
 
     def _tree(self, name: str, leader: int) -> ProcessGroup:
         return self.freezer.group(name, leader)
+
+
+def _check_name(name: str) -> None:
+    if NAME.fullmatch(name) is None:
+        raise BadEngine(f"{name[:80]!r} is no name of an engine")
 
 
 @contextlib.contextmanager

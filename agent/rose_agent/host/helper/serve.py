@@ -22,7 +22,7 @@ import msgspec
 
 from rose_agent.errors import BadEngine, GroupError, HostError
 from rose_agent.host.accounts import COUNT
-from rose_agent.host.arguments import check_users, limiter_of, parser
+from rose_agent.host.arguments import check_users, kv_folders_of, limiter_of, parser
 from rose_agent.host.helper.messages import LARGEST, Answer, Ready, Request
 from rose_agent.host.helper.rights import Rights
 from rose_agent.host.repair import leftovers
@@ -79,9 +79,13 @@ def prepare(arguments: argparse.Namespace) -> Rights:
     for tree in leftovers(rundir, freezer):
         _end(tree, freezer, arguments.engine_uid)
     limiter.sweep()
+    folders = kv_folders_of(arguments)
+    folders.sweep()
     slots = os.open(rundir.slots, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     uid: int = arguments.host_uid
-    rights = Rights(*(uid, arguments.engine_uid, arguments.engine_python, slots), freezer, limiter)
+    rights = Rights(
+        *(uid, arguments.engine_uid, arguments.engine_python, slots), freezer, limiter, folders
+    )
     for slot in rundir.all_slots():
         rights.forget(slot.uid, permit=slot.is_twin)
     give_away(rundir, uid)

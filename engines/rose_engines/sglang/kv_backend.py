@@ -1,0 +1,120 @@
+"""A lease's folder of pages as a storage backend of SGLang's hierarchical cache.
+
+SGLang names a page by a hash over the request's key and all tokens up to the page's end
+(``rose_engines.kv`` has the key: label and digest of the weights). What the bytes of a page mean
+depends on more: how keys are laid out, their type, the model's shape, SGLang's release. A digest of
+all that is part of every file's name, so engines that differ in it never meet.
+
+Imported by SGLang inside an engine, and nowhere else. Next step: ``kv_pages`` has the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+from sglang.srt.mem_cache.pool_host import HostKVCache
+from sglang.version import __version__
+
+from rose_engines.kv_pages import BYTES_VARIABLE, FOLDER_VARIABLE, PageFolder
+from rose_engines.sglang.kv_store import threads
+
+
+def _checksum(name: bytes, content: memoryview) -> bytes:
+    state = xxhash.xxh3_128(name)
+    state.update(content)
+    return state.digest()
+
+
+class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engines alone
+    """Pages of the lease.
+
+    Args:
+        config: SGLang's: ranks, layout, model.
+        more: SGLang's, without use here.
+    """
+
+    def __init__(self, config: HiCacheStorageConfig, more: object = None) -> None:
+        del more
+        self._config = config
+        self._suffix = ""
+        self._pages = PageFolder(
+            Path(os.environ[FOLDER_VARIABLE]), int(os.environ[BYTES_VARIABLE]), _checksum
+        )
+
+    def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
+        """Take over what a page is."""
+        super().register_mem_pool_host(mem_pool_host)
+        pool, config = mem_pool_host, self._config
+        page = pool.get_dummy_flat_data_page()
+        parts = (
+            *(__version__, type(pool).__name__, pool.layout, pool.page_size, pool.dtype),
+            *(tuple(page.shape), config.tp_rank, config.tp_size, config.is_mla_model),
+        )
+        self._suffix = "-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is there; it may still prove to be damaged."""
+        return self._pages.has(key + self._suffix)
+
+    def get(
+        self,
+        key: str,
+        target_location: torch.Tensor | None = None,
+        target_sizes: object = None,
+    ) -> torch.Tensor | None:
+        """A page, read where SGLang wants it; None = its tokens are to be computed."""
+        del target_sizes
+        if target_location is None or not threads.may_move():
+            return None
+        page = target_location.contiguous()
+        there = self._pages.get(key + self._suffix, _bytes_of(page))
+        return page if there else None
+
+    def batch_get(
+        self,
+        keys: list[str],
+        target_locations: Sequence[torch.Tensor] | None = None,
+        target_sizes: object = None,
+    ) -> list[torch.Tensor | None]:
+        """Pages that follow each other, up to the first that is not there."""
+        del target_sizes
+        found: list[torch.Tensor | None] = []
+        for key, target in zip(keys, target_locations or (), strict=True):
+            found.append(self.get(key, target))
+            if found[-1] is None:  # what follows is of no use without it
+                break
+        return found + [None] * (len(keys) - len(found))
+
+    def set(
+        self,
+        key: str,
+        value: torch.Tensor | None = None,
+        target_location: object = None,
+        target_sizes: object = None,
+    ) -> bool:
+        """Write a page; False = it was not kept."""
+        del target_location, target_sizes
+        if value is None or not threads.may_move():
+            return False
+        return self._pages.put(key + self._suffix, _bytes_of(value.contiguous()))
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Sequence[torch.Tensor] | None = None,
+        target_locations: object = None,
+        target_sizes: object = None,
+    ) -> bool:
+        """Write pages that follow each other, up to the first that is not kept."""
+        del target_locations, target_sizes
+        return all(self.set(key, one) for key, one in zip(keys, values or (), strict=True))
+
+
+def _bytes_of(page: torch.Tensor) -> memoryview:
+    return page.view(torch.uint8).numpy().data.cast("B")

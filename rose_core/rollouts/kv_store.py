@@ -1,0 +1,49 @@
+"""Keys and values that a lease's engines on a node keep for each other: sizes, what may be kept.
+
+A turn that is cut goes on at another engine. With a store, that engine fetches what the first has
+computed, whole pages of it, and computes the rest. A store is a folder in the node's memory
+(``agent``'s ``kv_folders``), written and read by SGLang's hierarchical cache (``rose_engines``).
+
+| kept | not kept |
+|---|---|
+| pages of weights whose digest the engine attests | what ran over a commit: it mixes two versions |
+| whole pages | the rest of the last page |
+| until newer pages need the room, or the lease has no slot on the node | anything longer |
+
+Next step: ``rose_engines.kv`` names what is kept.
+"""
+
+from __future__ import annotations
+
+PAGE_TOKENS = 16
+"""Tokens of a page, which is one file: 2 MiB of an 8B's keys in bfloat16.
+
+Engines compute whole pages at a time, so a page is no longer than the shortest prefill chunk
+(``rose_core.guard.chunk``).
+"""
+
+_STAGED_CONTEXTS = 2
+
+
+def whole_pages(tokens: int) -> int:
+    """Of the first tokens of a sequence, those that a store can have."""
+    return tokens // PAGE_TOKENS * PAGE_TOKENS
+
+
+def staging_tokens(context_tokens: int, kv_tokens: int) -> int:
+    """Tokens in the host memory of one engine, through which everything goes in and out.
+
+    Half of it may be fetched into at a time, so two of the longest turns are what one needs. More
+    than the engine computes with is of no use.
+
+    Args:
+        context_tokens: longest prompt plus output.
+        kv_tokens: the engine's pool.
+    """
+    wanted = _STAGED_CONTEXTS * max(context_tokens, PAGE_TOKENS)
+    return min(-(-wanted // PAGE_TOKENS) * PAGE_TOKENS, max(kv_tokens, PAGE_TOKENS))
+
+
+def admits(asked: int, taken: int, room: int) -> bool:
+    """Whether a node has room for one more store of so many bytes beside those that it has."""
+    return asked + taken <= room

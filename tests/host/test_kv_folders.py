@@ -1,0 +1,186 @@
+"""Folders of leases' keys: whose they are, how much they hold, when they go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from rose_agent.errors import BadEngine, BadInput, NoMemory
+from rose_agent.host import exec_engine, kv_folders, main
+from rose_agent.host.accounts import COUNT
+from rose_agent.host.arguments import parser
+from rose_agent.host.engine_host import EngineHost
+from rose_agent.host.kv_folders import KvFolders
+from rose_agent.os.freezers import Freezer
+from rose_core.wire.host import EngineState, StopEngine
+from rose_dev.waiting import until
+from tests.host import apart
+from tests.host.helpers import guarding, order
+
+FIRST = 61000
+MIB = 1 << 20
+SHM = Path("/dev/shm")  # a tmpfs that is there
+
+root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    path = SHM / f"rose-test-{os.getpid()}"
+    path.mkdir()
+    yield path
+    subprocess.run(["rm", "-rf", str(path)], check=True)
+
+
+def folders(path: Path, room: int = 100) -> KvFolders:
+    return KvFolders(path, room * MIB, FIRST)
+
+
+def as_engine(uid: int, group: int, program: str) -> bool:
+    """Whether a program succeeds as an engine of this user."""
+    line = [sys.executable, "-I", "-S", exec_engine.__file__, f"--uid={uid}", f"--group={group}"]
+    done = subprocess.run([*line, "--", "/bin/sh", "-c", program], check=False)
+    return done.returncode == 0
+
+
+@root
+def test_engines_of_a_lease_share_its_folder_and_no_others_enter(place: Path) -> None:
+    kept = folders(place)
+    kept.sweep()
+    one = kept.open("slot-1", "ns/one", MIB)
+    assert kept.open("slot-2", "ns/one", MIB) == one
+    other = kept.open("slot-3", "ns/other", MIB)
+    assert kept.group_of("slot-2") == one.group != other.group >= FIRST + COUNT
+    assert kept.group_of("nobody") == 0
+    assert as_engine(FIRST, one.group, f"umask 007; echo page > {one.path}/page")
+    assert as_engine(FIRST + 1, one.group, f"cat {one.path}/page && rm {one.path}/page")
+    assert as_engine(FIRST, one.group, f"echo page > {one.path}/page")
+    assert not as_engine(FIRST + 2, other.group, f"cat {one.path}/page 2>&-")
+    assert not as_engine(FIRST + 2, other.group, f"ls {one.path} 2>&-")
+    assert not as_engine(FIRST + 2, other.group, f"ls {place} 2>&-")
+
+
+@root
+def test_a_folder_goes_with_the_last_slot_of_its_lease(place: Path) -> None:
+    kept = folders(place)
+    one = kept.open("slot-1", "ns/one", MIB)
+    kept.open("slot-2", "ns/one", MIB)
+    (one.path / "page").write_bytes(b"keys")
+    kept.close("slot-1")
+    assert (one.path / "page").exists()
+    kept.close("slot-2")
+    assert not one.path.exists()
+    kept.close("slot-2")
+    assert kept.group_of("slot-1") == 0
+
+
+@root
+def test_what_a_killed_host_has_left_is_swept_by_the_next(place: Path) -> None:
+    left = folders(place).open("slot-1", "ns/one", MIB)
+    (left.path / "page").write_bytes(b"keys")
+    folders(place).sweep()
+    assert not list(place.iterdir())
+
+
+@root
+def test_leases_get_no_more_together_than_the_node_has(place: Path) -> None:
+    kept = folders(place, 100)
+    kept.open("slot-1", "ns/one", 60 * MIB)
+    with pytest.raises(NoMemory, match="lower kvStoreGiB"):
+        kept.open("slot-2", "ns/other", 60 * MIB)
+    kept.open("slot-3", "ns/one", 60 * MIB)
+    kept.close("slot-1")
+    kept.close("slot-3")
+    kept.open("slot-2", "ns/other", 60 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("host", "lease", "says"),
+    [
+        (KvFolders(), "ns/one", "--kv-store DIR"),
+        (KvFolders(SHM, 100 * MIB, 0), "ns/one", "--engine-uid"),
+        (KvFolders(SHM, 1 * MIB, FIRST), "ns/one", "engineHost.kvStoreGibibytes"),
+        (KvFolders(SHM, 100 * MIB, FIRST, 2 * MIB), "ns/one", "--engine-memory-mib"),
+        (KvFolders(SHM, 100 * MIB, FIRST), "", "no lease"),
+    ],
+)
+def test_a_host_without_room_for_keys_says_what_to_change(
+    host: KvFolders, lease: str, says: str
+) -> None:
+    with pytest.raises(BadEngine, match=says) as refused:
+        host.open("slot-1", lease, 2 * MIB)
+    assert "kvStoreGiB: 0" in str(refused.value)
+
+
+def test_a_place_that_is_no_tmpfs_or_too_small_is_refused_at_the_start(place: Path) -> None:
+    kv_folders.check(None, 0, 0)
+    kv_folders.check(place, MIB, 0)
+    for wrong, room, shm, says in (
+        (place, 0, 0, "go together"),
+        (None, MIB, 0, "go together"),
+        (place / "not-there", MIB, 0, "tmpfs"),
+        (Path("/proc"), MIB, 0, "tmpfs"),
+        (place, 1 << 60, 0, "larger"),
+        (place, MIB, MIB, "/dev/shm"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            kv_folders.check(wrong, room, shm)
+
+
+@root
+async def test_an_engine_has_its_leases_folder_and_the_end_of_its_slot_empties_it(
+    place: Path, rundir: Path, models: Path
+) -> None:
+    made = order("slot-1")
+    engine = replace(made.engine, kv_store_bytes=MIB)
+    with apart.everybodys_python() as python:
+        if reason := apart.refusal(python):
+            pytest.skip(reason)
+        shutil.copytree(models, python.parent / "models").chmod(0o755)  # for every user
+        words = ["--rundir", str(rundir), "--models", str(python.parent / "models")]
+        words += ["--engine-python", str(python), "--data-port", "0", "--http-port", "0"]
+        words += ["--kv-store", str(place), "--kv-store-mib", "10", "--engine-uid", str(FIRST)]
+        freezer = Freezer("signals", "for the test", prefix=f"rose-{rundir.name}-")
+        running = await main.start(parser().parse_args(words), freezer)
+        host = running.host
+        try:
+            await host.ensure(replace(made, engine=engine, lease="ns/one"))
+            with guarding(rundir):
+                await until(lambda: groups_of(host) == [group_of(place)])
+            await host.stop(StopEngine(made.slot, "test"))
+            assert not content(place)
+
+            await host.ensure(replace(order("slot-2"), engine=engine))
+            await until(lambda: found(host, EngineState.FAILED, "no lease"))
+        finally:
+            await running.stop(0.0)
+
+
+def found(host: EngineHost, state: EngineState, says: str) -> bool:
+    """Whether the only engine stands there, and says so."""
+    (engine,) = host.engines()
+    return engine.state is state and says in engine.status("").message
+
+
+def content(place: Path) -> list[Path]:
+    return list(place.iterdir())
+
+
+def group_of(place: Path) -> int:
+    """Of the only folder there, as soon as there is one."""
+    return next((folder.stat().st_gid for folder in content(place)), 0)
+
+
+def groups_of(host: EngineHost) -> list[int]:
+    """Those that the only engine is in beside its own."""
+    for pid in host.engines()[0].status("").pids:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return [int(group) for group in status.split("Groups:")[1].split("\n")[0].split()]
+    return []
