@@ -1,6 +1,6 @@
 """Keys and values that outlive the engine that made them: a tier of one job, beside its engines.
 
-**Modelled: the product's store ends at a node** (docs/decisions/0660). This one is reached by all
+**Modelled: the product's store ends at a node** (docs/decisions/0661). This one is reached by all
 engines of a job, wherever they are.
 
 | when | what |
