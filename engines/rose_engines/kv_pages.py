@@ -61,13 +61,16 @@ class PageFolder:
 
     def has(self, name: str) -> bool:
         """Whether there is such a page; it may still prove to be damaged."""
-        return self._path(name).exists()
+        try:
+            return self._path(name).exists()
+        except OSError:  # a folder that may no longer be entered
+            return False
 
     def put(self, name: str, content: memoryview) -> bool:
         """Write a page, unless it is there; False = there is no room, or the folder is gone."""
         path = self._path(name)
         size = CHECKSUM_BYTES + len(content)
-        if path.exists():
+        if self.has(name):
             return True
         if size > self._most or not self._make_room(size):
             self.counts.refused += 1
@@ -82,7 +85,8 @@ class PageFolder:
             aside.rename(path)
         except OSError as error:
             log.warning("rose: a page of keys was not kept: %s", error)
-            aside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
             self.counts.refused += 1
             return False
         self.counts.written += 1

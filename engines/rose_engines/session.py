@@ -260,7 +260,7 @@ class WeightSession:
         if update is None or update.version != version:
             held = update.version if update else "nothing"
             raise CommitRefused("NotStaged", f"{version} is not staged; {held} is")
-        self._phase, before = "Committing", self._version
+        self._phase, before, attested = "Committing", self._version, self._confirmed
         answer = self._orders.have_done(BoundaryWork(lambda: self._commit(update)), timeout_seconds)
         if answer is None:
             self._phase = "Staged"
@@ -268,7 +268,8 @@ class WeightSession:
             raise CommitRefused("Busy", f"{version}: {reason}; it stays staged")
         if isinstance(answer, Committed):
             undone = self._confirm(update, before)
-            self._confirmed = not self.broken
+            if undone is None:
+                self._confirmed = attested  # only what this one has touched was looked at
             return undone or answer
         return answer
 
@@ -288,7 +289,7 @@ class WeightSession:
             revert(update, self._live, wrong)
         except BrokenWeights as broken:
             return self._broken(str(broken))
-        self._version, self._digest = before, update.current
+        self._version, self._digest, self._confirmed = before, update.current, True
         self._commits += 1  # what the cache holds of the wrong weights is not used again
         self._set_label(before)
         message = f"{update.version}: {wrong}; the old weights are back"
@@ -347,7 +348,7 @@ class WeightSession:
         if digest != self._base_digest:
             wanted = self._base_digest
             return self._broken(f"restored weights have digest {digest} instead of {wanted}")
-        self._digest, self._version = digest, self._base
+        self._digest, self._version, self._confirmed = digest, self._base, True
         self._commits += 1
         self._set_label(self._version)
         self._phase = "Idle"
@@ -394,4 +395,5 @@ class WeightSession:
         """Weights do not change meanwhile: commits come through this same thread."""
         started = time.monotonic()
         self._digest = digest_live(self._live)
+        self._confirmed = True
         return Attested(self._version, str(self._digest), time.monotonic() - started)

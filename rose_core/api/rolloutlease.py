@@ -318,6 +318,13 @@ class LeaseSpec(ApiModel):
             ".kvStoreGiB",
         ),
         Rule(
+            f"self.kvStoreGiB == 0 || !('{ROUTED_EXPERTS}' in self.engineArguments || "
+            "'disable-radix-cache' in self.engineArguments)",
+            f"kvStoreGiB cannot be combined with the engine arguments {ROUTED_EXPERTS} and "
+            "disable-radix-cache: no experts are kept with keys, and there must be a cache",
+            ".kvStoreGiB",
+        ),
+        Rule(
             "self.preemptionPolicy != 'Never' || self.slots.min > 0",
             "preemptionPolicy Never says nothing while slots.min is 0: only a minimum preempts",
             ".preemptionPolicy",

@@ -135,6 +135,14 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.drafts": "Router", "spec.weights.kvPolicy": "Keep"},
         {"spec.drafts": "Router", "spec.weights.kvPolicy": "Reuse"},
     ),
+    ("RolloutLease", "kvStoreGiB needs engines of one GPU"): (
+        {"spec.kvStoreGiB": 2},
+        {"spec.kvStoreGiB": 2, "spec.gpusPerSlot": 2},
+    ),
+    ("RolloutLease", "kvStoreGiB cannot be combined"): (
+        {"spec.kvStoreGiB": 2, "spec.engineArguments": {"disable-cuda-graph": ""}},
+        {"spec.kvStoreGiB": 2, "spec.engineArguments": {"enable-return-routed-experts": ""}},
+    ),
     ("RolloutLease", "gpusPerSlot must be 1 with adapterRank"): (
         {"spec.weights.adapterRank": 8, "spec.gpusPerSlot": 1},
         {"spec.weights.adapterRank": 8, "spec.gpusPerSlot": 2},

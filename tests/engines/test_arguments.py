@@ -192,6 +192,16 @@ def test_keys_of_engines_that_nobody_has_tried_are_refused(other: Launch) -> Non
         command(replace(spec(), drafts=True), STORING)
 
 
+@pytest.mark.parametrize("name", ["enable-return-routed-experts", "disable-radix-cache"])
+def test_no_store_of_keys_where_a_tokens_experts_are_asked_for_or_nothing_is_cached(
+    name: str,
+) -> None:
+    asked = replace(spec(), arguments={name: ""})
+    with pytest.raises(ArgumentRefused, match=f"kvStoreGiB cannot be combined .*{name}"):
+        command(asked, STORING)
+    command(asked, LAUNCH)
+
+
 def test_an_engine_of_vllm_with_a_store_of_keys_is_refused() -> None:
     with pytest.raises(ArgumentRefused, match="kvStoreGiB"):
         vllm.command(replace(spec(), kv_store_bytes=1), LAUNCH)

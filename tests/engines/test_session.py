@@ -228,6 +228,35 @@ def test_a_swap_that_is_not_confirmed_is_undone_and_labelled_as_before(
     assert isinstance(engine.session.handle(Commit(str(V1))), Committed)
 
 
+def test_weights_are_confirmed_once_they_were_looked_at(
+    engine: Engine, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then nothing that they compute is kept under their digest."""
+    meanwhile: list[bool] = []
+
+    def look(*_: object) -> None:
+        meanwhile.append(engine.session.confirmed)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("bug")
+
+    assert engine.session.confirmed
+    engine.session.handle(Stage(str(bundle)))
+    monkeypatch.setattr("rose_engines.session.confirm", look)
+    assert isinstance(engine.session.handle(Commit(str(V1))), Committed)
+    assert meanwhile == [False]
+    assert engine.session.confirmed
+
+    engine.session.handle(Release())
+    engine.session.handle(Activate())
+    engine.session.handle(Stage(str(bundle)))
+    monkeypatch.setattr("rose_engines.session.confirm", fail)
+    assert isinstance(engine.session.handle(Commit(str(V1))), Refused)
+    assert not engine.session.confirmed
+    assert isinstance(engine.session.handle(Attest()), Attested)
+    assert engine.session.confirmed
+
+
 def test_a_swap_that_can_be_neither_confirmed_nor_undone_breaks_the_engine(
     engine: Engine, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ from rose_agent.os import freezers, processes
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import end, wait_for
 from rose_agent.os.limits import Limiter
+from rose_dev.waiting import wait_until
 from rose_engines.rundir import RunDir, SlotDir, write_json
 from tests.host.apart import FIRST, HOST, everybodys_python, refusal
 from tests.host.left import sweep
@@ -355,7 +356,7 @@ def test_folders_of_keys_are_made_and_removed_by_root_and_entered_by_engines_alo
 ) -> None:
     place = Path("/dev/shm") / f"rose-test-helper-{os.getpid()}"
     place.mkdir()
-    (place / "left").write_text("by an earlier host")
+    (place / f"{1:016x}").write_text("by an earlier host")
     helper = begun(rundir, python, "--kv-store", str(place), "--kv-store-mib", "10")
     try:
         assert not list(place.iterdir())
@@ -367,7 +368,8 @@ def test_folders_of_keys_are_made_and_removed_by_root_and_entered_by_engines_alo
         assert "other leases have" in refused(helper, OpenKeys("slot-2", "ns/two", 6 << 20))
         assert "is no name" in refused(helper, CloseKeys("../slot-1"))
         folders.close("slot-1")
-        assert not list(place.iterdir())
+        assert not found.exists()
+        wait_until(lambda: not list(place.iterdir()), "the keys are gone", seconds=30)
     finally:
         helper.close()
         sweep(rundir, "auto")

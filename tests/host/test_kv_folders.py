@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from rose_agent.host.engine_host import EngineHost
 from rose_agent.host.kv_folders import KvFolders
 from rose_agent.os.freezers import Freezer
 from rose_core.wire.host import EngineState, StopEngine
-from rose_dev.waiting import until
+from rose_dev.waiting import until, wait_until
 from tests.host import apart
 from tests.host.helpers import guarding, order
 
@@ -82,6 +83,29 @@ def test_a_folder_goes_with_the_last_slot_of_its_lease(place: Path) -> None:
 
 
 @root
+def test_whoever_ends_a_slot_does_not_wait_until_its_pages_are_freed(place: Path) -> None:
+    freed = threading.Event()
+    gone: list[Path] = []
+
+    def slow(path: Path) -> None:
+        gone.append(path)
+        freed.wait(60)
+
+    kept = KvFolders(place, 100 * MIB, FIRST, remove=slow)
+    one = kept.open("slot-1", "ns/one", 60 * MIB)
+    (one.path / "page").write_bytes(b"keys")
+    kept.close("slot-1")  # returns
+    assert not freed.is_set()
+    again = kept.open("slot-2", "ns/one", 60 * MIB)
+    assert again.path == one.path
+    assert not list(again.path.iterdir())
+    wait_until(lambda: bool(gone), "it is being removed", seconds=30)
+    freed.set()
+    folders(place).sweep()  # as after a host that was killed meanwhile
+    assert not list(place.iterdir())
+
+
+@root
 def test_what_a_killed_host_has_left_is_swept_by_the_next(place: Path) -> None:
     left = folders(place).open("slot-1", "ns/one", MIB)
     (left.path / "page").write_bytes(b"keys")
@@ -95,7 +119,9 @@ def test_leases_get_no_more_together_than_the_node_has(place: Path) -> None:
     kept.open("slot-1", "ns/one", 60 * MIB)
     with pytest.raises(NoMemory, match="lower kvStoreGiB"):
         kept.open("slot-2", "ns/other", 60 * MIB)
-    kept.open("slot-3", "ns/one", 60 * MIB)
+    kept.open("slot-3", "ns/one", 10 * MIB)
+    with pytest.raises(NoMemory):  # the first engine still keeps as much as it was started with
+        kept.open("slot-2", "ns/other", 60 * MIB)
     kept.close("slot-1")
     kept.close("slot-3")
     kept.open("slot-2", "ns/other", 60 * MIB)
@@ -129,9 +155,19 @@ def test_a_place_that_is_no_tmpfs_or_too_small_is_refused_at_the_start(place: Pa
         (Path("/proc"), MIB, 0, "tmpfs"),
         (place, 1 << 60, 0, "larger"),
         (place, MIB, MIB, "/dev/shm"),
+        (SHM, MIB, 0, "a folder of its own"),
     ):
         with pytest.raises(BadInput, match=says):
             kv_folders.check(wrong, room, shm)
+
+
+@root
+def test_nobody_elses_files_are_swept(place: Path) -> None:
+    (place / "rank-0").write_bytes(b"shared memory of somebody")
+    with pytest.raises(BadInput, match="a folder of its own"):
+        kv_folders.check(place, MIB, 0)
+    folders(place).sweep()
+    assert (place / "rank-0").exists()
 
 
 @root
@@ -155,7 +191,7 @@ async def test_an_engine_has_its_leases_folder_and_the_end_of_its_slot_empties_i
             with guarding(rundir):
                 await until(lambda: groups_of(host) == [group_of(place)])
             await host.stop(StopEngine(made.slot, "test"))
-            assert not content(place)
+            await until(lambda: not content(place))
 
             await host.ensure(replace(order("slot-2"), engine=engine))
             await until(lambda: found(host, EngineState.FAILED, "no lease"))

@@ -644,6 +644,7 @@ LEASES: list[tuple[str, Row | Refused]] = [
     ("drafts", Refused("drafts cannot be combined")),
     ("kvStoreGiB", Row({"kvStoreGiB": 2}, grant("engine.kv_store_bytes"), 0, 2 << 30)),
     ("kvStoreGiB", Refused("kvStoreGiB needs engines of one GPU")),
+    ("kvStoreGiB", Refused("kvStoreGiB cannot be combined")),
     (
         "maxTrajectoriesPerSlot",
         Row({"maxTrajectoriesPerSlot": 3}, grant("max_concurrent_turns"), 8, 3),

@@ -6,6 +6,7 @@
 |---|---|---|
 | the tmpfs | host, 0711 | as long as the host's container; emptied when a host starts |
 | ``<lease>`` | host, group of the lease, 02770 | while the lease has a slot on this node |
+| ``.<lease>-<time>`` | the same | until its pages are freed |
 
 Engines are users of their own, and enter by the lease's group, which no other lease's engines are
 in. What a lease asked for is counted here against the room, before its first engine starts; within
@@ -16,10 +17,15 @@ step: ``engine_process`` opens and ``engine_host`` closes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
+import re
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +35,18 @@ from rose_core.rollouts.kv_store import admits
 
 _log = logging.getLogger(__name__)
 
+_OURS = re.compile(r"[0-9a-f]{16}|\.[0-9a-f]{16}-[0-9]+")
+_SHARED = Path("/dev/shm")  # noqa: S108  # that is the place
 _OFF = "or set kvStoreGiB: 0 in the lease"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+    if path.exists():
+        _log.warning("%s cannot be removed", path)
 
 
 @dataclass(frozen=True)
@@ -43,8 +60,12 @@ class KvFolder:
 @dataclass
 class _Lease:
     folder: KvFolder
-    bytes: int
-    slots: set[str]
+    slots: dict[str, int]  # what each asked for
+
+    @property
+    def bytes(self) -> int:
+        """What its engines may keep: the most that one of them was started with."""
+        return max(self.slots.values(), default=0)
 
 
 @dataclass
@@ -56,12 +77,14 @@ class KvFolders:
         room: bytes that all leases may keep there together.
         first_user: of the engines; 0 = they run as the host.
         engine_bytes: most memory of one engine; 0 = any.
+        remove: takes a folder away; it may take seconds, so a thread of its own does it.
     """
 
     root: Path | None = None
     room: int = 0
     first_user: int = 0
     engine_bytes: int = 0
+    remove: Callable[[Path], None] = _remove
     _leases: dict[str, _Lease] = field(default_factory=dict)
 
     def sweep(self) -> None:
@@ -70,7 +93,8 @@ class KvFolders:
             return
         self.root.chmod(0o711)
         for left in self.root.iterdir():
-            _remove(left)
+            if _OURS.fullmatch(left.name):
+                _remove(left)
 
     def open(self, slot: str, lease: str, wanted: int) -> KvFolder:
         """The folder of a slot's lease, made where it is the first.
@@ -100,9 +124,8 @@ class KvFolders:
             group = next(n for n in range(start, start + COUNT) if n not in used)
             path = root / hashlib.sha256(lease.encode()).hexdigest()[:16]
             _make(path, group)
-            known = self._leases[lease] = _Lease(KvFolder(path, group), wanted, set())
-        known.bytes = wanted
-        known.slots.add(slot)
+            known = self._leases[lease] = _Lease(KvFolder(path, group), {})
+        known.slots[slot] = wanted
         return known.folder
 
     def group_of(self, slot: str) -> int:
@@ -110,12 +133,21 @@ class KvFolders:
         return next((one.folder.group for one in self._leases.values() if slot in one.slots), 0)
 
     def close(self, slot: str) -> None:
-        """A slot is gone, with its engine; with the last one of its lease goes the folder."""
+        """A slot is gone, with its engine; with the last one of its lease goes the folder.
+
+        Many GiB are freed in seconds, and whoever calls this also stops engines for serving's sake:
+        the folder goes out of the way at once, and its pages beside everything else.
+        """
         for lease, one in tuple(self._leases.items()):
-            one.slots.discard(slot)
-            if not one.slots:
-                _remove(one.folder.path)
-                del self._leases[lease]
+            one.slots.pop(slot, None)
+            if one.slots:
+                continue
+            del self._leases[lease]
+            path = one.folder.path
+            aside = path.with_name(f".{path.name}-{time.monotonic_ns()}")
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(aside)
+                threading.Thread(target=self.remove, args=(aside,), daemon=True).start()
 
     def used(self) -> int:
         """Bytes of all keys here."""
@@ -171,10 +203,17 @@ def check(root: Path | None, room: int, shm_bytes: int) -> None:
         raise BadInput(
             f"--kv-store {root} is no folder on a tmpfs; mount one of {room >> 20} MiB there"
         )
-    if shm_bytes and point == Path("/dev/shm"):  # noqa: S108  # that is the place
+    if shm_bytes and point == _SHARED:
         raise BadInput(
             f"--kv-store {root} cannot be seen by engines that have a /dev/shm of their own; use "
             "another tmpfs, or --engine-shm-mib 0"
+        )
+    if point == root.resolve() == _SHARED or any(
+        _OURS.fullmatch(one.name) is None for one in root.iterdir()
+    ):
+        raise BadInput(
+            f"--kv-store {root} is used for other things, and is emptied at each start; name a "
+            "folder of its own"
         )
     found = os.statvfs(root)
     size = found.f_blocks * found.f_frsize
@@ -202,12 +241,3 @@ def _make(path: Path, group: int) -> None:
     path.mkdir(mode=0o700)
     os.chown(path, -1, group)
     path.chmod(0o2770)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-    if path.exists():
-        _log.warning("%s cannot be removed", path)

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from rose_core.adapters import pool_slots
+from rose_core.api.arguments import ROUTED_EXPERTS
 from rose_core.guard.chunk import prefill_chunk
 from rose_core.rollouts import kv_store
 from rose_core.rollouts.drafts import MOST_TOKENS, verified_tokens
@@ -48,6 +49,10 @@ _BACKEND = msgspec.json.encode(
         "prefetch_threshold": kv_store.PAGE_TOKENS,
     }
 ).decode()
+
+# Which experts a token went through is not kept with its keys: rows of fetched tokens would be
+# those of whatever had their place before. And without a prefix cache there is nothing to keep.
+_NOT_WITH_STORE = {ROUTED_EXPERTS, "disable-radix-cache"}
 
 _PATHS = Path(__file__).with_name("paths")
 # An engine may be stopped for hours; SGLang's watchdog counts wall clock and would kill it.
@@ -155,6 +160,10 @@ def _for_store(spec: EngineSpec, launch: Launch) -> dict[str, str]:
     ):
         if wrong:
             raise ArgumentRefused(f"kvStoreGiB needs {what}; set it to 0, or change that")
+    for name in sorted(_NOT_WITH_STORE & spec.arguments.keys()):
+        raise ArgumentRefused(
+            f"kvStoreGiB cannot be combined with the engine argument {name}; leave one of them out"
+        )
     asked = spec.arguments.get("chunked-prefill-size")
     chunk = int(asked) if asked else prefill_chunk(spec.context_tokens, launch.ranks)
     return {

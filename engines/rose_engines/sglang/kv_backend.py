@@ -2,8 +2,9 @@
 
 SGLang names a page by a hash over the request's key and all tokens up to the page's end
 (``rose_engines.kv`` has the key: label and digest of the weights). What the bytes of a page mean
-depends on more: how keys are laid out, their type, the model's shape, SGLang's release. A digest of
-all that is part of every file's name, so engines that differ in it never meet.
+depends on more: how keys are laid out, their type, the model's shape and its settings (of which no
+digest of weights knows: how it turns positions into angles), SGLang's release. A digest of all that
+is part of every file's name, so engines that differ in it never meet.
 
 Imported by SGLang inside an engine, and nowhere else. Next step: ``kv_pages`` has the files.
 """
@@ -19,6 +20,7 @@ import torch
 import xxhash
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.pool_host import HostKVCache
+from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
 from rose_engines.kv_pages import BYTES_VARIABLE, FOLDER_VARIABLE, PageFolder
@@ -55,6 +57,7 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
         parts = (
             *(__version__, type(pool).__name__, pool.layout, pool.page_size, pool.dtype),
             *(tuple(page.shape), config.tp_rank, config.tp_size, config.is_mla_model),
+            Path(get_server_args().model_path, "config.json").read_bytes(),
         )
         self._suffix = "-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rose_engines.errors import UnsupportedEngine
 from rose_engines.gate import POLL_SECONDS
 from rose_engines.kv_pages import FOLDER_VARIABLE
 
@@ -30,7 +31,6 @@ STORE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup
 FETCH = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage"
 STOP = "sglang.srt.managers.cache_controller.HiCacheController._stop_storage_threads"
 EMPTY = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset"
-_DIRECT = "sglang.srt.mem_cache.pool_host.mha"
 NEEDED = (STORE, FETCH, STOP, EMPTY)
 
 
@@ -68,6 +68,27 @@ class StoreThreads:
 
 
 threads = StoreThreads()
+
+
+def check(cache: Any) -> None:  # noqa: ANN401  # SGLang's
+    """Refuse an engine whose prefix cache is not the one that the hooks are placed in.
+
+    Raises:
+        UnsupportedEngine: says what it has.
+    """
+    from sglang.srt.mem_cache.unified_radix_cache import (  # noqa: PLC0415  # only inside engines
+        UnifiedRadixCache,
+    )
+
+    if type(cache) is not UnifiedRadixCache or cache.linker is not None:
+        raise UnsupportedEngine(
+            f"the prefix cache {type(cache).__name__} has no keys that can be shared; set "
+            "kvStoreGiB: 0"
+        )
+    if len(cache.tree_components) > 1 or cache.sidecar_pool_specs:
+        raise UnsupportedEngine(
+            "this model keeps more than keys and values of all tokens; set kvStoreGiB: 0"
+        )
 
 
 def place(

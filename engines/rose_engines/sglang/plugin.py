@@ -296,6 +296,7 @@ class SchedulerPlugin:
                 alone = int(scheduler.tp_size) == 1
                 self._own_chunk = (scheduler.chunked_prefill_size or 0) if alone else 0
             if self._stores:
+                kv_store.check(scheduler.tree_cache)
                 gate = self._gate
                 kv_store.threads.allow(gate.is_open if gate is not None else lambda: True)
             if self._control_path is not None:
