@@ -299,6 +299,23 @@ async def test_commit_moves_labels_and_cache_keys(tmp_path: Path, scheduler: Sch
     assert torch.equal(parameter.detach().view(torch.int16), expected)
 
 
+def test_nothing_is_shared_of_weights_that_nobody_has_confirmed(
+    tmp_path: Path, scheduler: Scheduler
+) -> None:
+    hooks = SchedulerPlugin(None, tmp_path / "plugin.sock", SILENT)
+    hooks.before_iteration(scheduler)
+    hooks._stores = True
+    request = Request("turn")
+    session = hooks._session
+    assert isinstance(session, WeightSession)
+    hooks.before_request(scheduler, request)
+    key = request.extra_key or ""
+    assert key == f"turn\nbase@{session.digest}"
+    assert hooks.shares(key)
+    session._confirmed = False
+    assert not hooks.shares(key)
+
+
 def test_a_refused_layout_says_how_to_fall_back_and_does_when_told(
     tmp_path: Path,
     scheduler: Scheduler,

@@ -252,7 +252,7 @@ def test_weights_are_confirmed_once_they_were_looked_at(
     engine.session.handle(Stage(str(bundle)))
     monkeypatch.setattr("rose_engines.session.confirm", fail)
     assert isinstance(engine.session.handle(Commit(str(V1))), Refused)
-    assert not engine.session.confirmed
+    assert [*meanwhile, engine.session.confirmed] == [False, False]
     assert isinstance(engine.session.handle(Attest()), Attested)
     assert engine.session.confirmed
 
