@@ -93,6 +93,10 @@ SLOTS: list[tuple[str, Granted | Refused]] = [
     ),
     ("engine.kvTokens", Granted({"engine.kvTokens": 64}, of("engine.kv_tokens"), 16384, 64)),
     ("engine.drafts", Granted({"engine.drafts": True}, of("engine.drafts"), False, True)),
+    (
+        "engine.kvStoreGiB",
+        Granted({"engine.kvStoreGiB": 2}, of("engine.kv_store_bytes"), 0, 2 << 30),
+    ),
     ("engine.ranks", Granted({"engine.ranks": 2}, of("engine.ranks"), 1, 2)),
     ("engine.maxRunning", Granted({"engine.maxRunning": 3}, of("max_concurrent_turns"), 8, 3)),
     ("sharing.compute", Granted(MPS, of("engine.sharing.compute"), "TimeSlice", "MPS")),
