@@ -324,6 +324,7 @@ class Host:
         if box.clock.phase is Phase.ACTING:  # a boundary that nobody waited for is this one's now
             await self._settle(box)
         async with box.lock:
+            self._box(session)  # it may have ended meanwhile
             box.clock = box.clock.began(self._now(), wait)
             box.ids, box.versions = tuple(ids), tuple(weight_versions)
             box.history = history
@@ -359,7 +360,9 @@ class Host:
         await self.turn_began(session, ids or self._box(session).ids)
         box = self._box(session)
         if box.boundary is not None:
-            await box.boundary
+            await asyncio.wait({box.boundary})
+            self._box(session)  # who ends a sandbox cancels its boundary
+            box.boundary.result()
         box.clock = (
             box.clock.ready(self._now()) if box.clock.phase is not Phase.ACTING else box.clock
         )

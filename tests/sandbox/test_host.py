@@ -26,6 +26,7 @@ from rose_sandbox.errors import (
     CommandDiffers,
     RuntimeFailed,
     TokensDiffer,
+    UnknownSandbox,
     UnknownTurn,
 )
 from rose_sandbox.host import RENEW_SECONDS, Host, tokens_digest
@@ -226,6 +227,17 @@ async def test_an_end_waits_for_what_gives_the_session_back(world: World) -> Non
     await back
     assert world.host.sessions() == ()
     assert await world.runtime.sandboxes() == ()
+
+
+async def test_a_checkpoint_beside_an_end_says_that_the_sandbox_is_gone(world: World) -> None:
+    await world.host.create("s")
+    (box,) = world.host._boxes.values()
+    async with box.lock:
+        asked = asyncio.create_task(world.host.checkpoint("s", [1, 2]))
+        await asyncio.sleep(0)
+        await world.host.end("s")
+    with pytest.raises(UnknownSandbox):
+        await asked
 
 
 async def test_an_end_that_comes_late_is_of_that_hosts_sandbox_alone(
