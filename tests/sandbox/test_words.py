@@ -119,6 +119,30 @@ async def test_a_volume_is_as_large_as_it_is_allowed(
         await Volume(tmp_path, tmp_path / "mounts", parts, 1 << 29).open()
 
 
+async def test_a_volume_without_limits_is_refused_however_often_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays mounted when its quota fails, and an open host is not asked again."""
+    (tmp_path / "images").mkdir()
+    mounted: list[Path] = []
+
+    async def run(_path: object, *arguments: str | Path) -> bytes:
+        await asyncio.sleep(0)
+        if arguments[0] == "mount":
+            mounted.append(Path(arguments[-1]))
+        if arguments[0] == "btrfs":
+            raise RuntimeFailed("exit code 1")
+        return b""
+
+    monkeypatch.setattr(volume, "run", run)
+    monkeypatch.setattr(volume, "is_mounted", mounted.__contains__)
+    one = Volume(tmp_path, tmp_path / "mounts", Parts(tmp_path), 3 << 28)
+    for _ in range(2):
+        with pytest.raises(RuntimeFailed, match=r"Linux 6\.7"):
+            await one.open()
+    assert len(mounted) == 1
+
+
 def test_a_host_without_any_disk_is_refused_by_name(tmp_path: Path) -> None:
     given = parser().parse_args(["--store=s", "--run=r", "--token-file=t", "--gibibytes=0"])
     with pytest.raises(ValueError, match="--gibibytes 0"):

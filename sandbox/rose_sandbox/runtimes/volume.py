@@ -75,13 +75,12 @@ class Volume:
             )
         if not is_mounted(self._mount):
             await self._run("mount", "-o", "loop,noatime", self._file, self._mount)
-            try:
-                await self._run("btrfs", "quota", "enable", "--simple", self._mount)
-            except RuntimeFailed as error:
-                raise RuntimeFailed(
-                    "a limit of disk needs Linux 6.7 or later, and this is "
-                    f"{os.uname().release}: {error}"
-                ) from error
+        try:  # also of one that is mounted: an earlier attempt may have come no further
+            await self._run("btrfs", "quota", "enable", "--simple", self._mount)
+        except RuntimeFailed as error:
+            raise RuntimeFailed(
+                f"a limit of disk needs Linux 6.7 or later, and this is {os.uname().release}: {error}"
+            ) from error
         for image in sorted(self._parts.images.iterdir()):
             await asyncio.to_thread(self._show, image)
 
