@@ -81,6 +81,35 @@ def test_rounds_that_are_to_learn_are_refused_where_nobody_tells_the_time() -> N
         Rounds(RoundShape(batch=2, members=1, late="learned"))
 
 
+def test_rounds_tell_when_groups_have_tokens_and_rewards_and_which_are_given_up() -> None:
+    clock = Told()
+    rounds = Rounds(RoundShape(batch=2, members=1, surplus=0.0, late="learned"), clock)
+    rounds.open()
+    clock.now_s = 10.0
+    for name in ("a", "b"):
+        rounds.begin(name)
+        rounds.sampled(name)
+    rounds.finished("a")
+    clock.now_s = 30.0
+    assert rounds.finished("b") is not None
+    clock.now_s = 40.0
+    opening = rounds.open()
+    assert opening is not None
+    assert opening.fresh == 3, "b's reward came 20 s after its token: one may be late"
+    for name in ("c", "d", "e"):
+        rounds.begin(name)
+        rounds.sampled(name)
+    rounds.finished("c")
+    closing = rounds.finished("d")
+    assert closing is not None
+    assert closing.carried == ("e",)
+    rounds.drop("e")
+    clock.now_s = 3000.0
+    opening = rounds.open()
+    assert opening is not None
+    assert opening.fresh == 2, "10 s on average, without e: less than a hundredth of a step"
+
+
 @given(batch=st.integers(2, 6), takes=st.floats(0.1, 60), seed=st.integers(0, 2**32))
 def test_every_batch_is_whole_and_each_prompt_in_one_while_the_number_changes(
     batch: int, takes: float, seed: int

@@ -25,9 +25,10 @@ from rose_core.rollouts.placement import PolicyName
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.sandboxes.heartbeats import Heartbeats
 from rose_dev.waiting import until
+from rose_router.errors import Conflict
 from rose_router.flags import parser, settings
 from rose_router.http.branches import Branches, _Turns
-from rose_router.turns.sandbox_hosts import SandboxHosts
+from rose_router.turns.sandbox_hosts import LONG_SECONDS, SandboxHosts
 from rose_router.turns.service import Service
 from rose_router.turns.turn import Turn
 from rose_router.turns.turn_clock import TurnClock
@@ -180,11 +181,35 @@ async def test_a_host_that_says_nothing_is_left_for_one_that_does(
         given: Any = ({"": (url, one.url)}, lambda: "word", http, time.monotonic)
         hosts = SandboxHosts(*given, beats=beats)
         hosts.settle("", "s", url)
-        at, said = await hosts.go_on("", "s", step, {"n": 1} if step == "fork" else {})
+        async with asyncio.timeout(LONG_SECONDS / 2):  # the call itself would end too
+            at, said = await hosts.go_on("", "s", step, {"n": 1} if step == "fork" else {})
     assert (at, said["ids"]) == (one.url, [1, 2])
     for back in came:
         back.close()
     silent.close()
+
+
+async def test_a_host_that_slept_takes_no_session_from_its_successor(
+    host_at: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has said its fence, and wakes up when another host has the session."""
+    one, two = await host_at("one"), await host_at("two")
+    await one.world.host.create("s")
+    await one.world.host.checkpoint("s", [1, 2])
+    fence_of = one.world.host.fence
+
+    async def sleep_after(session: str) -> int:
+        monkeypatch.undo()
+        seen: int = await fence_of(session)
+        await two.world.host.restore(session)
+        return seen
+
+    monkeypatch.setattr(one.world.host, "fence", sleep_after)
+    async with aiohttp.ClientSession() as http:
+        hosts = SandboxHosts({"": (one.url,)}, lambda: "word", http, time.monotonic)
+        with pytest.raises(Conflict, match="was seen under fence"):
+            await hosts.go_on("", "s", "restore", {})
+    assert (await two.world.host.state("s")).recoverable_to == 1
 
 
 def test_hosts_are_given_by_job_and_a_bad_one_is_named() -> None:

@@ -19,8 +19,8 @@ import pytest
 from rose_dev.pki import Authority
 from rose_dev.waiting import until
 from rose_router import metrics
-from rose_router.listener import ConnectionLimits, LimitedConnection
-from rose_router.slow_senders import Sender, SlowSenders, low_water_mark
+from rose_router.listener import ConnectionLimiter, ConnectionLimits, LimitedConnection
+from rose_router.slow_senders import IncomingBody, Sender, SlowSenders, low_water_mark
 from tests.router.conftest import Stage
 from tests.router.test_http import ask
 from tests.wire.test_tls import issue
@@ -277,19 +277,37 @@ async def _answer(reader: asyncio.StreamReader) -> bytes:
     return status
 
 
-async def test_a_body_in_crumbs_wakes_the_loop_three_times(
-    stage: Make, arrivals: list[int]
+async def test_a_body_in_crumbs_wakes_the_loop_when_it_is_whole(
+    stage: Make, arrivals: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    heads: list[None] = []
+    note_head = ConnectionLimiter.note_head
+
+    def note(
+        doors: ConnectionLimiter,
+        transport: asyncio.BaseTransport | None,
+        body: IncomingBody,
+        length: int | None,
+        *,
+        chunked: bool,
+    ) -> None:
+        note_head(doors, transport, body, length, chunked=chunked)
+        heads.append(None)
+
+    monkeypatch.setattr(ConnectionLimiter, "note_head", note)
     body = msgspec.json.encode(ask())
     async with stage() as s:
         await s.engine()
         reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
         for _ in range(2):  # the second one on the same connection
             arrivals.clear()
-            writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body))
+            heads.clear()
+            head = HEAD + b"Content-Length: %d\r\n\r\n" % len(body)
+            writer.write(head)
+            await until(lambda: len(heads) == 1)
             await _crumbs(writer, body)
             assert b" 200 " in await _answer(reader)
-            assert len(arrivals) <= 3  # the head, what came before the mark, the rest
+            assert arrivals == [len(head), len(body)]
         writer.close()
 
 

@@ -222,8 +222,9 @@ async def test_the_time_for_which_turns_are_held_is_none_of_that_minute(held: in
         turn = w.ask(5, dedicated_because=STOPS)
         await asyncio.sleep(30)
         w.service.room.hold()
+        await asyncio.sleep(held / 2)
         w.service.room.hold()  # a trainer may ask twice
-        await asyncio.sleep(held)
+        await asyncio.sleep(held / 2)
         w.service.room.release()
         await over(turn)
         assert isinstance(turn.error, Unprocessable)
