@@ -79,7 +79,8 @@ class Volume:
             await self._run("btrfs", "quota", "enable", "--simple", self._mount)
         except RuntimeFailed as error:
             raise RuntimeFailed(
-                f"a limit of disk needs Linux 6.7 or later, and this is {os.uname().release}: {error}"
+                "a limit of disk needs Linux 6.7 or later, and this is "
+                f"{os.uname().release}: {error}"
             ) from error
         for image in sorted(self._parts.images.iterdir()):
             await asyncio.to_thread(self._show, image)
