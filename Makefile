@@ -78,19 +78,19 @@ test: venv  ## everything that CI runs
 	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-waiting test-computing
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
-# Two chains of about the same length. What waits for a cluster and for sandboxes costs what computes hardly any time;
-# with three chains at once a test that asks an API server failed twice.
+# Two chains. What waits for a cluster costs what computes hardly any time, and is the longer one; sandboxes, which wait too,
+# are where there is time left. With three chains at once a test that asks an API server failed twice.
 test-waiting:
 	$(MAKE) --no-print-directory test-node AGAIN='$(AGAIN)'
 	$(MAKE) --no-print-directory test-api AGAIN='$(AGAIN)'
-	$(MAKE) --no-print-directory test-sandboxes AGAIN='$(AGAIN)'
 
 test-computing:
 	$(MAKE) --no-print-directory unit AGAIN='$(AGAIN)'
 	$(MAKE) --no-print-directory test-engines AGAIN='$(AGAIN)'
+	$(MAKE) --no-print-directory test-sandboxes AGAIN='$(AGAIN)'
 
-# Two workers, each with a process of its own that has imported SGLang (14 s of a core, 2 GB with the engines of a test):
-# one alone waited a third of its time. Who is done first may wait for the other (watchdog_end).
+# Two workers, each with a process of its own that has imported SGLang (15 s of a core): one alone uses about one core.
+# Who is done first may wait for the other (watchdog_end).
 test-engines:
 	$(TIMED) $(BIN)/pytest $(LANE) -n 2 -o watchdog_end=600 -m "engine and not cluster and not vllm and not long" $(AGAIN) $(ARGS)
 
