@@ -8,7 +8,8 @@ says so, and ``make unit`` imports every file.
 A machine has one node, and what needs it is marked ``node`` here, by its fixture: it is a lane of
 its own after what an API server alone answers. A start of the node takes half a minute and it is
 replaced by the other kind whenever a test wants it, so first come the tests that end it, then the
-rest, and last those that need GPUs. Next step: ``testing`` has both kinds of node.
+rest, then those with a second node beside it, and last those that need GPUs. Next step: ``testing``
+has all of these.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ NODE = "node_session"
 """The fixture behind everything that needs the machine's node."""
 PLAIN = "node"
 """The fixture for a node that is up; a test with ``NODE`` alone may end it."""
+SECOND = "second_session"
+"""The fixture behind everything that needs a second node."""
 GPUS = "gpu_session"
 """The fixture behind everything that needs the node with GPUs."""
 _PLAIN = re.compile(r"(not )?\w+( and (not )?\w+)*")
@@ -46,11 +49,16 @@ def names(path: Path, marker: str) -> bool:
 def by_node(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The same tests; what needs the node is marked and in the order that the module says."""
     listed = list(items)
-    ending, gpus = _files_with(NODE, listed) - _files_with(PLAIN, listed), _files_with(GPUS, listed)
+    second, gpus = _files_with(SECOND, listed), _files_with(GPUS, listed)
+    ending = _files_with(NODE, listed) - _files_with(PLAIN, listed) - gpus
     for item in listed:
         if NODE in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.node)
-    return sorted(listed, key=lambda item: (item.path not in ending - gpus, item.path in gpus))
+
+    def turn(item: pytest.Item) -> tuple[bool, ...]:
+        return item.path not in ending, item.path in gpus, item.path in second
+
+    return sorted(listed, key=turn)
 
 
 def _files_with(fixture: str, items: Iterable[pytest.Item]) -> set[Path]:

@@ -103,7 +103,7 @@ def kubelet(place: NodeFolders, pki: Path) -> str:
             "volumePluginDir": str(place.run / "volume-plugins"),
             "nodeStatusUpdateFrequency": "5s",
             # How soon a pod sees that a mounted Secret has changed; the default is a minute.
-            "syncFrequency": "10s",
+            "syncFrequency": "5s",
         },
         sort_keys=False,
     )

@@ -3,8 +3,9 @@
 ``control_plane`` is the API server alone (no root). ``node`` is the whole one-node Kubernetes, in
 place of which an existing cluster is never taken: tests break things. Both are shared by every test
 of the session, so tests make namespaces of their own. A node that a killed session left behind is
-replaced; a node that a person brought up is used and left running. ``gpu_node`` is the node with
-GPUs, for which a node without is replaced, and the other way round.
+replaced; a node that a person brought up is used and left running. ``second_node`` is another
+beside it. ``gpu_node`` is the node with GPUs, for which a node without is replaced, and the other
+way round.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rose_dev.control_plane import ControlPlane
 from rose_dev.errors import DevelopmentError, NotSupported
 from rose_dev.gpu_node.starting import profile_of
 from rose_dev.node import Node, require_root
+from rose_dev.second import SecondNode
 
 _TURN_SECONDS = 240.0
 _CLAIMED = 8
@@ -94,6 +96,23 @@ def node_session() -> Iterator[NodeSession]:
 def node(node_session: NodeSession) -> Node:
     """The one-node Kubernetes, up and ready, with ROSE's image ``localhost/rose:dev``."""
     return node_session.ensure()
+
+
+@pytest.fixture(scope="session")
+def second_session(node_session: NodeSession) -> Iterator[SecondNode]:
+    """For a node beside it, which lasts: such files run one after the other (``lanes``)."""
+    second = node_session.node.second()
+    yield second
+    if second.sandbox.alive():
+        second.down()
+
+
+@pytest.fixture
+def second_node(node_session: NodeSession, second_session: SecondNode) -> SecondNode:
+    """A second node beside ``node``, up and ready."""
+    node_session.ensure()
+    second_session.up()
+    return second_session
 
 
 @pytest.fixture(scope="session")

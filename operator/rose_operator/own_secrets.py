@@ -52,8 +52,6 @@ FOLDERS = {
     "routers": "routers",
 }
 
-# Reading four small objects; what has to be renewed has weeks.
-_PERIOD_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
 _TOKEN_BYTES = 36
 
@@ -78,6 +76,7 @@ class Options:
         folder: where it keeps its own copies.
         names: what its listeners' certificate is good for.
         authority_days, certificate_days: how long they are good.
+        look_seconds: between two looks at them.
     """
 
     folder: Path
@@ -89,6 +88,7 @@ class Options:
     names: tuple[str, ...] = ()
     authority_days: float = 3650.0
     certificate_days: float = 90.0
+    look_seconds: float = 60.0  # four small objects; what has to be renewed has weeks
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +110,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=90.0,
         help="life of the certificate",
     )
+    add(
+        "--own-look-seconds",
+        type=flags.above_zero,
+        default=60.0,
+        help="time between two looks at these Secrets",
+    )
 
 
 def options(argv: list[str]) -> Options | None:
@@ -129,6 +135,7 @@ def options(argv: list[str]) -> Options | None:
         names=tuple(filter(None, found.own_names.split(","))),
         authority_days=found.own_authority_days,
         certificate_days=found.own_certificate_days,
+        look_seconds=found.own_look_seconds,
     )
 
 
@@ -165,7 +172,7 @@ class OwnSecrets:
     async def keep(self) -> None:
         """Renew in time, and take over what other replicas made, until cancelled."""
         while True:
-            await asyncio.sleep(_PERIOD_SECONDS)
+            await asyncio.sleep(self._wanted.look_seconds)
             try:
                 await self.refresh()
             except (ApiUnavailable, ApiRefused, OSError) as error:

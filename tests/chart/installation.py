@@ -111,7 +111,14 @@ def remove(node: Node) -> None:
     if '"rose"' in node.helm("list", f"--namespace={SYSTEM}", "--all", "--output=json"):
         # A run that was killed may have left pods that the hook would wait for.
         node.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--no-hooks")
-    names = [f"namespace/{name}" for name in (RESEARCH, SERVING, SYSTEM, ROUTERS)]
+    # A namespace is looked at again only when half of its pods' longest grace is over. What makes
+    # pods goes before them.
+    kinds = "deployments,replicasets,daemonsets,jobs,pods"
+    places = (SYSTEM, ROUTERS, SERVING, RESEARCH)
+    for name in places:
+        where = (f"--namespace={name}", "--all", "--grace-period=5", "--wait=false")
+        node.kubectl("delete", kinds, *where)
+    names = [f"namespace/{name}" for name in places]
     node.kubectl("delete", "--ignore-not-found", "--wait=false", *names)
 
 

@@ -32,20 +32,17 @@ SPREAD = {
 
 
 @pytest.fixture
-def second(node: Node, tmp_path: Path) -> Iterator[SecondNode]:
+def second(node: Node, second_node: SecondNode, tmp_path: Path) -> Iterator[SecondNode]:
     """ROSE on two nodes, a serving replica on each."""
-    second = node.second()
-    second.up()
-    try:
-        with installation(node, make_models(tmp_path)):
-            spread = {"spec": {"template": {"spec": {"topologySpreadConstraints": [SPREAD]}}}}
-            node.kubectl(
-                *("patch", "deployment", "chat", f"--namespace={SERVING}"),
-                *("--type=merge", f"--patch={json.dumps(spread)}"),
-            )
-            yield second
-    finally:
-        second.down()
+    with installation(node, make_models(tmp_path)):
+        spread = {"spec": {"template": {"spec": {"topologySpreadConstraints": [SPREAD]}}}}
+        node.kubectl(
+            *("patch", "deployment", "chat", f"--namespace={SERVING}"),
+            *("--type=merge", f"--patch={json.dumps(spread)}"),
+        )
+        yield second_node
+        for name in (NODE_NAME, second_node.name):
+            node.kubectl("uncordon", name)
 
 
 def listed(node: Node, kind: str, namespace: str) -> list[dict[str, Any]]:
@@ -106,4 +103,3 @@ def test_a_drained_node_gives_its_slot_to_the_other(node: Node, second: SecondNo
     ]
     assert here == [], "the drain has moved all but the daemons"
     assert "forbidden" not in logs(node, "deployment/rose-operator")
-    node.kubectl("uncordon", drained)

@@ -64,20 +64,22 @@ def test_a_marker_that_a_file_has_without_naming_it_is_refused(pytester: pytest.
     found.stderr.fnmatch_lines(["*test_hidden.py: name the marker cluster*"])
 
 
-def test_what_ends_the_node_comes_first_and_what_needs_gpus_last(
+def test_what_ends_the_node_comes_first_then_a_second_node_and_what_needs_gpus_last(
     pytester: pytest.Pytester,
 ) -> None:
-    fixtures = {"node_session": "", "node": "node_session", "gpu_session": "node_session"}
+    of = "node_session"
+    fixtures = {of: "", "node": of, "second_session": of, "gpu_session": of}
     made = (f"@pytest.fixture\ndef {name}({of}): pass\n" for name, of in fixtures.items())
     pytester.makepyfile(shared="import pytest\n" + "".join(made))
     pytester.syspathinsert()
     tests = {
         "test_1": "def test_a(): pass\n",
         "test_2": "def test_b(): pass\ndef test_c(gpu_session): pass\n",
-        "test_3": "def test_d(node): pass\n",
-        "test_4": "def test_e(node_session): pass\n",
+        "test_3": "def test_d(node, second_session): pass\n",
+        "test_4": "def test_e(node): pass\n",
+        "test_5": "def test_f(node_session): pass\n",
     }
     shared = {name: f"from shared import *\n{text}" for name, text in tests.items()}
     found = run(pytester, "-v", **shared)
-    found.stdout.fnmatch_lines([f"*::test_{name} *" for name in "eadbc"])
-    run(pytester, "-m", "node", **shared).assert_outcomes(passed=3, deselected=2)
+    found.stdout.fnmatch_lines([f"*::test_{name} *" for name in "faedbc"])
+    run(pytester, "-m", "node", **shared).assert_outcomes(passed=4, deselected=2)

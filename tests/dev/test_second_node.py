@@ -17,11 +17,9 @@ ASK = "import urllib.request; print(urllib.request.urlopen('http://web.two.svc/'
 
 
 @pytest.fixture
-def second(node: Node) -> Iterator[SecondNode]:
-    second = node.second()
-    second.up()
-    yield second
-    second.down()
+def second(node: Node, second_node: SecondNode) -> Iterator[SecondNode]:
+    yield second_node
+    second_node.down()
     node.kubectl("delete", "namespace", "two", "--ignore-not-found", "--wait=false")
 
 
