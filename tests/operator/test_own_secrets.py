@@ -333,3 +333,20 @@ def test_a_certificate_authority_of_somebody_elses_is_believed_and_not_who_signe
     assert tls.bundle_of(tmp_path) == own
     (tmp_path / "ca.crt").write_bytes(own + following)
     assert tls.bundle_of(tmp_path) == own + following
+
+
+@pytest.mark.looptime
+async def test_they_are_looked_at_as_often_as_the_flag_says(tmp_path: Path) -> None:
+    """Every minute where it says nothing."""
+    for words, seconds in ((), 60.0), (("--own-look-seconds=5",), 5.0):
+        wanted = options([f"--own-secrets-dir={tmp_path}", "--own-token=rose-token", *words])
+        assert wanted is not None
+        api = Secrets("rose-token")
+        keeping = asyncio.create_task(OwnSecrets(api, wanted, wall=lambda: START).keep())
+        await asyncio.sleep(seconds * 0.9)
+        assert api.writes == 0
+        await asyncio.sleep(seconds * 0.2)
+        assert api.writes == 1
+        keeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await keeping
