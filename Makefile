@@ -115,7 +115,8 @@ test-vllm: engine vllm  ## real vLLM on CPU as a rollout engine, alone and besid
 
 # What nodes of today have and a machine for development may not. Where there is no KVM it takes half an hour.
 test-cgroup2: venv sandbox  ## process groups, their limits and sandboxes on a kernel with cgroup v2 alone, emulated (cached; root, Debian)
-	ROSE_TEST_DEADLINE=600 $(CONTAINED) --limit 4800 $(BIN)/python -m rose_dev.emulated --copy $(ROSE_CACHE)/sandbox/images $(BIN)/pytest -v -n 0 -p no:cacheprovider \
+	$(CONTAINED) --limit 4800 $(BIN)/python -m rose_dev.emulated --copy $(ROSE_CACHE)/sandbox/images \
+		env ROSE_TEST_DEADLINE=600 $(BIN)/pytest -v -n 0 -p no:cacheprovider \
 		-o timeout=0 tests/host/test_groups.py tests/host/test_limits.py tests/host/test_cgroup_ids.py tests/sandbox/test_runc.py tests/sandbox/test_inspector.py $(ARGS)
 
 test-keda: keda  ## rewards of the chart, scaled from zero by KEDA itself
