@@ -56,15 +56,16 @@ def test_every_word_of_the_pages_is_produced_by_a_test() -> None:
 
 @pytest.mark.parametrize("word", sorted(PRODUCED))
 def test_the_named_test_asks_for_the_word(word: str) -> None:
-    """In itself or in a constant of its file, by name or as the member of a closed list."""
+    """In itself, its parameters or its file's constants, by name or as member of a closed list."""
     file, _, name = PRODUCED[word].partition("::")
     text = (ROOT / file).read_text()
     tree = ast.parse(text)
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    (test,) = (one for one in tree.body if isinstance(one, functions) and one.name == name)
+    constants = (one for one in tree.body if isinstance(one, ast.Assign))
     wanted = [
         ast.get_source_segment(text, node) or ""
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        or (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name)
+        for node in (test, *test.decorator_list, *constants)
     ]
     member = re.sub(r"(?<!^)(?=[A-Z])", "_", word).upper()
     assert re.search(rf"\b{word}\b|\.{member}\b", "\n".join(wanted)), PRODUCED[word]
