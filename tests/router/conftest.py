@@ -21,6 +21,7 @@ from rose_engines.fake.server import FakeServer
 from rose_engines.session import WeightSession
 from rose_router.config import Settings
 from rose_router.main import RunningRouter, running
+from rose_router.turns import turn_queue
 from tests.router.pushing import FakeIngest
 
 if TYPE_CHECKING:
@@ -135,6 +136,12 @@ async def _stage(**settings: Any) -> AsyncIterator[Stage]:  # noqa: ANN401  # of
         AsyncExitStack() as stack,
     ):
         yield Stage(router, http, stack)
+
+
+@pytest.fixture
+def soon_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no engine attached may run waits a second for another, and not a minute."""
+    monkeypatch.setattr(turn_queue, "_OTHERS_SECONDS", 1.0)
 
 
 @pytest.fixture

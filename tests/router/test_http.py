@@ -264,6 +264,7 @@ MALFORMED: list[tuple[str, object, int, str]] = [
 ]
 
 
+@pytest.mark.usefixtures("soon_refused")
 async def test_what_is_wrong_is_answered_with_status_field_and_reason(stage: Make) -> None:
     async with stage() as s:
         await s.engine()

@@ -172,6 +172,7 @@ async def test_a_turn_that_a_stop_string_ends_behind_a_move_has_experts_if_its_e
     assert meta["routed_experts_recomputed"] == meta["rose"]["moves"][0]["at_token"]
 
 
+@pytest.mark.usefixtures("soon_refused")
 @pytest.mark.parametrize("tokenizer", [True, False])
 async def test_without_a_tokenizer_or_with_a_string_too_long_they_are_not_moved(
     stage: Make, words: Path, tokenizer: bool
