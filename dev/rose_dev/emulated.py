@@ -41,19 +41,18 @@ set -e
 b=/bin/busybox
 for name in proc sysfs devtmpfs; do $b mkdir -p /$name; $b mount -t $name $name /$name; done
 while read module; do $b insmod /modules/$module; done </modules/order
-$b mkdir -p /files /layer /root
+$b mkdir -p /files /layer /whole
 $b mount -t 9p -o trans=virtio,version=9p2000.L,msize=1048576,cache=loose,ro files /files
 $b mount -t tmpfs -o size=80% layer /layer
 $b mkdir /layer/upper /layer/work
-$b mount -t overlay -o lowerdir=/files,upperdir=/layer/upper,workdir=/layer/work root /root
-$b mount --move /proc /root/proc
-$b mount --move /sysfs /root/sys
-$b mount --move /devtmpfs /root/dev
-exec $b switch_root /root /bin/sh "$start"  # of the kernel's command line
+$b mount -t overlay -o lowerdir=/files,upperdir=/layer/upper,workdir=/layer/work whole /whole
+$b mount --move /proc /whole/proc
+$b mount --move /sysfs /whole/sys
+$b mount --move /devtmpfs /whole/dev
+exec $b switch_root /whole /bin/sh "$start"  # of the kernel's command line
 """
 _START = """
 export HOME=/root
-mount -t tmpfs -o mode=1777,size=60% tmpfs /tmp
 mount -t tmpfs tmpfs /run
 mkdir -p /dev/shm /dev/pts /lib/modules
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
@@ -66,10 +65,12 @@ echo "$modprobe" >/proc/sys/kernel/modprobe
 for module in btrfs loop veth; do "$modprobe" $module; done
 ip link set lo up
 ulimit -n 65536
+mkdir /copied
+mount -t tmpfs -o size=60% tmpfs /copied
 for path in $copied; do
-  mkdir -p "/tmp/copied$path"
-  cp -a "$path/." "/tmp/copied$path"
-  mount --bind "/tmp/copied$path" "$path"
+  mkdir -p "/copied$path"
+  cp -a "$path/." "/copied$path"
+  mount --bind "/copied$path" "$path"
 done
 cd "$folder"
 eval "$command"
@@ -90,8 +91,8 @@ def install(cache: Path) -> Path:
     if os.geteuid() != 0:
         raise Impossible("root is needed: the emulated machine reads this one's files")
     folder = cache / "emulated"
-    stamp = folder / ".stamp"
-    if stamp.exists():
+    stamp, wanted = folder / ".stamp", "\n".join((SUITE, *_PACKAGES, *_EARLY, _INIT))
+    if stamp.exists() and stamp.read_text() == wanted:
         return folder
     say("the kernel and QEMU for an emulated machine")
     (folder / "bin").mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,7 @@ def install(cache: Path) -> Path:
     shutil.copy(image, folder / "vmlinuz")
     run([str(folder / "bin" / "depmod"), "-b", str(root), version])
     _make_initrd(root, version, folder)
-    stamp.touch()
+    stamp.write_text(wanted)
     return folder
 
 
@@ -121,13 +122,8 @@ def _make_initrd(root: Path, version: str, folder: Path) -> None:
     for module in _EARLY:
         shown = subprocess.run(
             [
-                str(folder / "bin" / "modprobe"),
-                "-d",
-                str(root),
-                "-S",
-                version,
-                "--show-depends",
-                module,
+                *(str(folder / "bin" / "modprobe"), "-d", str(root), "-S", version),
+                *("--show-depends", module),
             ],
             check=True,
             capture_output=True,
@@ -140,8 +136,8 @@ def _make_initrd(root: Path, version: str, folder: Path) -> None:
     init = early / "init"
     init.write_text(_INIT)
     init.chmod(0o755)
-    packed = shlex.quote(str(folder / "initrd.gz"))
-    run(["sh", "-c", f"find . | cpio -o -H newc --quiet | gzip -1 >{packed}"], None, early)
+    pack = './bin/busybox find . | ./bin/busybox cpio -o -H newc | ./bin/busybox gzip >"$0"'
+    run(["sh", "-c", pack, str(folder / "initrd.gz")], None, early)
 
 
 def start_script(
