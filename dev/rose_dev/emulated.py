@@ -65,12 +65,13 @@ echo "$modprobe" >/proc/sys/kernel/modprobe
 for module in btrfs loop veth; do "$modprobe" $module; done
 ip link set lo up
 ulimit -n 65536
-mkdir /copied
-mount -t tmpfs -o size=60% tmpfs /copied
+mkdir /memory
+mount -t tmpfs -o mode=1777,size=60% tmpfs /memory
+export TMPDIR=/memory  # a layer over files shows other inode numbers in a folder than in its files
 for path in $copied; do
-  mkdir -p "/copied$path"
-  cp -a "$path/." "/copied$path"
-  mount --bind "/copied$path" "$path"
+  mkdir -p "/memory/copied$path"
+  cp -a "$path/." "/memory/copied$path"
+  mount --bind "/memory/copied$path" "$path"
 done
 cd "$folder"
 eval "$command"
