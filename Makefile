@@ -113,7 +113,7 @@ test-long: engine cluster  ## what make test leaves out: failures and modes of t
 test-vllm: engine vllm  ## real vLLM on CPU as a rollout engine, alone and beside SGLang
 	$(CONTAINED) --limit 3000 $(BIN)/pytest -v -n 0 -m vllm tests/engines tests/host tests/router tests/tap $(ARGS)
 
-# What nodes of today have and a machine for development may not. Where there is no KVM it takes half an hour.
+# What nodes of today have and a machine for development may not. Where there is no KVM it takes eight quiet minutes.
 test-cgroup2: venv sandbox  ## process groups, their limits and sandboxes on a kernel with cgroup v2 alone, emulated (cached; root, Debian)
 	$(CONTAINED) --limit 4800 $(BIN)/python -m rose_dev.emulated --copy $(ROSE_CACHE)/sandbox/images \
 		env ROSE_TEST_DEADLINE=600 $(BIN)/pytest -v -n 0 -p no:cacheprovider \
