@@ -1,7 +1,7 @@
 """How many groups of a round may be late with their rewards: as few as hide what rewards take.
 
 A round ends with its last reward, and nothing of the round hides that (decision 0551). Groups whose
-rewards it does not wait for are trained on one version late (``rounds``). So of what was seen the
+rewards it does not wait for are trained on one step late (``rounds``). So of what was seen the
 fewest late groups are chosen that keep both aims:
 
 | aim | of |

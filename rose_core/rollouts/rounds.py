@@ -16,9 +16,10 @@ free of it.
 The last reward of a round comes after its last token, and nothing of the round hides it. With
 ``late`` a round closes without the rewards of up to so many groups. They are *carried* into the
 next round, whose rollouts hide them, and are in its batch for certain: what is carried is trained
-on one version late, never two. So that a batch is always ``batch`` groups, the first round that may
-carry starts ``late`` more. With 0, the default, a round waits for every reward and all of its batch
-is sampled by its own weights. A learned number is chosen as each round opens (``lateness``).
+on one step late, never two; an engine that was a version behind makes it two versions. So that a
+batch is always ``batch`` groups, the first round that may carry starts ``late`` more. With 0, the
+default, a round waits for every reward and carries nothing. A learned number is chosen as each
+round opens (``lateness``).
 
 | prompt | on | next |
 |---|---|---|

@@ -17,7 +17,7 @@ A trainer that *streams* adds the gradients of a round's groups one after the ot
 it is ready; its step ends when the last one's are added. A trajectory has ended when it has its
 reward, ``reward_s`` after its last token. A round waits for that, but for the rewards of ``late``
 groups, or of as many as it learns: these are carried into the next round's batch, and
-trained on one version late.
+trained on one step late.
 
 A trainer that *awaits* its weights starts groups only when its dedicated engines have what it
 published; one that does not starts them in the second in which it publishes, and engines that are
