@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -79,6 +80,11 @@ class Node:
 
     def is_ready(self) -> bool:
         return self.guard.replicas[POD].pod.ready
+
+    def is_served(self) -> bool:
+        """Whether the engine listens, so that it has filled its memory and let go of what it filled it from."""
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", self.port)) == 0
 
     @property
     def drain(self) -> Path:
@@ -175,6 +181,7 @@ async def node(folder: Path, feature: str = "on") -> AsyncIterator[Node]:
         guard.pollers[POD].cancel()  # the engine has no counter to compare with
         made.start_sleeper()
         try:
+            await made.until(made.is_served, "the engine listens")
             yield made
         finally:
             for process in (made.sleeper, engine):
