@@ -75,6 +75,7 @@ class Reason(StrEnum):
     SHARED_GPU = "SharedGpu"
     FOREIGN_PROCESS = "ForeignProcess"
     NO_GPU = "NoGPU"
+    POD_UNREADABLE = "PodUnreadable"
     GPU_IN_USE = "GPUInUse"
     OTHER_DEVICE_CLASS = "OtherDeviceClass"
     TOO_FEW_GPUS = "TooFewGPUs"
@@ -219,6 +220,7 @@ MEANING: dict[Reason, str] = {
     Reason.SHARED_GPU: "the GPU is allocated in shares, or to several pods; it has no one owner",
     Reason.FOREIGN_PROCESS: "somebody who does not own the GPU computes on it; the text says who",
     Reason.NO_GPU: "the agent found no GPU of this replica",
+    Reason.POD_UNREADABLE: "what is written on the serving pod cannot be read; the text says what",
     Reason.GPU_IN_USE: "a GPU of the replica is lent already or not yet vacated",
     Reason.OTHER_DEVICE_CLASS: "the replica's GPU is none of the lease's `deviceClasses`",
     Reason.TOO_FEW_GPUS: "the replica has fewer GPUs than the lease's `gpusPerSlot`",
@@ -322,6 +324,7 @@ REPLICA_REFUSALS = frozenset(
         Reason.SHARED_GPU,
         Reason.FOREIGN_PROCESS,
         Reason.NO_GPU,
+        Reason.POD_UNREADABLE,
         Reason.GPU_IN_USE,
         Reason.INSUFFICIENT_MEMORY,
         Reason.DEVICE_ACCESS,

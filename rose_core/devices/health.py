@@ -43,6 +43,7 @@ class DeviceRefusal(StrEnum):
     SHARED = "SharedGpu"
     FOREIGN = "ForeignProcess"
     NO_GPU = "NoGPU"
+    UNREADABLE = "PodUnreadable"
 
 
 class Virtualization(StrEnum):

@@ -99,15 +99,17 @@ def exchange() -> None:
 
 
 def names() -> None:
-    """Names in /proc that are made to be misread."""
+    """Names in /proc that are made to be misread; of this thread, which is the process's first."""
     map_snapshot(SNAPSHOT.with_name(f"{SNAPSHOT.name}\n7f00-7f01 rw-s 0 00:01 1 ..\n(deleted)"))
     ctypes.CDLL(None).prctl(_SET_NAME, b") R 1 1\n\xff(", 0, 0, 0)
 
 
 def main() -> None:
     """Serve."""
-    tricks = {"shrink": shrink, "exchange": exchange, "names": names}
-    if TRICK == "sparse":
+    tricks = {"shrink": shrink, "exchange": exchange}
+    if TRICK == "names":
+        names()
+    elif TRICK == "sparse":
         map_snapshot(SNAPSHOT, 2 << 30)
     elif TRICK in tricks:
         threading.Thread(target=tricks[TRICK], daemon=True).start()

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose_agent.os.processes import PROC, proc_text
 from rose_core.uids import PodUid, SlotUid
 from rose_engines.rundir import slot_of
 
@@ -40,17 +41,18 @@ def parse(cgroups: str) -> Owner:
     )
 
 
-def owner_of(pid: int, proc: Path = Path("/proc")) -> Owner | None:
+def owner_of(pid: int, proc: Path = PROC) -> Owner | None:
     """Whose the process is; None when it is gone or cannot be seen from here."""
     try:
-        return parse((proc / str(pid) / "cgroup").read_text())
+        return parse(proc_text(pid, "cgroup", proc=proc))
     except OSError:
         return None
 
 
-def command_of(pid: int, proc: Path = Path("/proc")) -> str:
-    """A process's name as the kernel has it; empty when it is gone."""
+def command_of(pid: int, proc: Path = PROC) -> str:
+    """A process's name, safe to print: it chose the bytes; empty when it is gone."""
     try:
-        return (proc / str(pid) / "comm").read_text(errors="replace").strip()
+        name = proc_text(pid, "comm", proc=proc).strip()
     except OSError:
         return ""
+    return "".join(each if each.isprintable() else "?" for each in name)

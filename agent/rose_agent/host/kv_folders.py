@@ -31,6 +31,7 @@ from pathlib import Path
 
 from rose_agent.errors import BadEngine, BadInput, NoMemory
 from rose_agent.host.accounts import COUNT
+from rose_agent.os.processes import proc_text
 from rose_core.rollouts.kv_store import admits
 
 _log = logging.getLogger(__name__)
@@ -228,7 +229,7 @@ def _file_system(path: Path) -> tuple[str, Path]:
     """Kind and mount point of what a folder lies on."""
     best = ("", Path("/"))
     whole = path.resolve()
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in proc_text("self", "mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         point = Path(left.split()[4].encode().decode("unicode_escape"))
         if whole.is_relative_to(point) and len(point.parts) >= len(best[1].parts):

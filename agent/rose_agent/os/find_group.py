@@ -44,7 +44,7 @@ def find_group(
 
 def _directory(record: EngineFile, version: int, mountinfo: Path) -> Path | None:
     """The cgroup by its path; else, from another cgroup namespace, by its number."""
-    mounts = parse_mountinfo(mountinfo.read_text())
+    mounts = parse_mountinfo(mountinfo.read_text(errors="replace"))
     named = PurePosixPath(record.cgroup_path)
     directory = locate(mounts, version, named) if record.cgroup_path else Path(record.cgroup)
     if directory is not None and directory.is_dir():

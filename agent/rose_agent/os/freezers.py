@@ -90,12 +90,12 @@ def group(driver: str, directory: Path | None, leader: int) -> ProcessGroup:
 
 def own_base(version: int, proc: Path = Path("/proc/self")) -> Path | None:
     """Folder of the host's own cgroup, None when it is not mounted here."""
-    paths = parse_membership((proc / "cgroup").read_text())
+    paths = parse_membership((proc / "cgroup").read_text(errors="replace"))
     path = paths.get("freezer" if version == 1 else "")
     if path is None:
         return None
     path = path.parent if path.name == HOST_LEAF else path
-    mounts = parse_mountinfo((proc / "mountinfo").read_text())
+    mounts = parse_mountinfo((proc / "mountinfo").read_text(errors="replace"))
     found = locate(mounts, version, path)
     if version == 1 or found is None or not found.exists():
         return found

@@ -68,10 +68,10 @@ class CgroupBase:
 
 def v1_base(controller: str, proc: Path = Path("/proc/self")) -> Path | None:
     """Folder of our own cgroup in a controller's v1 hierarchy; None when it is not mounted."""
-    path = parse_membership((proc / "cgroup").read_text()).get(controller)
+    path = parse_membership((proc / "cgroup").read_text(errors="replace")).get(controller)
     if path is None:
         return None
-    mounts = parse_mountinfo((proc / "mountinfo").read_text())
+    mounts = parse_mountinfo((proc / "mountinfo").read_text(errors="replace"))
     return locate(mounts, 1, path, controller)
 
 

@@ -25,6 +25,8 @@ from rose_core.devices.ownership import NO_GPU, UNKNOWN_GPU, Claim, DriverGpu, P
 from rose_core.identity import GpuUuid
 
 GPU_ANNOTATION = "rose-gpu.dev/gpus"
+# A node has 16 GPUs, and NVIDIA's names have 40 characters.
+_MOST_WRITTEN, _LONGEST_NAME = 64, 128
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -86,7 +88,11 @@ class WrittenClaims:
 
     def of(self, asked: ClaimingPod) -> Claim:
         """As the annotation says."""
-        written = tuple(GpuUuid(name) for name in asked.annotation.split(",") if name)
+        names = asked.annotation.split(",", _MOST_WRITTEN)
+        if len(names) > _MOST_WRITTEN or max(map(len, names)) > _LONGEST_NAME:
+            text = f"annotation {GPU_ANNOTATION} names more than GPUs of one node"
+            return Claim((), Proof.WRITTEN, UNKNOWN_GPU, text)
+        written = tuple(GpuUuid(name) for name in names if name)
         aged = tuple(self._gpus()[asked.older : asked.older + 1])
         return Claim(written or aged, Proof.WRITTEN)
 

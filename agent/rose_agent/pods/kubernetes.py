@@ -4,6 +4,9 @@ A small client over aiohttp: one list, then one watch, again from the list when 
 old or breaks. The last known pods stay valid while the API server is away, because tap, pidfds and
 cgroups speak for themselves. Credentials are the pod's service account, or ``--kube-url`` with
 ``--kube-token-file`` outside a cluster.
+
+What a pod's owner has written on it is any text of up to 256 KiB. Whatever of it cannot be read
+closes that replica's gate (``PodUnreadable``), by its name, and concerns no other pod.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import logging
 import os
 import ssl
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ from rose_agent.errors import ApiUnreachable, BadConfiguration
 from rose_agent.pods.claims import GPU_ANNOTATION, ClaimingPod, Claims
 from rose_agent.pods.model import Residents, ServingPod
 from rose_agent.pods.processes import PodProcess, Processes
+from rose_core.devices.health import DeviceRefusal
+from rose_core.devices.ownership import Claim
 from rose_core.identity import PodUid
 from rose_core.wire.sync import GroupPlace, PoolPolicy
 
@@ -41,7 +46,14 @@ GROUP_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
 WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
 _WATCH_SECONDS = 240
 _SCAN_SECONDS = 2.0
+_MOST_PORT = 65535
+# Far more than any engine stretches over.
+_MOST_PODS = 9999
+# Of a text that cannot be read, as much as helps to find it.
+_MOST_QUOTED = 40
 Json = dict[str, Any]
+# Something answers in the API server's place: a page for people, or other objects than pods.
+_NO_ANSWER = (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,7 @@ class KubernetesPods:
         self._scanned = 0.0
         self._synced = False
         self._version = ""
+        self._told: set[PodUid] = set()
 
     @property
     def synced(self) -> bool:
@@ -119,10 +132,13 @@ class KubernetesPods:
             self._found = self._processes.scan(chosen)
         by_age = sorted(chosen, key=lambda uid: _age(chosen[uid][0]))
         ended = frozenset(_name(pod) for pod in self._pods.values() if _has_ended(pod))
-        return {
-            uid: self._describe(pod, policy, by_age.index(uid), ended)
-            for uid, (pod, policy) in chosen.items()
-        }
+        found: dict[PodUid, ServingPod] = {}
+        for uid, (pod, policy) in chosen.items():
+            try:
+                found[uid] = self._describe(pod, policy, by_age.index(uid), ended)
+            except Exception as error:  # noqa: BLE001  # one pod costs no other its guard
+                found[uid] = self._unread(pod, policy, error)
+        return found
 
     @property
     def residents(self) -> Residents:
@@ -145,6 +161,9 @@ class KubernetesPods:
         found = self._found.get(_uid(pod), [])
         serving = [f for f in found if f.first or f.scheduler]
         annotations = meta.get("annotations") or {}
+        written = _Written(annotations)
+        size = written.number(GROUP_SIZE_ANNOTATION, _MOST_PODS, 1)
+        feed_port = written.number(FEED_ANNOTATION, _MOST_PORT, 0)
         asked = ClaimingPod(
             meta["namespace"],
             meta["name"],
@@ -168,10 +187,27 @@ class KubernetesPods:
             stopped=annotations.get(STOP_ANNOTATION, "").lower() == "true",
             pid=serving[0].pid if serving else 0,
             pids=tuple(sorted(f.pid for f in serving)),
-            claim=self._claims.of(asked),
-            feed_port=_port(annotations.get(FEED_ANNOTATION, "")),
-            group_size=_group_size(annotations.get(GROUP_SIZE_ANNOTATION, "")),
-            place=_place(meta.get("labels") or {}, annotations),
+            claim=_unless(written.problem, self._claims.of(asked)),
+            feed_port=feed_port,
+            group_size=size,
+            place=_place(meta.get("labels") or {}, size),
+        )
+
+    def _unread(self, pod: Json, policy: PoolPolicy, error: Exception) -> ServingPod:
+        """A replica of which nothing is known but that nothing of it is lent."""
+        meta, uid = pod["metadata"], _uid(pod)
+        if uid not in self._told:  # asked five times a second
+            self._told.add(uid)
+            _log.error("pod %s cannot be read", _name(pod), exc_info=error)
+        return ServingPod(
+            uid=uid,
+            namespace=meta["namespace"],
+            name=meta["name"],
+            pool=policy.pool,
+            address="",
+            port=policy.port,
+            ready=False,
+            claim=_unless(f"{type(error).__name__} while it was read", Claim()),
         )
 
     def scheduler(self, uid: PodUid) -> int:
@@ -197,7 +233,7 @@ class KubernetesPods:
                     while True:
                         await self._watch(session)
                         pause = 0.5
-                except (ApiUnreachable, aiohttp.ClientError, TimeoutError, OSError) as error:
+                except (ApiUnreachable, aiohttp.ClientError, OSError, *_NO_ANSWER) as error:
                     metrics.API_ERRORS.inc()
                     _log.info("pods of %s: %s", self._node, error)
                 await asyncio.sleep(pause)
@@ -291,19 +327,34 @@ def _ready(status: Json) -> tuple[bool, float]:
     return False, 0.0
 
 
-def _port(text: str) -> int:
-    """A port somebody wrote down; 0 when it is none."""
-    return int(text) if text.isdecimal() and int(text) < 65536 else 0
+class _Written:
+    """Annotations, of which the first that cannot be read is kept for people."""
+
+    def __init__(self, annotations: Json) -> None:
+        self._annotations = annotations
+        self.problem = ""
+
+    def number(self, key: str, most: int, unwritten: int) -> int:
+        """A number from 1 to ``most``; ``unwritten`` where there is none."""
+        text = self._annotations.get(key, "")
+        if not text:
+            return unwritten
+        # By its length first: Python refuses numbers of thousands of digits.
+        fits = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
+        if fits and 0 < int(text) <= most:
+            return int(text)
+        said = repr(text[:_MOST_QUOTED])
+        self.problem = self.problem or f"annotation {key} is no number from 1 to {most}: {said}"
+        return unwritten
 
 
-def _group_size(written: str) -> int:
-    """Pods that are one replica, as their controller says."""
-    return int(written) if written.isdecimal() and len(written) < 7 else 1
+def _unless(problem: str, claim: Claim) -> Claim:
+    """What it claims, and where something of the pod cannot be read, that nothing is lent."""
+    return replace(claim, refusal=DeviceRefusal.UNREADABLE, message=problem) if problem else claim
 
 
-def _place(labels: Json, annotations: Json) -> GroupPlace | None:
+def _place(labels: Json, size: int) -> GroupPlace | None:
     """The pod's place in a group of several; None where it is one by itself, or nobody says."""
-    size = _group_size(annotations.get(GROUP_SIZE_ANNOTATION, ""))
     name, group = labels.get(GROUP_NAME_LABEL, ""), labels.get(GROUP_INDEX_LABEL, "")
     index = labels.get(WORKER_INDEX_LABEL, "")
     told = name and group.isdecimal() and index.isdecimal() and len(index) < 7

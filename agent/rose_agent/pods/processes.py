@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose_agent.os.processes import PROC, proc_text
 from rose_core.identity import PodUid
 
 # ``sglang::scheduler``, as the kernel cuts it off.
@@ -57,7 +58,7 @@ class Processes:
         proc: the kernel's list.
     """
 
-    def __init__(self, proc: Path = Path("/proc")) -> None:
+    def __init__(self, proc: Path = PROC) -> None:
         self._proc = proc
         self._strangers: dict[str, int] = {}
         self._uids: frozenset[PodUid] = frozenset()
@@ -77,14 +78,13 @@ class Processes:
             if times >= _SURE and not complete:
                 self._strangers[name] = times
                 continue
-            folder = self._proc / name
             with contextlib.suppress(OSError):  # it has ended meanwhile
-                cgroup = (folder / "cgroup").read_text()
-                uid = next((u for form, u in wanted.items() if f"pod{form}" in cgroup), None)
+                cgroup = proc_text(name, "cgroup", proc=self._proc)
+                uid = _pod_of(cgroup, wanted)
                 if uid is None:
                     self._strangers[name] = times + 1
                 else:
-                    found[uid].append(_describe(folder, cgroup))
+                    found[uid].append(_describe(name, cgroup, self._proc))
         return found
 
     def _is_complete(self, uids: frozenset[PodUid]) -> bool:
@@ -95,27 +95,32 @@ class Processes:
         return new or self._looks % COMPLETE_EVERY == 0
 
 
-def _describe(folder: Path, cgroup: str) -> PodProcess:
-    name = (folder / "comm").read_text(errors="replace").strip()
-    inner = next(
-        (
-            line.split()[-1]
-            for line in (folder / "status").read_text().splitlines()
-            if line.startswith("NSpid:")
-        ),
-        "",
-    )
+def _pod_of(cgroup: str, wanted: Mapping[str, PodUid]) -> PodUid | None:
+    """The outermost of these pods: a container that may write cgroups names those inside."""
+    places = ((cgroup.find(f"pod{form}"), uid) for form, uid in wanted.items())
+    return min(((at, uid) for at, uid in places if at >= 0), default=(0, None))[1]
+
+
+def _describe(pid: str, cgroup: str, proc: Path) -> PodProcess:
+    name = proc_text(pid, "comm", proc=proc).strip()
     return PodProcess(
-        int(folder.name),
+        int(pid),
         container_id(cgroup),
-        first=inner == "1" and name != "pause",
+        first=inner_pid(proc_text(pid, "status", proc=proc)) == "1" and name != "pause",
         scheduler=name == _SCHEDULER,
     )
 
 
+def inner_pid(status: str) -> str:
+    """The pid in the innermost namespace, of a ``/proc/PID/status`` text; empty when untold."""
+    # Not ``splitlines``: of what it takes for the end of a line, a name may hold several.
+    lines = (line.split() for line in status.split("\n") if line.startswith("NSpid:"))
+    return next(lines, [""])[-1]
+
+
 def container_id(cgroup: str) -> str:
     """The 64 hex digits of the innermost container in a ``/proc/PID/cgroup`` text."""
-    for line in cgroup.splitlines():
+    for line in cgroup.split("\n"):
         for part in reversed(line.split("/")):
             name = part.removesuffix(".scope").rpartition("-")[2]
             if len(name) == 64 and all(c in "0123456789abcdef" for c in name):

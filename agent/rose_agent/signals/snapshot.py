@@ -20,13 +20,12 @@ import os
 import stat
 from pathlib import Path
 
+from rose_agent.os.processes import LONGEST_MAPS, PROC, proc_text
 from rose_core.telemetry.dialects import Figures, sglang_snapshot
 
 _NAME = "sglang_loads_"
 # A rank's load is some 600 bytes; the engine reserves 4 KiB for it.
 LARGEST_SNAPSHOT = 64 * 1024
-# A scheduler has some 2,000 mappings of 100 bytes; a process may have 65,530 of 4 KiB.
-_LARGEST_MAPS = 8 * 1024 * 1024
 
 
 def mapped(maps: str) -> str | None:
@@ -38,7 +37,7 @@ def mapped(maps: str) -> str | None:
     return None
 
 
-def open_snapshot(pid: int, proc: Path = Path("/proc")) -> int | None:
+def open_snapshot(pid: int, proc: Path = PROC) -> int | None:
     """A descriptor of the snapshot that this scheduler has mapped.
 
     Args:
@@ -49,11 +48,9 @@ def open_snapshot(pid: int, proc: Path = Path("/proc")) -> int | None:
         A file descriptor, the caller's to close; None when there is no such file, it may not be
         opened, or it is no regular file.
     """
-    folder = proc / str(pid)
     try:
-        with (folder / "maps").open("rb") as maps:
-            path = mapped(maps.read(_LARGEST_MAPS).decode("utf-8", "replace"))
-        return None if path is None else _open_below(folder / "root", path)
+        path = mapped(proc_text(pid, "maps", proc=proc, most=LONGEST_MAPS))
+        return None if path is None else _open_below(proc / str(pid) / "root", path)
     except (OSError, ValueError):
         return None
 

@@ -43,6 +43,7 @@ _UNFIT = frozenset(
         Reason.DRIVER_TOO_OLD,
         Reason.DEVICE_UNKNOWN,
         Reason.NO_GPU,
+        Reason.POD_UNREADABLE,
         Reason.SHARED_GPU,
         Reason.MIG_ENABLED,
         Reason.VIRTUAL_GPU,

@@ -26,6 +26,7 @@ from pathlib import Path
 from rose_agent.devices.mps import control3 as mps3
 from rose_agent.devices.mps import fake3 as fake_mps3
 from rose_agent.devices.mps.control import MULTI_USER
+from rose_agent.os.processes import proc_text
 
 _MOST = 1 << 16  # bytes of a command or an answer: each is one packet
 
@@ -36,7 +37,7 @@ def _place() -> Path:
 
 def _lives(pid: int) -> bool:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = proc_text(pid, "stat")
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
