@@ -82,7 +82,7 @@ class Node:
         return self.guard.replicas[POD].pod.ready
 
     def is_served(self) -> bool:
-        """Whether the engine listens, so that it has filled its memory and let go of what it filled it from."""
+        """Whether the engine listens: it has filled its memory and let go of what it came from."""
         with socket.socket() as one:
             return one.connect_ex(("127.0.0.1", self.port)) == 0
 
