@@ -6,12 +6,16 @@ Virtual time: H100 costs of ``simulate``, production's guard. Nothing here was m
 from __future__ import annotations
 
 import argparse
+import math
+import multiprocessing
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
-from bench.bound.adversary import Adversary, TriedSchedule
+from bench.bound.adversary import Adversary, Findings
 from bench.record import Figure, figure, record
 from bench.scenarios import scenario
 from rose_core.guard.certificate import CertificateCount
@@ -38,6 +42,7 @@ def main() -> None:
     add("--requests", type=_number, default=30_000, help="of the adversary, each sent twice: 1e7")
     add("--minutes", type=float, help="the adversary begins no schedule after that time")
     add("--seeds", type=int, default=3, help="searches, each from the beginning")
+    add("--processes", type=int, default=1, help="searches side by side")
     add("--only", choices=("adversary", "table"), help="leave the other part out")
     add("--seconds", type=float, default=600.0, help="of each load of the table")
     add("--derate", type=float, default=0.5)
@@ -77,33 +82,6 @@ def _table(told: Scenario, material: SimulationInputs, options: argparse.Namespa
     return rows
 
 
-@dataclass
-class _Found:
-    """What the searches have found so far.
-
-    Attributes:
-        above_stop: schedules that exceed D alone; ``above_chunk``: D and one chunk.
-    """
-
-    requests: int = 0
-    exceeded: int = 0
-    schedules: int = 0
-    above_stop: int = 0
-    above_chunk: int = 0
-    most_s: float = 0.0
-    worst: TriedSchedule | None = None
-
-    def add(self, one: TriedSchedule) -> None:
-        self.requests += one.requests
-        self.exceeded += one.exceeded
-        self.schedules += 1
-        self.above_stop += one.worst_s > one.cost.stop_s
-        self.above_chunk += one.worst_s > one.cost.stop_s + one.chunk_s
-        self.most_s = max(self.most_s, one.worst_s)
-        if self.worst is None or one.share > self.worst.share:
-            self.worst = one
-
-
 def _adversary(
     told: Scenario, material: SimulationInputs, options: argparse.Namespace
 ) -> list[Figure]:
@@ -111,15 +89,18 @@ def _adversary(
     loose: dict[str, object] = {"ttft_ms": _FOREVER_MS, "tpot_ms": 0.0}
     service = told.services[0].model_copy(update=loose)
     attack = Adversary(service, told.jobs[0], material.episodes, options.derate)
-    found, began = _Found(), time.monotonic()
-    for seed in range(1, options.seeds + 1):
-        until = began + 60 * options.minutes * seed / options.seeds if options.minutes else None
-        for one in attack.search(options.requests // options.seeds, seed):
-            found.add(one)
-            if until is not None and time.monotonic() > until:
-                break
-    assert found.worst is not None  # noqa: S101  # a search tries one schedule at least
-    worst, took_s = found.worst, time.monotonic() - began
+    found, began = Findings(), time.monotonic()
+    each = math.ceil(options.requests / options.seeds)
+    rounds = math.ceil(options.seeds / options.processes)
+    minutes = options.minutes / rounds if options.minutes else None
+    search, seeds = partial(attack.findings, each, minutes), range(1, options.seeds + 1)
+    # Spawned, as the simulator's: a fork beside threads may wait for a lock forever.
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, fresh) as pool:
+        for one in pool.map(search, seeds):
+            found.join(one)
+    cost, took_s = found.cost, time.monotonic() - began
+    assert cost is not None  # noqa: S101  # a search tries one schedule at least
     share = mixture_sequence(found.exceeded, found.requests)
     figures = [
         figure("adversary: requests, each alone and lent", found.requests, "1"),
@@ -127,12 +108,12 @@ def _adversary(
         figure("adversary: schedules", found.schedules, "1"),
         figure("adversary: exceedances of D + S + C", found.exceeded, "1", at_most=0),
         figure("adversary: exceedances of 10^6, at most", 1e6 * share.high, "1"),
-        figure("adversary: worst added / bound", worst.share, "ratio", at_most=1),
+        figure("adversary: worst added / bound", found.share, "ratio", at_most=1),
         figure("adversary: worst added", 1e3 * found.most_s, "ms"),
         figure("adversary: schedules that exceed D alone", found.above_stop, "1"),
         figure("adversary: schedules that exceed D and one chunk", found.above_chunk, "1"),
     ]
-    parts = zip("DSC", (worst.cost.stop_s, worst.cost.step_s, worst.cost.batch_s), strict=True)
+    parts = zip("DSC", (cost.stop_s, cost.step_s, cost.batch_s), strict=True)
     return figures + [figure(f"adversary: {name} there", 1e3 * part, "ms") for name, part in parts]
 
 

@@ -11,8 +11,10 @@ Serving's memory never binds here: the bound says nothing of requests that wait 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rose_core.guard.certificate import LendingCost
 from rose_core.guard.chunk import prefill_chunk
@@ -77,6 +79,47 @@ class TriedSchedule:
     lent: ReplicaYield
 
 
+@dataclass
+class Findings:
+    """What searches have found so far; seconds.
+
+    Attributes:
+        above_stop: schedules that exceed D alone; ``above_chunk``: D and one chunk.
+        share: the largest of the bound; ``cost``: D, S and C there.
+    """
+
+    requests: int = 0
+    exceeded: int = 0
+    schedules: int = 0
+    above_stop: int = 0
+    above_chunk: int = 0
+    most_s: float = 0.0
+    share: float = 0.0
+    cost: LendingCost | None = None
+
+    def add(self, one: TriedSchedule) -> None:
+        """Count one schedule."""
+        self.requests += one.requests
+        self.exceeded += one.exceeded
+        self.schedules += 1
+        self.above_stop += one.worst_s > one.cost.stop_s
+        self.above_chunk += one.worst_s > one.cost.stop_s + one.chunk_s
+        self.most_s = max(self.most_s, one.worst_s)
+        if self.cost is None or one.share > self.share:
+            self.share, self.cost = one.share, one.cost
+
+    def join(self, other: Findings) -> None:
+        """Add what another search has found."""
+        self.requests += other.requests
+        self.exceeded += other.exceeded
+        self.schedules += other.schedules
+        self.above_stop += other.above_stop
+        self.above_chunk += other.above_chunk
+        self.most_s = max(self.most_s, other.most_s)
+        if self.cost is None or other.share > self.share:
+            self.share, self.cost = other.share, other.cost
+
+
 def rows(schedule: Schedule) -> list[Row]:
     """The requests, each train after the last one's usual end."""
     at, found = WARM_S, []
@@ -133,6 +176,11 @@ class Adversary:
     delays: Delays = Delays()  # noqa: RUF009  # frozen
     slow: Interference = Interference()  # noqa: RUF009  # frozen
 
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest rollout."""
+        return max(sum(turn.new + turn.output for turn in one) for one in self.pool)
+
     def try_out(self, schedule: Schedule, seed: int) -> TriedSchedule:
         """Serve the schedule alone and lent, and compare request by request."""
         asked = rows(schedule)
@@ -141,8 +189,7 @@ class Adversary:
         alone = ReplicaBench(by_itself, lends=False, seconds=None).run(asked)
         draw = random.Random(seed)  # a model's randomness
         lent = ReplicaBench(lender, lends=True, seconds=None).run(asked, self.pool, draw)
-        longest = max(sum(turn.new + turn.output for turn in one) for one in self.pool)
-        cost = cost_of(lender, asked, longest, self.delays, self.slow)
+        cost = cost_of(lender, asked, self.longest, self.delays, self.slow)
         bound = cost.added_s
         both = zip(lent.requests, alone.requests, strict=True)
         added = [one.ttft_s - other.ttft_s for one, other in both]
@@ -165,6 +212,15 @@ class Adversary:
             schedules, served = schedules + 1, served + found.requests
             best = sorted([*best, found], key=lambda one: -one.share)[:keep]
             yield found
+
+    def findings(self, requests: int, minutes: float | None, seed: int) -> Findings:
+        """A whole search, or until the first schedule that ends after so many minutes."""
+        found, began = Findings(), time.monotonic()
+        for one in self.search(requests, seed):
+            found.add(one)
+            if minutes is not None and time.monotonic() > began + 60 * minutes:
+                break
+        return found
 
 
 def _drawn(draw: random.Random) -> Schedule:

@@ -231,7 +231,10 @@ class Experience:
         exceeded = self._lead(done)
         prefill, decode = self._shares(done)
         # By what was known before it: a late request must not be its own witness.
-        losses = self.predictor.loss(decoding=False), self.predictor.loss(decoding=True)
+        lost = (
+            prefill and prefill * self.predictor.loss(decoding=False),
+            decode and decode * self.predictor.loss(decoding=True),
+        )
         taught = self.lessons
         if done.ttft_s is not None:
             learn_prefill = taught.predictor.learn_prefill
@@ -241,7 +244,7 @@ class Experience:
             taught.predictor = learn_decode(1 + others, done.tpot_s, share=decode)
         met = RequestExposure(
             *(prefill, decode),
-            *_used(done, goals, prefill * losses[0], decode * losses[1]),
+            *_used(done, goals, *lost),
             exceeded=exceeded,
         )
         if met.used and met.exposed:

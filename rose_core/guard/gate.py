@@ -180,8 +180,7 @@ def _idle(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
 
 def _busy(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
     # 1. Without requests to measure, a limit to keep or in a bursty regime only idle gaps are used.
-    unmeasured = not facts.signal.requests
-    if unmeasured or not facts.objective.given or facts.idle_share >= limits.on_off_share:
+    if not facts.signal.requests or gaps_only(facts.objective, facts.idle_share, limits):
         return closed(GateReason.SERVING_BUSY)
     # 2. What each request has left if the gate closed now, and the share of time to lend.
     slack = measure(
@@ -204,6 +203,11 @@ def _busy(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
         return GateVerdict(open=False, reason=GateReason.SLACK, duty=slack.duty, slack=slack)
     # 6. In time: open for the duty's share of every period.
     return _paced(slack, limits, now_ns)
+
+
+def gaps_only(objective: Objective, idle_share: float, limits: GateLimits) -> bool:
+    """Whether a replica with requests that can be measured is lent in its idle gaps alone."""
+    return not objective.given or idle_share >= limits.on_off_share
 
 
 def _paced(slack: Slack, limits: GateLimits, now_ns: int) -> GateVerdict:

@@ -26,7 +26,7 @@ Next step: ``predictor`` multiplies its profile by both factors.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 _MEMORY = 0.98  # forgetting factor: 1 / (1 - 0.98) = the last fifty requests carry the weight
 _BELIEF = 4.0  # requests that the prior of the slope counts for: few, so that evidence wins soon
@@ -98,8 +98,7 @@ class Mixture:
         expected = self.line(slowdown).cost(share) * math.exp(self.above)
         above = self.above + _error(seen / expected, quantile, step)
         y = 1 / min(_FURTHEST, max(1 / _FURTHEST, seen))
-        return replace(
-            self,
+        return Mixture(
             weight=_MEMORY * self.weight + 1,
             share=_MEMORY * self.share + share,
             square=_MEMORY * self.square + share**2,

@@ -7,7 +7,7 @@ predicted is a high *quantile* of the cost, not its mean. Next step: ``slack`` a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rose_core.guard.mixture import Mixture
 
@@ -67,12 +67,14 @@ class Predictor:
     def learn_prefill(self, size: int, seconds: float, *, share: float) -> Predictor:
         """Learn from a time to first token that met an open gate for ``share`` of it."""
         seen, slowdown = seconds / self.profile.prefill_s(size), self.profile.shared_prefill
-        return replace(self, prefill=self._learned(self.prefill, seen, share, slowdown))
+        learned = self._learned(self.prefill, seen, share, slowdown)
+        return Predictor(self.profile, self.quantile, self.step, learned, self.decode)
 
     def learn_decode(self, running: int, seconds: float, *, share: float) -> Predictor:
         """Learn from a mean time per token that met an open gate for ``share`` of it."""
         seen, slowdown = seconds / self.profile.decode_s(running), self.profile.shared_decode
-        return replace(self, decode=self._learned(self.decode, seen, share, slowdown))
+        learned = self._learned(self.decode, seen, share, slowdown)
+        return Predictor(self.profile, self.quantile, self.step, self.prefill, learned)
 
     def slowdown(self) -> float:
         """How many times slower a decode step is beside a rollout engine; at least 1."""

@@ -79,7 +79,9 @@ class Gaps:
         low = now_ns - self._window_ns
         while self._gaps and self._gaps[0][1] <= low:
             self._gaps.popleft()
-        total = sum(end - max(start, low) for start, end in self._gaps)
+        total = 0
+        for start, end in self._gaps:  # a handful, asked for at every step: no generator
+            total += end - max(start, low)
         if self._idle_since_ns is not None:
             total += max(0, now_ns - max(self._idle_since_ns + self._reopen_ns, low))
         return min(1.0, total / self._window_ns)

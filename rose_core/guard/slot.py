@@ -319,7 +319,7 @@ def _close(state: SlotMachine, now: _Now) -> Step:
         state = _at_rung(state, Rung.STOP, now.ns)
         state = replace(state, ordered_ns=0, killed=False, late_cpu_ns=None)
     if now.seen.engine is not None and now.seen.engine.held:
-        return _held(replace(state, self_frozen=False), now)
+        return _held(replace(state, self_frozen=False) if state.self_frozen else state, now)
     return _stop(state, now)
 
 

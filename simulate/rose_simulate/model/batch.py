@@ -125,10 +125,8 @@ class BatchEngine:
         self._settle()
         self.waiting.append(sequence)
         if self.running and not self._prefilling:
-            self._settle()
-            self._steps = min(
-                self._steps, 1
-            )  # the step under way ends, then the newcomer is looked at
+            # The step under way ends, then the newcomer is looked at.
+            self._steps = min(self._steps, 1)
             self._plan()
         elif not self._prefilling:
             self._choose()
@@ -172,7 +170,7 @@ class BatchEngine:
     # --- inside
 
     def _note_busy(self) -> None:
-        busy = self.live > 0
+        busy = bool(self.waiting or self.running or self._prefilling)
         if busy != self.busy:
             self.busy = busy
             self._on_busy()
@@ -186,7 +184,7 @@ class BatchEngine:
         elapsed, self._mark_ns = now - self._mark_ns, now
         if elapsed <= 0:
             return
-        if self.live:
+        if self.waiting or self.running or self._prefilling:
             self.busy_ns += elapsed
         if self.speed <= 0.0 or not (self._prefilling or self._steps):
             return
@@ -217,7 +215,7 @@ class BatchEngine:
             self._total = self._prefill_s() + self._fetch_s()
         elif self.running:
             self._first, self._growth = self._costs.step(len(self.running), self._context)
-            self._steps = min(sequence.left for sequence in self.running)
+            self._steps = min([sequence.left for sequence in self.running])
         self._plan()
 
     def _prefill_s(self) -> float:

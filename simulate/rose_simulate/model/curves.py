@@ -12,7 +12,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from rose_core.guard.certificate import Certificate, CertificateCount
+from rose_core.guard.certificate import CertificateCount
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.costs import costs_of, kv_tokens
@@ -58,7 +58,6 @@ class ReplicaYield:
         late: numbers of the requests that violate the SLO.
         requests: all of them, as they were served.
         verdicts: how often the guard's gate said each word.
-        certificate: the gate's last one.
         certified: requests that met an open gate under one, and those beyond its ceiling.
     """
 
@@ -67,7 +66,6 @@ class ReplicaYield:
     late: frozenset[int]
     requests: tuple[ServingRequest, ...] = field(default=(), compare=False)
     verdicts: Mapping[str, int] = field(default_factory=dict)
-    certificate: Certificate | None = None
     certified: CertificateCount = field(default_factory=CertificateCount)
 
 
@@ -231,7 +229,7 @@ class ReplicaBench:
             (replica.device.computing_ns - open_ns) / SECOND / seconds,
             frozenset(one.number for one in requests if self._late(one)),
             tuple(requests),
-            *((gate.verdicts, gate.certificate, gate.certified) if gate is not None else ()),
+            *((gate.verdicts, gate.certified) if gate is not None else ()),
         )
 
     def _serve(self, requests: Rows[ServingRequest]) -> None:

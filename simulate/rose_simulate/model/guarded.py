@@ -3,9 +3,9 @@
 Every decision is production's: ``telemetry.book`` and ``telemetry.signal`` make the signal,
 ``guard.regime`` and ``guard.experience`` what is learned, ``guard.gate.judge`` the verdict,
 ``guard.slot.decide`` the orders. Here are only their delays. Production steps at every
-heartbeat and every event; here a step that could not change anything (gate open and idle, permit
-extended for ever) is left out, and a closed gate that only waits for the end of a request is looked
-at every 100 ms.
+heartbeat and every event. Here a step that could not change anything is left out: the gate is open
+and idle, its permit extended for ever; or it is closed for requests under way, its engine held, and
+idle gaps alone are lent. Whether that is still so is looked at with each event, and every 100 ms.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from rose_core.guard.certificate import Certificate, CertificateCount
 from rose_core.guard.experience import BUDGET_CAUSE, Experience
-from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, judge
+from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, gaps_only, judge
 from rose_core.guard.ladder import Action, LadderLimits, Order
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.regime import Gaps
@@ -26,6 +26,7 @@ from rose_core.telemetry.book import Book, FinishedRequest
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Arrived, Ended, EndKind, FirstToken, Health, Sized
 from rose_core.telemetry.signal import Limits, Reading, ServingSignal, advance, merge
+from rose_core.wire.host import EngineState
 from rose_core.wire.sync import SignalSource
 from rose_simulate.model.clock import MILLISECOND, SECOND, Clock, Event
 from rose_simulate.model.device import Device
@@ -67,7 +68,9 @@ class GuardedGate(Gate):
         super().__init__(clock, device, host, changed)
         self._timings, self._goals, self._tapped = timings, objective, tapped
         self._name, self._percentile, self._pool = name, percentile, pool
-        self._gate, self._ladder, self._limits = GateLimits(), LadderLimits(), Limits()
+        self._gate, self._ladder = GateLimits(), LadderLimits()
+        # Its heartbeats come on while nothing is looked at here, so the tap is believed.
+        self._limits = Limits(tap_stale_ns=_ALWAYS_NS)
         self._wake: Event | None = None
         self._polling = False
         self.verdicts: dict[GateReason, int] = {}
@@ -88,7 +91,7 @@ class GuardedGate(Gate):
         self._reading: Reading | None = None
         self._machine = SlotMachine()
         self._chunk_divisor = 1
-        self._held = self._holding = False
+        self._held = self._holding = self._rests = False
         self._requests: dict[int, ServingRequest] = {}
         self._dead_until_ns = 0
 
@@ -221,9 +224,7 @@ class GuardedGate(Gate):
             if known.first_ns and sequence is not None:
                 # What the book makes of ``Progress``, which is most of a busy replica's events.
                 known.last_ns, known.tokens = now, sequence.produced
-        found = merge(self._book, True, (), allowed=_TAP, limits=self._limits, now_ns=now)
-        # Its heartbeats come on while nothing is looked at here, so it is believed until then.
-        return replace(found, believed_until_ns=0)
+        return merge(self._book, True, (), allowed=_TAP, limits=self._limits, now_ns=now)
 
     def step(self) -> None:
         """Judge, decide, carry out, and say when to look again."""
@@ -232,8 +233,12 @@ class GuardedGate(Gate):
             return
         if self.device.serving is not None and self._book.live:
             self.device.serving.settle()
+        if self._rests and self._still(now):
+            self._note(GateReason.SERVING_BUSY)
+            self._wake_at(now + _WAITING_NS)
+            return
         verdict = judge(self._facts(now), self._gate, now)
-        self.verdicts[verdict.reason] = self.verdicts.get(verdict.reason, 0) + 1
+        self._note(verdict.reason)
         state = self.host.state
         engine = EngineSeen(state, 1, held=self._held) if state is not None else None
         seen = SlotSeen(self.granted, 1, verdict, engine, host_alive=True, heartbeat_ns=0)
@@ -244,7 +249,22 @@ class GuardedGate(Gate):
         until_ns = verdict.until_ns or _ALWAYS_NS
         self._experience.open_time.note(until_ns if is_open and not self._held else 0, now)
         self.set_open(is_open)
+        self._rests = verdict.reason is GateReason.SERVING_BUSY and self._held
         self._schedule(verdict, now)
+
+    def _note(self, reason: GateReason) -> None:
+        self.verdicts[reason] = self.verdicts.get(reason, 0) + 1
+
+    def _still(self, now: int) -> bool:
+        """Whether the last step, which found requests under way and its engine held, stands."""
+        return (
+            self._held
+            and self.granted
+            and bool(self._book.live)
+            and self.host.state is EngineState.SERVING
+            and not self._budget.breaker.open(now)
+            and gaps_only(self._goals, self._gaps.share(now), self._gate)
+        )
 
     def _facts(self, now: int) -> ReplicaFacts:
         margin = self._experience.margin.value
@@ -304,15 +324,17 @@ class GuardedGate(Gate):
             self.step()
 
     def _schedule(self, verdict: GateVerdict, now: int) -> None:
-        if self._wake is not None:
-            self._wake.cancel()
-            self._wake = None
-        if not self.granted and self.host.state is None:
+        idle = verdict.reason is GateReason.IDLE
+        if idle or (not self.granted and self.host.state is None):
+            self._wake_at(None)
             return
         tick = round(self._timings.tick_s * SECOND)
-        if verdict.reason is GateReason.IDLE:
-            return
         wait = _WAITING_NS if verdict.reason is GateReason.SERVING_BUSY else tick
         if verdict.again_ns > now:
             wait = min(wait, verdict.again_ns - now)
-        self._wake = self.clock.at(now + wait, self.step)
+        self._wake_at(now + wait)
+
+    def _wake_at(self, time_ns: int | None) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        self._wake = None if time_ns is None else self.clock.at(time_ns, self.step)
