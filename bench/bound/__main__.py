@@ -42,6 +42,7 @@ def main() -> None:
     add("--requests", type=_number, default=30_000, help="of the adversary, each sent twice: 1e7")
     add("--minutes", type=float, help="the adversary begins no schedule after that time")
     add("--seeds", type=int, default=3, help="searches, each from the beginning")
+    add("--first-seed", type=int, default=1, help="what runs with other seeds count adds up")
     add("--processes", type=int, default=1, help="searches side by side")
     add("--only", choices=("adversary", "table"), help="leave the other part out")
     add("--seconds", type=float, default=600.0, help="of each load of the table")
@@ -93,7 +94,8 @@ def _adversary(
     each = math.ceil(options.requests / options.seeds)
     rounds = math.ceil(options.seeds / options.processes)
     minutes = options.minutes / rounds if options.minutes else None
-    search, seeds = partial(attack.findings, each, minutes), range(1, options.seeds + 1)
+    search = partial(attack.findings, each, minutes)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     # Spawned, as the simulator's: a fork beside threads may wait for a lock forever.
     fresh = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, fresh) as pool:

@@ -29,6 +29,9 @@ _SHARE_TIME_S = 20.0
 _BEATS = 27
 
 
+_OfLive = Dismissed | Sized | FirstToken | Progress | Ended
+
+
 @dataclass
 class LiveRequest:
     """One request under way; ``size`` is the body's bytes, -1 unknown; 0 ns = not yet.
@@ -121,8 +124,7 @@ class Book:
             return None
         return self._on_live(event, now_ns)
 
-    def _on_live(self, event: TapEvent, now_ns: int) -> FinishedRequest | None:
-        assert not isinstance(event, Health | Arrived)  # noqa: S101  # dispatched above
+    def _on_live(self, event: _OfLive, now_ns: int) -> FinishedRequest | None:
         request = self.live.get(event.request)
         if request is None:
             return None

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 import rose_core
-import rose_simulate
+import rose_simulate.model
 from rose_simulate.model.outcome import RunOutcome
 from rose_simulate.model.regimes import RULES, LendingMode
 from rose_simulate.model.run import Alone, run
@@ -160,7 +160,7 @@ def _path(kept: Path | None, key: str, material: SimulationInputs) -> Path | Non
 def _code() -> str:
     """Digest of every line that could change a result."""
     digest = hashlib.sha256()
-    for folder in (*rose_core.__path__, *rose_simulate.__path__):
+    for folder in (*rose_core.__path__, *rose_simulate.model.__path__):
         for path in sorted(Path(folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()

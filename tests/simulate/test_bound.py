@@ -3,7 +3,7 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from bench.bound.adversary import OUTPUTS, PROMPTS, Adversary, Schedule, Train
+from bench.bound.adversary import OUTPUTS, PROMPTS, Adversary, Findings, Schedule, Train
 from rose_core.guard.reasons import GateReason
 from tests.simulate.worlds import EPISODES, scenario
 
@@ -36,3 +36,18 @@ def test_equal_seeds_search_equally() -> None:
     one, other = ([found.schedule for found in ATTACK.search(900, seed=4)] for _ in range(2))
     assert len(one) > 1
     assert one == other
+
+
+def test_what_searches_have_found_adds_up() -> None:
+    both = [ATTACK.findings(300, None, seed) for seed in (1, 2)]
+    found, each = Findings(), [one for seed in (1, 2) for one in ATTACK.search(300, seed)]
+    for one in both:
+        found.join(one)
+    assert (found.requests, found.schedules) == (sum(one.requests for one in each), len(each))
+    worst = max(each, key=lambda one: one.share)
+    assert (found.share, found.cost) == (worst.share, worst.cost)
+    assert found.most_s == max(one.worst_s for one in each)
+
+
+def test_a_search_whose_time_is_over_ends_with_its_schedule() -> None:
+    assert ATTACK.findings(10_000, 0.0, seed=1).schedules == 1

@@ -4,12 +4,15 @@ import pytest
 
 import rose_core.guard.gate
 from rose_core.guard.chunk import prefill_chunk
+from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, judge
 from rose_core.guard.ladder import LadderLimits
+from rose_core.guard.reasons import GateReason
 from rose_simulate.model import guarded
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.costs import costs_of
 from rose_simulate.model.gates import ServingRequest
+from rose_simulate.model.guarded import GuardedGate
 from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.scenario import Regime
@@ -60,6 +63,40 @@ def test_ours_stops_for_a_request_and_reopens_after_it() -> None:
     assert opened[0] < 10
     assert ended + 0.05 <= opened[1] <= ended + 0.2
     assert 0 < bench.replica.device.shared_ns < 0.1 * SECOND
+
+
+def _busy(*, leaves_out: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
+    """What happens when requests overlap, and how often the policy was asked."""
+    asked = 0
+
+    def judged(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
+        nonlocal asked
+        asked += 1
+        return judge(facts, limits, now_ns)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(guarded, "judge", judged)
+        if not leaves_out:
+            patch.setattr(GuardedGate, "_still", lambda *_: False)
+        bench = Bench(Regime.OURS)
+        # A train in a quiet minute, then so many that no gap is left and slack decides.
+        times = [30 + 0.05 * n for n in range(20)] + [50 + 0.4 * n for n in range(40)]
+        requests = [bench.serve(at, output=80) for at in times]
+        bench.run(80)
+    gate = bench.replica.gate
+    assert isinstance(gate, GuardedGate)
+    ends = [(one.first_ns, one.ended_ns) for one in requests]
+    return asked, ends, bench.moves, gate.verdicts
+
+
+def test_steps_that_are_left_out_would_have_changed_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, *found = _busy(leaves_out=True, monkeypatch=monkeypatch)
+    many, *whole = _busy(leaves_out=False, monkeypatch=monkeypatch)
+    assert found == whole
+    assert few < many
+    assert GateReason.SLACK in found[-1], "slack decided at times"
 
 
 def test_nothing_is_lent_when_productions_gate_says_no(monkeypatch: pytest.MonkeyPatch) -> None:

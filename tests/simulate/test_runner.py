@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import rose_simulate.model
 from rose_simulate import runner
 from rose_simulate.model.scenario import Regime
 from rose_simulate.runner import Case, Runner
@@ -49,3 +50,13 @@ def test_what_a_folder_keeps_is_used_until_the_code_changes(
     monkeypatch.setattr(runner, "_code", lambda: "another")
     Runner(kept=tmp_path).run(CASES, MATERIAL, lambda _one: None)
     assert len(list(tmp_path.iterdir())) == 8
+
+
+def test_a_line_of_the_simulator_changes_what_is_kept_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = runner._code.__wrapped__
+    before = digest()
+    (tmp_path / "batch.py").write_text("FASTER = True")
+    monkeypatch.setattr(rose_simulate.model, "__path__", [*rose_simulate.model.__path__, tmp_path])
+    assert digest() != before
