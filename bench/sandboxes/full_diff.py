@@ -5,10 +5,13 @@
 | files of the upper layer | mode, owner, every byte, time; folders: that they are there, whose |
 | files in memory | every byte |
 | processes | which there are, their folders, what they have open and where they read in it |
+| their settings | masks, owners, limits, what they do at which signal |
 | their memory | every byte that they may write and share with nobody |
 | a session's shell | what it says of itself, since its memory differs after every command |
 
-It knows nothing of how an inspector looks, but for the shell's words.
+It knows nothing of how an inspector looks, but for the shell's words. An inspector looks at one
+moment, and a job may write while it is compared. So its word is judged by the states on both sides
+of each of its looks: what only some of them show is nobody's mistake.
 Next step: ``recall`` counts; the inspector's fuzzer looks for what is missed.
 """
 
@@ -26,6 +29,7 @@ from rose_sandbox.inspector.witness import said_by_shell
 from rose_sandbox.runtimes.runtime import Facts
 
 _PIECE = 1 << 20
+_SETTING = re.compile(r"^(Umask|Uid|Gid|Groups|SigBlk|SigIgn|SigCgt):\s*(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,21 @@ class FullState:
         """Whether files differ, and whether processes or files in memory do."""
         processes = (self.in_memory, self.processes) != (before.in_memory, before.processes)
         return self.files != before.files, processes
+
+
+Around = tuple[FullState, FullState]
+"""The states just before and just after a look."""
+
+
+def surely_changed(before: Around, now: Around) -> tuple[bool, bool]:
+    """Whether files, and whether processes or files in memory, differ whenever it looked."""
+    found = [one.changed(other) for one in now for other in before]
+    return all(files for files, _ in found), all(processes for _, processes in found)
+
+
+def surely_same(before: Around, now: Around) -> bool:
+    """Whether nothing differs, whenever it looked."""
+    return not any(any(one.changed(other)) for one in now for other in before)
 
 
 def full_state(facts: Facts) -> FullState:
@@ -93,8 +112,14 @@ def _processes(facts: Facts) -> dict[tuple[int, str], tuple[object, ...]]:
                 continue
             said = said_by_shell(pid, facts.init)
             memory = _memory(at) if said is None else hashlib.sha256(said.encode()).hexdigest()
-            found[pid, words[19]] = (line, str((at / "cwd").readlink()), _open(at), memory)
+            about = (line, str((at / "cwd").readlink()), *_settings(at))
+            found[pid, words[19]] = (*about, _open(at), memory)
     return found
+
+
+def _settings(at: Path) -> tuple[object, ...]:
+    told = dict(_SETTING.findall((at / "status").read_text()))
+    return tuple(sorted(told.items())), (at / "limits").read_text()
 
 
 def _open(at: Path) -> tuple[tuple[str, str, str], ...]:

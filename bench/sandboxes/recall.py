@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.record import Figure, figure, record
-from bench.sandboxes.full_diff import full_state
+from bench.sandboxes.full_diff import full_state, surely_changed, surely_same
 from bench.sandboxes.mix import PROJECT, draw
 from bench.sandboxes.own import own_runtime
 from bench.sandboxes.tasks import TASKS
@@ -54,7 +54,7 @@ class Tally:
 
     Attributes:
         turns, idle, told: all; those that the diff finds nothing in; those of them told so.
-        missed: commands that changed something and were told to change nothing.
+        missed: commands that changed something and were told not to, with both words.
         untold: what the inspector took for a change where there was none, with one command of each.
     """
 
@@ -79,23 +79,23 @@ async def play(runtime: RuncRuntime, inspector: BpfInspector, script: Script, ta
     box = await runtime.create(SandboxSpec(script.name))
     await runtime.exec(box, script.before, SECONDS, session=script.session)
     facts = await runtime.facts(box)
+    first = await asyncio.to_thread(full_state, facts)
     await inspector.watch(script.name, facts)
-    before = await asyncio.to_thread(full_state, facts)
+    before = first, await asyncio.to_thread(full_state, facts)
     for command in script.turns:
         await runtime.exec(box, command, SECONDS, session=script.session)
         facts = await runtime.facts(box)
-        # The diff on both sides: what moves between the two looks is nobody's mistake.
         first = await asyncio.to_thread(full_state, facts)
         said = await inspector.effects(script.name, facts)
-        now = await asyncio.to_thread(full_state, await runtime.facts(box))
+        now = first, await asyncio.to_thread(full_state, await runtime.facts(box))
         await inspector.saved(script.name)
-        files, processes = first.changed(before)
-        nothing = not (files or processes or any(now.changed(before)))
+        files, processes = surely_changed(before, now)
+        nothing = surely_same(before, now)
         tally.turns += 1
         tally.idle += nothing
         wrong = (files and not said.files) or (processes and not said.processes)
         if wrong and not said.unknown:
-            tally.missed.append(command)
+            tally.missed.append(f"{command} ({files=}, {processes=}, {said.kind.value})")
         if nothing:
             tally.told += said.kind.value == "none"
             if said.kind.value != "none":
