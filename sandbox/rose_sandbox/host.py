@@ -69,6 +69,7 @@ from rose_sandbox.saving import Saver
 from rose_weights.errors import Fenced, UnknownVersion, WeightsError
 from rose_weights.store.records import (
     Command,
+    Owned,
     Record,
     Records,
     Turn,
@@ -176,17 +177,16 @@ class Host:
                 )
             spec = SandboxSpec(key_of(session), image, limits, dict(environment or {}), folder)
             handle = await self._runtime.create(spec)
-            try:
-                owned = await asyncio.to_thread(self._records.own, session, self._owner, seen)
+
+            def take() -> Owned:
+                owned = self._records.own(session, self._owner, seen)
                 # Turn 0, the bare image: what leaves the sandbox before turn 1 has a record too.
-                await asyncio.to_thread(
-                    self._records.publish, owned, Turn(0, (), written_spec(spec))
-                )
-            except WeightsError:
-                await self._runtime.end(handle)
-                raise
+                self._records.publish(owned, Turn(0, (), written_spec(spec)))
+                return owned
+
+            owned, watching = await self._take(handle, take)
             box = Box(spec, handle, owned)
-            await self._begin(session, box)
+            await self._begin(session, box, watching)
             return self._tell(session, box)
 
     async def exec(
@@ -451,18 +451,19 @@ class Host:
             else:  # what an earlier process of this host left behind
                 await self._runtime.end(Handle(key_of(session)))
             ((handle, spec),) = await self._saver.bring(record, [key_of(session)])
-            try:
-                owned = await asyncio.to_thread(self._records.own, session, self._owner, seen)
-                noted = tuple(written_effect(one) for one in happened)
-                await asyncio.to_thread(self._records.back, owned, record.turn, noted)
-            except WeightsError:
-                await self._runtime.end(handle)
-                raise
+            noted = tuple(written_effect(one) for one in happened)
+
+            def take() -> Owned:
+                owned = self._records.own(session, self._owner, seen)
+                self._records.back(owned, record.turn, noted)
+                return owned
+
+            owned, watching = await self._take(handle, take)
             box = Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
             box.ids, box.versions, box.effects = ids, record.weight_versions, happened
             box.history = history
             box.commands = {one.name: one for one in record.commands}
-            await self._begin(session, box)
+            await self._begin(session, box, watching)
             metrics.RESTORES.labels("restore").inc()
             told = self._tell(session, box)
             return Restored(told, ids, record.weight_versions, crossing, history)
@@ -522,18 +523,18 @@ class Host:
         spec: SandboxSpec,
     ) -> None:
         session, record = parent
-        try:
-            owned = await asyncio.to_thread(self._records.own, name, self._owner)
-            at = (session, record.turn)
-            await asyncio.to_thread(self._records.adopt, owned, record, at)
-        except WeightsError:
-            await self._runtime.end(handle)
-            raise
+
+        def take() -> Owned:
+            owned = self._records.own(name, self._owner)
+            self._records.adopt(owned, record, (session, record.turn))
+            return owned
+
+        owned, watching = await self._take(handle, take)
         box = Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
         box.ids, box.versions, box.history = given.ids, given.weight_versions, given.history
         box.effects = tuple(read_effect(one) for one in record.effects)
         box.commands = {one.name: one for one in record.commands}
-        await self._begin(name, box)
+        await self._begin(name, box, watching)
 
     async def close(self) -> None:
         """End boundaries and let go; sandboxes and records stay."""
@@ -633,19 +634,42 @@ class Host:
         """
         return self._changing.setdefault(session, asyncio.Lock())
 
-    async def _begin(self, session: str, box: Box) -> None:
+    async def _take(
+        self, handle: Handle, take: Callable[[], Owned]
+    ) -> tuple[Owned, asyncio.Task[None]]:
+        """Make a new sandbox's session this host's, while the inspector looks at the sandbox.
+
+        Raises:
+            WeightsError: as ``take``; the sandbox has ended.
+        """
+        watching = asyncio.create_task(self._watch(handle))
+        try:
+            return await asyncio.to_thread(take), watching
+        except WeightsError:
+            await asyncio.gather(watching, return_exceptions=True)
+            await self._inspector.forget(handle.key)
+            await self._runtime.end(handle)
+            raise
+
+    async def _begin(self, session: str, box: Box, watching: asyncio.Task[None]) -> None:
         self._boxes[session] = box
         metrics.SANDBOXES.set(len(self._boxes))
         self._fenced.pop(session, None)
         if self._renewing is None:
             self._renewing = asyncio.create_task(self._renew_for_ever())
-        await self._attach(box)
+        await watching
+        await self._let_out(box)
 
-    async def _attach(self, box: Box) -> None:
-        """Inspector and proxy belong to the processes: set anew with every life of them."""
+    # Inspector and proxy belong to the processes: set anew with every life of them.
+
+    async def _watch(self, handle: Handle) -> None:
+        await self._inspector.watch(handle.key, await self._runtime.facts(handle))
+
+    async def _let_out(self, box: Box) -> None:
+        if not self._allowed:
+            return
         facts = await self._runtime.facts(box.handle)
-        await self._inspector.watch(box.spec.key, facts)
-        if self._allowed and (facts.init is not None or facts.door is not None):
+        if facts.init is not None or facts.door is not None:
             box.egress = Egress(self._allowed, lambda effect: self._left(box, effect))
             if facts.door is not None:
                 await box.egress.listen_at(facts.door)
@@ -694,7 +718,8 @@ class Host:
         if box.egress is not None:
             await box.egress.close()
         box.handle = await self._runtime.resume(box.handle)
-        await self._attach(box)
+        await self._watch(box.handle)
+        await self._let_out(box)
 
     async def _settle(self, box: Box) -> None:
         """Its boundary is over: one that cuts is waited for, one that waits for its turn is not."""

@@ -25,7 +25,7 @@ from rose_sandbox.inspector.inspector import Effects, Inspector
 from rose_sandbox.recorded import read_spec, written_effect, written_spec
 from rose_sandbox.runtimes.runtime import CheckpointParts, Handle, Kind, Part, Runtime, SandboxSpec
 from rose_weights.errors import Damaged, Fenced, Incomplete, WeightsError
-from rose_weights.store.records import Record, Records, Turn, mapped
+from rose_weights.store.records import Record, Records, SavedPart, Turn, mapped
 
 LOG = logging.getLogger(__name__)
 
@@ -192,17 +192,20 @@ class Saver:
         """
         specs = [read_spec(record.spec, key) for key in keys]
         async with self._folder() as folder:
-            found: dict[str, Part | None] = {}
-            for name, part in (("files", record.files), ("processes", record.processes)):
-                found[name] = None
-                if part is not None:
-                    path = folder / f"{name}.tar"
-                    await asyncio.to_thread(self._records.part_into, part, path)
-                    found[name] = Part(path, part.size)
+            files, processes = await asyncio.gather(
+                self._part(record.files, folder / "files.tar"),
+                self._part(record.processes, folder / "processes.tar"),
+            )
             saved = replace(specs[0], key=str(record.spec["key"]))
-            parts = CheckpointParts(saved, found["files"], found["processes"])
+            parts = CheckpointParts(saved, files, processes)
             handles = await self._runtime.restore_all(parts, specs)
             return list(zip(handles, specs, strict=True))
+
+    async def _part(self, part: SavedPart | None, path: Path) -> Part | None:
+        if part is None:
+            return None
+        await asyncio.to_thread(self._records.part_into, part, path)
+        return Part(path, part.size)
 
     @asynccontextmanager
     async def _folder(self) -> AsyncIterator[Path]:

@@ -35,7 +35,7 @@ from rose_sandbox.runtimes.fake import FakeRuntime
 from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind, SandboxSpec
 from rose_weights.errors import Fenced, StoreFailed
 from rose_weights.store.record_store import StoredRecords
-from rose_weights.store.records import Record, Records
+from rose_weights.store.records import Owned, Record, Records
 from rose_weights.store.store import Store
 from tests.weights.faulty import FaultyDisk
 
@@ -165,6 +165,39 @@ async def test_another_host_takes_a_session_over_and_the_first_one_is_fenced(
         await world.host.checkpoint("s", [1, 2, 3])
     with pytest.raises(Fenced):
         await world.host.state("s")
+    assert await world.runtime.sandboxes() == ()
+
+
+async def test_a_restored_sandbox_is_looked_at_while_its_session_is_taken_over(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.host.create("a")
+    await world.host.checkpoint("a", [1])
+    looked, watch, own = threading.Event(), world.inspector.watch, world.records.own
+
+    async def watching(key: str, facts: Facts) -> None:
+        looked.set()
+        await watch(key, facts)
+
+    def owning(session: str, owner: str, over: int | None = None) -> Owned:
+        assert looked.wait(20), "the look waits for the records"
+        return own(session, owner, over)
+
+    monkeypatch.setattr(world.inspector, "watch", watching)
+    monkeypatch.setattr(world.records, "own", owning)
+    assert (await world.host.restore("a")).told.turn == 1
+
+
+async def test_a_sandbox_whose_session_is_not_taken_over_is_not_looked_at_further(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(session: str, owner: str, over: int | None = None) -> Owned:
+        raise StoreFailed("the disk is full")
+
+    monkeypatch.setattr(world.records, "own", refused)
+    with pytest.raises(StoreFailed):
+        await world.host.create("a")
+    assert world.inspector.marks == {}
     assert await world.runtime.sandboxes() == ()
 
 

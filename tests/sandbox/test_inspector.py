@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rose_sandbox.errors import Unavailable
+from rose_sandbox.inspector import witness
 from rose_sandbox.inspector.bpf import BpfInspector
 from rose_sandbox.inspector.inspector import Class
 from rose_sandbox.runtimes.parts import Parts
@@ -104,3 +105,26 @@ async def test_turns_are_classed_by_their_net_effect(
         if expected is not None and said.kind is not expected:
             wrong.append((command, expected.value, said))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+async def test_tables_of_sockets_are_read_where_there_are_sockets(
+    runc: RuncRuntime, inspector: BpfInspector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel walks through all of its own for each, which was most of what a look cost."""
+    read: list[str] = []
+    text = witness._text
+
+    def noted(path: str) -> str:
+        read.append(path.rpartition("/")[2])
+        return text(path)
+
+    monkeypatch.setattr(witness, "_text", noted)
+    box = await runc.create(SandboxSpec("box"))
+    await inspector.watch("box", await runc.facts(box))
+    assert not {"tcp", "tcp6", "udp", "udp6"} & set(read)
+
+    for kind, listen in (("tcp", "TCP-LISTEN:9000"), ("udp6", "UDP6-RECV:9001")):
+        await runc.exec(box, f"socat {listen} EXEC:cat & sleep 0.5", 20)
+        assert (await inspector.effects("box", await runc.facts(box))).kind is PROCESSES
+        await inspector.saved("box")
+        assert kind in read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import grpc.aio
 import pytest
 
 from bench.sandboxes.own import own_runtime
-from rose_sandbox.errors import BadPath, CannotCheckpoint, RuntimeFailed
-from rose_sandbox.runtimes import kernel
+from rose_sandbox.errors import BadPath, CannotCheckpoint, RuntimeFailed, SandboxError
+from rose_sandbox.runtimes import btrfs, kernel, volume
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.processes import hierarchies
 from rose_sandbox.runtimes.runc import RuncRuntime
@@ -153,6 +154,49 @@ async def test_a_host_that_was_killed_in_a_checkpoint_leaves_nothing_of_it(
     await later.end(box)
     box = await later.restore(parts, parts.spec)
     assert await said(later, box, "cat /home/x") == "new\n"
+
+
+async def test_cuts_of_one_moment_wait_for_the_disk_together(
+    runc: RuncRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel makes those of one folder one after the other, each with a wait of its own."""
+    box = await runc.create(SandboxSpec("box"))
+    await said(runc, box, "echo x > /home/x")
+    places: list[Path] = []
+    snapshot = btrfs.snapshot
+
+    def noted(source: Path, folder: Path) -> None:
+        places.append(folder.parent)
+        snapshot(source, folder)
+
+    monkeypatch.setattr(btrfs, "snapshot", noted)
+    children = await runc.fork(box, ["a", "b"])
+    assert len(set(places)) == len(places) == 3
+    assert [await said(runc, one, "cat /home/x") for one in children] == ["x\n", "x\n"]
+    assert not any(place.exists() for place in places)
+
+
+async def test_a_host_that_was_killed_in_a_cut_leaves_nothing_of_it(
+    runc: RuncRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = await runc.create(SandboxSpec("box"))
+    made: list[Path] = []
+    snapshot = btrfs.snapshot
+
+    def dying(source: Path, folder: Path) -> None:
+        made.append(folder)
+        snapshot(source, folder)
+        raise OSError(errno.EIO, "stopped here")
+
+    monkeypatch.setattr(btrfs, "snapshot", dying)
+    monkeypatch.setattr(volume, "_remove_new", lambda _: None)  # as one that is dead
+    with pytest.raises(SandboxError):
+        await runc.checkpoint(box, Kind.FILES, tmp_path)
+    monkeypatch.undo()
+    assert made[0].exists()
+    later = RuncRuntime(tmp_path / "host", runc.parts)
+    assert await said(later, box, "echo on") == "on\n"
+    assert not made[0].parent.exists()
 
 
 def left_on_the_machine(word: str) -> list[str]:

@@ -48,6 +48,7 @@ from rose_sandbox.runtimes import oci
 from rose_sandbox.runtimes.held import OpenFile, held_with, write_held
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.processes import empty, group_of, hierarchies
+from rose_sandbox.runtimes.programs import call
 from rose_sandbox.runtimes.runtime import (
     CheckpointParts,
     Facts,
@@ -242,7 +243,7 @@ class ContainerRuntime(ABC):
         record = _Record(spec)
         try:
             await self._raise(record, beginning)
-            self._keep(record)
+            await call(self._keep, record)
         except BaseException:  # also when cancelled: half a sandbox would keep its key
             await self._remove(spec.key)
             raise
@@ -505,7 +506,7 @@ class ContainerRuntime(ABC):
         """See ``Runtime``."""
         record = self._running(handle)
         parts = await self.checkpoint(handle, Kind.FULL, into)
-        self._keep(replace(record, suspended=parts))
+        await call(self._keep, replace(record, suspended=parts))
         await self._stop(handle.key)
         await self._volume.remove(handle.key)
         return parts
@@ -527,7 +528,7 @@ class ContainerRuntime(ABC):
             await self._stop(handle.key)
             await self._volume.remove(handle.key)
             raise
-        self._keep(running)
+        await call(self._keep, running)
         return Handle(handle.key, running.incarnation)
 
     async def facts(self, handle: Handle) -> Facts:

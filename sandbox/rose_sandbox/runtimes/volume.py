@@ -24,6 +24,8 @@ from rose_sandbox.runtimes.programs import call, run
 
 VOLUME_BYTES = 1 << 40
 """Of the sparse file where nobody names a size: the disk below is the real bound then."""
+_NEW = ".new"
+"""Ending of a folder in which a snapshot is made."""
 _XATTRS = ("--xattrs", "--xattrs-include=*", "--acls", "--numeric-owner", "--sparse")
 
 
@@ -120,12 +122,14 @@ class Volume:
 
     async def remove_cuts(self) -> None:
         """What a host that was killed between a cut and its end left."""
+        for folder in self._mount.glob(f"*{_NEW}"):
+            await call(_remove_new, folder)
         for folder in self._mount.glob("*.*"):
             await self.remove(folder.name)
 
     async def cut(self, name: str, cut: str) -> None:
         """A subvolume's files as they are now."""
-        await call(btrfs.snapshot, self.subvolume(name), self.subvolume(cut))
+        await call(_snapshot, self.subvolume(name), self.subvolume(cut))
 
     async def remove(self, name: str) -> None:
         """A subvolume or cut; none is no error."""
@@ -201,6 +205,24 @@ class Volume:
 
     async def _run(self, *arguments: str | Path) -> bytes:
         return await run(self._parts.path, *arguments)
+
+
+def _snapshot(source: Path, folder: Path) -> None:
+    # The kernel lets nobody else into a folder until a snapshot that is made there is on disk. From
+    # folders of their own, all that are made at a time go there together.
+    new = folder.with_name(f"{folder.name}{_NEW}")
+    new.mkdir()
+    try:
+        btrfs.snapshot(source, new / folder.name)
+        (new / folder.name).rename(folder)
+    finally:
+        _remove_new(new)
+
+
+def _remove_new(folder: Path) -> None:
+    for left in folder.iterdir():
+        btrfs.delete(left)
+    folder.rmdir()
 
 
 def _make(folder: Path, disk_bytes: int) -> None:
