@@ -14,6 +14,8 @@ from collections import OrderedDict, deque
 import msgspec
 
 _SIBLING_WEIGHT = 4
+_MOST_REMEMBERED = 4096
+"""Answers of ``rest`` between two lengths: most of them are about what has written nothing yet."""
 
 
 class RemainingLength(msgspec.Struct, frozen=True, gc=False):
@@ -33,22 +35,25 @@ class Lengths:
     """Lengths of finished trajectories.
 
     Args:
-        most: trajectories remembered in all; ``groups`` as many groups.
+        most: trajectories remembered in all, and of a group: who sends one prompt all day, and
+            names no group, has all of them in one. ``groups`` as many groups.
     """
 
     def __init__(self, most: int = 512, groups: int = 4096) -> None:
         self._all: deque[int] = deque(maxlen=most)
         self._sorted: list[int] = []
-        self._groups: OrderedDict[str, list[int]] = OrderedDict()
-        self._most_groups = groups
+        self._groups: OrderedDict[str, deque[int]] = OrderedDict()
+        self._most, self._most_groups = most, groups
+        self._rests: dict[tuple[str, int], RemainingLength] = {}
 
     def record(self, group: str, tokens: int) -> None:
         """Learn the output tokens of a trajectory that has ended."""
         self._all.append(tokens)
         self._sorted = []
+        self._rests.clear()
         if not group:
             return
-        self._groups.setdefault(group, []).append(tokens)
+        self._groups.setdefault(group, deque(maxlen=self._most)).append(tokens)
         self._groups.move_to_end(group)
         if len(self._groups) > self._most_groups:
             self._groups.popitem(last=False)
@@ -58,17 +63,28 @@ class Lengths:
         with contextlib.suppress(ValueError):  # so long ago that it is forgotten
             self._all.remove(tokens)
             self._sorted = []
-        siblings = self._groups.get(group, [])
-        with contextlib.suppress(ValueError):
-            siblings.remove(tokens)
+        self._rests.clear()
+        siblings = self._groups.get(group)
+        if siblings is not None:
+            with contextlib.suppress(ValueError):
+                siblings.remove(tokens)
 
     def rest(self, group: str, written: int) -> RemainingLength:
         """What a trajectory of the group that has written so much will still write."""
+        # Asked two or three times in a turn, and the same for every turn of a group that begins.
+        found = self._rests.get((group, written))
+        if found is None:
+            if len(self._rests) >= _MOST_REMEMBERED:
+                self._rests.clear()
+            found = self._rests[group, written] = self._rest(group, written)
+        return found
+
+    def _rest(self, group: str, written: int) -> RemainingLength:
         if not self._all:
             return RemainingLength()
         if not self._sorted:
             self._sorted = sorted(self._all)
-        # Asked for every turn, so nothing is copied where no sibling has ended.
+        # Nothing is copied where no sibling has ended.
         known, start = self._sorted, bisect_right(self._sorted, written)
         siblings = [n for n in self._groups.get(group, ()) if n > written] if group else []
         if siblings:

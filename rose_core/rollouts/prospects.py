@@ -28,13 +28,7 @@ from rose_core.identity import WeightVersion
 from rose_core.rollouts.freshness import Cadence, budget_seconds
 from rose_core.rollouts.guards import RolloutOutlook
 from rose_core.rollouts.inclusion import Arm, Fate, Inclusion, TrajectoryOutcome, assigned
-from rose_core.rollouts.inference import (
-    LEAST_IDLE_AFTER_PUBLISH_SECONDS,
-    Groups,
-    Idle,
-    Pauses,
-    is_over,
-)
+from rose_core.rollouts.inference import Groups, Idle, Pauses, is_over
 from rose_core.rollouts.lengths import Lengths
 from rose_core.rollouts.shares import ContactShares, stratum
 from rose_core.rollouts.versions import age
@@ -214,7 +208,8 @@ class Prospects:
         self.in_time = Inclusion()
         self.groups = Groups()
         self._pauses = Pauses()
-        self._idle: OrderedDict[str, Trajectory] = OrderedDict()  # by when their last turn ended
+        # By run, each in the order in which their last turns ended.
+        self._idle: dict[str, OrderedDict[str, Trajectory]] = {}
         self._inferred_at = -math.inf
         self.forgotten = self.inferred_ends = self.mistaken_ends = 0
         self._born = 0
@@ -276,7 +271,7 @@ class Prospects:
             self._trajectories[name] = known
             self._make_room()
         self._trajectories.move_to_end(name)
-        self._idle.pop(name, None)
+        self._stir(name, known)
         if known.ended_at >= 0 and not known.live:
             self._disprove_end(known, now)
         known.turns += 1
@@ -339,8 +334,9 @@ class Prospects:
             if not known.live:
                 self._live.pop(name, None)
                 known.ended, known.ended_at = now, self._of(known.run).count
-                self._idle[name] = known
-                self._idle.move_to_end(name)
+                idle = self._idle.setdefault(known.run, OrderedDict())
+                idle[name] = known
+                idle.move_to_end(name)
             known.tokens += tokens
             known.moves += moves
             known.context, known.seen = context, now
@@ -350,28 +346,37 @@ class Prospects:
         known = self._trajectories.get(name)
         if known is not None and not known.live and (not known.over or known.inferred):
             known.over, known.inferred = True, False
-            self._idle.pop(name, None)
+            self._stir(name, known)
             self._learn(known)
 
     def infer_ends(self, now: float) -> int:
         """Take trajectories that have been idle for too long for over; their number."""
         if now - self._inferred_at < _INFER_SECONDS:
             return 0
-        self._inferred_at, pause = now, self._pauses.usual()
-        ended: list[tuple[str, Trajectory]] = []
-        for name, known in self._idle.items():
-            if now - known.ended < LEAST_IDLE_AFTER_PUBLISH_SECONDS:
-                break  # so were all after it
-            published = known.ended_at < self._of(known.run).count
-            if is_over(Idle(known.ended, published), pause, now):
-                ended.append((name, known))
-        for name, known in ended:
-            del self._idle[name]
-            known.over = known.inferred = True
-            self._learn(known)
-            self.in_time.add(self._outcome(name, known, self._in_time(known), None))
-        self.inferred_ends += len(ended)
-        return len(ended)
+        self._inferred_at, pause, ended = now, self._pauses.usual(), 0
+        for run, idle in list(self._idle.items()):
+            # Who has been idle for longer has seen as many publishes since, or more: the first that
+            # is not over says so of all after it. To look at each, every second until it is over,
+            # would cost a turn 50 us.
+            while idle:
+                name, known = next(iter(idle.items()))
+                published = known.ended_at < self._of(run).count
+                if not is_over(Idle(known.ended, published), pause, now):
+                    break
+                del idle[name]
+                known.over = known.inferred = True
+                self._learn(known)
+                self.in_time.add(self._outcome(name, known, self._in_time(known), None))
+                ended += 1
+            if not idle:
+                del self._idle[run]
+        self.inferred_ends += ended
+        return ended
+
+    def _stir(self, name: str, known: Trajectory) -> None:
+        """It is idle no longer, or of no interest."""
+        if (idle := self._idle.get(known.run)) is not None:
+            idle.pop(name, None)
 
     def conclude(
         self, name: str, *, trained: bool, reward: float | None = None
@@ -483,8 +488,10 @@ class Prospects:
 
     def _pop(self, name: str) -> Trajectory | None:
         self._live.pop(name, None)
-        self._idle.pop(name, None)
-        return self._trajectories.pop(name, None)
+        known = self._trajectories.pop(name, None)
+        if known is not None:
+            self._stir(name, known)
+        return known
 
     def _budget(self, known: Trajectory, now: float) -> float:
         cadence = self._of(known.run).cadence

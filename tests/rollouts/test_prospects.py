@@ -11,8 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
+from rose_core.rollouts import prospects
 from rose_core.rollouts.freshness import Cadence, budget_seconds
 from rose_core.rollouts.inclusion import Arm, Fate, Inclusion, TrajectoryOutcome
+from rose_core.rollouts.inference import Idle, is_over
 from rose_core.rollouts.lengths import Lengths
 from rose_core.rollouts.prospects import Deadline, Hint, Prospects, RemainingWork, survives
 from rose_core.rollouts.shares import ContactShares, stratum
@@ -62,6 +64,23 @@ def test_of_what_is_longer_than_anything_seen_the_rest_grows_with_age() -> None:
     lengths = Lengths()
     lengths.record("", 10)
     assert lengths.rest("", 1000).median < lengths.rest("", 2000).median
+
+
+def test_of_a_group_as_many_lengths_are_kept_as_of_all() -> None:
+    lengths = Lengths(most=4)
+    for tokens in (*[10] * 6, *[100] * 4):  # one prompt, sent again and again
+        lengths.record("g", tokens)
+    assert lengths.rest("g", 0).median == 100
+
+
+def test_every_length_that_is_learned_or_forgotten_is_in_the_next_answer() -> None:
+    lengths = Lengths()
+    lengths.record("g", 10)
+    assert lengths.rest("g", 0).tail == 10
+    lengths.record("g", 1000)
+    assert lengths.rest("g", 0).tail == 1000
+    lengths.forget("g", 1000)
+    assert lengths.rest("g", 0).tail == 10
 
 
 # --- freshness
@@ -348,3 +367,33 @@ def test_a_publish_of_one_run_ends_no_trajectory_of_another() -> None:
     memory.note_head(WeightVersion("other", 1, 1), 21.0, "other")
     assert memory.infer_ends(22.0) == 1
     assert memory.groups.joined == 0, "equal prompts of two runs are no group"
+
+
+def test_one_of_another_run_that_is_not_over_hides_none_that_is() -> None:
+    memory = Prospects()
+    for run in ("other", ""):
+        memory.note_head(WeightVersion(run or "run", 1, 0), 0.0, run)
+        memory.begin_turn(f"of {run}", Hint(), 3, 0.0, run=run)
+        memory.end_turn(f"of {run}", 40, 43, 1.0)
+    memory.note_head(version(1), 2.0)
+    assert memory.infer_ends(20.0) == 1, "the other is as old, and nothing was published for it"
+
+
+def test_a_look_for_ends_asks_of_those_that_are_over_and_of_one_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float] = []
+
+    def counted(idle: Idle, pause: float | None, now: float) -> bool:
+        asked.append(idle.since)
+        return is_over(idle, pause, now)
+
+    monkeypatch.setattr(prospects, "is_over", counted)
+    memory = Prospects()
+    for number in range(100):
+        memory.begin_turn(str(number), Hint(), 3, 0.1 * number)
+        memory.end_turn(str(number), 40, 43, 0.1 * number)
+    assert memory.infer_ends(30.0) == 0
+    assert len(asked) == 1
+    assert memory.infer_ends(60.95) == 10
+    assert len(asked) == 12
