@@ -178,7 +178,10 @@ class Inclusion:
     def add(self, outcome: TrajectoryOutcome) -> None:
         """One trajectory's end."""
         for key in outcome.strata():
-            cell = self._cells.setdefault((*key, outcome.arm), InclusionCell())
+            place = (*key, outcome.arm)
+            cell = self._cells.get(place)
+            if cell is None:  # no ``setdefault``: it would make one for every outcome
+                cell = self._cells[place] = InclusionCell()
             cell.add(outcome.group, outcome.fate)
             self._met.setdefault(key, [0, 0])[not outcome.borrowed] += 1
 

@@ -161,8 +161,10 @@ class SlowSenders:
     def rest(self, sender: Sender) -> None:
         """Nothing is coming from it: its next byte is heard."""
         sender.begun = sender.body = sender.length = None
-        self.leave(sender)
-        sender.set_mark(1)
+        if sender.last is not None or sender in self._turns:
+            self.leave(sender)
+        if sender.mark != 1:  # seldom, and this is called twice for every turn
+            sender.set_mark(1)
 
     def leave(self, sender: Sender) -> None:
         """It has no turn any more."""

@@ -63,8 +63,11 @@ async def raw_body(request: web.Request) -> bytes:
         SlowCaller: it did not come in time.
         BadRequest: it cannot be unpacked.
     """
+    kept: bytes | None = request.get(_ARRIVED)
+    if kept is not None:
+        return kept
     try:
-        if request.content.is_eof():  # the usual case: it came with the head, or was read before
+        if request.content.is_eof():  # the usual case: it came with the head
             return await _received(request)
         async with asyncio.timeout(request.app.get(BODY_SECONDS, 60.0)) as limit:
             return await _received(request, limit)
@@ -84,10 +87,8 @@ def known_length(request: web.Request) -> int | None:
 async def _received(request: web.Request, limit: asyncio.Timeout | None = None) -> bytes:
     length = known_length(request)
     if length is not None and length <= _WHOLE:
-        return await request.read()
-    kept: bytes | None = request.get(_ARRIVED)
-    if kept is not None:
-        return kept
+        whole = request[_ARRIVED] = await request.read()
+        return whole
     large = request.app[LARGE_BODIES]
     long = length if length and length > MOST_HISTORY and request.path in _IDS_OR_TEXT else 0
     pieces, size, shape = [], 0, BodyShape(large.bounds)
