@@ -25,7 +25,7 @@ from rose_agent.pods.kubernetes import (
     KubernetesPods,
 )
 from rose_agent.pods.model import ServingPod
-from rose_agent.pods.processes import Processes, inner_pid
+from rose_agent.pods.processes import MOST_DESCRIBED, Processes, inner_pid
 from rose_core.identity import GpuUuid, PodUid
 from rose_core.wire.sync import PoolPolicy
 
@@ -85,12 +85,39 @@ def test_a_cgroup_inside_a_container_makes_no_process_another_pods(tmp_path: Pat
     assert found[GOOD] == []
 
 
+def crowd(proc: Path, many: int, uid: str, first: int) -> None:
+    """A pod of many processes, each of which calls itself SGLang's scheduler."""
+    for pid in range(first, first + many):
+        folder = proc / str(pid)
+        folder.mkdir()
+        (folder / "cgroup").write_text(f"0::/kubepods/pod{uid}/{'7' * 64}\n")
+        (folder / "comm").write_text("sglang::schedul\n")
+        (folder / "status").write_text(f"NSpid:\t{pid}\t{pid}\n")
+
+
+async def test_a_crowd_of_processes_costs_its_own_pod_the_loan(tmp_path: Path) -> None:
+    crowd(tmp_path, MOST_DESCRIBED + 200, EVIL, 100)
+    crowd(tmp_path, 8, GOOD, 10_000)
+    pods = guarded({}, {})
+    pods._processes = Processes(tmp_path)
+    found = pods.pods([POLICY])
+    assert found[EVIL].claim.refusal == "PodUnreadable"
+    assert "712" not in found[EVIL].claim.message, "those beyond the limit are not described"
+    assert len(found[EVIL].pids) < 100, "each is a descriptor of the guard's"
+    assert (len(found[GOOD].pids), found[GOOD].claim.refusal) == (8, "")
+
+
 def described(**annotations: str) -> dict[PodUid, ServingPod]:
     """What the guard makes of a pod with these annotations, and of one beside it."""
     return asyncio.run(_described({"annotations": annotations}))
 
 
 async def _described(more: dict[str, Any], status: Any = None) -> dict[PodUid, ServingPod]:  # noqa: ANN401
+    return guarded(more, status or {}).pods([POLICY])
+
+
+def guarded(more: dict[str, Any], status: Any) -> KubernetesPods:  # noqa: ANN401
+    """The guard's view of two pods, one of which is as somebody likes."""
     gpus = (GpuUuid("GPU-0"), GpuUuid("GPU-1"))
     pods = KubernetesPods(
         Access("http://nowhere", Path("/"), None), "n", lambda: None, WrittenClaims(lambda: gpus)
@@ -98,9 +125,9 @@ async def _described(more: dict[str, Any], status: Any = None) -> dict[PodUid, S
     for uid, written in ((EVIL, more), (GOOD, {})):
         meta = {"uid": uid, "name": uid[-4:], "namespace": "evil", "labels": {"app": "llm"}}
         meta |= {"resourceVersion": "1", "creationTimestamp": "2026-01-01T00:00:00Z"}
-        said = {"podIP": "10.0.0.9"} | (status or {} if uid == EVIL else {})
+        said = {"podIP": "10.0.0.9"} | (status if uid == EVIL else {})
         pods._event({"type": "ADDED", "object": {"metadata": meta | written, "status": said}})
-    return pods.pods([POLICY])
+    return pods
 
 
 @pytest.mark.parametrize("key", [FEED_ANNOTATION, GROUP_SIZE_ANNOTATION])

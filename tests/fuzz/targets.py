@@ -11,11 +11,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from rose_agent.devices import owners
+from rose_agent.os import mounts
+from rose_agent.pods import processes
+from rose_agent.pods.claims import GPU_ANNOTATION, WrittenClaims
+from rose_agent.pods.kubernetes import (
+    FEED_ANNOTATION,
+    GROUP_INDEX_LABEL,
+    GROUP_NAME_LABEL,
+    GROUP_SIZE_ANNOTATION,
+    STOP_ANNOTATION,
+    WORKER_INDEX_LABEL,
+    Access,
+    KubernetesPods,
+)
 from rose_agent.signals.messages import WireFigures, replies
 from rose_agent.signals.snapshot import mapped
 from rose_agent.signals.zmtp import Subscription
@@ -23,11 +39,12 @@ from rose_agent.tap import packets
 from rose_core.delta.bits import number_format
 from rose_core.delta.codec import decode_block
 from rose_core.delta.errors import DeltaError
-from rose_core.identity import PodUid
+from rose_core.identity import GpuUuid, PodUid
 from rose_core.rollouts.errors import RolloutError
 from rose_core.telemetry import dialects
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.tracker import Tracker
+from rose_core.wire.sync import PoolPolicy
 from rose_router.errors import RouterError
 from rose_router.http.bodies import json_object
 from rose_router.http.dialects import chat, completions, sglang, vllm
@@ -94,6 +111,42 @@ def maps(data: bytes) -> None:
     """A ``/proc/PID/maps`` text, whose paths the pod chose."""
     path = mapped(data.decode("utf-8", "replace"))
     assert path is None or "sglang_loads_" in path
+
+
+_POD = PodUid("53099174-d551-433b-9350-adf44bee898e")
+
+
+def pod_processes(data: bytes) -> None:
+    """What the kernel shows of a process of a pod: its cgroup and its status."""
+    texts = [piece.decode("utf-8", "replace") for piece in _pieces(data)]
+    cgroup, status, *_ = [*texts, "", ""]
+    owner = owners.parse(cgroup)
+    assert len(owner.pod) in {0, len(_POD)}
+    assert processes.container_id(cgroup) in {"", *re.findall("[0-9a-f]{64}", cgroup)}
+    assert "\n" not in processes.inner_pid(status)
+    for path in mounts.parse_membership(cgroup).values():
+        assert str(path)
+
+
+_ANNOTATIONS = (FEED_ANNOTATION, GROUP_SIZE_ANNOTATION, GPU_ANNOTATION, STOP_ANNOTATION)
+_LABELS = (GROUP_NAME_LABEL, GROUP_INDEX_LABEL, WORKER_INDEX_LABEL)
+_GUARDED = KubernetesPods(
+    Access("", Path(), None), "node", lambda: None, WrittenClaims(lambda: (GpuUuid("GPU-0"),))
+)
+
+
+def pod_annotations(data: bytes) -> None:
+    """What a pod's owner has written on it: annotations and labels that the guard reads."""
+    texts = [piece.decode("utf-8", "replace") for piece in _pieces(data)]
+    written = dict(zip((*_ANNOTATIONS, *_LABELS), texts, strict=False))
+    meta = {"uid": _POD, "namespace": "n", "name": "p", "annotations": written, "labels": written}
+    policy = PoolPolicy("n/pool", "Lend", {}, _PORT)
+    found = _GUARDED._describe({"metadata": meta}, policy, 0, frozenset())
+    assert 0 <= found.feed_port < 65536
+    assert 0 < found.group_size < 10_000
+    assert len(found.gpu_uuids) <= 64
+    assert len(found.claim.message) < 1000
+    assert bool(found.claim.refusal) == bool(found.claim.message)
 
 
 def reader_reply(data: bytes) -> None:
@@ -228,6 +281,8 @@ TARGETS: dict[str, Target] = {
         sglang_snapshot,
         sglang_feed,
         maps,
+        pod_processes,
+        pod_annotations,
         reader_reply,
         zmtp,
         tap_packets,

@@ -28,10 +28,11 @@ from rose_agent import metrics
 from rose_agent.errors import ApiUnreachable, BadConfiguration
 from rose_agent.pods.claims import GPU_ANNOTATION, ClaimingPod, Claims
 from rose_agent.pods.model import Residents, ServingPod
-from rose_agent.pods.processes import PodProcess, Processes
+from rose_agent.pods.processes import MOST_DESCRIBED, PodProcess, Processes
 from rose_core.devices.health import DeviceRefusal
 from rose_core.devices.ownership import Claim
 from rose_core.identity import PodUid
+from rose_core.unreadable import UNREADABLE
 from rose_core.wire.sync import GroupPlace, PoolPolicy
 
 _log = logging.getLogger(__name__)
@@ -49,11 +50,13 @@ _SCAN_SECONDS = 2.0
 _MOST_PORT = 65535
 # Far more than any engine stretches over.
 _MOST_PODS = 9999
+# An engine has a scheduler for each GPU, a pod a few containers; the guard holds a file for each.
+_MOST_SERVING = 64
 # Of a text that cannot be read, as much as helps to find it.
 _MOST_QUOTED = 40
 Json = dict[str, Any]
 # Something answers in the API server's place: a page for people, or other objects than pods.
-_NO_ANSWER = (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError)
+_NO_ANSWER = (*UNREADABLE, KeyError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,14 @@ class KubernetesPods:
         meta, status = pod["metadata"], pod.get("status", {})
         found = self._found.get(_uid(pod), [])
         serving = [f for f in found if f.first or f.scheduler]
+        crowd = ""
+        if len(found) >= MOST_DESCRIBED or len(serving) > _MOST_SERVING:
+            crowd = (
+                f"it has {len(found)} processes, or more, of which {len(serving)} are first ones or"
+                f" call themselves SGLang's scheduler; fewer than {MOST_DESCRIBED}, and of those up"
+                f" to {_MOST_SERVING}, are followed"
+            )
+            serving = serving[:_MOST_SERVING]
         annotations = meta.get("annotations") or {}
         written = _Written(annotations)
         size = written.number(GROUP_SIZE_ANNOTATION, _MOST_PODS, 1)
@@ -187,7 +198,7 @@ class KubernetesPods:
             stopped=annotations.get(STOP_ANNOTATION, "").lower() == "true",
             pid=serving[0].pid if serving else 0,
             pids=tuple(sorted(f.pid for f in serving)),
-            claim=_unless(written.problem, self._claims.of(asked)),
+            claim=_unless(written.problem or crowd, self._claims.of(asked)),
             feed_port=feed_port,
             group_size=size,
             place=_place(meta.get("labels") or {}, size),

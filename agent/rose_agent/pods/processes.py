@@ -24,6 +24,9 @@ _SCHEDULER = "sglang::schedul"
 # Looks at a process that is of no pod of ours, before it counts as a stranger.
 _SURE = 2
 COMPLETE_EVERY = 15
+# Processes of one pod that are described: an engine on eight GPUs has some fifty. Each costs 50 us
+# of the guard's loop, and a pod may have as many as it likes.
+MOST_DESCRIBED = 512
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Processes:
     |---|---|
     | of one of the pods | in every look |
     | a stranger once | again: a container's first process is forked outside of its cgroup |
-    | a stranger twice | in every ``COMPLETE_EVERY``-th look: its number may be another's by then |
+    | of a pod, beyond ``MOST_DESCRIBED`` of it | as a stranger |
+    | a stranger twice | in one of ``COMPLETE_EVERY``: its number may be another's by then |
     | any, when a pod is new | now |
 
     Args:
@@ -69,30 +73,25 @@ class Processes:
         # The systemd cgroup driver writes a UID with underscores.
         wanted = {form: uid for uid in uids for form in (uid, uid.replace("-", "_"))}
         found: dict[PodUid, list[PodProcess]] = {uid: [] for uid in wanted.values()}
-        complete = self._is_complete(frozenset(found))
+        new = not frozenset(found) <= self._uids
+        self._uids = frozenset(found)
+        self._looks += 1
         before, self._strangers = self._strangers, {}
         if not wanted:
             return found
         for name in filter(str.isdigit, os.listdir(self._proc)):  # noqa: PTH208  # hot path
             times = before.get(name, 0)
-            if times >= _SURE and not complete:
+            if times >= _SURE and not new and (int(name) - self._looks) % COMPLETE_EVERY:
                 self._strangers[name] = times
                 continue
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 cgroup = proc_text(name, "cgroup", proc=self._proc)
                 uid = _pod_of(cgroup, wanted)
-                if uid is None:
+                if uid is None or len(found[uid]) >= MOST_DESCRIBED:
                     self._strangers[name] = times + 1
                 else:
                     found[uid].append(_describe(name, cgroup, self._proc))
         return found
-
-    def _is_complete(self, uids: frozenset[PodUid]) -> bool:
-        """Whether strangers are asked in this look too."""
-        new = not uids <= self._uids
-        self._uids = uids
-        self._looks += 1
-        return new or self._looks % COMPLETE_EVERY == 0
 
 
 def _pod_of(cgroup: str, wanted: Mapping[str, PodUid]) -> PodUid | None:
@@ -148,7 +147,7 @@ class Watcher:
         for pid in wanted - set(self._descriptors):
             try:
                 descriptor = os.pidfd_open(pid)
-            except ProcessLookupError:
+            except OSError:  # it has ended, or cannot be watched
                 loop.call_soon(self._on_exit, pid)
                 continue
             self._descriptors[pid] = descriptor
