@@ -1,6 +1,7 @@
 """What a host tells of the models on its node."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -41,6 +42,13 @@ async def test_models_come_and_go_and_nothing_else_is_told(tmp_path: Path) -> No
     assert both["copy"].digest == small.digest, "a digest is of the content alone"
     shutil.rmtree(tmp_path / "small")
     assert set(await looked(inventory)) == {"copy"}
+
+
+async def test_a_file_may_be_called_by_any_bytes(tmp_path: Path) -> None:
+    folder = a_model(tmp_path / "odd")
+    (folder / os.fsdecode(b"\xff")).write_text("")
+    a_model(tmp_path / "small")
+    assert set(await looked(Inventory(tmp_path))) == {"odd", "small"}
 
 
 @pytest.mark.parametrize("change", ["shape", "config", "size"])

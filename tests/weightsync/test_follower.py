@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from rose_agent.host.main import RunningHost
-from rose_agent.weightsync import follower, records
+from rose_agent.weightsync import follower, main, records
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers, subjects
 from rose_core.identity import FROZEN_RUN
@@ -415,3 +415,14 @@ def test_garbage_in_weights_json_is_nothing_known(rundir: Path, text: str) -> No
     folder = RunDir(rundir).create().slot("slot-9").create()
     folder.weights.write_text(text)
     assert read_json(folder.weights, WeightsFile) is None
+
+
+async def test_weight_sync_that_follows_nothing_any_more_ends(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> None:
+        raise ValueError("a file of the run directory")
+
+    monkeypatch.setattr(main, "subjects", broken)
+    given = main.parser().parse_args([f"--rundir={short_dir}", "--http-port=0"])
+    assert await main.serve(given) == 1

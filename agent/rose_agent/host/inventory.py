@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -105,7 +106,8 @@ def digest_of(files: list[Path]) -> str:
     total = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        total.update(f"{path.name}\0{size}\0".encode())
+        # A file may be called by any bytes.
+        total.update(os.fsencode(path.name) + f"\0{size}\0".encode())
         if path.suffix == ".safetensors":
             total.update(_header(path))
         elif size <= _SMALL_BYTES:

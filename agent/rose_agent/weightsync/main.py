@@ -160,12 +160,17 @@ async def serve(arguments: argparse.Namespace) -> int:
         port=arguments.http_port,
     )
     _log.info("ready: pages on port %d", port)
-    task = asyncio.create_task(followers.run())
-    await stop.wait()
-    task.cancel()
-    await asyncio.wait({task})
+    task, told = asyncio.create_task(followers.run()), asyncio.create_task(stop.wait())
+    # Who follows nothing any more must not look healthy: the kubelet starts another.
+    await asyncio.wait({task, told}, return_when=asyncio.FIRST_COMPLETED)
+    broken = task.done()
+    for each in (task, told):
+        each.cancel()
+    outcomes = await asyncio.gather(task, told, return_exceptions=True)
     await pages.cleanup()
-    return 0
+    if broken:
+        _log.error("following ended: %s", outcomes[0])
+    return int(broken)
 
 
 def main(argv: list[str]) -> int:
