@@ -25,6 +25,8 @@ class Party(StrEnum):
     NODE = "node"
     SANDBOX = "sandbox host"
     RELAY = "relay"
+    ENGINE = "engine"
+    STORE = "store"
     OPERATOR = "operator"
     PLATFORM = "platform"
 
@@ -40,6 +42,9 @@ MEANING = {
     "installation's token; at a store the serving cluster's credential",
     Party.SANDBOX: "a run's sandbox hosts: what `rose tenant grant --record` granted, at a store",
     Party.RELAY: "the serving cluster's relay, with its upstream credential",
+    Party.ENGINE: "a rollout engine's processes, which hold the key of their own admin routes and "
+    "no credential: they call nobody, and are in no rule",
+    Party.STORE: "a store, which has its own certificate: it dials nobody, and is in no rule",
     Party.OPERATOR: "the operator",
     Party.PLATFORM: "who administrates the cluster, or is root on a node",
 }

@@ -280,9 +280,7 @@ def ports(installed: Installed) -> Iterator[tuple[Listener, str, frozenset[str]]
                 verbs = rights.verbs(listener)
                 if listener is Listener.HOST:  # its pages and its data route are two ports
                     data = port["name"] == "data"
-                    verbs = frozenset(
-                        verb for verb in verbs if verb.startswith("POST /slots") is data
-                    )
+                    verbs = frozenset(verb for verb in verbs if ("/slots/" in verb) is data)
                 yield listener, address, verbs
 
 

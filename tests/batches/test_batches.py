@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 
 from rose_batches.errors import Damaged
+from rose_batches.http import application
 from rose_batches.main import main, running
 from rose_batches.objects import StoredBatch, StoredFile, output_line
 from rose_batches.store import Answer, Journal
@@ -35,6 +36,7 @@ from tests.batches.helpers import (
     fake_router,
     question,
 )
+from tests.faults.served import routes_of
 
 pytestmark = [
     # aiohttp's own reader of forms puts back what it read beyond a part's end.
@@ -327,6 +329,11 @@ async def test_tenants_do_not_see_each_others_files_and_batches(tmp_path: Path) 
         for path in ("/v1/files", "/v1/batches"):
             assert (await other.ask("GET", path))[1]["data"] == []
             assert (await mine.ask("GET", path))[1]["data"] != []
+
+
+async def test_every_route_has_a_rule(tmp_path: Path) -> None:
+    async with fake_router() as router, running(tmp_path, router.url) as (worker, _, _working):
+        assert set(routes_of(application(worker))) == rights.verbs(Listener.BATCHES)
 
 
 async def test_every_route_asks_for_the_routers_token(tmp_path: Path) -> None:

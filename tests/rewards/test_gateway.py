@@ -33,8 +33,9 @@ from rose_rewards.errors import BadFunctions, TornJournal
 from rose_rewards.gateway import Gateway, Reward
 from rose_rewards.homes import homes, sweep
 from rose_rewards.journal import KnownResult, ResultJournal
-from rose_rewards.main import running, teams_of
+from rose_rewards.main import application, running, teams_of
 from rose_wire.ports import free_port
+from tests.faults.served import routes_of
 from tests.host.helpers import until
 
 TEAM = '''
@@ -416,6 +417,8 @@ async def test_a_team_calls_its_own_functions_and_a_stranger_none(folder: Path) 
         for token in ("", "word-c"):
             assert (await rewards.ask(token, function="mine"))[0] == 401
         base = rewards.url.removesuffix("/v1/rewards")
+        served = routes_of(application(rewards.gateway, {}, target=1.0))
+        assert set(served) == rights.verbs(Listener.REWARDS), "a verb without a rule"
         answers = {}
         for verb in rights.verbs(Listener.REWARDS):
             method, _, path = verb.partition(" ")
