@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from rose_core.api import Reason
 from rose_operator.kube.api import Kind
@@ -91,12 +94,13 @@ async def test_a_selector_lets_nobody_in_where_labels_are_not_read() -> None:
     assert bench.slots() == []
 
 
-async def test_nobody_ranks_himself_first() -> None:
+@pytest.mark.parametrize("asked", [{"spec__priority": 1000}, {"spec__router": {"replicas": 6}}])
+async def test_nobody_ranks_himself_first(asked: dict[str, Any]) -> None:
     bench = Bench(settings=ENFORCED)
     a_namespace(bench, team="a")
     a_policy(bench)
     bench.pool()
-    bench.lease(spec__priority=1000, spec__router={"replicas": 6})
+    bench.lease(**asked)
     bench.report()
     await bench.turn(2)
     assert bench.reason() == Reason.TENANT_POLICY_FORBIDS
