@@ -16,6 +16,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
+from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import EngineRefused, EngineUnavailable
 
 
@@ -197,7 +198,7 @@ class TurnClient:
                     yield msgspec.json.decode(data, type=dict[str, Any])
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise EngineUnavailable(f"{self._url}: {error}") from error
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise EngineRefused(f"{self._url}: an event is no JSON object: {error}") from error
 
     async def prompt_logprobs(
@@ -306,7 +307,7 @@ class TurnClient:
         data = await response.read()
         try:
             text = _error_text(msgspec.json.decode(data, type=dict[str, Any]))
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             text = data[:500].decode(errors="replace")
         raise EngineRefused(f"{response.url}: {response.status} {text}", response.status)
 

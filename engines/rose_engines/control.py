@@ -21,8 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self, TypeVar
 
-import msgspec
-
+from rose_core.unreadable import UNREADABLE
 from rose_engines.calls import (
     LENGTH,
     Abort,
@@ -109,7 +108,7 @@ class ControlServer:
                 while (call := read_call(stream.read)) is not None:
                     stream.write(frame(self._handle(call)))
                     stream.flush()
-            except (OSError, msgspec.MsgspecError, ValueError) as error:
+            except (OSError, *UNREADABLE, ValueError) as error:
                 log.warning("control connection ended: %s", error)
 
 
@@ -261,7 +260,7 @@ class ControlClient:
                 await self._writer.drain()
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
                 answer = answers.decode(await self._reader.readexactly(length))
-            except (OSError, EOFError, msgspec.MsgspecError) as error:
+            except (OSError, EOFError, *UNREADABLE) as error:
                 raise EngineUnavailable(f"the engine hung up: {error}") from error
         if isinstance(answer, Refused):
             raise CommitRefused(answer.reason, answer.message)

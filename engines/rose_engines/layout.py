@@ -37,6 +37,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rose_core.delta.bits import number_format
+from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.parameters import Renewal
 from rose_engines.safetensors import StoredTensor
@@ -550,7 +551,7 @@ class _Cached(msgspec.Struct, frozen=True):
 def _read(path: Path, key: str) -> dict[str, tuple[Box, ...]] | None:
     try:
         cached = msgspec.msgpack.decode(path.read_bytes(), type=_Cached)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return None
     return cached.boxes if cached.key == key else None
 

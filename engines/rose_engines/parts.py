@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from rose_core.delta.digest import Digest, total
+from rose_core.unreadable import UNREADABLE
 from rose_engines.calls import LENGTH, Answer, Call, answers, frame
 from rose_engines.errors import CommitRefused, UnsupportedEngine
 from rose_engines.rank_board import RankBoard
@@ -121,5 +120,5 @@ def ask(path: Path, call: Call, seconds: float) -> Answer:
             body = stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
     try:
         return answers.decode(body)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ConnectionError(f"no answer behind {path}: {error}") from error

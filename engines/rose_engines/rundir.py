@@ -32,6 +32,7 @@ from typing import TypeVar
 
 import msgspec
 
+from rose_core.unreadable import UNREADABLE
 from rose_engines.permit import BUSY_LANE, FIRST_LANE, NAMES
 
 T = TypeVar("T")
@@ -306,5 +307,5 @@ def read_json(path: Path, kind: type[T]) -> T | None:
     """Read ``path`` as ``kind``; None when it is missing, unreadable or not of that kind."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return None

@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 
 from rose_core.telemetry.dialects import LOADS, METRICS, Figures
+from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import EngineUnavailable
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class _Http:
         """
         try:
             return msgspec.json.decode(await self.call(method, path, body), type=kind)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise EngineUnavailable(f"{path} answered something else: {error}") from error
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 from aiohttp import WSMsgType, web
 
+from rose_core.unreadable import UNREADABLE
 from rose_rewards import metrics
 from rose_rewards.errors import WorkerEnded
 from rose_rewards.functions import RewardFunction
@@ -199,7 +200,7 @@ class LinkedWorkers:
         """Whether it can be understood; which verification the rest belongs to, nobody knows."""
         try:
             said = msgspec.json.decode(data, type=VerificationResult)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             LOG.warning("a worker of %s wrote no answer and is let go: %s", link.team, error)
             return False
         if said.leaving:

@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from rose_core.unreadable import UNREADABLE
 from rose_rewards import metrics
 from rose_rewards.errors import BadFunctions, WorkerEnded
 from rose_rewards.functions import RewardFunction
@@ -146,7 +147,7 @@ class Worker:
             await self.process.stdin.drain()
             answer = await self.process.stdout.readline()
             said = msgspec.json.decode(answer, type=dict[str, Any])
-        except (OSError, ValueError, msgspec.DecodeError) as error:
+        except (OSError, ValueError, *UNREADABLE) as error:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_SECONDS):
                     await self.process.wait()

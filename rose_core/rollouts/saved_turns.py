@@ -17,6 +17,7 @@ import msgspec
 
 from rose_core.rollouts.message_tree import Routing, TurnNode
 from rose_core.rollouts.spans import Span
+from rose_core.unreadable import UNREADABLE
 
 FORMAT = 1
 MOST_BYTES = 16 * 1024 * 1024
@@ -81,7 +82,7 @@ def of_bytes(data: bytes) -> tuple[list[TurnNode], tuple[bytes, ...]]:
         raise NotReadable(f"the saved conversation has {len(data)} bytes, over {MOST_BYTES}")
     try:
         saved = msgspec.msgpack.decode(data, type=_Saved)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise NotReadable(f"the saved conversation cannot be read: {error}") from error
     if saved.format != FORMAT:
         raise NotReadable(

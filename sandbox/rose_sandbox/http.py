@@ -41,6 +41,7 @@ from aiohttp.typedefs import Middleware
 from rose_core.sandboxes.outside import EffectsCrossed
 from rose_core.sandboxes.policy import Traffic, Wait
 from rose_core.sandboxes.turns import OutOfTurn
+from rose_core.unreadable import UNREADABLE
 from rose_sandbox import errors, metrics
 from rose_sandbox.admission import memory_traffic
 from rose_sandbox.host import COMMAND_SECONDS, Host
@@ -233,7 +234,7 @@ def _guarded(token: Callable[[], str], traffic_token: Callable[[], str]) -> Midd
 async def _read(request: web.Request, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(await request.read() or b"{}", type=kind)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ValueError(str(error)) from error
 
 

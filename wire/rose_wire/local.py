@@ -26,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 
+from rose_core.unreadable import UNREADABLE
 from rose_wire import frames
 from rose_wire.errors import Refused, Unavailable, WireError
 
@@ -76,7 +77,7 @@ class _Frames(asyncio.Protocol):
         try:
             for frame in self._splitter.feed(data):
                 self.take(frame)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, *UNREADABLE) as error:
             _log.warning("local call: %s", error)
             self.abort()
 

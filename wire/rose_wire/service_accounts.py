@@ -17,6 +17,8 @@ from typing import NamedTuple
 import jwt
 import msgspec
 
+from rose_core.unreadable import UNREADABLE
+
 _ALGORITHMS = ("RS256", "ES256", "ES384", "ES512")
 _ACCOUNT = "system:serviceaccount:"
 # Of what a caller showed, this much is told back.
@@ -133,5 +135,5 @@ def _time(unix: float) -> str:
 def _keys_of(raw: bytes) -> list[jwt.PyJWK]:
     try:
         return list(jwt.PyJWKSet.from_dict(msgspec.json.decode(raw)).keys)
-    except (jwt.PyJWKSetError, jwt.PyJWKError, msgspec.MsgspecError, AttributeError) as error:
+    except (jwt.PyJWKSetError, jwt.PyJWKError, *UNREADABLE, AttributeError) as error:
         raise ValueError(f"no JSON Web Key Set: {error}") from error

@@ -21,10 +21,9 @@ import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import msgspec
-
 from rose_agent.errors import GroupError
 from rose_agent.os.groups import ProcessGroup
+from rose_core.unreadable import UNREADABLE
 from rose_engines.calls import LENGTH, GetStatus, Status, answers, frame
 
 _log = logging.getLogger(__name__)
@@ -145,7 +144,7 @@ def is_resting(control: Path) -> bool:
         return True
     try:
         status = ask(control)
-    except (OSError, EOFError, msgspec.MsgspecError):
+    except (OSError, EOFError, *UNREADABLE):
         return False
     return status.resting and status.permit_open is not True
 

@@ -28,8 +28,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
-
 from rose_agent.devices.driver_limit import DriverLimits
 from rose_agent.devices.elastic import ElasticMemory, KvcachedSegment
 from rose_agent.errors import BadEngine, BrokenEngine, DeviceError, NoMemory, NotShared
@@ -46,6 +44,7 @@ from rose_core.devices.footprint import judge
 from rose_core.devices.memory import EngineSize, Lendable, limit_refusal, overrun
 from rose_core.devices.mps import Client, Finding
 from rose_core.identity import GpuUuid, PodUid
+from rose_core.unreadable import UNREADABLE
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.reasons import HostReason
 from rose_engines.calls import Status
@@ -310,7 +309,7 @@ class Sharing:
         while time.monotonic() < deadline:
             try:
                 return await asyncio.to_thread(ask, self._control)
-            except (OSError, EOFError, msgspec.MsgspecError):
+            except (OSError, EOFError, *UNREADABLE):
                 await asyncio.sleep(0.05)
         return None
 

@@ -39,6 +39,7 @@ from rose_core.devices.model_size import (
     weight_bytes,
 )
 from rose_core.identity import GpuUuid
+from rose_core.unreadable import UNREADABLE
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import list_tensors
@@ -69,7 +70,7 @@ def vocabulary(model: Path) -> int:
     """Rows of the model's embedding: ids of tokens are below it; 0 = its folder does not say."""
     try:
         words = msgspec.json.decode((model / "config.json").read_bytes(), type=_Words)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return 0
     inner = words.text_config.vocab_size if words.text_config is not None else None
     return words.vocab_size or inner or 0
@@ -105,7 +106,7 @@ def engine_size(
             weights += adapter_bytes(
                 list_tensors(model), adapter.rank, adapter.targets, adapter.slots
             )
-    except (OSError, msgspec.MsgspecError, UnsupportedEngine, Unsizable) as error:
+    except (OSError, *UNREADABLE, UnsupportedEngine, Unsizable) as error:
         raise BadEngine(f"model {model.name}: its size cannot be told: {error}") from error
     kind = kind_of(spec, text, version, gpu)
     estimated = estimate(spec.arguments, spec.max_running, latent=shape.latent)

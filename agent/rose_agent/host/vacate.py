@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rose_agent.host.vacancy import Vacancy
+from rose_core.unreadable import UNREADABLE
 from rose_wire import flags
 
 _DEFAULT_URL = "http://rose-engine-host.rose-system.svc:9103"
@@ -101,7 +102,7 @@ def ask(wish: VacateOptions) -> Vacancy:
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_SECONDS) as answer:  # noqa: S310  # checked
             return msgspec.json.decode(answer.read(), type=Vacancy)
-    except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
+    except (OSError, http.client.HTTPException, *UNREADABLE) as error:
         raise _NoAnswer(f"no engine host answers at {wish.url}: {error}") from error
 
 

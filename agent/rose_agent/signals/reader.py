@@ -47,6 +47,7 @@ from rose_agent.signals.messages import (
 )
 from rose_agent.signals.snapshot import Snapshot, open_snapshot
 from rose_core.telemetry.dialects import Figures
+from rose_core.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 _STALE_SECONDS = 1.5  # three times what an unchanged snapshot is said again after
@@ -293,7 +294,7 @@ class ConfinedReader:
             reply = replies.decode(data) if data else None
         except BlockingIOError:
             return
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *UNREADABLE) as error:
             self._end(f"it said what no reader says: {error}")
             return
         if reply is None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from rose_core.unreadable import UNREADABLE
 from rose_engines.rundir import RunDir
 from rose_wire import flags
 
@@ -99,7 +100,7 @@ def _lines(path: Path) -> list[bytes]:
 def _record(line: bytes) -> Iterator[CommitRecord]:
     try:
         yield msgspec.json.decode(line, type=CommitRecord)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return
 
 

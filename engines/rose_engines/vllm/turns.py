@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from rose_core.rollouts.logprobs import SCALE, LogitScale
+from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import EngineRefused
 from rose_engines.exposed_routes import RouteFilter
 from rose_engines.vllm.sampling import Asked, read_turn
@@ -65,7 +66,7 @@ class TurnRoutes:
             asked = read_turn(msgspec.json.decode(await request.body(), type=dict[str, Any]))
         except EngineRefused as refused:
             return _answer(_error(str(refused), refused.status), refused.status)
-        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        except (*UNREADABLE, TypeError, ValueError) as error:
             return _answer(_error(f"bad request: {error}", 400), 400)
         if asked.stream:
             return StreamingResponse(self._events(asked), media_type=_EVENTS)

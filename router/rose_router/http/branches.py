@@ -28,6 +28,7 @@ from aiohttp import web
 
 from rose_core.rollouts import saved_turns
 from rose_core.rollouts.message_tree import MessageTree, TurnNode
+from rose_core.unreadable import UNREADABLE
 from rose_router.errors import BadRequest, NotHere
 from rose_router.http.bearer import caller_of
 from rose_router.http.bodies import read_body
@@ -141,7 +142,7 @@ class Branches:
     async def _give(self, request: web.Request) -> web.Response:
         try:
             given = msgspec.json.decode(await request.read(), type=_Turns)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise BadRequest("InvalidTurns", str(error)) from error
         return _json({"known_turns": await self._adopt(_job(request), given)})
 

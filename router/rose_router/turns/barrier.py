@@ -22,6 +22,7 @@ import msgspec
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.quorum import Quorum, missing
+from rose_core.unreadable import UNREADABLE
 from rose_router import metrics
 from rose_router.engines.fleet import Clock, Fleet
 from rose_router.errors import BadRequest, Overloaded
@@ -96,7 +97,7 @@ def _version(body: bytes, status: int) -> WeightVersion:
         if status == 200:
             return WeightVersion.parse(answer["version"])
         message = str(answer["message"])
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+    except (*UNREADABLE, KeyError, TypeError, ValueError) as error:
         message = f"rose ingest answered HTTP {status} with {body[:200]!r}: {error}"
     raise BadRequest("Checkpoint", message)
 

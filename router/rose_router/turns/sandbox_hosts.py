@@ -23,6 +23,7 @@ import aiohttp
 import msgspec
 
 from rose_core.sandboxes.heartbeats import Heartbeats
+from rose_core.unreadable import UNREADABLE
 from rose_router.errors import (
     BadRequest,
     Conflict,
@@ -263,7 +264,7 @@ class SandboxHosts:
             raise self._away(url, error) from error
         try:
             said = msgspec.json.decode(raw or b"{}", type=dict[str, Any])
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             said = {"message": raw[:200].decode(errors="replace")}
         return answer.status, said
 

@@ -36,6 +36,7 @@ from websockets.frames import CloseCode
 
 from rose_core.sandboxes.conversations import ConversationLost, Inside, Outside, said_again
 from rose_core.sandboxes.turns import OutOfTurn
+from rose_core.unreadable import UNREADABLE
 from rose_sandbox.errors import SandboxError
 from rose_weights.errors import Fenced
 
@@ -278,7 +279,7 @@ class Conversation:
 def _word(said: str | bytes) -> _Word:
     try:
         return msgspec.json.decode(said, type=_Word)
-    except msgspec.MsgspecError as error:  # whoever is in the sandbox may be at that port
+    except UNREADABLE as error:  # whoever is in the sandbox may be at that port
         raise ConversationLost(
             f"what stands beside the server speaks otherwise: {error}"
         ) from error

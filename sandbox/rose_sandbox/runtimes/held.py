@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rose_core.unreadable import UNREADABLE
 from rose_sandbox.errors import RuntimeFailed
 
 HELD = "held"
@@ -73,7 +74,7 @@ def read_held(archive: Path) -> tuple[OpenFile, ...]:
                 return ()
             data = opened.extractfile(first)
             return msgspec.json.decode(data.read() if data else b"[]", type=tuple[OpenFile, ...])
-    except (tarfile.TarError, msgspec.MsgspecError):
+    except (tarfile.TarError, *UNREADABLE):
         return ()  # torn: ``tar`` says so
 
 
@@ -87,7 +88,7 @@ def held_with(images: Path) -> tuple[OpenFile, ...]:
         return msgspec.json.decode((images / HELD).read_bytes(), type=tuple[OpenFile, ...])
     except FileNotFoundError:
         return ()
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise RuntimeFailed(f"the list of open files is torn: {error}") from error
 
 

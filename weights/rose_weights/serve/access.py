@@ -31,6 +31,7 @@ from typing import Literal
 
 import msgspec
 
+from rose_core.unreadable import UNREADABLE
 from rose_weights.errors import Forbidden
 from rose_weights.serve.tenants import INSTALLATION, Tenants
 
@@ -81,7 +82,7 @@ class Access:
         """
         try:
             rules = msgspec.json.decode(path.read_bytes(), type=dict[str, AccessRights])
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             message = f"{path} does not say who may do what: {error}"
             raise ValueError(message) from error
         return cls(rules, tenants)

@@ -32,6 +32,7 @@ from pathlib import Path
 
 import msgspec
 
+from rose_core.unreadable import UNREADABLE
 from rose_weights.errors import BadTenants
 
 INSTALLATION = "installation"
@@ -103,7 +104,7 @@ def load(path: Path) -> TenantsFile:
         return msgspec.json.decode(path.read_bytes(), type=TenantsFile)
     except FileNotFoundError:
         return TenantsFile()
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise BadTenants(f"{path} is no file of tenants: {error}") from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from rose_core.unreadable import UNREADABLE
 from rose_weights.errors import Damaged
 from rose_weights.store.store import Store
 
@@ -130,5 +131,5 @@ def record_of(data: bytes, name: str, whose: str) -> Record:
         raise Damaged(f"record {name[:16]} of {whose} is not what the state lists")
     try:
         return msgspec.json.decode(data, type=Record)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise Damaged(f"record {name[:16]} of {whose} cannot be read: {error}") from error

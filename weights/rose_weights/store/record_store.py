@@ -27,6 +27,7 @@ from typing import Protocol
 import msgspec
 
 from rose_core.identity import run_name
+from rose_core.unreadable import UNREADABLE
 from rose_weights.errors import BadManifest, Damaged, Fenced, UnknownRun, UnknownVersion
 from rose_weights.messages import SessionState
 from rose_weights.store.record import Record, read_record, stored_record
@@ -217,7 +218,7 @@ def _decoded(data: bytes, session: str, fence: int) -> Record:
     try:
         record = msgspec.json.decode(data, type=Record)
         record.blocks()
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (*UNREADABLE, ValueError) as error:
         raise BadManifest(f"this is no record of {session}: {error}") from error
     if (record.session, record.fence) != (session, fence):
         raise BadManifest(

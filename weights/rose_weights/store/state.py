@@ -25,6 +25,7 @@ import hashlib
 import msgspec
 
 from rose_core.identity import WeightVersion
+from rose_core.unreadable import UNREADABLE
 from rose_weights.errors import Damaged
 
 
@@ -117,7 +118,7 @@ def decode(data: bytes, where: str) -> RunState:
     """
     try:
         found = msgspec.json.decode(data, type=RunState)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         message = f"{where} is damaged: {error}; restore it from a backup"
         raise Damaged(message) from error
     if found.check not in {"", _sum(found)}:  # stores of before wrote none

@@ -28,6 +28,7 @@ from rose_agent.host.helper.rights import Rights
 from rose_agent.host.repair import leftovers
 from rose_agent.os.freezers import Freezer, detect
 from rose_agent.os.groups import ProcessGroup, end
+from rose_core.unreadable import UNREADABLE
 from rose_engines.rundir import RunDir
 
 _log = logging.getLogger(__name__)
@@ -177,7 +178,7 @@ def obey(host: socket.socket, rights: Rights) -> None:
 def _one(rights: Rights, data: bytes, log: int | None) -> tuple[Answer, int | None]:
     try:
         return rights.do(msgspec.msgpack.decode(data, type=Request), log)
-    except (BadEngine, msgspec.MsgspecError) as error:
+    except (BadEngine, *UNREADABLE) as error:
         _log.warning("refused: %s", error)  # an honest host never asks for this
         return Answer(refusal=str(error)), None
     except (HostError, OSError, ValueError) as error:
