@@ -208,7 +208,7 @@ class DataProxy:
             return _problem(404, f"no slot {uid} on this host")
         given = request.headers.get("Authorization", "")
         if not target.token or not hmac.compare_digest(
-            given.encode(), f"Bearer {target.token}".encode()
+            given.encode(errors="replace"), f"Bearer {target.token}".encode()
         ):
             return _problem(401, "bearer token missing or not this slot's")
         return target
