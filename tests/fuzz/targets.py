@@ -226,10 +226,12 @@ def router_requests(data: bytes) -> None:
 
 def router_headers(data: bytes) -> None:
     """The headers that say where a turn belongs: name and value per line."""
-    lines = data.decode("latin-1").split("\n")
+    lines = data.decode("utf-8", "surrogateescape").split("\n")  # as aiohttp does
     headers = dict(line.split(":", 1) for line in lines if ":" in line)
     with contextlib.suppress(RolloutError, RouterError):
-        sglang.read({"input_ids": [1]}, headers, None, lambda: "r")
+        asked = sglang.read({"input_ids": [1]}, headers, None, lambda: "r")
+        for turn in asked.turns:  # it can be told to others
+            msgspec.json.encode([turn.trajectory, turn.hint.group, turn.job])
 
 
 def wire_messages(data: bytes) -> None:

@@ -298,3 +298,10 @@ async def test_registering_the_router_at_itself_does_nothing_and_anything_else_i
         async with s.post("/workers", {"url": "http://127.0.0.1:1"}) as reply:
             assert reply.status == 400
             assert "ATTACH" in (await reply.json())["message"]
+
+
+@pytest.mark.parametrize("name", ["X-Rose-Group", "X-Session-ID", "X-Rose-Job", "session-id"])
+def test_a_header_that_is_no_text_is_refused_by_name(name: str) -> None:
+    # It would be in the list of turns, which then nobody could read.
+    with pytest.raises(InvalidTurn, match=name):
+        Hints({}, {name: b"\xff".decode("utf-8", "surrogateescape")})

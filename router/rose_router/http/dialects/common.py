@@ -46,6 +46,8 @@ WITHOUT_EFFECT = frozenset(
 )
 
 _MOST_NAME = 512  # characters
+# What aiohttp makes of a header's bytes that are no UTF-8.
+_NO_UTF8 = re.compile("[\ud800-\udfff]")
 
 # What fields of requests may be; their complaints follow from that (``read_as``).
 Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
@@ -227,6 +229,8 @@ class Hints:
         rose = asked.rose or _NO_ROSE
         if _ALL_HEADERS.isdisjoint(map(str.lower, headers)):
             headers = _NO_HEADERS  # as most trainers send: one look instead of eighteen
+        else:
+            _refuse_bytes(headers)
         self.session, self.session_by = _session(rose, asked, headers)
         self.record = rose.record is not False
         if rose is _NO_ROSE and not headers:
@@ -247,6 +251,13 @@ class Hints:
 
 
 _NO_ROSE = Rose()
+
+
+def _refuse_bytes(headers: Mapping[str, str]) -> None:
+    """A name that is no text can be written to nobody: it would break whoever lists the turns."""
+    for name, value in headers.items():
+        if name.lower() in _ALL_HEADERS and _NO_UTF8.search(value):
+            raise InvalidTurn(f"{name}: expected text in UTF-8, got {value!r:.40}")
 
 
 def _session(rose: Rose, asked: Hinted, headers: Mapping[str, str]) -> tuple[str, str]:
