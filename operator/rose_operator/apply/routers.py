@@ -28,6 +28,7 @@ from rose_wire import tls
 HASH = f"{GROUP}/manifest-hash"
 LEASE = f"{GROUP}/lease"
 SIZE = f"{GROUP}/router-size"
+_LONGEST_SIZE = 40  # two numbers of a machine
 HTTP_PORT = 8000
 ATTACH_PORT = 7444
 PEER_PORT = 7445
@@ -110,7 +111,8 @@ def _size_of(live: Raw | None) -> RouterSize | None:
     """The size that was written on it; None where another version wrote none."""
     text = ((live or {}).get("metadata", {}).get("annotations") or {}).get(SIZE, "")
     memory, _, connections = text.partition("/")
-    if not (memory.isdecimal() and connections.isdecimal()):
+    # Python refuses numbers of thousands of digits.
+    if not (memory.isdecimal() and connections.isdecimal()) or len(text) > _LONGEST_SIZE:
         return None
     return RouterSize(int(memory), int(connections))
 

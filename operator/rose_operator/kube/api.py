@@ -355,4 +355,4 @@ def _translate(error: Exception) -> ApiUnavailable | ApiRefused:
 def _wait_of(response: httpx.Response | None) -> float:
     """What the server asks for in ``Retry-After``, bounded; 0 when it asks for nothing."""
     asked = response.headers.get("Retry-After", "") if response is not None else ""
-    return min(_LONGEST_WAIT, float(asked)) if asked.isdigit() else 0.0
+    return min(_LONGEST_WAIT, float(asked)) if asked.isdecimal() else 0.0
