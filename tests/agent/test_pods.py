@@ -201,6 +201,7 @@ def process(proc: Path, pid: int, cgroup: str, *, inner: int = 1, command: str =
     folder.mkdir(parents=True)
     (folder / "cgroup").write_text(f"6:freezer:{cgroup}\n0::{cgroup}\n")
     (folder / "comm").write_text(command[:15] + "\n")  # as the kernel cuts it off
+    (folder / "stat").write_text(f"{pid} ({command}) S 1 1 1 0\n")
     (folder / "status").write_text(f"Name:\tx\nNSpid:\t{pid}\t{inner}\n")
 
 

@@ -56,7 +56,7 @@ def in_pod(proc: Path, pid: int, uid: str, *, beside: bytes = b"") -> None:
     (folder / "cgroup").write_bytes(
         b"0::/kubepods/pod%s/%s%s\n" % (uid.encode(), b"7" * 64, beside)
     )
-    for name in ("comm", "status"):
+    for name in ("comm", "stat", "status"):
         (folder / name).symlink_to(f"/proc/{pid}/{name}")
 
 
@@ -92,7 +92,11 @@ def crowd(proc: Path, many: int, uid: str, first: int) -> None:
         folder.mkdir()
         (folder / "cgroup").write_text(f"0::/kubepods/pod{uid}/{'7' * 64}\n")
         (folder / "comm").write_text("sglang::schedul\n")
-        (folder / "status").write_text(f"NSpid:\t{pid}\t{pid}\n")
+        (folder / "stat").write_text(f"{pid} () ) S {first} 1 1 0\n")
+        os.mkfifo(folder / "status")  # it is costly, and would be waited for here
+    (proc / str(first) / "status").unlink()
+    (proc / str(first) / "stat").write_text(f"{first} (x) S 1 1 1 0\n")
+    (proc / str(first) / "status").write_text(f"NSpid:\t{first}\t1\n")
 
 
 async def test_a_crowd_of_processes_costs_its_own_pod_the_loan(tmp_path: Path) -> None:
@@ -105,6 +109,7 @@ async def test_a_crowd_of_processes_costs_its_own_pod_the_loan(tmp_path: Path) -
     assert "712" not in found[EVIL].claim.message, "those beyond the limit are not described"
     assert len(found[EVIL].pids) < 100, "each is a descriptor of the guard's"
     assert (len(found[GOOD].pids), found[GOOD].claim.refusal) == (8, "")
+    assert [one.pid for one in pods._found[GOOD] if one.first] == [10_000]
 
 
 def described(**annotations: str) -> dict[PodUid, ServingPod]:
