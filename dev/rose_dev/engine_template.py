@@ -255,9 +255,9 @@ def _serve(channel: socket.socket, stock: Stock) -> None:
             if not message:
                 return
             log, word = handles[0], socket.socket(fileno=handles[1])
-            pid = os.fork()
+            template, pid = os.getpid(), os.fork()
             if pid == 0:
-                _become(stock, json.loads(message), log)
+                _become(stock, json.loads(message), log, template)
             os.close(log)
             ended = os.pidfd_open(pid)
             running[ended] = (pid, word)
@@ -273,12 +273,14 @@ def _receive(channel: socket.socket) -> tuple[bytes, Sequence[int]]:
     return message, handles
 
 
-def _become(stock: Stock, start: Mapping[str, Any], log: int) -> None:
+def _become(stock: Stock, start: Mapping[str, Any], log: int, template: int) -> None:
     """Turn this fork into an engine; never returns."""
     status = 1
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != template:  # it ended before the kernel knew
+            os.kill(os.getpid(), signal.SIGKILL)
         os.dup2(log, 1)
         os.dup2(log, 2)
         # The channel and others' ends: an engine that held them would hide the template's death.
