@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from functools import lru_cache
 from pathlib import Path
 
 import yaml
@@ -110,14 +111,25 @@ def read_material(path: Path, scenario: Scenario | FleetScenario) -> SimulationI
     )
 
 
+# Studies name the same few traces again and again, and to parse one takes longer than to read it.
+@lru_cache(maxsize=8)
+def _arrivals(text: str, path: Path) -> tuple[Arrival, ...]:
+    return arrivals(_parsed(text, path), str(path))
+
+
+@lru_cache(maxsize=8)
+def _episodes(text: str, path: Path, span: Span) -> tuple[Episode, ...]:
+    return episodes(_parsed(text, path), str(path), span)
+
+
 def read_arrivals(path: Path) -> tuple[Arrival, ...]:
     """A serving trace."""
-    return arrivals(_rows(path), str(path))
+    return _arrivals(_text(path), path)
 
 
 def read_episodes(path: Path, span: Span = USUAL_SPAN) -> tuple[Episode, ...]:
     """Rollout episodes, with contexts of that span."""
-    return episodes(_rows(path), str(path), span)
+    return _episodes(_text(path), path, span)
 
 
 def _span(scenario: Scenario | FleetScenario) -> Span:
@@ -127,11 +139,18 @@ def _span(scenario: Scenario | FleetScenario) -> Span:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
+    return _parsed(_text(path), path)
+
+
+def _text(path: Path) -> str:
     try:
-        text = path.read_text()
+        return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         message = f"{path}: cannot be read: {error}"
         raise TraceError(message) from error
+
+
+def _parsed(text: str, path: Path) -> list[dict[str, str]]:
     if not text.endswith("\n"):
         line = text.count("\n") + 1
         message = f"{path}:{line}: truncated: the last line has no end"
