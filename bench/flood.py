@@ -62,6 +62,12 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--per-second", type=float, default=40.0, help="turns of all tenants")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each window")
     parser.add_argument("--rounds", type=int, default=6, help="pairs of windows per flood")
+    parser.add_argument(
+        "--beside",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a window in which the flood goes elsewhere, too",
+    )
     parser.add_argument("--context-tokens", type=int, default=32_768, help="of the lease")
     parser.add_argument("--slots", type=int, default=16, help="of the lease; else as by default")
     parser.add_argument("--only", nargs="*", choices=sorted(FLOODS), default=sorted(FLOODS))
@@ -228,14 +234,18 @@ async def measure(given: argparse.Namespace) -> list[Figure]:
             f"--max-connections={size.connections}",
             f"--context-tokens={given.context_tokens}",
         )
-        with stub(0.001) as engine:
-            async with rose(engine, 4096, *own) as route, rose(engine, 4096, *own) as beside:
-                figures += await _one(name, route, beside, limit, given)
+        async with contextlib.AsyncExitStack() as stack:
+            engine = stack.enter_context(stub(0.001))
+            route = await stack.enter_async_context(rose(engine, 4096, *own))
+            beside = None
+            if given.beside:
+                beside = await stack.enter_async_context(rose(engine, 4096, *own))
+            figures += await _one(name, route, beside, limit, given)
     return figures
 
 
 async def _one(
-    name: str, route: Route, other: Route, limit: int, given: argparse.Namespace
+    name: str, route: Route, other: Route | None, limit: int, given: argparse.Namespace
 ) -> list[Figure]:
     quiet: list[Others] = []
     flooded: list[Others] = []
@@ -244,7 +254,8 @@ async def _one(
     for _ in range(given.rounds):
         quiet.append(await _window(route, given))
         flooded.append(await _during(name, route, route, given))
-        beside.append(await _during(name, other, route, given))
+        if other is not None:
+            beside.append(await _during(name, other, route, given))
     for where, windows in (("quiet", quiet), ("beside", beside)):
         if failed := sum((one.failed for one in windows), Counter[str]()):
             sys.stderr.write(f"{name}, {where}: turns of others met {dict(failed)}\n")
@@ -269,11 +280,15 @@ async def _one(
             for windows in (quiet, flooded, beside)
         )
         aim = 1.25 if percent == 99 else None
-        for label, ours, theirs, most in (
-            ("flooded to quiet", with_it, alone, aim),
-            ("flood beside to quiet", without, alone, None),
-            ("flooded to flood beside", with_it, without, aim),
-        ):
+        compared: list[tuple[str, list[float], list[float], float | None]] = [
+            ("flooded to quiet", with_it, alone, aim)
+        ]
+        if without:
+            compared += [
+                ("flood beside to quiet", without, alone, None),
+                ("flooded to flood beside", with_it, without, aim),
+            ]
+        for label, ours, theirs, most in compared:
             ratio = paired_ratio(ours, theirs)
             ends = None if ratio.low is None or ratio.high is None else (ratio.low, ratio.high)
             figures.append(figure(f"{turns}, {label}", ratio.mean, "", at_most=most, interval=ends))

@@ -146,8 +146,11 @@ async def test_ten_thousand_connections() -> None:
 
 @pytest.mark.slow
 async def test_a_hundred_tenants_are_served_through_every_flood() -> None:
-    """Each asks once in the window. How long that took is the benchmark's to report."""
-    brief = ("--rounds=1", "--seconds=4", "--tenants=100", "--per-second=25")
+    """Each asks once in the window. How long that took is the benchmark's to report, and so is
+    what the same flood costs them where it goes to another router.
+    """
+    # A flood runs for a second before its window, too.
+    brief = ("--rounds=1", "--seconds=2", "--tenants=100", "--per-second=50", "--no-beside")
     given = flood.flags().parse_args(brief)
     figures = {one.name: one for one in await flood.measure(given)}
     for name in flood.FLOODS:
