@@ -2,8 +2,9 @@
 
 Each lane is a run of pytest that asks for a marker which few files have. To import all files only
 to deselect what is in them costs a minute of CPU time, so a file that does not name the marker is
-left out. One that had the marker without naming it would be lost that way; a run that imports it
-says so, and ``make unit`` imports every file.
+left out, and so is one of which every test has a marker (``pytestmark``) that the lane refuses. A
+file that had the marker without naming it would be lost that way; a run that imports it says so,
+and ``make unit`` imports every file that gives none to all of its tests.
 
 A machine has one node, and what needs it is marked ``node`` here, by its fixture: it is a lane of
 its own after what an API server alone answers. A start of the node takes half a minute and it is
@@ -30,6 +31,8 @@ SECOND = "second_session"
 """The fixture behind everything that needs a second node."""
 GPUS = "gpu_session"
 """The fixture behind everything that needs the node with GPUs."""
+_ALL = re.compile(r"^pytestmark = (\[.*?\]|.*?$)", re.MULTILINE | re.DOTALL)
+_MARK = re.compile(r"\bpytest\.mark\.(\w+)")
 _PLAIN = re.compile(r"(not )?\w+( and (not )?\w+)*")
 
 
@@ -38,6 +41,20 @@ def wanted(expression: str) -> tuple[str, ...]:
     if not _PLAIN.fullmatch(expression):
         return ()
     return tuple(name for name in MARKERS if name in expression.split(" and "))
+
+
+def refused(expression: str) -> tuple[str, ...]:
+    """Markers of which no test of a run may have one, by its ``-m``."""
+    if not _PLAIN.fullmatch(expression):
+        return ()
+    return tuple(name for name in MARKERS if f"not {name}" in expression.split(" and "))
+
+
+@cache
+def given(path: Path) -> frozenset[str]:
+    """Markers that a file gives to all of its tests, as far as its text says so."""
+    found = _ALL.search(path.read_text())
+    return frozenset(_MARK.findall(found[0]) if found else ())
 
 
 @cache
@@ -70,8 +87,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out what the run would import in vain."""
     if not re.fullmatch(r"test_.*\.py", collection_path.name):
         return None
-    markers = wanted(config.getoption("markexpr") or "")
-    return True if not all(names(collection_path, marker) for marker in markers) else None
+    expression = config.getoption("markexpr") or ""
+    if not all(names(collection_path, marker) for marker in wanted(expression)):
+        return True
+    return True if given(collection_path).intersection(refused(expression)) else None
 
 
 @pytest.hookimpl(tryfirst=True)

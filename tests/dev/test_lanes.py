@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rose_dev.lanes import names, wanted
+from rose_dev.lanes import given, names, refused, wanted
 
 pytest_plugins = ["pytester"]
 
@@ -27,6 +27,21 @@ def test_a_marker_is_wanted_when_no_test_without_it_can_run(
     assert wanted(expression) == markers
 
 
+@pytest.mark.parametrize(
+    ("expression", "markers"),
+    [
+        ("not engine and not cluster", ("engine", "cluster")),
+        ("cluster and node and not long", ("long",)),
+        ("not engine or cluster", ()),
+        ("not (engine and cluster)", ()),
+    ],
+)
+def test_a_marker_is_refused_when_no_test_with_it_can_run(
+    expression: str, markers: tuple[str, ...]
+) -> None:
+    assert refused(expression) == markers
+
+
 CONFTEST = 'pytest_plugins = ["rose_dev.lanes"]\n'
 INI = "[pytest]\nmarkers =\n    cluster: c\n    engine: e\n    node: n\n"
 
@@ -39,6 +54,7 @@ def no_other_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(pytester: pytest.Pytester, *flags: str, **files: str) -> pytest.RunResult:
     names.cache_clear()
+    given.cache_clear()
     pytester.makeconftest(CONFTEST)
     pytester.makeini(INI)
     pytester.makepyfile(**files)
@@ -53,6 +69,19 @@ def test_a_file_that_does_not_name_the_marker_is_not_imported(pytester: pytest.P
     found = run(pytester, "-m", "cluster", test_marked=MARKED, test_other=BROKEN)
     found.assert_outcomes(passed=1, deselected=1)
     run(pytester, test_other=BROKEN).assert_outcomes(errors=1)
+
+
+@pytest.mark.parametrize(
+    "marks",
+    ["pytest.mark.engine", "[\n    pytest.mark.slow,\n    pytest.mark.engine,\n]"],
+)
+def test_a_file_whose_every_test_has_a_refused_marker_is_not_imported(
+    pytester: pytest.Pytester, marks: str
+) -> None:
+    refusing, text = ("-m", "not engine and not cluster"), f"import pytest\npytestmark = {marks}\n"
+    found = run(pytester, *refusing, test_all=text + BROKEN, test_marked=MARKED)
+    found.assert_outcomes(passed=1, deselected=1)
+    run(pytester, "-m", "engine", test_all=text + BROKEN).assert_outcomes(errors=1)
 
 
 def test_a_marker_that_a_file_has_without_naming_it_is_refused(pytester: pytest.Pytester) -> None:
