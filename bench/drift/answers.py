@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import Qwen3ForCausalLM
 
 from bench.drift.trained import State, build
 from rose_core.delta.probe import PROMPT, Answer
 from rose_dev.models import Recipe
 from rose_trainer.quantised import BlockFp8
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 RANKS = (2, 4, 8)
 _FP8_BLOCK = 128

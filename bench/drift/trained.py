@@ -10,11 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rose_dev.models import Recipe, config, tensors
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 PAGES = Path(__file__).parents[2] / "docs"
 BATCH, LENGTH = 4, 96
@@ -36,6 +39,9 @@ def build(recipe: Recipe, state: State, dtype: torch.dtype, **settings: object) 
         dtype: of weights and computation.
         settings: changes of its configuration.
     """
+    # Brings PyTorch's compiler: two seconds for every process that only imports this.
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+
     model = Qwen3ForCausalLM(Qwen3Config(**{**config(recipe), **settings}))
     model.load_state_dict(state)
     model.to(dtype)  # type: ignore[arg-type]  # its stub takes itself for the type
