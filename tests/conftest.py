@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,10 @@ pytest_plugins = [
     "rose_dev.kernel_cache",
     "rose_dev.lanes",
 ]
+
+# PyTorch's threads spin while they wait for each other. Beside other tests that took four times as
+# much of the cores, on tensors that one thread has done at once. Engines have one thread anyway.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Without this, pytest-asyncio asks Python 3.11 for "the current loop", which makes one that nobody
 # closes; its ResourceWarning would fail a random test.

@@ -6,6 +6,7 @@ On a GPU where there is one; on the CPU the same operations on the same integers
 from __future__ import annotations
 
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -150,6 +151,11 @@ def test_the_manifest_and_every_block_are_the_hosts(
     assert blocks == wanted_blocks
     # The base is the state that was taken last.
     assert all(np.array_equal(snapshot.bits(name), bits) for name, bits in after.items())
+
+
+def test_tests_compute_with_as_many_threads_as_they_were_told_to() -> None:
+    """The variable counts only if it is set before anything imports PyTorch."""
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
 
 
 def test_without_a_change_nothing_is_found_and_without_a_base_nothing_can_be() -> None:
