@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -76,30 +77,36 @@ def searched(
     return max(found)
 
 
+@cache
+def alone(name: str) -> tuple[Objective, set[int]]:
+    """Objective of a machine's pool, and requests that serving alone answers too late."""
+    goals = objective(MACHINES[name])
+    return goals, slow(World(MACHINES[name], 1, SECONDS).run(fixed(0.0)), goals)
+
+
+@cache
+def lent(name: str) -> World:
+    """A machine under the gate, which knows tokens at once."""
+    guarded = Guarded(alone(name)[0], Predictor())
+    return World(MACHINES[name], 1, SECONDS).run(guarded.gate, guarded.ended)
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_no_violation_is_added_and_the_slack_of_an_offline_search_is_lent(name: str) -> None:
-    machine = MACHINES[name]
-    goals = objective(machine)
-    allowed = slow(World(machine, 1, SECONDS).run(fixed(0.0)), goals)
-    guarded = Guarded(goals, Predictor())
-    world = World(machine, 1, SECONDS).run(guarded.gate, guarded.ended)
+    (goals, allowed), world = alone(name), lent(name)
     assert len(world.done) > SECONDS / 2
     assert slow(world, goals) <= allowed
     assert world.harvested > 0
-    assert world.harvested >= 0.9 * searched(machine, goals, allowed)
+    assert world.harvested >= 0.9 * searched(MACHINES[name], goals, allowed)
 
 
 @pytest.mark.parametrize("name", ["steady", "80 % of its rate"])
 def test_tokens_told_twice_a_period_lend_nearly_what_tokens_known_at_once_do(name: str) -> None:
-    machine = MACHINES[name]
-    goals = objective(machine)
-    allowed = slow(World(machine, 1, SECONDS).run(fixed(0.0)), goals)
-    worlds = []
-    for told_ms in (0, 50):
-        guarded = Guarded(goals, Predictor(), told_ms=told_ms)
-        worlds.append(World(machine, 1, SECONDS).run(guarded.gate, guarded.ended))
-    assert slow(worlds[1], goals) <= allowed
-    assert worlds[1].harvested >= 0.9 * worlds[0].harvested > 0
+    goals, allowed = alone(name)
+    guarded = Guarded(goals, Predictor(), told_ms=50)
+    world = World(MACHINES[name], 1, SECONDS).run(guarded.gate, guarded.ended)
+    assert slow(world, goals) <= allowed
+    assert world.harvested >= 0.9 * lent(name).harvested > 0
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
