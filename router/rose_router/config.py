@@ -61,7 +61,9 @@ class Settings:
             cost engine and router less; a killed engine takes at most so many unseen tokens along.
         max_losses: engines a turn may lose before it ends with a typed abort.
         forget_seconds: how long an engine whose owner hung up is kept with its gate closed.
-        drain_seconds: how long live turns may go on after SIGTERM.
+        lame_duck_seconds: after SIGTERM it goes on, as not ready, until for so long nobody has
+            asked for anything; 0 = nobody is sent here by a load balancer.
+        drain_seconds: how long live turns may go on after that.
         replay_seconds: how long a finished turn answers its duplicate id.
         reported_gpus: GPUs that ``/server_info`` names; trainers size their concurrency by it.
         routed_experts: the lease's engines say which experts tokens went through; trainers ask.
@@ -101,6 +103,7 @@ class Settings:
     interval: int = 4
     max_losses: int = 10
     forget_seconds: float = 60.0
+    lame_duck_seconds: float = 0.0
     drain_seconds: float = 20.0
     replay_seconds: float = 120.0
     reported_gpus: int = 1

@@ -106,6 +106,12 @@ class Overloaded(RouterError):
     status = 503
 
 
+def draining() -> Overloaded:
+    """A turn that another router should have."""
+    message = "this router is shutting down; its turns end, new ones go elsewhere"
+    return Overloaded("Draining", message, retry_after=5)
+
+
 class TurnLost(RouterError):
     """Every try to finish the turn failed before it had a token."""
 

@@ -152,8 +152,11 @@ def _about_turns(add: Add, defaults: Settings) -> None:
     add("--queue-seconds", type=amount, default=defaults.queue.seconds, help="longest wait")
     add("--interval", type=count, default=defaults.interval,
         help="tokens per event of an engine's stream when the caller does not stream")  # fmt: skip
+    add("--lame-duck-seconds", type=amount, default=defaults.lame_duck_seconds,
+        help="after SIGTERM go on, as not ready, until for so long nobody has asked for anything, "
+        "10 seconds at most: load balancers hear late of an end")  # fmt: skip
     add("--drain-seconds", type=amount, default=defaults.drain_seconds,
-        help="how long live turns may go on after SIGTERM")  # fmt: skip
+        help="how long live turns may go on after that")  # fmt: skip
 
 
 def _about_pushes(add: Add, defaults: Settings) -> None:
@@ -237,6 +240,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         context_tokens=flags.context_tokens,
         interval=max(1, flags.interval),
         max_losses=flags.max_losses,
+        lame_duck_seconds=flags.lame_duck_seconds,
         drain_seconds=flags.drain_seconds,
         reported_gpus=flags.reported_gpus or max(1, len(flags.dedicated)),
         routed_experts=flags.routed_experts,

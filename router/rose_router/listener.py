@@ -55,6 +55,9 @@ _HANDSHAKE_SECONDS = 10.0
 _IDLE_SECONDS = 1.0
 """Since its answer, after which a connection may be closed for another: the answer is on its way
 when the handler has ended."""
+_HEARD_SECONDS = 1.0
+"""At the end, for who has dialled: his request is on its way."""
+_LOOK_AGAIN_SECONDS = 0.02
 _FAREWELL_SECONDS = 1.0
 """For a last word: who takes neither it nor the end of TLS would stay, uncounted, for 30 s."""
 
@@ -300,6 +303,13 @@ class ConnectionLimiter:
         if door.sender is not None:
             self._slow.leave(door.sender)
 
+    async def hear_out(self) -> None:
+        """Give those that sent no whole request head the time for it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HEARD_SECONDS):
+                while self._headless:  # noqa: ASYNC110  # once, at the end
+                    await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+
     def close_silent(self) -> None:
         """Close those that sent no whole request head: aiohttp knows only of the others."""
         for door in list(self._headless):
@@ -358,29 +368,35 @@ class SilentConnections:
         self._loop.add_reader(self._listener, self._accept)
         self._loop.add_reader(self._epoll, self._hear)
 
-    def close(self) -> None:
-        """Take nobody any more; those that speak go on."""
+    async def close(self) -> None:
+        """Take who has dialled and nobody after; those that speak go on."""
+        for _ in range(_BACKLOG // _AT_ONCE):
+            if not self._accept():
+                break
         if self._resting is not None:
             self._resting.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
+        await self._doors.hear_out()
         self._doors.close_silent()
         self._loop.remove_reader(self._epoll)
         self._epoll.close()
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Whether there may be more."""
         for _ in range(_AT_ONCE):
             try:
                 caller, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError):
-                return
+                return False
             except ConnectionAbortedError:
                 continue  # hung up before it was taken
             except OSError:  # no descriptors: the listener stays ready, so it must not be watched
                 self._loop.remove_reader(self._listener)
                 self._resting = self._loop.call_later(_REST_SECONDS, self._accept_again)
-                return
+                return False
             self._take(caller)
+        return True
 
     def _accept_again(self) -> None:
         self._loop.add_reader(self._listener, self._accept)
@@ -532,4 +548,4 @@ async def listening(
         yield int(listener.getsockname()[1])
     finally:
         watch.cancel()
-        silent.close()
+        await silent.close()

@@ -85,7 +85,7 @@ def _peers(config: Settings, service: Service, session: aiohttp.ClientSession) -
         service.fleet,
         config.replicas,
         config.attach_token,
-        leaving=lambda: service.draining,
+        leaving=lambda: service.leaving,
         link=config.link,
         ask=partial(relay.answers, session),
     )
@@ -138,7 +138,7 @@ async def running(
     peer_address: str = "127.0.0.1:0",
     client: EngineClient | None = None,
 ) -> AsyncIterator[RunningRouter]:
-    """Serve until the block ends; live turns are drained then.
+    """Serve until the block ends; callers are sent elsewhere then, and live turns are drained.
 
     Args:
         config: knobs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rose_core.lending.routers import REFUSED_SECONDS
 from rose_core.rollouts.router_size import LEAST_MEMORY, MOST_MEMORY
 from rose_operator.kube.api import Kind
 from rose_router.flags import parser, settings
+from rose_router.turns.service import leaves_at
 from tests.operator.bench import SETTINGS, Bench, running
 from tests.operator.test_tenancy import a_namespace, a_policy
 
@@ -160,6 +162,16 @@ async def test_a_router_is_as_large_as_its_lease_and_does_not_shrink_while_it_ru
     (raw,) = bench.api.all(Kind.DEPLOYMENT)
     arguments = raw["spec"]["template"]["spec"]["containers"][0]["args"]
     assert settings(parser().parse_args(arguments)).limits.connections > small
+
+
+async def test_a_router_has_the_time_to_send_callers_elsewhere_and_to_drain() -> None:
+    bench = await running()
+    (raw,) = bench.api.all(Kind.DEPLOYMENT)
+    pod = raw["spec"]["template"]["spec"]
+    given = settings(parser().parse_args(pod["containers"][0]["args"]))
+    assert given.lame_duck_seconds > 0
+    longest = leaves_at(0.0, math.inf, given.lame_duck_seconds) + given.drain_seconds
+    assert pod["terminationGracePeriodSeconds"] > longest
 
 
 def trusted(bench: Bench) -> str:

@@ -184,7 +184,7 @@ async def test_a_replica_that_is_leaving_passes_everything_on_and_gets_nothing(
     async with pair() as (one, two):
         await one.engine("e", cap=8)
         await known(two, "e", 4)
-        two.router.service.draining = True
+        two.router.service.leaving = True
         for s in (one, two):
             await generate(s, session_id=key_of("two"))
             await generate(s)

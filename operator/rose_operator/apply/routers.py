@@ -37,6 +37,10 @@ _PROOF_FOLDER = "/var/run/rose/proof"
 _IDENTITY_FOLDER = "/run/rose"
 # The kubelet renews it at four fifths of this; ten minutes is the least that it makes.
 _PROOF_SECONDS = 3600
+_LAME_DUCK_SECONDS = 2
+"""Without a caller, until a router that ends takes nobody more: kube-proxy hears of it in one."""
+_GRACE_SECONDS = 40
+"""A router goes on for 10 s at most, drains for 20, and then says what became of its turns."""
 _TURNS_FOLDER = "/var/run/rose/turns"
 _NAME_LIMIT = 63
 _POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
@@ -396,6 +400,7 @@ def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
         f"--identity-dir={_IDENTITY_FOLDER}/identity",
         *(["--authenticate"] if settings.router_authentication else []),
         *([f"--turn-token-file={_TURNS_FOLDER}/token"] if settings.turn_secrets else []),
+        f"--lame-duck-seconds={_LAME_DUCK_SECONDS}",
         f"--context-tokens={lease.spec.context_tokens}",
         f"--max-staleness={stale}",
         f"--max-age={stale if oldest is None else oldest}",
@@ -423,7 +428,7 @@ def _pod(name: str, lease: str, settings: Settings, container: dict[str, Any]) -
     return {
         "serviceAccountName": settings.router_service_account,
         "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": 30,
+        "terminationGracePeriodSeconds": _GRACE_SECONDS,
         "securityContext": {
             "runAsNonRoot": True,
             **_user(settings.router_user),

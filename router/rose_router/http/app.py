@@ -23,6 +23,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import aiohttp
 import msgspec
@@ -111,7 +112,7 @@ def create(
     app = web.Application(
         client_max_size=settings.max_body_bytes,
         middlewares=[
-            _outermost(doors),
+            _outermost(doors, service),
             bearer.middleware(tokens, running),
             memory.middleware(room, settings.max_body_bytes),
             *([forwarding] if forwarding else []),
@@ -124,7 +125,8 @@ def create(
     kept = int(room.limit * _KEPT_PART)
     tree = MessageTree(kept // _TOKEN_BYTES, kept // _TURN_BYTES)
     answering = TurnHandlers(service, words, tree, StoredResponses(kept))
-    app.add_routes(process_pages(engine_metrics.registry(service)))
+    health = partial(_health, service)
+    app.add_routes(process_pages(engine_metrics.registry(service), health))
     app.add_routes(pages.routes(service))
     app.add_routes(facade.routes(service))
     if barrier is not None:
@@ -197,7 +199,12 @@ def classify(error: Exception) -> tuple[int, str, int]:
     return 500, "Internal", 0
 
 
-def _outermost(doors: ConnectionLimiter) -> Middleware:
+def _health(service: Service) -> str:
+    """Why the kubelet should send nobody here; without engines turns wait for one."""
+    return "leaving" if service.leaving else ""
+
+
+def _outermost(doors: ConnectionLimiter, service: Service) -> Middleware:
     """Notes that a request has come and is answered; says errors in the words of the route."""
 
     @web.middleware
@@ -211,6 +218,10 @@ def _outermost(doors: ConnectionLimiter) -> Middleware:
                 response = error_response(error, request.path)
             except (RouterError, RolloutError, EngineRefused) as error:
                 response = error_response(error, request.path)
+            if service.leaving:
+                if request.method == hdrs.METH_POST:  # probes go on to the end
+                    service.asked_at = service.clock()
+                response.force_close()  # the caller's next connection is another router's
             return response if request.content.is_eof() else await pass_by(request, response)
         finally:
             doors.note_answered(request.transport)

@@ -30,7 +30,7 @@ from multidict import CIMultiDict
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.unreadable import UNREADABLE
-from rose_router.errors import NotFound
+from rose_router.errors import NotFound, draining
 from rose_router.http import virtual
 from rose_router.http.bodies import raw_body, read_body
 from rose_router.http.branches import TOLD
@@ -58,6 +58,8 @@ def middleware(peers: Peers, session: aiohttp.ClientSession) -> Middleware:
 
     @web.middleware
     async def forward(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if FORWARDED in request.headers and request.path in _TURNS and peers.leaving:
+            raise draining()  # whoever passed it on finds another
         if FORWARDED in request.headers or not peers.others:
             return await handler(request)
         if request.path.startswith("/sessions/"):

@@ -166,6 +166,11 @@ class Peers:
         """Every replica but this one."""
         return [peer for name, peer in self._peers.items() if name != self.me]
 
+    @property
+    def leaving(self) -> bool:
+        """Whether this replica takes no new turns of the others any more."""
+        return self._leaving()
+
     def home(self, key: str) -> Peer | None:
         """The replica that a turn belongs to; ``None`` when it is this one.
 
@@ -174,7 +179,7 @@ class Peers:
         """
         now = asyncio.get_running_loop().time()
         up = {name for name in self._peers if self._up(name, now)} | {self.me}
-        if self._leaving():
+        if self.leaving:
             up.discard(self.me)
         elif not key:
             return None

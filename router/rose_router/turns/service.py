@@ -30,7 +30,7 @@ from rose_router.config import Settings
 from rose_router.engines.engine_client import EngineClient
 from rose_router.engines.fences import Fences
 from rose_router.engines.fleet import Clock, Fleet
-from rose_router.errors import BadRequest, Conflict, Overloaded
+from rose_router.errors import BadRequest, Conflict, draining
 from rose_router.turns.drafting import Drafter
 from rose_router.turns.ledger import Ledger
 from rose_router.turns.request import TurnRequest
@@ -45,6 +45,10 @@ from rose_router.turns.warming import Warmer
 if TYPE_CHECKING:
     from rose_router.turns.tracing import Tracing
 
+_LEAVE_SECONDS = 10.0
+"""Longest that callers are waited for who have not heard of the end: a kubelet notices within six
+seconds that a router of its own accord is not ready (three probes), and the proxies a second
+later."""
 _NUMBERS = itertools.count(secrets.randbits(32))
 _PROCESS = secrets.token_hex(8)
 
@@ -55,6 +59,17 @@ def random_rid() -> str:
     Half of them are this process's own, the rest counts: no two are alike, here or elsewhere.
     """
     return f"{_PROCESS}{next(_NUMBERS):016x}"
+
+
+def leaves_at(began: float, asked: float, quiet: float) -> float:
+    """When a router that has begun to leave takes no more turns.
+
+    Args:
+        began: when it did.
+        asked: when the last caller asked for something.
+        quiet: seconds without a caller after which none is expected.
+    """
+    return min(max(began, asked) + quiet, began + _LEAVE_SECONDS)
 
 
 def _nothing() -> None:
@@ -73,6 +88,9 @@ class Service:
         tracing: makes spans of turns; ``None`` = nobody wants them.
 
     Attributes:
+        leaving: callers should go elsewhere; who comes all the same is served.
+        draining: no new turn is taken.
+        asked_at: when somebody last asked for something, while it is leaving.
         on_turn: called when a turn begins.
         sandboxes: hears when turns begin and end, and sessions are over.
         loops: what watches the turns, from ``start`` to ``close``.
@@ -101,7 +119,9 @@ class Service:
             self.fleet, policies.placement, settings.queue, clock, outlook=self._outlook
         )
         self.room.finish_rate = self._finish_rate
+        self.leaving = False
         self.draining = False
+        self.asked_at = 0.0
         self._bounds: tuple[Bounds | None, Bounds] = None, NOTHING_SAID
         self.labels: dict[str, str] = {}
         self.on_turn: Callable[[], None] = _nothing
@@ -164,7 +184,14 @@ class Service:
         await self._fences.close()
 
     async def drain(self) -> None:
-        """Take nothing new; return when every live turn has ended or the time is over."""
+        """Send callers elsewhere; return when every live turn has ended or the time is over.
+
+        Load balancers hear late of an end, and send callers here meanwhile: those are served.
+        """
+        self.leaving = True
+        began, quiet = self.clock(), self.settings.lame_duck_seconds
+        while (left := leaves_at(began, self.asked_at, quiet) - self.clock()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left)
         self.draining = True
         tasks = [turn.task for turn in self.ledger if turn.task is not None]
         if tasks:
@@ -183,8 +210,7 @@ class Service:
             Overloaded: draining.
         """
         if self.draining:
-            message = "this router is shutting down; its turns end, new ones go elsewhere"
-            raise Overloaded("Draining", message, retry_after=5)
+            raise draining()
         turn = self.ledger.find(request, self.clock())
         if turn is None:
             if not request.session and (found := self._recognized(request)):
@@ -304,8 +330,8 @@ class Service:
 
     def unready(self) -> str:
         """Why no turn could run now, or an empty string."""
-        if self.draining:
-            return "draining"
+        if self.leaving:
+            return "draining" if self.draining else "leaving"
         if not len(self.fleet):
             return "no engine is attached"
         if not self.fleet.live_versions():
