@@ -19,6 +19,7 @@ COMMANDS = {
     "runc": "runc",
     "/usr/lib/cni/ptp": "containernetworking-plugins",
     "iptables": "iptables",
+    "ipset": "ipset",
     "nft": "nftables",
     "conntrack": "conntrack",
     "modprobe": "kmod",

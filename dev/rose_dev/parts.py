@@ -22,6 +22,7 @@ CONTAINERD = "v2.2.9"
 TOOLKIT = "v1.20.1"
 GATEWAY_API = "v1.4.1"
 CERT_MANAGER = "v1.18.2"
+KUBE_ROUTER = "v2.1.0"
 CRANE = "v0.22.1"
 COSIGN = "v2.6.5"
 
@@ -73,6 +74,17 @@ NODE = (
 
 SCALE = (Part("kwok", "sigs.k8s.io/kwok/cmd/kwok", KWOK, in_kubernetes=False),)
 """Nodes without machines, for tests of many."""
+
+POLICIES = (
+    Part(
+        "kube-router",
+        "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router",
+        KUBE_ROUTER,
+        in_kubernetes=False,
+        link="-s -w",
+    ),
+)
+"""What enforces network policies, for tests of them: no other part of the node does."""
 
 
 def _containerd(name: str) -> Part:
@@ -130,7 +142,7 @@ RELEASE = (
 CERT_MANAGER_PART = _own("cert-manager", ".", Path(__file__).with_name("cert_manager"))
 """Built by the one test that issues with it, of `make test-long`."""
 
-EVERYTHING = CONTROL_PLANE + NODE + SCALE + GPU_NODE
+EVERYTHING = CONTROL_PLANE + NODE + SCALE + POLICIES + GPU_NODE
 
 
 def cache_root() -> Path:

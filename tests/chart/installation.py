@@ -29,14 +29,19 @@ TARGETS = ("operator", "router", "agent", "weights", "engine")
 
 @contextmanager
 def installation(
-    node: Node, models: Path, *values: str, chart: tuple[str, ...] = (str(CHART),)
+    node: Node,
+    models: Path,
+    *values: str,
+    chart: tuple[str, ...] = (str(CHART),),
+    before: tuple[dict[str, Any], ...] = (),
 ) -> Iterator[None]:
     """ROSE, what stands beside it, and one model on the node.
 
     Args:
         models: folder of models, which the node sees.
-        values: further ``--set`` of the chart.
+        values: further words for ``helm install``, such as ``--set`` of the chart.
         chart: what ``helm install`` is given of it.
+        before: objects that the chart with these values needs, in namespaces that end with it.
     """
     remove(node)
     wait_until(
@@ -51,6 +56,7 @@ def installation(
         values += ("--set=image.perComponent=true", "--set=image.tag=built")
     where = ("rose", *chart, f"--namespace={SYSTEM}", "--create-namespace")
     grant_store(node, models)
+    apply(node, *before)
     given = (f"--values={HERE / 'values.yaml'}", f"--set=engineHost.modelsPath={models}", *values)
     try:
         try:
@@ -63,8 +69,8 @@ def installation(
         if built.name:
             store = "command: [rose, weights"
             head, _, rest = beside.partition(store)
-            before, _, after = head.rpartition("localhost/rose:dev")
-            beside = f"{before}localhost/rose-weights:built{after}{store}{rest}"
+            front, _, back = head.rpartition("localhost/rose:dev")
+            beside = f"{front}localhost/rose-weights:built{back}{store}{rest}"
         node.kubectl("apply", "--filename=-", stdin=beside)
         yield
     finally:
@@ -82,7 +88,15 @@ def grant_store(node: Node, models: Path) -> None:
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}},
         secret(SYSTEM, "rose-store-credential", token=(models / "cluster").read_text()),
     ]
-    node.kubectl("apply", "--filename=-", stdin="".join(f"---\n{json.dumps(o)}\n" for o in objects))
+    apply(node, *objects)
+
+
+def apply(node: Node, *objects: dict[str, Any]) -> None:
+    """Make these objects, in this order."""
+    if not objects:
+        return
+    listed = {"apiVersion": "v1", "kind": "List", "items": objects}
+    node.kubectl("apply", "--filename=-", stdin=json.dumps(listed))
 
 
 def tenants_secret(models: Path) -> str:

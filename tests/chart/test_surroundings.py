@@ -11,12 +11,17 @@ import pytest
 import yaml
 
 from rose_dev.errors import CommandFailed
+from rose_operator.apply.routers import ATTACH_PORT, HTTP_PORT, PEER_PORT
+from tests.chart.network import named_ports
 from tests.chart.rendering import (
+    BATCHES,
     CHART,
     EVERYTHING,
     HELM,
     LENDING,
     MONITORING,
+    REWARDS,
+    SANDBOXES,
     Rendered,
     render,
 )
@@ -108,6 +113,88 @@ def test_every_listener_is_closed_but_for_named_callers() -> None:
         for rule in item["spec"]["ingress"]:
             turns = [port["port"] for port in rule["ports"]] == [8000]
             assert turns or rule["from"], item["metadata"]["name"]
+
+
+def test_a_policy_names_callers_of_every_port_that_a_pod_declares() -> None:
+    variant = {
+        "name": "newer",
+        "engineClasses": ["sglang-newer"],
+        "nodeSelector": {"engine": "newer"},
+        "dataPort": 30801,
+    }
+    rendered = render(
+        {
+            **EVERYTHING,
+            "engineHost": {"variants": [variant]},
+            "rewards": {**REWARDS, "workers": [{"name": "shared"}]},
+            "batches": BATCHES,
+            "sandboxes": SANDBOXES,
+        }
+    )
+    policies = rendered.all("NetworkPolicy")
+    declared = {
+        (item["metadata"]["name"], port["containerPort"]): port["containerPort"]
+        in named_ports(
+            policies, item["metadata"]["namespace"], item["spec"]["template"]["metadata"]["labels"]
+        )
+        for item in rendered.objects
+        if item["kind"] in {"Deployment", "DaemonSet"}
+        for container in item["spec"]["template"]["spec"]["containers"]
+        for port in container.get("ports", [])
+    }
+    assert ("rose-engine-host-newer", 30801) in declared
+    assert [one for one, is_named in declared.items() if not is_named] == []
+    routers = named_ports(policies, "rose-routers", {"app.kubernetes.io/name": "rose-router"})
+    assert routers == {HTTP_PORT, ATTACH_PORT, PEER_PORT}
+
+
+def test_what_the_chart_runs_sends_turns_from_namespaces_that_nobody_named() -> None:
+    judges = {"enabled": True, "functions": {"good": {"judge": "http://r.rose-routers.svc:8000"}}}
+    policy = {"enabled": True, "turnNamespaces": ["trainers"]}
+    rendered = render({"networkPolicy": policy, "rewards": judges, "batches": BATCHES})
+    turns = rendered.one("NetworkPolicy", "rose-router")["spec"]["ingress"][0]["from"]
+    names = [
+        peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"]
+        for peer in turns
+        if "podSelector" in peer
+    ]
+    assert names == ["rose-batches", "rose-rewards", "rose-give-back", "rose-test"]
+    plain = render({"networkPolicy": policy, "rewards": REWARDS})
+    turns = plain.one("NetworkPolicy", "rose-router")["spec"]["ingress"][0]["from"]
+    assert "rose-rewards" not in json.dumps(turns), "a rule asks no lease"
+
+
+def test_a_policy_that_would_keep_engine_hosts_from_every_store_is_refused() -> None:
+    values = {
+        **LENDING,
+        "stores": [{"name": "main", "address": "weights.example:7446"}],
+        "networkPolicy": {"enabled": True},
+    }
+    with pytest.raises(
+        CommandFailed, match=r"name their pods or addresses in networkPolicy\.stores"
+    ):
+        Rendered(values)
+    peer = {"ipBlock": {"cidr": "192.0.2.7/32"}}
+    rendered = render({**values, "networkPolicy": {"enabled": True, "stores": [peer]}})
+    assert {"to": [peer]} in rendered.one("NetworkPolicy", "rose-engine-host")["spec"]["egress"]
+
+
+def test_on_openshift_the_name_service_has_a_port_of_its_own() -> None:
+    openshift = {
+        **EVERYTHING,
+        "rewards": {**REWARDS, "workers": [{"name": "shared"}]},
+        "batches": BATCHES,
+        "sandboxes": SANDBOXES,
+    }
+    for enabled, wanted in ((False, {53}), (True, {53, 5353})):
+        rendered = render({**openshift, "openshift": {"enabled": enabled}})
+        names = [
+            {port["port"] for port in rule["ports"]}
+            for item in rendered.all("NetworkPolicy")
+            for rule in item["spec"].get("egress", [])
+            if "to" not in rule
+        ]
+        assert names == [wanted] * 5
 
 
 def test_engine_hosts_dial_names_and_weights_only() -> None:

@@ -303,6 +303,17 @@ rose_core.wire.enrolment; argument: {namespace, name}.
 {{- toYaml $readers }}
 {{- end }}
 
+{{/* A policy's egress to the name service. Policies see its pods' port, which is another one on OpenShift. */}}
+{{- define "rose.dns" -}}
+ports:
+  - {port: 53, protocol: UDP}
+  - {port: 53, protocol: TCP}
+  {{- if include "rose.openshift" . }}
+  - {port: 5353, protocol: UDP}
+  - {port: 5353, protocol: TCP}
+  {{- end }}
+{{- end }}
+
 {{/* Probes of a process that serves /healthz: {root, port (its name), ready (seconds; none = no such probe)}. */}}
 {{- define "rose.probes" -}}
 startupProbe:

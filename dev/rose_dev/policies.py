@@ -1,0 +1,72 @@
+"""Network policies are enforced on a node that runs, for as long as a test asks for it.
+
+kube-router's firewall does it and nothing else of kube-router: what a policy does not allow is
+answered with a refusal (ICMP port unreachable), in the node's own packet filter. A node without it
+lets every packet through, as a cluster does whose network enforces no policies. Other agents divert
+packets with nftables' own ``queue``, which not every kernel has; this one needs iptables and ipset.
+
+It runs beside the node's other processes and ends with them, also when a test is killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rose_dev.build import build
+from rose_dev.node import Node
+from rose_dev.parts import POLICIES
+from rose_dev.place import NODE_NAME, SERVICE_RANGE
+from rose_dev.waiting import wait_until
+
+COMPONENT = "kube-router"
+_OWN = ("KUBE-ROUTER-", "KUBE-POD-FW-", "KUBE-NWPLCY-")
+"""How the names of its chains begin."""
+_SECONDS = 90.0
+
+
+@contextmanager
+def enforced(node: Node) -> Iterator[None]:
+    """Policies hold on the (first) node; afterwards nothing of it is left in the packet filter.
+
+    Raises:
+        DevelopmentError: it could not be built, or did not start.
+    """
+    if node.sandbox.running(COMPONENT):  # of a test that was killed, on a node that went on
+        end(node)
+    (binary,) = build(POLICIES).values()
+    command = [
+        str(binary),
+        "--run-firewall=true",
+        "--run-router=false",
+        "--run-service-proxy=false",
+        "--health-port=0",
+        f"--kubeconfig={node.kubeconfig}",
+        f"--hostname-override={NODE_NAME}",
+        f"--service-cluster-ip-range={SERVICE_RANGE}",
+    ]
+    node.sandbox.start(COMPONENT, command)
+    try:
+        wait_until(lambda: _there(node), "the packet filter of kube-router", seconds=_SECONDS)
+        yield
+    finally:
+        end(node)
+
+
+def end(node: Node) -> None:
+    """End it; its chains and sets go too, and those of the kubelet stay.
+
+    Raises:
+        DevelopmentError: it did not end, or the packet filter could not be written.
+    """
+    if node.sandbox.running(COMPONENT):
+        node.sandbox.kill(COMPONENT)
+    lines = node.sandbox.run(["iptables-save", "-t", "filter"]).splitlines()
+    kept = [line for line in lines if not any(own in line for own in _OWN)]
+    node.sandbox.run(["iptables-restore"], stdin=("\n".join(kept) + "\n").encode())
+    node.sandbox.run(["ipset", "destroy"])
+
+
+def _there(node: Node) -> bool:
+    node.sandbox.pid(COMPONENT)  # one that has ended says why
+    return "KUBE-NWPLCY-DEFAULT" in node.sandbox.run(["iptables-save", "-t", "filter"])
