@@ -31,8 +31,8 @@ from bench.guard.rollouts import STREAMS, Rollouts
 from bench.record import Figure, figure, record
 from rose_dev.engine_environment import engine_python
 from rose_dev.models import make_named
-from rose_engines.doorbell import ring
-from rose_engines.permit import Permit
+from rose_engines.node.doorbell import ring
+from rose_engines.node.permit import Permit
 
 PROMISE_SECONDS = 0.25
 WATCH_SECONDS = 1.0

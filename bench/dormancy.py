@@ -29,8 +29,8 @@ from rose_core.wire.host import EngineState, EnsureEngine, HostStatusRequest, Se
 from rose_core.wire.sync import EngineSpec, WeightSource
 from rose_dev.engine_environment import engine_python
 from rose_dev.models import RECIPES, make_named
-from rose_engines.permit import Permit
-from rose_engines.rundir import RunDir
+from rose_engines.node.permit import Permit
+from rose_engines.node.rundir import RunDir
 
 SLOT = SlotKey(SlotUid("bench"), 1)
 _PERMIT_NS = 200_000_000

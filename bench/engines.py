@@ -22,8 +22,8 @@ from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, State, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES
 from rose_dev.vllm_testing import start_vllm
-from rose_engines.client import TurnClient
-from rose_engines.control import ControlClient
+from rose_engines.process.client import TurnClient
+from rose_engines.weights.control import ControlClient
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 

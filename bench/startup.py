@@ -38,7 +38,7 @@ from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.errors import StartFailed
 from rose_dev.models import RECIPES
-from rose_engines.control import ControlClient
+from rose_engines.weights.control import ControlClient
 
 # Part, and what stands in the line of the log that ends it.
 PARTS = (

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.atlas.shapes import SHAPES
 from rose_dev.engine_environment import engine_python
-from rose_engines.launch import Launch
+from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import python_path
 from rose_wire.ports import free_port
 

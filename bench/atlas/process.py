@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from rose_engines import layout, parameters
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.safetensors import read_checkpoint
+from rose_engines.tensors import layout, parameters
+from rose_engines.tensors.safetensors import read_checkpoint
 from tests.engines import loader_process
 
 EXACT, RENEWED, REFUSED = "exact", "exact after refresh", "refused"

@@ -14,8 +14,8 @@ from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State as Stored
 from rose_dev.engine_testing import start_engine, write_bundle
 from rose_dev.models import Recipe
-from rose_engines.client import TurnClient
-from rose_engines.control import ControlClient
+from rose_engines.process.client import TurnClient
+from rose_engines.weights.control import ControlClient
 
 _WAIT_SECONDS = 60.0
 

@@ -24,7 +24,7 @@ from rose_dev.engine_template import ProcessHandle
 from rose_dev.engine_testing import PermitHolder, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES, make_named
 from rose_dev.owners import Owner
-from rose_engines.control import ControlClient
+from rose_engines.weights.control import ControlClient
 
 MODEL = "tiny-peaked"
 _TOKEN_SECONDS = 0.004

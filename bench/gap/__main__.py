@@ -27,7 +27,7 @@ from bench.gap.switches import DiskUpdate, ImageCopy, Ours, Switch, TensorUpdate
 from bench.record import Figure, figure, record
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine
-from rose_engines.client import TurnClient
+from rose_engines.process.client import TurnClient
 
 # --- One stream beside a switch, and how much of its time the switch took.
 

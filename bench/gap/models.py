@@ -12,7 +12,7 @@ import numpy as np
 from rose_core.delta.bits import Bits
 from rose_dev.engine_testing import State
 from rose_dev.models import TINY, Recipe
-from rose_engines.safetensors import StoredTensor, read_checkpoint
+from rose_engines.tensors.safetensors import StoredTensor, read_checkpoint
 
 _WIDE = replace(TINY, head_size=64, vocabulary=4096, context=4096, tied=True)
 SIZES: dict[str, Recipe] = {

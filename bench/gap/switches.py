@@ -22,9 +22,9 @@ from bench.gap import loaders
 from bench.gap.models import pairs, states
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, write_bundle
-from rose_engines.control import ControlClient
-from rose_engines.safetensors import StoredTensor, write_file
-from rose_engines.tensors import host_tensors
+from rose_engines.tensors.canonical import host_tensors
+from rose_engines.tensors.safetensors import StoredTensor, write_file
+from rose_engines.weights.control import ControlClient
 
 
 class Switch(Protocol):

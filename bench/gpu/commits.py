@@ -142,7 +142,7 @@ def digest(scale: Scale) -> Measured:
         OSError: ROSE's packages are not here.
     """
     try:
-        digests: Any = importlib.import_module("rose_engines.device_digest")
+        digests: Any = importlib.import_module("rose_engines.ondevice.device_digest")
     except ImportError as error:
         raise OSError(f"the digest is ROSE's own: {error}") from error
     found: Measured = []
@@ -196,7 +196,7 @@ def saver(scale: Scale) -> Measured:
 class HostSaver:
     """The memory saver's interface without a GPU: pages go, addresses stay.
 
-    It is how an engine on a CPU becomes dormant (``rose_engines.memory``).
+    It is how an engine on a CPU becomes dormant (``rose_engines.weights.memory``).
     """
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class HostSaver:
 
     def pause(self, tag: str) -> None:
         """Give its memory back."""
-        drop_pages: Any = importlib.import_module("rose_engines.memory").drop_pages
+        drop_pages: Any = importlib.import_module("rose_engines.weights.memory").drop_pages
         for tensor in self._tensors[tag]:
             storage = tensor.untyped_storage()
             drop_pages(storage.data_ptr(), storage.nbytes())

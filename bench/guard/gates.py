@@ -24,8 +24,8 @@ from pathlib import Path
 
 from bench.guard.load import Served
 from bench.guard.rollouts import Rollouts
-from rose_engines.doorbell import ring
-from rose_engines.permit import Permit
+from rose_engines.node.doorbell import ring
+from rose_engines.node.permit import Permit
 
 _TICK_SECONDS = 0.004
 _PERMIT_NS = 30_000_000

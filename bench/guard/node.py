@@ -36,8 +36,8 @@ from rose_core.wire.sync import (
 )
 from rose_dev.engine_environment import engine_python
 from rose_dev.models import make_named
-from rose_engines.permit import Permit
-from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_engines.node.permit import Permit
+from rose_engines.node.rundir import EngineFile, RunDir, read_json
 from rose_wire.ports import free_port
 from rose_wire.rpc import Server, call, connect
 from rose_wire.services import HOLD, SYNC

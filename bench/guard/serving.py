@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.guard.dialects import SGLANG, VLLM, Dialect
 from rose_core.wire.sync import EngineSpec
 from rose_dev import engine_environment, vllm_environment
-from rose_engines.launch import Launch
+from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import command, environment
 
 KV_TOKENS = 16384

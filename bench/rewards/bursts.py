@@ -28,7 +28,7 @@ from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
-from rose_engines.session import WeightSession
+from rose_engines.weights.session import WeightSession
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.scenario import Regime

@@ -13,8 +13,8 @@ from pathlib import Path
 from bench.torture.process import Process, Violation, until
 from bench.torture.rig import WINDOW, TortureRig
 from rose_core.identity import is_base
-from rose_engines.control import ControlClient
 from rose_engines.errors import EngineError
+from rose_engines.weights.control import ControlClient
 from rose_wire.faults import CLOCK
 
 # Bytes of the store after which the link breaks: behind the manifest, inside the first block.

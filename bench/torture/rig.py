@@ -26,12 +26,12 @@ from rose_core.delta.digest import digest_run, total
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import EngineSpec, WeightSource
-from rose_engines.calls import Status
-from rose_engines.control import ControlClient
 from rose_engines.errors import EngineError
-from rose_engines.permit import Permit
-from rose_engines.rundir import EngineFile, RunDir, SlotDir, WeightsFile, read_json, write_json
-from rose_engines.safetensors import read_file
+from rose_engines.node.permit import Permit
+from rose_engines.node.rundir import EngineFile, RunDir, SlotDir, WeightsFile, read_json, write_json
+from rose_engines.tensors.safetensors import read_file
+from rose_engines.weights.calls import Status
+from rose_engines.weights.control import ControlClient
 from rose_weights.checkpoint import write_safetensors
 from rose_weights.errors import WeightsError
 from rose_weights.receive.client import WeightsClient

@@ -4,9 +4,9 @@ A synthetic BF16 state of a model's size lies on the device. Changes are put in 
 commit does (``fused_scatter``: one launch that reads positions and values in pinned host memory),
 and once more with both on the device already, which is what a commit would cost if they had been
 staged there. The digest is
-``rose_engines.device_digest`` over everything, as at an attestation. A copy of the same bytes on
-the device says what its memory carries. ``make gpu-check`` runs this; without a GPU a tiny state on
-the CPU shows that it runs, and its times mean nothing.
+``rose_engines.ondevice.device_digest`` over everything, as at an attestation. A copy of the same
+bytes on the device says what its memory carries. ``make gpu-check`` runs this; without a GPU a tiny
+state on the CPU shows that it runs, and its times mean nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from rose_core.delta.digest import Digest, digest_run, total
-from rose_engines import device_digest
-from rose_engines.fused_scatter import FusedScatter, Staged, lane_of
-from rose_engines.parameters import DeviceTensor
+from rose_engines.ondevice import device_digest
+from rose_engines.tensors.parameters import DeviceTensor
+from rose_engines.weights.fused_scatter import FusedScatter, Staged, lane_of
 
 SIZES = {"8B": 8_000_000_000, "32B": 32_000_000_000}
 SHARE = 0.01

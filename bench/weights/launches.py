@@ -4,7 +4,8 @@
 
 Two ways side by side, over every tensor of a published model: tensor by tensor
 (``DeviceTensor.put`` and ``holds``, as commits once were) and all at once
-(``rose_engines.fused_scatter``, as they are). Nothing runs on a GPU, and nothing here is a time.
+(``rose_engines.weights.fused_scatter``, as they are). Nothing runs on a GPU, and nothing here is a
+time.
 
 How it is counted. *Tensor by tensor* runs on torch's ``meta`` device under a dispatch mode: each
 operation that a GPU would run counts as one launch (a comparison of two tensors as two: compare,
@@ -29,8 +30,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.record import Figure, figure, record
-from rose_engines.fused_scatter import Arena, FusedScatter, Staged
-from rose_engines.parameters import DeviceTensor
+from rose_engines.tensors.parameters import DeviceTensor
+from rose_engines.weights.fused_scatter import Arena, FusedScatter, Staged
 
 _EQUAL = torch.ops.aten.equal.default
 _TO = torch.ops.aten._to_copy.default  # noqa: SLF001

@@ -26,9 +26,9 @@ from bench.weights.generator import COLUMNS, ROWS, reference
 from bench.weights.plane import RECEIVERS, Served, served
 from rose_core.delta import Builder, Manifest, TensorSpec, name_of, table
 from rose_core.identity import WeightVersion
-from rose_engines.live import commit, digest_live
-from rose_engines.staging import stage
-from rose_engines.tensors import host_tensors
+from rose_engines.tensors.canonical import host_tensors
+from rose_engines.weights.live import commit, digest_live
+from rose_engines.weights.staging import stage
 from rose_weights.receive.client import WeightsClient
 from rose_weights.send.publishing import WeightsWriter
 

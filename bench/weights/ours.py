@@ -25,8 +25,8 @@ from rose_core.delta.bits import Bits, number_format
 from rose_core.delta.codec import encode_on_base, encode_tile, find_changes, step
 from rose_core.delta.digest import digest_run
 from rose_core.identity import WeightVersion
-from rose_engines.staging import groups
-from rose_engines.tensors import HostTensor
+from rose_engines.tensors.canonical import HostTensor
+from rose_engines.weights.staging import groups
 from rose_weights.pieces import PIECE_BYTES
 
 _ResultT = TypeVar("_ResultT")

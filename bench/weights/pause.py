@@ -26,10 +26,10 @@ from bench.gap.models import SIZES, states
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import State, start_engine, state_of, write_bundle
-from rose_engines.calls import Commit, Committed, Stage, Staged
-from rose_engines.control import ControlClient
-from rose_engines.parameters import DeviceTensor
-from rose_engines.session import WeightSession
+from rose_engines.tensors.parameters import DeviceTensor
+from rose_engines.weights.calls import Commit, Committed, Stage, Staged
+from rose_engines.weights.control import ControlClient
+from rose_engines.weights.session import WeightSession
 
 SHARE = 0.01
 ROUNDS = 5

@@ -25,9 +25,9 @@ from rose_core.delta import Builder, Manifest, TensorSpec, name_of, table
 from rose_core.delta.bits import Bits
 from rose_core.identity import WeightVersion
 from rose_dev.pki import Authority
-from rose_engines.live import commit, digest_live
-from rose_engines.staging import stage
-from rose_engines.tensors import host_tensors
+from rose_engines.tensors.canonical import host_tensors
+from rose_engines.weights.live import commit, digest_live
+from rose_engines.weights.staging import stage
 from rose_weights.bundle import Bundle
 from rose_weights.messages import FetchRequest
 from rose_weights.methods import FETCH

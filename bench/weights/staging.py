@@ -1,10 +1,11 @@
 """A receiver's work on an accelerator: blocks to the device, decoded, staged and put in there.
 
 The streams of a one-percent change of a synthetic BF16 model lie in pinned host memory, tile by
-tile. They are staged by ``rose_engines.device_stage`` in two ways: each copied, then decoded; and
-each copied while the one before is decoded. Copying alone says what the bus takes, so ``hidden`` is
-the share of it that the second way does not wait for. Putting the changes in is the pause that a
-commit would take if engines staged there. Digests are compared before any figure counts.
+tile. They are staged by ``rose_engines.ondevice.device_stage`` in two ways: each copied, then
+decoded; and each copied while the one before is decoded. Copying alone says what the bus takes, so
+``hidden`` is the share of it that the second way does not wait for. Putting the changes in is the
+pause that a commit would take if engines staged there. Digests are compared before any figure
+counts.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch
 from bench.weights.device import WrongDigest
 from bench.weights.publishing import SHARE, change, settle
 from rose_core.delta import FORMATS, Digest, FoundTile, Tiling, tiling, total
-from rose_engines import device_digest
-from rose_engines.device_stage import DeviceStage, ahead, packed, unpacked
+from rose_engines.ondevice import device_digest
+from rose_engines.ondevice.device_stage import DeviceStage, ahead, packed, unpacked
 from rose_trainer.device_diff import Region, bands, differences
 
 SIZES = {"8B": 8_000_000_000}

@@ -35,7 +35,7 @@ from rose_demo.pieces import (
 )
 from rose_demo.receiver import GRPC_PORT, HTTP_PORT
 from rose_dev.image import IMAGE
-from rose_engines.launch import Launch
+from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import command, environment
 
 _TRACES = {

@@ -32,8 +32,8 @@ from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.engine_template import SGLANG, ProcessHandle, Stock, Template
 from rose_dev.models import Recipe, make_model, make_named, tensors
-from rose_engines.launch import Launch
-from rose_engines.permit import Permit
+from rose_engines.node.permit import Permit
+from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import command, environment
 from rose_wire.ports import free_port
 

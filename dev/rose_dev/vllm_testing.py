@@ -18,7 +18,7 @@ from rose_dev import vllm_environment
 from rose_dev.engine_template import VLLM, ProcessHandle
 from rose_dev.engine_testing import RealEngine, fork_or_start, prepare, until_ended
 from rose_dev.models import Recipe
-from rose_engines.launch import Launch
+from rose_engines.process.launch import Launch
 from rose_engines.vllm.arguments import command, environment
 
 _NO_COMPILER = {"CXX": "no-compiler"}

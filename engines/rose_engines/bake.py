@@ -103,8 +103,8 @@ def touch_kernels(widths: Sequence[int] = WIDTHS) -> None:
     """
     import torch  # noqa: PLC0415  # only inside engines
 
-    from rose_engines import digest_kernel, scatter_kernel  # noqa: PLC0415  # need Triton
-    from rose_engines.fused_scatter import CHUNK, RUN  # noqa: PLC0415
+    from rose_engines.ondevice import digest_kernel, scatter_kernel  # noqa: PLC0415  # need Triton
+    from rose_engines.weights.fused_scatter import CHUNK, RUN  # noqa: PLC0415
 
     kinds = {1: (torch.uint8, torch.int8), 2: (torch.int16,), 4: (torch.int32,), 8: (torch.int64,)}
     for kind in (kind for width in widths for kind in kinds[width]):

@@ -5,7 +5,7 @@ the calls around them take longer. A process that decodes beside other threads o
 that serves meanwhile) holds the interpreter for every such call. Here the streams of many blocks
 are laid end to end and decoded by one call of every kernel, which runs without the interpreter.
 
-Next step: ``rose_engines.staging`` checks the result against the live weights.
+Next step: ``rose_engines.weights.staging`` checks the result against the live weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Changes of a tile that were found where the tensor lies, on their way to being a block.
 
-An accelerator compares and codes (``rose_engines.device_loops``); what leaves it is one
+An accelerator compares and codes (``rose_engines.ondevice.device_loops``); what leaves it is one
 ``FoundTile`` per changed tile: streams of about two bytes per change, and what they add to the
 digest. The rest, zstd and the bit stream of exponent classes, is left to the host. The block is the
 one that ``codec.encode_tile`` makes of the whole tile. Next step: ``Builder.add_found``.

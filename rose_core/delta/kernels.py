@@ -2,8 +2,8 @@
 
 ``Kernels`` is what an implementation has to offer; all give the same bytes. numba is imported on
 first use, because importing it takes longer than most processes need to start. A third one, by
-torch on any device, is ``rose_engines.device_loops``: it is handed in, since the core knows no
-torch.
+torch on any device, is ``rose_engines.ondevice.device_loops``: it is handed in, since the core
+knows no torch.
 """
 
 from __future__ import annotations

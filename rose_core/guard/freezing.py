@@ -4,7 +4,7 @@ A freeze stops every thread wherever it stands. On a GPU that may be inside the 
 stopped while it allocates, captures a graph or loads a kernel can hold a lock that serving, a
 client of the same driver, needs. So the permit comes first: the engine ends what it has begun, and
 says at its boundary that it rests. It is frozen there. It says so in a file of its own
-(``rose_engines.activity``), and it is believed no further than a stated time:
+(``rose_engines.node.activity``), and it is believed no further than a stated time:
 
 | the engine | since it may not compute | then |
 |---|---|---|
@@ -28,7 +28,7 @@ from enum import IntEnum, StrEnum
 
 
 class Activity(IntEnum):
-    """What an engine says it is doing; the numbers of ``rose_engines.activity``."""
+    """What an engine says it is doing; the numbers of ``rose_engines.node.activity``."""
 
     UNTOLD = 0
     STARTING = 1

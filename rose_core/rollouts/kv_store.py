@@ -10,7 +10,7 @@ computed, whole pages of it, and computes the rest. A store is a folder in the n
 | whole pages | the rest of the last page |
 | until newer pages need the room, or the lease has no slot on the node | anything longer |
 
-Next step: ``rose_engines.kv`` names what is kept.
+Next step: ``rose_engines.kv.policy`` names what is kept.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The engine host alone starts, stops, pauses and continues rollout engines. A pause is a set of
 holders: an engine runs only while nobody holds it, so nobody's resume undoes another's pause.
-The permit (``rose_engines.permit``) is not here: it is shared memory, because the guard must be
-able to let it lapse by doing nothing.
+The permit (``rose_engines.node.permit``) is not here: it is shared memory, because the guard must
+be able to let it lapse by doing nothing.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
         can_dormant: the engine has not refused to let go of its memory.
         residue_bytes: memory a dormant engine still holds; None = it is not dormant.
         released_bytes: memory it let go of and takes back when it is activated.
-        lanes: with two engines in the slot, which of them serve (``rose_engines.permit``); the
+        lanes: with two engines in the slot, which of them serve (``rose_engines.node.permit``); the
             rest of the status speaks of the one that is permitted.
         vocabulary: tokens that its model knows; 0 = unknown.
         tokenizer: digest of its model's tokenizer files (``rose_core.wire.tokenizer_files``);

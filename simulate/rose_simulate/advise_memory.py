@@ -24,7 +24,7 @@ from rose_core.devices.model_size import (
     weight_bytes,
 )
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.safetensors import list_tensors
+from rose_engines.tensors.safetensors import list_tensors
 from rose_simulate.advice.errors import AdviceError
 from rose_simulate.advice.memory import Change, Engine, Serving, Setting, largest, settings
 from rose_wire.flags import amount, count, share

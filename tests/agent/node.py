@@ -39,7 +39,7 @@ from rose_core.wire.sync import (
     SyncRequest,
     WeightSource,
 )
-from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_engines.node.rundir import EngineFile, RunDir, read_json
 from rose_wire import tls
 from rose_wire.rpc import Server
 from rose_wire.services import NOTICES, SYNC

@@ -31,7 +31,7 @@ from rose_core.wire.sync import (
     WeightSource,
 )
 from rose_dev.pki import Authority
-from rose_engines.permit import BadPermit, Permit
+from rose_engines.node.permit import BadPermit, Permit
 from rose_wire import tls
 from tests.agent.node import POOL, SLOT, FakeOperator, Node
 from tests.tap.net import namespace

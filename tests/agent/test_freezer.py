@@ -15,8 +15,8 @@ from rose_agent.guard import freezer
 from rose_agent.os.groups import wait_for
 from rose_agent.os.processes import pid_namespace, start_ticks
 from rose_core.guard.freezing import Grace
-from rose_engines.activity import ITERATING, RESTING, ActivityBoard
-from rose_engines.rundir import EngineFile, RunDir, SlotDir, write_json
+from rose_engines.node.activity import ITERATING, RESTING, ActivityBoard
+from rose_engines.node.rundir import EngineFile, RunDir, SlotDir, write_json
 
 LATE_NS = Grace().start_ns
 

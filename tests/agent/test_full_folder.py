@@ -12,8 +12,8 @@ import pytest
 from rose_agent.guard.loop import Guard
 from rose_agent.guard.state import load
 from rose_core.wire.sync import SyncReply
-from rose_engines.permit import Permit
-from rose_engines.rundir import RunDir
+from rose_engines.node.permit import Permit
+from rose_engines.node.rundir import RunDir
 from tests.agent.test_guard import GRANT, POLICY, guard, health, is_open
 
 __all__ = ["guard"]

@@ -27,7 +27,7 @@ from rose_core.wire.sync import PoolPolicy, ReplicaReport, SyncReply
 from rose_dev.gpu.state import State
 from rose_dev.gpu_node.failures import act
 from rose_dev.waiting import until
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 from tests.agent.kubelet import FakeKubelet
 from tests.agent.test_pods import FakeApi, pod
 

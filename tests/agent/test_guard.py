@@ -49,8 +49,8 @@ from rose_core.wire.sync import (
     SyncReply,
     WeightSource,
 )
-from rose_engines.permit import BUSY_LANE, Permit
-from rose_engines.rundir import RunDir, write_json
+from rose_engines.node.permit import BUSY_LANE, Permit
+from rose_engines.node.rundir import RunDir, write_json
 from rose_wire.errors import WireError
 
 POD = PodUid("pod")

@@ -31,7 +31,7 @@ from rose_core.telemetry.events import (
 )
 from rose_core.telemetry.signal import Limits
 from rose_core.wire.sync import PoolPolicy, SyncReply
-from rose_engines.permit import Permit
+from rose_engines.node.permit import Permit
 from tests.agent.test_guard import GRANT, KEY, guard, health, is_open
 
 POD = PodUid("pod")

@@ -14,7 +14,7 @@ from rose_agent.guard import main as agent
 from rose_agent.guard import node_verbs
 from rose_agent.guard.loop import Guard, Settings
 from rose_agent.signals.reader import DirectReaders
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 from rose_wire.plainpages import METRICS_TOKEN
 
 

@@ -10,7 +10,7 @@ from rose_agent.guard.loop import Guard
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived, Ended, EndKind, FirstToken
 from rose_core.wire.sync import PoolPolicy, SyncReply
-from rose_engines.permit import Permit
+from rose_engines.node.permit import Permit
 from tests.agent.test_guard import GRANT, KEY, guard, is_open
 
 POD = PodUid("pod")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rose_agent.guard.permit import SlotPermit
-from rose_engines.permit import FIRST_LANE, Permit
+from rose_engines.node.permit import FIRST_LANE, Permit
 
 S = 1_000_000_000
 

@@ -33,9 +33,9 @@ from rose_core.telemetry.signal import Limits
 from rose_core.telemetry.verify import Verification
 from rose_core.wire.host import EngineState, EngineStatus
 from rose_core.wire.sync import Grant, SleepTerms, SyncReply
-from rose_engines.permit import Permit
-from rose_engines.rundir import RunDir
-from rose_engines.servingdir import ServingDirs
+from rose_engines.node.permit import Permit
+from rose_engines.node.rundir import RunDir
+from rose_engines.node.servingdir import ServingDirs
 from rose_wire.ports import free_port
 from tests.agent.test_guard import GRANT, KEY, POLICY, health, is_open
 from tests.engines import sleeping_server

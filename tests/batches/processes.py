@@ -19,7 +19,7 @@ from rose_dev.owners import owner
 from rose_engines.fake.model import continuation
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
-from rose_engines.session import WeightSession
+from rose_engines.weights.session import WeightSession
 from rose_wire.ports import free_ports
 from tests.router.conftest import LEASE, VERSION
 

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rose_core.delta.digest import Digest, tensor_key
-from rose_engines import digest_kernel
+from rose_engines.ondevice import digest_kernel
 
 EVERY = (1 << 64) - 1
 HOPPER = GPUTarget("cuda", 90, 32)

@@ -20,11 +20,11 @@ os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 import msgspec
 import torch
 
-from rose_engines import layout, parameters
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.parts import parts_of
-from rose_engines.safetensors import read_checkpoint
 from rose_engines.sglang import ranks
+from rose_engines.tensors import layout, parameters
+from rose_engines.tensors.safetensors import read_checkpoint
+from rose_engines.weights.parts import parts_of
 
 
 def prepare(model: str, rank: int, size: int, port: int) -> None:

@@ -14,9 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rose_engines import fused_scatter, scatter_kernel
-from rose_engines.fused_scatter import FusedScatter, KernelLane, Staged
-from rose_engines.parameters import DeviceTensor
+from rose_engines.ondevice import scatter_kernel
+from rose_engines.tensors.parameters import DeviceTensor
+from rose_engines.weights import fused_scatter
+from rose_engines.weights.fused_scatter import FusedScatter, KernelLane, Staged
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIGNATURE = {"table": "*i64", "offsets": "*i32", "wrong": "*i64", "size": "constexpr"}

@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 
 from rose_core.guard.freezing import Activity
-from rose_engines import activity
-from rose_engines.activity import ITERATING, RESTING, SIZE, STARTING, TOGETHER, ActivityBoard, read
-from rose_engines.permit import Permit
+from rose_engines.node import activity
+from rose_engines.node.activity import (
+    ITERATING,
+    RESTING,
+    SIZE,
+    STARTING,
+    TOGETHER,
+    ActivityBoard,
+    read,
+)
+from rose_engines.node.permit import Permit
 from rose_engines.sglang.checkpoints import Checkpoints
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
-from rose_engines.adapters import AdapterSession, AdapterSlots
-from rose_engines.calls import (
+from rose_engines.tensors.canonical import Live, host_tensors
+from rose_engines.weights.adapters import AdapterSession, AdapterSlots
+from rose_engines.weights.calls import (
     Attest,
     Attested,
     Bind,
@@ -29,8 +30,7 @@ from rose_engines.calls import (
     Status,
     Unbind,
 )
-from rose_engines.live import digest_live
-from rose_engines.tensors import Live, host_tensors
+from rose_engines.weights.live import digest_live
 
 NAME = "base_model.model.layers.0.q_proj.lora_A.weight"
 

@@ -12,7 +12,7 @@ from rose_core.api.arguments import ALLOWED
 from rose_core.guard.freezing import Grace
 from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_engines.errors import ArgumentRefused
-from rose_engines.launch import Launch, check_arguments
+from rose_engines.process.launch import Launch, check_arguments
 from rose_engines.sglang.arguments import command, environment, python_path
 from rose_engines.sglang.launch import on_cpu
 from rose_engines.vllm import arguments as vllm

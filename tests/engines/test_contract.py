@@ -16,10 +16,10 @@ import pytest
 from rose_core.identity import WeightVersion
 from rose_core.telemetry.dialects import samples
 from rose_dev.engine_testing import PermitHolder, RealEngine, State, write_bundle
-from rose_engines.client import Generation, TurnClient
-from rose_engines.control import ControlClient
 from rose_engines.errors import EngineRefused, EngineUnavailable
-from rose_engines.safetensors import read_file
+from rose_engines.process.client import Generation, TurnClient
+from rose_engines.tensors.safetensors import read_file
+from rose_engines.weights.control import ControlClient
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 MODEL = "tiny-peaked"

@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from rose_engines.calls import Answer, Call, Commit, GetStatus, Refused, Stage, Staged, Status
-from rose_engines.control import ControlClient, ControlServer
 from rose_engines.errors import CommitRefused, EngineUnavailable
+from rose_engines.weights.calls import (
+    Answer,
+    Call,
+    Commit,
+    GetStatus,
+    Refused,
+    Stage,
+    Staged,
+    Status,
+)
+from rose_engines.weights.control import ControlClient, ControlServer
 
 
 def answer(call: Call) -> Answer:

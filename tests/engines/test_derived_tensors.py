@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.layout import derive, renewals
-from rose_engines.parameters import live_tensors
-from rose_engines.safetensors import StoredTensor
-from rose_engines.tensors import Live
+from rose_engines.tensors.canonical import Live
+from rose_engines.tensors.layout import derive, renewals
+from rose_engines.tensors.parameters import live_tensors
+from rose_engines.tensors.safetensors import StoredTensor
 
 NAME = "kv_b_proj.weight"
 BITS = np.arange(1, 17, dtype=np.uint16)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from rose_core.delta.bits import Bits
 from rose_core.delta.digest import digest_run, total
-from rose_engines import device_digest
-from rose_engines.parameters import DeviceTensor
-from rose_engines.slices import Box, SlicedTensor
-from rose_engines.tensors import HostTensor
+from rose_engines.ondevice import device_digest
+from rose_engines.tensors.canonical import HostTensor
+from rose_engines.tensors.parameters import DeviceTensor
+from rose_engines.tensors.slices import Box, SlicedTensor
 
 CASES = json.loads((Path(__file__).parents[1] / "delta" / "golden.json").read_text())["blocks"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

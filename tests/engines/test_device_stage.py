@@ -13,8 +13,8 @@ import torch
 from rose_core.delta import FORMATS, BlockError, Tiling, digest_run, number_format
 from rose_core.delta.bits import Bits
 from rose_core.delta.codec import encode_changes, find_changes, read_streams
-from rose_engines.device_loops import here, there
-from rose_engines.device_stage import DeviceStage, ahead, packed, unpacked
+from rose_engines.ondevice.device_loops import here, there
+from rose_engines.ondevice.device_stage import DeviceStage, ahead, packed, unpacked
 from tests.delta.strategies import DEVICE, corner_bits
 
 CASES = json.loads((Path(__file__).parents[1] / "delta" / "golden.json").read_text())["blocks"]

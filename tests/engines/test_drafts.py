@@ -15,7 +15,7 @@ import torch
 import rose_engines
 from rose_core.rollouts.drafts import MOST_TOKENS
 from rose_core.wire.sync import EngineSpec
-from rose_engines.launch import Launch
+from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import DRAFTS_VARIABLE, command, environment
 from rose_engines.sglang.drafts import HostCorpus, chain_padding, sample_tree
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rose_engines.exposed_routes import RouteFilter, refusal
+from rose_engines.process.exposed_routes import RouteFilter, refusal
 
 KEY = "key-of-this-process"
 

@@ -13,13 +13,13 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import PermitHolder, State, write_bundle
-from rose_engines.control import ControlClient
 from rose_engines.errors import EngineUnavailable
 from rose_engines.fake.model import continuation, next_token
 from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
-from rose_engines.safetensors import write_file
-from rose_engines.session import WeightSession
-from rose_engines.tensors import host_tensors
+from rose_engines.tensors.canonical import host_tensors
+from rose_engines.tensors.safetensors import write_file
+from rose_engines.weights.control import ControlClient
+from rose_engines.weights.session import WeightSession
 
 
 def scheduler(**arguments: object) -> FakeScheduler:

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 
 from rose_engines.errors import EngineUnavailable
-from rose_engines.memory import PAGE
-from rose_engines.sleep import SGLangServing, SleepRefused
+from rose_engines.process.sleep import SGLangServing, SleepRefused
+from rose_engines.weights.memory import PAGE
 
 MIB = 1 << 20
 CACHE = 64 * MIB

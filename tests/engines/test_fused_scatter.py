@@ -10,14 +10,14 @@ import torch
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
-from rose_engines import fused_scatter
 from rose_engines.errors import CommitRefused
-from rose_engines.fused_scatter import Arena, FusedScatter, Staged, TorchLane, fuse, lane_of
-from rose_engines.live import commit, confirm, digest_live, put_back, revert, scatter
-from rose_engines.parameters import DeviceTensor
-from rose_engines.slices import Box, SlicedTensor
-from rose_engines.staging import StagedUpdate, stage
-from rose_engines.tensors import HostTensor, Live, LiveTensor
+from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor
+from rose_engines.tensors.parameters import DeviceTensor
+from rose_engines.tensors.slices import Box, SlicedTensor
+from rose_engines.weights import fused_scatter
+from rose_engines.weights.fused_scatter import Arena, FusedScatter, Staged, TorchLane, fuse, lane_of
+from rose_engines.weights.live import commit, confirm, digest_live, put_back, revert, scatter
+from rose_engines.weights.staging import StagedUpdate, stage
 from tests.delta.strategies import DEVICE
 
 V0, V1 = (WeightVersion("run", 1, n) for n in range(2))

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rose_engines.gate import POLL_SECONDS, PermitGate
-from rose_engines.permit import BadPermit, Permit
+from rose_engines.node.gate import POLL_SECONDS, PermitGate
+from rose_engines.node.permit import BadPermit, Permit
 
 
 class World:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rose_engines.hooks import check_loaded, exists, require
-from rose_engines.launch import PERMIT_VARIABLE, SOCKET_VARIABLE
+from rose_engines.process.hooks import check_loaded, exists, require
+from rose_engines.process.launch import PERMIT_VARIABLE, SOCKET_VARIABLE
 
 
 @pytest.fixture(autouse=True)

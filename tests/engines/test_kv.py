@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rose_engines import kv
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.kv import CachePolicy
+from rose_engines.kv import policy as kv_policy
+from rose_engines.kv.policy import CachePolicy
 from rose_engines.sglang.retraction import SPREAD_TOKENS, RetractingPolicy
 
 
@@ -52,7 +52,7 @@ def names(requests: list[Request]) -> list[str]:
     return [request.name for request in requests]
 
 
-@pytest.mark.parametrize("policy", [kv.KEEP, kv.REUSE])
+@pytest.mark.parametrize("policy", [kv_policy.KEEP, kv_policy.REUSE])
 def test_running_requests_keep_their_kv(scheduler: Scheduler, policy: str) -> None:
     made = RetractingPolicy(policy)
     made.retract(scheduler)
@@ -61,7 +61,7 @@ def test_running_requests_keep_their_kv(scheduler: Scheduler, policy: str) -> No
 
 
 def test_recomputed_requests_come_back_a_few_per_iteration(scheduler: Scheduler) -> None:
-    made = RetractingPolicy(kv.RECOMPUTE)
+    made = RetractingPolicy(kv_policy.RECOMPUTE)
     made.retract(scheduler)
     assert (scheduler.running, names(scheduler.waiting_queue)) == ([], ["waits"])
     assert (made.retracted_requests, made.recomputed_tokens) == (5, 5000)
@@ -75,7 +75,7 @@ def test_recomputed_requests_come_back_a_few_per_iteration(scheduler: Scheduler)
 
 
 def test_a_request_larger_than_the_budget_comes_back_too(scheduler: Scheduler) -> None:
-    made = RetractingPolicy(kv.RECOMPUTE)
+    made = RetractingPolicy(kv_policy.RECOMPUTE)
     scheduler.running = [Request("long", [0] * 10 * SPREAD_TOKENS), Request("short")]
     made.retract(scheduler)
     made.put_back(scheduler, SPREAD_TOKENS)
@@ -83,14 +83,14 @@ def test_a_request_larger_than_the_budget_comes_back_too(scheduler: Scheduler) -
 
 
 def test_everything_held_is_there_for_whoever_looks_for_requests(scheduler: Scheduler) -> None:
-    made = RetractingPolicy(kv.RECOMPUTE)
+    made = RetractingPolicy(kv_policy.RECOMPUTE)
     made.retract(scheduler)
     made.put_back(scheduler)
     assert len(scheduler.waiting_queue) == 6
     assert not made.holding
 
 
-@pytest.mark.parametrize("policy", [kv.KEEP, kv.RECOMPUTE])
+@pytest.mark.parametrize("policy", [kv_policy.KEEP, kv_policy.RECOMPUTE])
 def test_no_request_gets_kv_of_older_weights(policy: str) -> None:
     made = CachePolicy(policy)
     key = made.key("trajectory", "run@1.1", 1)
@@ -100,19 +100,19 @@ def test_no_request_gets_kv_of_older_weights(policy: str) -> None:
 
 
 def test_a_trajectory_keeps_its_first_key_for_some_commits() -> None:
-    made = CachePolicy(kv.REUSE)
+    made = CachePolicy(kv_policy.REUSE)
     first = made.key("a", "run@1.1", 1)
-    for commits in range(1, kv.REUSE_COMMITS + 2):
+    for commits in range(1, kv_policy.REUSE_COMMITS + 2):
         assert made.key("a", f"run@1.{commits}", commits) == first
-    late = made.key("a", "run@1.9", kv.REUSE_COMMITS + 2)
-    assert late == f"a\nrun@1.9#{kv.REUSE_COMMITS + 2}"
+    late = made.key("a", "run@1.9", kv_policy.REUSE_COMMITS + 2)
+    assert late == f"a\nrun@1.9#{kv_policy.REUSE_COMMITS + 2}"
     assert made.key("b", "run@1.9", 6) == "b\nrun@1.9#6"
     assert made.key("", "run@1.9", 6) == "\nrun@1.9#6"  # nobody knows whose it is
 
 
 def test_trajectories_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv, "REMEMBERED", 2)
-    made = CachePolicy(kv.REUSE)
+    monkeypatch.setattr(kv_policy, "REMEMBERED", 2)
+    made = CachePolicy(kv_policy.REUSE)
     for name in ("a", "b", "a", "c"):
         made.key(name, "run@1.1", 1)
     assert made.key("a", "run@1.2", 2) == "a\nrun@1.1#1"

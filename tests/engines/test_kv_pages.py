@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_engines.kv_pages import CHECKSUM_BYTES, PageFolder
+from rose_engines.kv.pages import CHECKSUM_BYTES, PageFolder
 
 PAGE = bytes(range(256)) * 4
 

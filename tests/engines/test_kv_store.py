@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rose_core.rollouts.kv_store import PAGE_TOKENS, admits, staging_tokens, whole_pages
-from rose_engines.kv import CachePolicy
+from rose_engines.kv.policy import CachePolicy
 from rose_engines.sglang.kv_store import StoreThreads
 
 OLD, NEW = "0" * 32, "1" * 32

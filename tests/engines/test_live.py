@@ -13,11 +13,11 @@ from rose_core.delta.digest import Digest, to_bytes, total
 from rose_core.delta.manifest import Manifest
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
-from rose_engines import staging
 from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.live import commit, confirm, digest_live, readable, revert
-from rose_engines.staging import groups, stage
-from rose_engines.tensors import HostTensor, Live, LiveTensor, Where, host_tensors
+from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, Where, host_tensors
+from rose_engines.weights import staging
+from rose_engines.weights.live import commit, confirm, digest_live, readable, revert
+from rose_engines.weights.staging import groups, stage
 
 V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rose_engines.memory import PAGE, drop_pages, storages
 from rose_engines.sglang.memory import SchedulerMemory
+from rose_engines.weights.memory import PAGE, drop_pages, storages
 
 
 @pytest.fixture

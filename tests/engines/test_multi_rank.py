@@ -12,7 +12,11 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
-from rose_engines.calls import (
+from rose_engines.errors import UnsupportedEngine
+from rose_engines.tensors.canonical import HostTensor, Live
+from rose_engines.tensors.safetensors import StoredTensor
+from rose_engines.tensors.slices import Box, SlicedTensor
+from rose_engines.weights.calls import (
     Abort,
     Attest,
     Attested,
@@ -24,15 +28,11 @@ from rose_engines.calls import (
     Stage,
     Staged,
 )
-from rose_engines.control import ControlServer
-from rose_engines.errors import UnsupportedEngine
-from rose_engines.live import digest_live
-from rose_engines.multi_rank import LeaderSession, MemberSession, RankSession
-from rose_engines.parts import Part, Ranks, check_parts, parts_of
-from rose_engines.rank_board import RankBoard, RankState
-from rose_engines.safetensors import StoredTensor
-from rose_engines.slices import Box, SlicedTensor
-from rose_engines.tensors import HostTensor, Live
+from rose_engines.weights.control import ControlServer
+from rose_engines.weights.live import digest_live
+from rose_engines.weights.multi_rank import LeaderSession, MemberSession, RankSession
+from rose_engines.weights.parts import Part, Ranks, check_parts, parts_of
+from rose_engines.weights.rank_board import RankBoard, RankState
 
 V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
 

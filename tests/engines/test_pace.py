@@ -9,11 +9,11 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
-from rose_engines import pace
-from rose_engines.calls import Stage, Staged
-from rose_engines.pace import LONGEST_SECONDS, SHARE, Pace, rest_of
-from rose_engines.session import WeightSession
-from rose_engines.tensors import host_tensors
+from rose_engines.node import pace
+from rose_engines.node.pace import LONGEST_SECONDS, SHARE, Pace, rest_of
+from rose_engines.tensors.canonical import host_tensors
+from rose_engines.weights.calls import Stage, Staged
+from rose_engines.weights.session import WeightSession
 
 
 @dataclass

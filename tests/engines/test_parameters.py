@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from rose_core.delta.digest import digest_run
-from rose_engines import parameters
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.fused_scatter import Staged, fuse
-from rose_engines.layout import check_placed, derive
-from rose_engines.parameters import DeviceTensor
-from rose_engines.safetensors import StoredTensor
-from rose_engines.slices import Box
-from rose_engines.tensors import LiveTensor
+from rose_engines.tensors import parameters
+from rose_engines.tensors.canonical import LiveTensor
+from rose_engines.tensors.layout import check_placed, derive
+from rose_engines.tensors.parameters import DeviceTensor
+from rose_engines.tensors.safetensors import StoredTensor
+from rose_engines.tensors.slices import Box
+from rose_engines.weights.fused_scatter import Staged, fuse
 
 LAYER = "model.layers.0."
 

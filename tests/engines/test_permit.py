@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_engines.permit import LONGEST_NS, MAGIC, SIZE, BadPermit, Permit
+from rose_engines.node.permit import LONGEST_NS, MAGIC, SIZE, BadPermit, Permit
 
 NOW = 1_000_000_000_000
 

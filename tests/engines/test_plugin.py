@@ -16,17 +16,17 @@ from safetensors.torch import save_file
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import write_bundle
-from rose_engines.calls import Commit, Stage
-from rose_engines.control import ControlClient
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.launch import PERMIT_VARIABLE, SOCKET_VARIABLE
-from rose_engines.permit import Permit
-from rose_engines.safetensors import read_checkpoint
-from rose_engines.session import WeightSession
+from rose_engines.node.permit import Permit
+from rose_engines.process.launch import PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.sglang import loading, logprobs, plugin, retraction, spans
 from rose_engines.sglang.arguments import FALLBACK_VARIABLE
 from rose_engines.sglang.checkpoints import Checkpoints
 from rose_engines.sglang.plugin import SchedulerPlugin
+from rose_engines.tensors.safetensors import read_checkpoint
+from rose_engines.weights.calls import Commit, Stage
+from rose_engines.weights.control import ControlClient
+from rose_engines.weights.session import WeightSession
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 REGISTRY = "sglang.srt.plugins.hook_registry"

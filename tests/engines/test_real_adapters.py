@@ -15,9 +15,9 @@ from rose_core.adapters import BASE, SCALE, TARGETS
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine, write_bundle
-from rose_engines.client import TurnClient
-from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused
+from rose_engines.process.client import TurnClient
+from rose_engines.weights.control import ControlClient
 from rose_trainer.lora import Adapter
 from rose_trainer.publisher import Publisher
 from rose_weights.receive.client import WeightsClient

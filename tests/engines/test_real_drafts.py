@@ -13,9 +13,9 @@ from rose_core.identity import WeightVersion
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES, make_named
-from rose_engines.client import Generation, TurnClient
-from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused
+from rose_engines.process.client import Generation, TurnClient
+from rose_engines.weights.control import ControlClient
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -25,10 +25,10 @@ from rose_core.rollouts.logprobs import SCALE
 from rose_dev.engine_testing import RealEngine, State, state_of, write_bundle
 from rose_dev.models import RECIPES, make_model, successors
 from rose_dev.waiting import until
-from rose_engines.client import Generation, TurnClient
-from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused, EngineRefused
-from rose_engines.safetensors import read_file
+from rose_engines.process.client import Generation, TurnClient
+from rose_engines.tensors.safetensors import read_file
+from rose_engines.weights.control import ControlClient
 
 PEAKED = RECIPES["tiny-peaked"]
 OTHER = replace(PEAKED, seed=7)

@@ -13,9 +13,9 @@ import pytest
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, State, start_engine, write_bundle
 from rose_dev.models import RECIPES, Recipe, config, make_model, successors, tensors
-from rose_engines.client import TurnClient
-from rose_engines.control import ControlClient
-from rose_engines.safetensors import read_checkpoint
+from rose_engines.process.client import TurnClient
+from rose_engines.tensors.safetensors import read_checkpoint
+from rose_engines.weights.control import ControlClient
 from rose_trainer import BlockFp8
 from rose_trainer.quantised import BLOCK, Scales
 from tests.engines.test_real_engine import cycle

@@ -16,10 +16,10 @@ from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES, successors
 from rose_dev.vllm_testing import start_vllm
-from rose_engines import kv
-from rose_engines.calls import Committed
-from rose_engines.client import Generation, TurnClient
-from rose_engines.control import ControlClient
+from rose_engines.kv import policy as kv_policy
+from rose_engines.process.client import Generation, TurnClient
+from rose_engines.weights.calls import Committed
+from rose_engines.weights.control import ControlClient
 
 SGLANG, VLLM = pytest.mark.engine, pytest.mark.vllm
 Started = AbstractContextManager[RealEngine]
@@ -81,11 +81,14 @@ async def cached(client: TurnClient, prompt: list[int], own: str) -> int:
 @pytest.mark.parametrize(
     ("policy", "started", "tokens", "pause"),
     [
-        *(pytest.param(one, start_engine, 120, 0.05, marks=SGLANG) for one in kv.POLICIES),
+        *(pytest.param(one, start_engine, 120, 0.05, marks=SGLANG) for one in kv_policy.POLICIES),
         # Ranks that share cores are slow.
-        pytest.param(kv.RECOMPUTE, partial(start_engine, ranks=2), 60, 0.1, marks=SGLANG),
+        pytest.param(kv_policy.RECOMPUTE, partial(start_engine, ranks=2), 60, 0.1, marks=SGLANG),
         # ``Keep`` is what the shared engine of ``test_real_engine`` does; vLLM cannot be slowed.
-        *(pytest.param(one, start_vllm, 1000, 0, marks=VLLM) for one in (kv.RECOMPUTE, kv.REUSE)),
+        *(
+            pytest.param(one, start_vllm, 1000, 0, marks=VLLM)
+            for one in (kv_policy.RECOMPUTE, kv_policy.REUSE)
+        ),
     ],
 )
 async def test_what_a_commit_does_to_cached_kv(
@@ -106,9 +109,9 @@ async def test_what_a_commit_does_to_cached_kv(
             assert committed.fenced_requests == STREAMS
             for reply in replies:
                 check(reply, tokens)
-            recomputes = policy == kv.RECOMPUTE
+            recomputes = policy == kv_policy.RECOMPUTE
             assert committed.retracted_requests == (STREAMS if recomputes else 0)
             assert (committed.recomputed_tokens > 0) is recomputes
             # A later turn of the trajectory, and one of another that has the same prompt.
-            assert (await cached(client, prompt, "trajectory") > 0) is (policy == kv.REUSE)
+            assert (await cached(client, prompt, "trajectory") > 0) is (policy == kv_policy.REUSE)
             assert await cached(client, prompt, "another") == 0

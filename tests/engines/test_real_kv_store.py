@@ -16,8 +16,8 @@ from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES
 from rose_dev.waiting import until
-from rose_engines.client import Generation, TurnClient
-from rose_engines.control import ControlClient
+from rose_engines.process.client import Generation, TurnClient
+from rose_engines.weights.control import ControlClient
 
 pytestmark = pytest.mark.engine
 

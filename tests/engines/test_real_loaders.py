@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from rose_core.delta.digest import Digest, digest_run, total
 from rose_dev.engine_testing import ended_well, start_beside_engines
 from rose_dev.models import RECIPES, Recipe, config, tensors
-from rose_engines.parts import check_parts
-from rose_engines.safetensors import read_checkpoint
+from rose_engines.tensors.safetensors import read_checkpoint
+from rose_engines.weights.parts import check_parts
 from rose_wire.ports import free_port
 
 pytestmark = pytest.mark.engine

@@ -13,10 +13,10 @@ from rose_core.delta.probe import PROMPT
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES, successors
-from rose_engines.client import TurnClient
-from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused
+from rose_engines.process.client import TurnClient
 from rose_engines.sglang.arguments import FALLBACK_VARIABLE
+from rose_engines.weights.control import ControlClient
 
 pytestmark = pytest.mark.engine
 

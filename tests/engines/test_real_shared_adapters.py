@@ -19,10 +19,10 @@ from rose_core.adapters import BASE, SCALE, TARGETS
 from rose_core.identity import BASE_LABEL, WeightVersion
 from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_dev.engine_testing import RealEngine, State, start_engine, write_bundle
-from rose_engines.calls import Status
-from rose_engines.client import Generation, TurnClient
-from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused, EngineError
+from rose_engines.process.client import Generation, TurnClient
+from rose_engines.weights.calls import Status
+from rose_engines.weights.control import ControlClient
 from rose_trainer.lora import Adapter
 from tests.engines.adapter_models import RANK, logprobs, make_base, state, told, trained
 

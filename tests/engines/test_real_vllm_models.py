@@ -16,9 +16,9 @@ from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import State, write_bundle
 from rose_dev.models import RECIPES, make_model
 from rose_dev.vllm_testing import start_vllm
-from rose_engines.client import TurnClient
-from rose_engines.control import ControlClient
-from rose_engines.safetensors import read_checkpoint
+from rose_engines.process.client import TurnClient
+from rose_engines.tensors.safetensors import read_checkpoint
+from rose_engines.weights.control import ControlClient
 from tests.engines.model_shapes import SHAPES
 from tests.engines.test_real_engine import nudged
 from tests.engines.test_real_loaders import experts, write

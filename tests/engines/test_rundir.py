@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
+from rose_engines.node.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
 
 
 def test_a_slot_has_its_place_and_only_its_owner_may_look_inside(short_dir: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.safetensors import read_checkpoint, read_file, write_file
-from rose_engines.tensors import host_tensors
+from rose_engines.tensors.canonical import host_tensors
+from rose_engines.tensors.safetensors import read_checkpoint, read_file, write_file
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
-from rose_engines.calls import (
+from rose_engines.errors import BrokenWeights
+from rose_engines.tensors.canonical import Live, host_tensors
+from rose_engines.weights.calls import (
     Abort,
     Activate,
     Activated,
@@ -25,9 +27,7 @@ from rose_engines.calls import (
     Staged,
     Status,
 )
-from rose_engines.errors import BrokenWeights
-from rose_engines.session import WeightSession
-from rose_engines.tensors import Live, host_tensors
+from rose_engines.weights.session import WeightSession
 
 V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
 
@@ -195,7 +195,7 @@ def test_broken_weights_refuse_everything(
         raise BrokenWeights("memory")
 
     engine.session.handle(Stage(str(bundle)))
-    monkeypatch.setattr("rose_engines.session.commit", fail)
+    monkeypatch.setattr("rose_engines.weights.session.commit", fail)
     refused = engine.session.handle(Commit(str(V1)))
     assert isinstance(refused, Refused)
     assert refused.reason == "Broken"
@@ -212,7 +212,7 @@ def test_a_swap_that_is_not_confirmed_is_undone_and_labelled_as_before(
     """The engine serves meanwhile: it has two labels, and ends with the old one and its bits."""
     before = status(engine)
     engine.session.handle(Stage(str(bundle)))
-    monkeypatch.setattr("rose_engines.session.confirm", lambda *_: "a.norm is wrong")
+    monkeypatch.setattr("rose_engines.weights.session.confirm", lambda *_: "a.norm is wrong")
     refused = engine.session.handle(Commit(str(V1)))
     assert isinstance(refused, Refused)
     assert refused.reason == "DigestMismatch"
@@ -242,7 +242,7 @@ def test_weights_are_confirmed_once_they_were_looked_at(
 
     assert engine.session.confirmed
     engine.session.handle(Stage(str(bundle)))
-    monkeypatch.setattr("rose_engines.session.confirm", look)
+    monkeypatch.setattr("rose_engines.weights.session.confirm", look)
     assert isinstance(engine.session.handle(Commit(str(V1))), Committed)
     assert meanwhile == [False]
     assert engine.session.confirmed
@@ -250,7 +250,7 @@ def test_weights_are_confirmed_once_they_were_looked_at(
     engine.session.handle(Release())
     engine.session.handle(Activate())
     engine.session.handle(Stage(str(bundle)))
-    monkeypatch.setattr("rose_engines.session.confirm", fail)
+    monkeypatch.setattr("rose_engines.weights.session.confirm", fail)
     assert isinstance(engine.session.handle(Commit(str(V1))), Refused)
     assert [*meanwhile, engine.session.confirmed] == [False, False]
     assert isinstance(engine.session.handle(Attest()), Attested)
@@ -267,8 +267,8 @@ def test_a_swap_that_can_be_neither_confirmed_nor_undone_breaks_the_engine(
         weights.put(slice(95, 96), weights.take(slice(95, 96)) ^ 8)
         return "a.norm is wrong"
 
-    monkeypatch.setattr("rose_engines.session.confirm", spoil)
-    monkeypatch.setattr("rose_engines.live.put_back", lambda *_: None)
+    monkeypatch.setattr("rose_engines.weights.session.confirm", spoil)
+    monkeypatch.setattr("rose_engines.weights.live.put_back", lambda *_: None)
     refused = engine.session.handle(Commit(str(V1)))
     assert isinstance(refused, Refused)
     assert refused.reason == "Broken"
@@ -281,7 +281,7 @@ def test_unexpected_error_is_a_refusal(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("bug")
 
-    monkeypatch.setattr("rose_engines.session.stage", fail)
+    monkeypatch.setattr("rose_engines.weights.session.stage", fail)
     refused = engine.session.handle(Stage(str(bundle)))
     assert isinstance(refused, Refused)
     assert "ZeroDivisionError" in refused.message

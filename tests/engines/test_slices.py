@@ -10,10 +10,10 @@ from rose_core.delta.tiles import Tiling
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.live import digest_live, scatter
-from rose_engines.slices import Box, SlicedTensor, boxes_of
-from rose_engines.staging import stage
-from rose_engines.tensors import HostTensor, Live
+from rose_engines.tensors.canonical import HostTensor, Live
+from rose_engines.tensors.slices import Box, SlicedTensor, boxes_of
+from rose_engines.weights.live import digest_live, scatter
+from rose_engines.weights.staging import stage
 
 V0, V1 = (WeightVersion("run", 1, n) for n in range(2))
 ROWS, COLUMNS = 6, 8

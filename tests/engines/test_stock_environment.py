@@ -17,7 +17,7 @@ import pytest
 import rose_engines
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.image import checkout, code_files
-from rose_engines import launch
+from rose_engines.process import launch
 from rose_engines.sglang import arguments
 from rose_engines.sglang.arguments import python_path
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rose_engines.gate import PermitGate
-from rose_engines.permit import Permit
-from rose_engines.session import WeightSession
+from rose_engines.node.gate import PermitGate
+from rose_engines.node.permit import Permit
 from rose_engines.vllm.plugin import CorePlugin
+from rose_engines.weights.session import WeightSession
 from tests.engines.test_plugin import Slow
 
 

@@ -28,7 +28,7 @@ from rose_core import rights
 from rose_core.api.crd import KINDS
 from rose_core.rights import Listener, Party
 from rose_dev.control_plane import ControlPlane
-from rose_engines.exposed_routes import KEY_VARIABLE
+from rose_engines.process.exposed_routes import KEY_VARIABLE
 from rose_rewards import keda
 from rose_weights.serve import tenants
 from tests.agent.node import SLOT, Node, node, tap_refusal

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from rose_core.wire.host import EngineState, EngineStatus, HostStatusRequest
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 from rose_wire.errors import WireError
 from rose_wire.rpc import call, connect
 from rose_wire.services import STATUS

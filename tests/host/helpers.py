@@ -25,8 +25,8 @@ from rose_core.wire.host import (
     StopEngine,
 )
 from rose_core.wire.sync import EngineSpec, WeightSource
-from rose_engines.permit import BadPermit, Permit
-from rose_engines.rundir import RunDir
+from rose_engines.node.permit import BadPermit, Permit
+from rose_engines.node.rundir import RunDir
 
 TOKEN = "token-of-the-slot"
 DEADLINE_SECONDS = float(os.environ.get("ROSE_TEST_DEADLINE", "60"))  # longer where it is emulated

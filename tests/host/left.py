@@ -9,7 +9,7 @@ from rose_agent.errors import NoLimits
 from rose_agent.host.repair import repair
 from rose_agent.os import freezers
 from rose_agent.os.limits import Limiter, Limits
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 
 
 def sweep(rundir: Path, driver: freezers.Choice) -> None:

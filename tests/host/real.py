@@ -19,7 +19,7 @@ from rose_core.wire.host import EngineState, EnsureEngine
 from rose_core.wire.sync import EngineSpec, WeightSource
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.models import make_named
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 from tests.host.helpers import TOKEN, status_of, until
 from tests.weightsync.run import RUN, PublishedRun
 

@@ -13,8 +13,8 @@ from rose_agent.host import process
 from rose_agent.host.accounts import COUNT, Account, Accounts
 from rose_agent.host.launchers import EngineProgram
 from rose_agent.os.freezers import detect
-from rose_engines.permit import Permit
-from rose_engines.rundir import RunDir, SlotDir, write_json
+from rose_engines.node.permit import Permit
+from rose_engines.node.rundir import RunDir, SlotDir, write_json
 
 FIRST = 42_000
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="changing users needs root")

@@ -18,7 +18,7 @@ from rose_agent.errors import NoFreezer
 from rose_agent.os import freezers
 from rose_agent.os.find_group import find_group
 from rose_core.wire.host import EngineState, SetDormant
-from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_engines.node.rundir import EngineFile, RunDir, read_json
 from rose_wire.rpc import call
 from rose_wire.services import DORMANT, ENSURE, STOP
 from tests.host.apart import FIRST, HOST, ApartHost, apart, everybodys_python, refusal

@@ -15,7 +15,7 @@ from rose_agent.os import freezers
 from rose_agent.os.cgroup_ids import search, through_the_node
 from rose_agent.os.find_group import find_group
 from rose_agent.os.mounts import parse_mountinfo
-from rose_engines.rundir import EngineFile
+from rose_engines.node.rundir import EngineFile
 
 LINE = "34 30 0:28 {root} {point} {mode} - cgroup2 cgroup2 rw\n"
 

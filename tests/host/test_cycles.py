@@ -19,8 +19,8 @@ from rose_agent.os import freezers
 from rose_core.wire.host import EngineState, HostStatusRequest
 from rose_engines.fake.__main__ import load_weights
 from rose_engines.fake.memory import FakeMemory
-from rose_engines.memory import PAGE
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
+from rose_engines.weights.memory import PAGE
 from tests.host.helpers import guarding, order, running, serving, stop
 from tests.host.test_own_user import PYTHON
 

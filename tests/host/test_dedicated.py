@@ -25,7 +25,7 @@ from rose_agent.os.freezers import detect
 from rose_core.wire.host import HostStatusRequest
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
 from rose_core.wire.tokenizer_files import digest, pack
-from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
+from rose_engines.node.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
 from rose_wire import certificates
 from rose_wire.rpc import Server
 from rose_wire.services import ATTACH

@@ -18,7 +18,7 @@ from rose_core.wire.host import (
     Holder,
     SetDormant,
 )
-from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
+from rose_engines.node.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
 from rose_wire.errors import Refused
 from rose_wire.rpc import call, connect
 from rose_wire.services import DORMANT

@@ -23,7 +23,7 @@ from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, LimitMemory
 from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import Sharing
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 from tests.host.helpers import (
     BEARER,
     body,

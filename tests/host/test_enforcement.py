@@ -15,8 +15,8 @@ from rose_agent.os.groups import wait_for
 from rose_core.guard.freezing import Activity, Grace
 from rose_core.guard.standstill import StandstillPatience
 from rose_core.wire.host import Holder
-from rose_engines.doorbell import Listener, ring
-from rose_engines.permit import Permit
+from rose_engines.node.doorbell import Listener, ring
+from rose_engines.node.permit import Permit
 
 RUNNING, STOPPING, STOPPED = TreeState.RUNNING, TreeState.STOPPING, TreeState.STOPPED
 ASKED = TreeState.ASKED

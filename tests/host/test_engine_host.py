@@ -28,7 +28,7 @@ from rose_core.wire.host import (
     HostStatusRequest,
 )
 from rose_core.wire.sync import EngineSpec
-from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
+from rose_engines.node.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
 from rose_wire.errors import Refused
 from rose_wire.rpc import call, connect
 from rose_wire.services import ENSURE, HOLD, STATUS, STOP

@@ -20,7 +20,7 @@ from rose_agent.os.find_group import find_group
 from rose_agent.os.processes import start_ticks
 from rose_agent.weightsync.plugin import Gate
 from rose_core.wire.host import EngineState, EngineStatus, HostStatusRequest
-from rose_engines.rundir import EngineFile, RunDir, read_json, write_json
+from rose_engines.node.rundir import EngineFile, RunDir, read_json, write_json
 from rose_wire.errors import WireError
 from rose_wire.rpc import call, connect
 from rose_wire.services import ENSURE, STATUS

@@ -39,7 +39,7 @@ from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import end, wait_for
 from rose_agent.os.limits import Limiter
 from rose_dev.waiting import wait_until
-from rose_engines.rundir import RunDir, SlotDir, write_json
+from rose_engines.node.rundir import RunDir, SlotDir, write_json
 from tests.host.apart import FIRST, HOST, everybodys_python, refusal
 from tests.host.left import sweep
 

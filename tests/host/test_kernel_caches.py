@@ -14,7 +14,7 @@ import pytest
 
 from rose_agent.host import kernel_caches
 from rose_agent.host.accounts import Account, Accounts
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="giving users needs root")
 FIRST = 42_500

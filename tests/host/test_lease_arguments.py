@@ -16,8 +16,8 @@ from rose_core.api.rolloutlease import LeaseSpec
 from rose_core.rollouts.fields import NOT_IN_VLLM
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
-from rose_engines.launch import Launch
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
+from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import DRAFTS_VARIABLE, command
 
 SAMPLE = Path(__file__).parents[2] / "crds" / "samples" / "rolloutlease.yaml"

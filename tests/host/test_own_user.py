@@ -26,7 +26,7 @@ from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers
 from rose_core.wire.host import EngineState, SetDormant
 from rose_core.wire.sync import WeightSource
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 from tests.host.helpers import (
     BEARER,
     body,

@@ -14,7 +14,7 @@ from rose_agent.host import main
 from rose_agent.os.find_group import find_group
 from rose_core.identity import BASE_LABEL, SlotKey, SlotUid, WeightVersion, is_base
 from rose_core.wire.host import EngineState, HoldEngine, Holder
-from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_engines.node.rundir import EngineFile, RunDir, read_json
 from tests.host.helpers import BEARER, guarding, status_of, stop, until
 from tests.host.real import READY_SECONDS, attested, needed_model, order, ready, syncing_host
 from tests.weightsync.run import RUN, PublishedRun, store_at

@@ -20,8 +20,8 @@ from rose_agent.host.launchers import EngineOrder, EngineProgram
 from rose_core.guard.freezing import Activity
 from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState
-from rose_engines import activity
-from rose_engines.rundir import RunDir
+from rose_engines.node import activity
+from rose_engines.node.rundir import RunDir
 from tests.host.helpers import BEARER, guarding, status_of, until
 from tests.host.real import needed_model, order, ready, syncing_host
 

@@ -11,7 +11,7 @@ from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState
 from rose_dev import vllm_environment
 from rose_dev.models import make_named
-from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_engines.node.rundir import EngineFile, RunDir, read_json
 from tests.host.helpers import BEARER, guarding, status_of, stop
 from tests.host.real import attested, order, ready, syncing_host
 from tests.weightsync.run import PublishedRun, store_at

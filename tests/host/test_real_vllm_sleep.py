@@ -22,8 +22,8 @@ from rose_agent.sleeper.sleeper import SleeperRecord, tree
 from rose_core.devices.sleeper import Stage
 from rose_dev import vllm_environment
 from rose_dev.models import make_named
-from rose_engines.rundir import read_json
-from rose_engines.sleep import VllmServing
+from rose_engines.node.rundir import read_json
+from rose_engines.process.sleep import VllmServing
 from rose_wire.ports import free_port
 from tests.host.helpers import until
 from tests.host.test_sleeper import Grant, grant

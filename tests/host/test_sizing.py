@@ -21,7 +21,7 @@ from rose_core.identity import GpuUuid
 from rose_core.wire.sync import AdapterSpec, EngineSpec, Sharing
 from rose_dev.gpu.library import STATE
 from rose_dev.gpu.state import State
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 from rose_engines.sglang.arguments import DRAFTS_VARIABLE
 
 GIB = 1 << 30

@@ -24,9 +24,9 @@ from rose_core.devices.sleeper import SleeperLimits, Stage
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_template import ProcessHandle
 from rose_dev.engine_testing import start_engine
-from rose_engines.permit import Permit
-from rose_engines.rundir import read_json
-from rose_engines.sleep import SERVING
+from rose_engines.node.permit import Permit
+from rose_engines.node.rundir import read_json
+from rose_engines.process.sleep import SERVING
 from rose_wire.ports import free_port
 from tests.engines import sleeping_server
 from tests.host.helpers import until
@@ -220,7 +220,7 @@ async def test_a_vllm_that_answers_well_and_does_not_sleep_is_refused(
 async def test_serving_that_comes_back_with_other_weights_or_not_at_all_is_restarted(
     kind: str, feature: str, rundir: Path, grant: Grant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose_engines.sleep._PROBE", aiohttp.ClientTimeout(total=0.5))
+    monkeypatch.setattr("rose_engines.process.sleep._PROBE", aiohttp.ClientTimeout(total=0.5))
     early = replace(LIMITS, wake_s=LIMITS.repeat_s / 2)
     with engine(kind, feature) as one:
         async with bench(kind, one, grant, rundir / "record", early) as made:

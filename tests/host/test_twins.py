@@ -17,8 +17,8 @@ from rose_agent.host import main
 from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState, EnsureEngine
 from rose_core.wire.sync import Sharing
-from rose_engines.permit import BUSY_LANE, FIRST_LANE, Permit
-from rose_engines.rundir import RunDir
+from rose_engines.node.permit import BUSY_LANE, FIRST_LANE, Permit
+from rose_engines.node.rundir import RunDir
 from tests.host.helpers import (
     BEARER,
     body,

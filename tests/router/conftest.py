@@ -18,7 +18,7 @@ from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import Owner, owner
 from rose_engines.fake.scheduler import FakeScheduler, Script
 from rose_engines.fake.server import FakeServer
-from rose_engines.session import WeightSession
+from rose_engines.weights.session import WeightSession
 from rose_router.config import Settings
 from rose_router.main import RunningRouter, running
 from rose_router.turns import turn_queue

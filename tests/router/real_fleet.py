@@ -20,8 +20,8 @@ from rose_core.wire.routing import EngineKind
 from rose_dev.engine_testing import RealEngine, write_bundle
 from rose_dev.owners import Owner, owner
 from rose_dev.waiting import until
-from rose_engines.control import ControlClient
-from rose_engines.safetensors import read_checkpoint
+from rose_engines.tensors.safetensors import read_checkpoint
+from rose_engines.weights.control import ControlClient
 from rose_router.config import Settings
 from rose_router.main import RunningRouter, running
 from rose_trainer.adapters.ingest import Ingest

@@ -30,7 +30,7 @@ from rose_core.wire.tokenizer_files import unpack
 from rose_dev.owners import Owner, owner
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
-from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_engines.node.rundir import EngineFile, RunDir, read_json
 from rose_router.config import Settings
 from rose_router.http.tokenization import Tokenizer
 from rose_router.main import RunningRouter, running

@@ -12,8 +12,8 @@ import pytest
 from rose_agent.host.proxy import DataProxy, Target
 from rose_core.rollouts.drafts import CONTEXT
 from rose_dev.waiting import until
-from rose_engines.calls import Answer, Call, Draft, Drafted
-from rose_engines.control import ControlServer
+from rose_engines.weights.calls import Answer, Call, Draft, Drafted
+from rose_engines.weights.control import ControlServer
 from rose_router.turns import drafting
 
 PROMPT = [8, 2, 5] * 10

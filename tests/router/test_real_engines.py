@@ -28,7 +28,7 @@ from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.models import make_named
 from rose_dev.owners import Owner, owner
 from rose_dev.waiting import until
-from rose_engines.control import ControlClient
+from rose_engines.weights.control import ControlClient
 from rose_router.config import Settings
 from rose_router.main import running
 from rose_trainer.adapters.ingest import Ingest

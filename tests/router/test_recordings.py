@@ -17,7 +17,7 @@ import pytest
 from rose_core.rollouts.spans import Span
 from rose_core.rollouts.transcript import Leg, StreamEvent
 from rose_core.wire.routing import EngineKind
-from rose_engines.client import TurnClient
+from rose_engines.process.client import TurnClient
 from rose_router.engines.connections import Connections
 from rose_router.engines.engine_client import HttpEngineClient, Target
 

@@ -24,7 +24,7 @@ from rose_demo.receiver import Receiver, receiving
 from rose_demo.spans import SpanRecord, most_telling, since
 from rose_demo.waterfall import waterfall
 from rose_dev.waiting import until
-from rose_engines.session import WeightSession
+from rose_engines.weights.session import WeightSession
 from rose_router.turns.turn_clock import TurnClock
 from tests.router.conftest import Stage
 from tests.router.scripts import Follows, folder

@@ -19,7 +19,7 @@ from rose_agent.signals.snapshot import Snapshot, open_snapshot
 from rose_agent.tap import sockets
 from rose_core.telemetry.events import EndKind
 from rose_dev.engine_testing import RealEngine, start_engine
-from rose_engines.client import TurnClient
+from rose_engines.process.client import TurnClient
 from tests.tap.net import namespace, refusal
 
 pytestmark = [

@@ -32,7 +32,7 @@ from rose_core.delta import (
 from rose_core.delta.bits import Bits
 from rose_core.delta.parts import Owned, Part, PartBuilder, aligned
 from rose_core.identity import WeightVersion
-from rose_engines import device_loops
+from rose_engines.ondevice import device_loops
 from rose_trainer import device_diff, ondevice
 from rose_trainer.device_diff import Region, bands, differences, working_bytes
 from rose_trainer.errors import BadState

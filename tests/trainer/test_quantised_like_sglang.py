@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rose_dev.engine_environment import engine_python
-from rose_engines.launch import Launch
+from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import python_path
 from rose_trainer.quantised import blocks
 from rose_trainer.staging import bits_of

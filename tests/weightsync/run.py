@@ -11,7 +11,7 @@ import numpy as np
 from rose_core.delta import Builder, Manifest, TensorSpec, name_of, table
 from rose_core.delta.bits import Bits
 from rose_core.identity import WeightVersion
-from rose_engines.safetensors import read_checkpoint
+from rose_engines.tensors.safetensors import read_checkpoint
 from rose_weights.send.publishing import WeightsWriter
 from rose_weights.serve.service import WeightService
 from rose_weights.store.store import Store

@@ -23,9 +23,9 @@ from rose_agent.weightsync.main import Followers, subjects
 from rose_core.identity import FROZEN_RUN
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import WeightSource
-from rose_engines.control import ControlClient
-from rose_engines.rundir import RunDir, WeightsFile, read_json
-from rose_engines.safetensors import read_checkpoint
+from rose_engines.node.rundir import RunDir, WeightsFile, read_json
+from rose_engines.tensors.safetensors import read_checkpoint
+from rose_engines.weights.control import ControlClient
 from rose_weights.messages import VersionInfo, WatchRequest
 from rose_weights.receive.client import WeightsClient
 from rose_weights.serve.service import WeightService

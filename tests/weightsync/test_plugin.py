@@ -11,8 +11,8 @@ import pytest
 
 from rose_agent.weightsync.plugin import Gate
 from rose_engines.errors import EngineUnavailable
-from rose_engines.pace import rest_of
-from rose_engines.permit import Permit
+from rose_engines.node.pace import rest_of
+from rose_engines.node.permit import Permit
 
 # The permit is compared with the machine's own clock, so these tests run in real time.
 _AHEAD_NS = 5_000_000_000

@@ -19,9 +19,9 @@ from rose_agent.weightsync.plugin import Gate, Plugin
 from rose_core.delta import Builder, Manifest, TensorSpec, table
 from rose_core.identity import BASE_LABEL, FROZEN_RUN, WeightVersion
 from rose_core.wire.sync import WeightSource
-from rose_engines.calls import Attested, Committed, Staged
 from rose_engines.errors import CommitRefused
-from rose_engines.rundir import SlotDir, WeightsFile
+from rose_engines.node.rundir import SlotDir, WeightsFile
+from rose_engines.weights.calls import Attested, Committed, Staged
 from rose_weights.messages import Description, VersionInfo
 from rose_weights.receive.client import WeightsClient
 

@@ -23,13 +23,13 @@ from rose_core.adapters import TARGETS
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.routing import AdapterVersion
 from rose_core.wire.sync import AdapterSpec, WeightSource
-from rose_engines.adapters import AdapterSession, AdapterSlots
-from rose_engines.calls import Bind, Refused, Status, Unbind
-from rose_engines.client import Generation, TurnClient
-from rose_engines.control import ControlClient, ControlServer
 from rose_engines.errors import EngineRefused
-from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
-from rose_engines.tensors import host_tensors
+from rose_engines.node.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
+from rose_engines.process.client import Generation, TurnClient
+from rose_engines.tensors.canonical import host_tensors
+from rose_engines.weights.adapters import AdapterSession, AdapterSlots
+from rose_engines.weights.calls import Bind, Refused, Status, Unbind
+from rose_engines.weights.control import ControlClient, ControlServer
 from tests.host.helpers import TOKEN, guarding, order, running, serving, status_of, until
 from tests.weightsync.run import PublishedRun, store_at
 

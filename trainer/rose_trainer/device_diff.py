@@ -25,8 +25,8 @@ from rose_core.delta.bits import Bits
 from rose_core.delta.codec import may_be_dense
 from rose_core.delta.digest import tensor_key
 from rose_core.delta.rice import WIDEST, Ranked, exponent
-from rose_engines import device_loops
-from rose_engines.device_loops import here
+from rose_engines.ondevice import device_loops
+from rose_engines.ondevice.device_loops import here
 
 CHUNK = 1 << 24
 BATCH = 1 << 21

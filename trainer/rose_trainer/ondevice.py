@@ -31,8 +31,8 @@ from rose_core.delta import (
 )
 from rose_core.delta.bits import Bits
 from rose_core.delta.parts import PartBuilder, inside
-from rose_engines.device_loops import SIGNED, here
-from rose_engines.device_stage import ahead
+from rose_engines.ondevice.device_loops import SIGNED, here
+from rose_engines.ondevice.device_stage import ahead
 from rose_trainer.device_diff import Band, DeviceDiff, Region, bands, differences
 from rose_trainer.errors import BadState
 from rose_trainer.staging import Layout, Tensors, held, pairs, place_of, refuse_shared

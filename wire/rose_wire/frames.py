@@ -2,7 +2,7 @@
 
 What a frame holds is for those who speak over the socket: calls (``local``), the tap's events
 (``rose_agent.tap.frames``). The engine's control socket packs its own
-(``rose_engines.calls``), because an engine loads nothing of ``rose_wire``.
+(``rose_engines.weights.calls``), because an engine loads nothing of ``rose_wire``.
 """
 
 from __future__ import annotations

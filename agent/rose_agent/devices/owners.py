@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rose_agent.os.processes import PROC, proc_text
 from rose_core.uids import PodUid, SlotUid
-from rose_engines.rundir import slot_of
+from rose_engines.node.rundir import slot_of
 
 _ENGINE = re.compile(r"/rose-[0-9a-f]{8}-(?P<slot>[A-Za-z0-9][-A-Za-z0-9._]*)$", re.MULTILINE)
 _POD = re.compile(r"pod(?P<uid>[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")

@@ -15,8 +15,8 @@ from rose_agent.errors import GroupError
 from rose_agent.os.find_group import find_group
 from rose_agent.os.groups import ProcessGroup
 from rose_core.guard.freezing import Activity, Step, next_step
-from rose_engines import activity
-from rose_engines.rundir import EngineFile, SlotDir, read_json
+from rose_engines.node import activity
+from rose_engines.node.rundir import EngineFile, SlotDir, read_json
 
 _log = logging.getLogger(__name__)
 _INVISIBLE = "no process tree of this slot is visible here"

@@ -24,8 +24,8 @@ from rose_core.wire.host import (
     StopEngine,
 )
 from rose_core.wire.sync import NodeModel
-from rose_engines import doorbell
-from rose_engines.rundir import RunDir
+from rose_engines.node import doorbell
+from rose_engines.node.rundir import RunDir
 from rose_wire import rpc
 from rose_wire.errors import WireError
 from rose_wire.services import DORMANT, ENSURE, HOLD, LIMIT, STATUS, STOP

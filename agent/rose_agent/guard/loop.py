@@ -64,7 +64,7 @@ from rose_core.identity import PodUid, SlotUid
 from rose_core.telemetry.events import Arrived, Dismissed, Ended, Health, Progress, TapEvent
 from rose_core.wire.host import EngineState
 from rose_core.wire.sync import PoolPolicy, SignalSource, SyncReply, SyncRequest
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 
 # --- The guard's tick: a step at least once per period, from the tap's heartbeat or from a timer.
 #

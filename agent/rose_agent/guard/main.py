@@ -38,7 +38,7 @@ from rose_agent.pods.static import StaticPods
 from rose_agent.signals import confined
 from rose_agent.signals.reader import ConfinedReaders
 from rose_core.devices.memory import BudgetLimits
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 from rose_wire import flags, tls
 from rose_wire.observability import guarded, pages
 from rose_wire.serving import Server

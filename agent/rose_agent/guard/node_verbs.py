@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from rose_agent.guard import trace
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 
 LOOKS = {
     "report": "What the guard of this node knows now: pools, replicas, slots, latency; JSON.",

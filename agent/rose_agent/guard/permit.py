@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rose_engines.permit import BadPermit, Permit
+from rose_engines.node.permit import BadPermit, Permit
 
 _LOOK_NS = 100_000_000
 

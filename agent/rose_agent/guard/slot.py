@@ -33,7 +33,7 @@ from rose_core.guard.slot import EngineSeen, Phase, SlotMachine, SlotSeen, decid
 from rose_core.identity import PodUid, SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.sync import Grant
-from rose_engines.rundir import SlotDir, read_json
+from rose_engines.node.rundir import SlotDir, read_json
 
 # --- What happened to one slot, as metrics and as entries of the flight recorder.
 #

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from rose_core.wire.sync import PoolPolicy
-from rose_engines.rundir import read_json, write_json
+from rose_engines.node.rundir import read_json, write_json
 
 
 class GuardFile(msgspec.Struct, frozen=True):

@@ -27,9 +27,9 @@ from rose_core.guard.grants import GrantBook
 from rose_core.guard.whole import Phase, Whole, WholeLimits, WholeSeen, decide, judge
 from rose_core.identity import PodUid
 from rose_core.wire.sync import SleepTerms
-from rose_engines.permit import BadPermit, Permit
-from rose_engines.rundir import read_json, write_json
-from rose_engines.servingdir import ServingDir, ServingDirs, SleepOrder
+from rose_engines.node.permit import BadPermit, Permit
+from rose_engines.node.rundir import read_json, write_json
+from rose_engines.node.servingdir import ServingDir, ServingDirs, SleepOrder
 
 _log = logging.getLogger(__name__)
 _GRANT_NS = 5_000_000_000

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from rose_agent.errors import BadEngine
 from rose_agent.host import kernel_caches
-from rose_engines.rundir import RunDir, SlotDir
+from rose_engines.node.rundir import RunDir, SlotDir
 
 COUNT = 1000
 

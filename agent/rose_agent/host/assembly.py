@@ -37,7 +37,7 @@ from rose_agent.host.site import Site
 from rose_agent.host.sizing import Sizer
 from rose_agent.os.freezers import Freezer, own_base
 from rose_agent.os.limits import Limiter
-from rose_engines.rundir import RunDir, SlotDir
+from rose_engines.node.rundir import RunDir, SlotDir
 
 _log = logging.getLogger(__name__)
 

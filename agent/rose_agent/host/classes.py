@@ -11,7 +11,7 @@ from rose_core.devices.memory import WHOLE
 from rose_core.devices.model_size import WINDOW_PERMILLE
 from rose_core.rollouts.fields import NOT_IN_VLLM
 from rose_core.wire.sync import EngineSpec
-from rose_engines.launch import Launch
+from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import command, environment, verifies_drafts
 from rose_engines.vllm import arguments as vllm
 

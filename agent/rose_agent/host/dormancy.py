@@ -12,7 +12,7 @@
 The release runs in an *errand*: the tree may move for a few seconds although its permit is closed,
 and the plugin, which waits for that permit, computes nothing. The errand ends by the enforcer's own
 clock. What was attested is void from the first step on: weight-sync attests anew what is restored.
-Next step: ``rose_engines.memory`` releases and restores inside the engine.
+Next step: ``rose_engines.weights.memory`` releases and restores inside the engine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from rose_agent.host.site import Site
 from rose_core.devices.dormancy import Dormancy, judge
 from rose_core.wire.host import EngineState
 from rose_core.wire.reasons import HostReason
-from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused, EngineUnavailable
-from rose_engines.rundir import SlotDir
+from rose_engines.node.rundir import SlotDir
+from rose_engines.weights.control import ControlClient
 
 _log = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ from rose_core.guard.freezing import Activity
 from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.reasons import HostReason
-from rose_engines import activity
-from rose_engines.permit import BUSY_LANE, FIRST_LANE, Permit
-from rose_engines.rundir import SlotDir, write_json
+from rose_engines.node import activity
+from rose_engines.node.permit import BUSY_LANE, FIRST_LANE, Permit
+from rose_engines.node.rundir import SlotDir, write_json
 
 # How soon turns of the engine that was parked are cut.
 _LOOK_SECONDS = 0.02

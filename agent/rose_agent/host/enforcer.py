@@ -31,8 +31,8 @@ from rose_core.guard.freezing import Activity
 from rose_core.guard.standstill import StandstillPatience
 from rose_core.wire.host import Holder
 from rose_core.wire.reasons import HostReason
-from rose_engines.doorbell import Listener, ring
-from rose_engines.permit import Permit
+from rose_engines.node.doorbell import Listener, ring
+from rose_engines.node.permit import Permit
 
 _log = logging.getLogger(__name__)
 

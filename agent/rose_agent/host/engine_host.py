@@ -46,8 +46,8 @@ from rose_core.wire.host import (
 )
 from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import NodeModel
-from rose_engines.permit import BadPermit, Permit
-from rose_engines.rundir import RunDir, SlotDir
+from rose_engines.node.permit import BadPermit, Permit
+from rose_engines.node.rundir import RunDir, SlotDir
 from rose_wire.errors import Refused
 from rose_wire.rpc import Server
 from rose_wire.services import DORMANT, ENSURE, HOLD, LIMIT, STATUS, STOP

@@ -32,8 +32,8 @@ from rose_agent.os import processes
 from rose_agent.os.groups import ProcessGroup, end
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.tokenizer_files import digest
-from rose_engines.exposed_routes import KEY_VARIABLE
-from rose_engines.rundir import EngineFile, SlotDir, write_json
+from rose_engines.node.rundir import EngineFile, SlotDir, write_json
+from rose_engines.process.exposed_routes import KEY_VARIABLE
 from rose_wire.ports import free_port
 
 _POLL_SECONDS = 0.25

@@ -16,7 +16,7 @@ import msgspec
 
 from rose_core.devices.footprint import Footprint
 from rose_core.wire.sync import EngineSpec
-from rose_engines.rundir import read_json, write_json
+from rose_engines.node.rundir import read_json, write_json
 
 _log = logging.getLogger(__name__)
 

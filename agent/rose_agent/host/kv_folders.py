@@ -10,7 +10,7 @@
 
 Engines are users of their own, and enter by the lease's group, which no other lease's engines are
 in. What a lease asked for is counted here against the room, before its first engine starts; within
-it, engines remove what was used longest ago (``rose_engines.kv_pages``). One that does not is
+it, engines remove what was used longest ago (``rose_engines.kv.pages``). One that does not is
 stopped by the tmpfs's size and by its own limit of memory, to which the pages it writes count. Next
 step: ``engine_process`` opens and ``engine_host`` closes.
 """

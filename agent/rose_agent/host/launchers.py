@@ -22,7 +22,7 @@ from rose_agent.host.sizing import Sizer
 from rose_core.devices.memory import EngineSize
 from rose_core.identity import GpuUuid
 from rose_core.wire.sync import EngineSpec
-from rose_engines.rundir import SlotDir
+from rose_engines.node.rundir import SlotDir
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
 from rose_core.wire.reasons import HostReason
 from rose_core.wire.routing import AdapterVersion
 from rose_engines.errors import EngineError
-from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
+from rose_engines.node.rundir import SlotDir, WeightsFile, read_json, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class EngineLife:
 
     @property
     def key(self) -> str:
-        """The key that the engine's own port asks for (``rose_engines.exposed_routes``)."""
+        """The key that the engine's own port asks for (``rose_engines.process.exposed_routes``)."""
         return self._body.key
 
     def start(self) -> None:

@@ -38,7 +38,7 @@ from rose_agent.metrics import REGISTRY
 from rose_agent.os.freezers import Freezer, detect
 from rose_core.devices.capabilities import Capability
 from rose_core.wire.host import EngineState
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 from rose_wire import flags, observability
 from rose_wire.daemon import stop_signal
 from rose_wire.errors import WireError

@@ -24,7 +24,7 @@ from pathlib import Path
 from rose_agent.errors import GroupError
 from rose_agent.os.groups import ProcessGroup
 from rose_core.unreadable import UNREADABLE
-from rose_engines.calls import LENGTH, GetStatus, Status, answers, frame
+from rose_engines.weights.calls import LENGTH, GetStatus, Status, answers, frame
 
 _log = logging.getLogger(__name__)
 _ASK_SECONDS = 0.5

@@ -4,8 +4,8 @@
 bearer token. ``POST /slots/<uid>/drafts`` takes what the engine shall draft from, and
 ``GET /slots/<uid>/tokenizer`` answers with files of its model
 (``rose_core.wire.tokenizer_files``); everything else is 404, so the engine's admin routes are out
-of reach; on the node they are closed by the engine itself (``rose_engines.exposed_routes``), to
-which the proxy alone has the key.
+of reach; on the node they are closed by the engine itself
+(``rose_engines.process.exposed_routes``), to which the proxy alone has the key.
 Bytes are passed on as they come, in both directions of time: a stopped engine simply sends none,
 and the caller's connection stays open until it goes on.
 
@@ -35,8 +35,8 @@ from rose_agent.host.tokens import TokenCount
 from rose_core.identity import SlotUid
 from rose_core.unreadable import UNREADABLE
 from rose_core.wire.routing import UNSENT
-from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused, EngineUnavailable
+from rose_engines.weights.control import ControlClient
 
 _log = logging.getLogger(__name__)
 

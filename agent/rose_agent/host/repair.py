@@ -19,7 +19,7 @@ from rose_agent.os.find_group import find_group
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import ProcessGroup, end
 from rose_core.wire.reasons import HostReason
-from rose_engines.rundir import EngineFile, RunDir, SlotDir, read_json
+from rose_engines.node.rundir import EngineFile, RunDir, SlotDir, read_json
 
 _log = logging.getLogger(__name__)
 

@@ -47,8 +47,8 @@ from rose_core.identity import GpuUuid, PodUid
 from rose_core.unreadable import UNREADABLE
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.reasons import HostReason
-from rose_engines.calls import Status
-from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_engines.node.rundir import EngineFile, RunDir, read_json
+from rose_engines.weights.calls import Status
 
 # What sets a driver's limits, or writes into an engine's shared memory, must be root.
 APART = "it is not root (--host-uid; chart: engineHost.user: 0 makes it so)"

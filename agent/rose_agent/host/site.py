@@ -24,7 +24,7 @@ from rose_agent.host.sizing import Sizer
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.limits import Limiter, Limits
 from rose_core.identity import SlotUid
-from rose_engines.rundir import SlotDir
+from rose_engines.node.rundir import SlotDir
 
 # Most time an engine may need to become ready, counted while it may run.
 START_LIMIT_SECONDS = 600.0

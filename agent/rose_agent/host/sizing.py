@@ -42,7 +42,7 @@ from rose_core.identity import GpuUuid
 from rose_core.unreadable import UNREADABLE
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.safetensors import list_tensors
+from rose_engines.tensors.safetensors import list_tensors
 
 
 @dataclass(frozen=True)

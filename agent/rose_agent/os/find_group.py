@@ -14,7 +14,7 @@ from rose_agent.os.freezers import group
 from rose_agent.os.groups import ProcessGroup
 from rose_agent.os.mounts import locate, parse_mountinfo
 from rose_agent.os.processes import pid_namespace, start_ticks
-from rose_engines.rundir import EngineFile
+from rose_engines.node.rundir import EngineFile
 
 _VERSIONS = {"v1": 1, "v2": 2}
 

@@ -42,9 +42,9 @@ from rose_core.devices.sleeper import (
 )
 from rose_core.identity import GpuUuid
 from rose_engines.errors import EngineUnavailable
-from rose_engines.permit import BadPermit, Permit
-from rose_engines.rundir import read_json, write_json
-from rose_engines.sleep import SERVING, ServingEngine, SleepRefused
+from rose_engines.node.permit import BadPermit, Permit
+from rose_engines.node.rundir import read_json, write_json
+from rose_engines.process.sleep import SERVING, ServingEngine, SleepRefused
 
 _log = logging.getLogger(__name__)
 _PERIOD_SECONDS = 0.5

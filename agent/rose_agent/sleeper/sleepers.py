@@ -1,10 +1,10 @@
 """``rose sleeper``: wakes this node's serving engines when nobody lets them sleep any more.
 
 A process of its own, so that neither a dead guard nor a dead engine host leaves serving asleep. It
-follows the orders in the run directory (``rose_engines.servingdir``): one ``DeadMan`` for each. The
-word to a pod's readiness probe stands while serving may sleep or does not answer as before.
-When it is told to end it first wakes all that sleeps; one that was killed is started again by the
-kubelet and finds its records.
+follows the orders in the run directory (``rose_engines.node.servingdir``): one ``DeadMan`` for
+each. The word to a pod's readiness probe stands while serving may sleep or does not answer as
+before. When it is told to end it first wakes all that sleeps; one that was killed is started again
+by the kubelet and finds its records.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from rose_agent.sleeper.sleeper import (
 )
 from rose_core.devices.sleeper import Sleeper, SleeperLimits, Stage
 from rose_core.identity import GpuUuid
-from rose_engines.permit import Permit
-from rose_engines.rundir import read_json, write_json
-from rose_engines.servingdir import ServingDir, ServingDirs, SleepOrder
-from rose_engines.sleep import SERVING
+from rose_engines.node.permit import Permit
+from rose_engines.node.rundir import read_json, write_json
+from rose_engines.node.servingdir import ServingDir, ServingDirs, SleepOrder
+from rose_engines.process.sleep import SERVING
 from rose_wire import flags
 
 _log = logging.getLogger("rose.sleeper")

@@ -39,9 +39,9 @@ from rose_core.delta import Manifest, faults
 from rose_core.delta.probe import LIMIT
 from rose_core.identity import BASE_LABEL, published
 from rose_core.wire.sync import WeightSource
-from rose_engines.calls import Committed, Staged
 from rose_engines.errors import CommitRefused, EngineError, EngineUnavailable
-from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
+from rose_engines.node.rundir import SlotDir, WeightsFile, read_json, write_json
+from rose_engines.weights.calls import Committed, Staged
 from rose_weights.errors import UnknownRun, WeightsError
 from rose_weights.receive.client import WeightsClient
 from rose_wire.errors import WireError

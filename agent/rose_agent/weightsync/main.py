@@ -23,7 +23,7 @@ from rose_agent.weightsync.follower import FollowedRun, Follower, Options
 from rose_core.delta.probe import LIMIT
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import WeightSource
-from rose_engines.rundir import EngineFile, RunDir, SlotDir, read_json
+from rose_engines.node.rundir import EngineFile, RunDir, SlotDir, read_json
 from rose_wire import faults, flags, observability
 from rose_wire.daemon import stop_signal
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from rose_agent.weightsync.decide import Engine
-from rose_engines.calls import Attested, Committed, Staged, Status
-from rose_engines.control import ControlClient
 from rose_engines.errors import CommitRefused, EngineUnavailable
-from rose_engines.pace import rest_of
-from rose_engines.permit import BadPermit, Permit
-from rose_engines.rundir import SlotDir
+from rose_engines.node.pace import rest_of
+from rose_engines.node.permit import BadPermit, Permit
+from rose_engines.node.rundir import SlotDir
+from rose_engines.weights.calls import Attested, Committed, Staged, Status
+from rose_engines.weights.control import ControlClient
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ from rose_agent.weightsync import metrics
 from rose_agent.weightsync.plugin import Gate
 from rose_core.delta.probe import LIMIT, PROMPT, Answer, ProbeOutcome, ProbeVerdict, judge
 from rose_core.identity import WeightVersion
-from rose_engines.client import TurnClient
 from rose_engines.errors import EngineError, EngineRefused, EngineUnavailable
-from rose_engines.rundir import EngineFile, SlotDir, read_json
+from rose_engines.node.rundir import EngineFile, SlotDir, read_json
+from rose_engines.process.client import TurnClient
 from rose_weights.errors import WeightsError
 from rose_weights.receive.client import WeightsClient
 from rose_wire.errors import WireError

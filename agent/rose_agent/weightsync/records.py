@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from rose_core.unreadable import UNREADABLE
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 from rose_wire import flags
 
 FILE = "commits.jsonl"

@@ -17,9 +17,6 @@ from pathlib import Path
 from aiohttp import web
 
 from rose_core.identity import BASE_LABEL
-from rose_engines.adapters import AdapterSession, AdapterSlots
-from rose_engines.control import ControlServer
-from rose_engines.exposed_routes import KEY_VARIABLE
 from rose_engines.fake import kvcached
 from rose_engines.fake.device import connect
 from rose_engines.fake.elastic import ElasticScheduler, add_flush
@@ -28,12 +25,15 @@ from rose_engines.fake.ranks import lead
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
 from rose_engines.fake.sleep import FakeSleep
-from rose_engines.live import zero
-from rose_engines.multi_rank import LeaderSession
-from rose_engines.permit import Permit
-from rose_engines.safetensors import read_checkpoint
-from rose_engines.session import WeightSession
-from rose_engines.tensors import Live, host_tensors
+from rose_engines.node.permit import Permit
+from rose_engines.process.exposed_routes import KEY_VARIABLE
+from rose_engines.tensors.canonical import Live, host_tensors
+from rose_engines.tensors.safetensors import read_checkpoint
+from rose_engines.weights.adapters import AdapterSession, AdapterSlots
+from rose_engines.weights.control import ControlServer
+from rose_engines.weights.live import zero
+from rose_engines.weights.multi_rank import LeaderSession
+from rose_engines.weights.session import WeightSession
 from rose_wire import faults
 
 

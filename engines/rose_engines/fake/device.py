@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from rose_engines.device import Device
+from rose_engines.process.device import Device
 
 _STEP = 2
 _SECONDS = 5.0

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rose_engines.memory import PAGE, drop_pages
-from rose_engines.safetensors import read_checkpoint
-from rose_engines.tensors import Live
+from rose_engines.tensors.canonical import Live
+from rose_engines.tensors.safetensors import read_checkpoint
+from rose_engines.weights.memory import PAGE, drop_pages
 
 
 class FakeMemory:

@@ -20,13 +20,13 @@ from typing import IO
 import numpy as np
 
 from rose_core.delta.tiles import as_matrix
-from rose_engines.control import ControlServer
-from rose_engines.multi_rank import MemberSession
-from rose_engines.parts import Ranks, check_parts, parts_of, socket_of
-from rose_engines.rank_board import RankBoard
-from rose_engines.safetensors import StoredTensor, read_checkpoint
-from rose_engines.slices import Box, SlicedTensor
-from rose_engines.tensors import HostTensor, LiveTensor
+from rose_engines.tensors.canonical import HostTensor, LiveTensor
+from rose_engines.tensors.safetensors import StoredTensor, read_checkpoint
+from rose_engines.tensors.slices import Box, SlicedTensor
+from rose_engines.weights.control import ControlServer
+from rose_engines.weights.multi_rank import MemberSession
+from rose_engines.weights.parts import Ranks, check_parts, parts_of, socket_of
+from rose_engines.weights.rank_board import RankBoard
 from rose_wire import faults
 
 # Members read the weights of their start from the model folder; nothing else comes by the pipe.

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rose_engines.adapters import AdapterSlots
 from rose_engines.fake.model import Prefix
-from rose_engines.session import WeightSession
+from rose_engines.weights.adapters import AdapterSlots
+from rose_engines.weights.session import WeightSession
 
 
 class Script(Protocol):

@@ -5,8 +5,8 @@ POST /abort_request    by id prefix, or everything
 POST /slow_down        {"forward_sleep_time": seconds per iteration, null = back to normal}
 GET  /model_info  /v1/loads  /metrics  /health  /ready
 
-With a key only the routes of ``rose_engines.exposed_routes`` are there, as in SGLang under the
-engine host.
+With a key only the routes of ``rose_engines.process.exposed_routes`` are there, as in SGLang under
+the engine host.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler, Middleware
 
 from rose_core.rollouts.logprobs import SCALE, LogitScale
-from rose_engines import exposed_routes
 from rose_engines.fake.model import prompt_logprobs
 from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
+from rose_engines.process import exposed_routes
 
 END = 256
 """Ends an answer that follows a script; no byte, as in ``rose_dev.scripted``."""
@@ -69,7 +69,7 @@ class FakeServer:
     Args:
         scheduler: whose requests they are.
         model: its name.
-        key: see ``rose_engines.exposed_routes``.
+        key: see ``rose_engines.process.exposed_routes``.
         scale: what it says of its log-probs (``rose_core.rollouts.logprobs``).
     """
 

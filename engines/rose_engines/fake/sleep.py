@@ -6,7 +6,7 @@ GET  /server_info
 
 As in an SGLang with memory saver and a copy of its weights: requests that come while it is paused
 wait, the KV cache's pages go and come back. A release beside requests, which would end an SGLang,
-is refused. Next step: ``rose_engines.sleep`` is who asks.
+is refused. Next step: ``rose_engines.process.sleep`` is who asks.
 """
 
 from __future__ import annotations

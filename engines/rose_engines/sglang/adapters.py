@@ -7,7 +7,8 @@ engine computes as the base alone until the first commits. The slots are pinned,
 and no base-only batch can take them, and every request is given one of these (``plugin``).
 
 The base is proved too, as the weights of any engine are: SGLang's loader is called once more on the
-wrapped model, and live bytes must equal the checkpoint's. Next step: ``rose_engines.adapters``.
+wrapped model, and live bytes must equal the checkpoint's. Next step:
+``rose_engines.weights.adapters``.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import torch
 
 from rose_core.adapters import BASE, SCALE, STACKS, engine_name, tensor_name
 from rose_core.wire.sync import AdapterSpec
-from rose_engines import layout, parameters
-from rose_engines.adapters import BaseDigest, scale_tensor
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.live import digest_live, zero
-from rose_engines.safetensors import read_checkpoint
-from rose_engines.tensors import LiveTensor
+from rose_engines.tensors import layout, parameters
+from rose_engines.tensors.canonical import LiveTensor
+from rose_engines.tensors.safetensors import read_checkpoint
+from rose_engines.weights.adapters import BaseDigest, scale_tensor
+from rose_engines.weights.live import digest_live, zero
 
 _WRAPPED = ".base_layer."
 _WORDS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}

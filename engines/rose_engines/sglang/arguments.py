@@ -1,7 +1,7 @@
 """Engine specification -> command line and environment of SGLang; pure, with an allow-list.
 
-What both kinds of engines are started with is in ``rose_engines.launch``. Next step: ``launch``
-runs the command.
+What both kinds of engines are started with is in ``rose_engines.process.launch``. Next step:
+``launch`` runs the command.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rose_core.guard.chunk import prefill_chunk
 from rose_core.rollouts import kv_store
 from rose_core.rollouts.drafts import MOST_TOKENS, verified_tokens
 from rose_core.wire.sync import EngineSpec
-from rose_engines import activity
 from rose_engines.errors import ArgumentRefused
-from rose_engines.kv import KEEP
-from rose_engines.kv_pages import BYTES_VARIABLE, FOLDER_VARIABLE
-from rose_engines.launch import (
+from rose_engines.kv.pages import BYTES_VARIABLE, FOLDER_VARIABLE
+from rose_engines.kv.policy import KEEP
+from rose_engines.node import activity
+from rose_engines.process.launch import (
     Launch,
     check_arguments,
     command_line,

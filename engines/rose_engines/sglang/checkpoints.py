@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rose_engines import activity
-from rose_engines.gate import PermitGate
-from rose_engines.launch import PERMIT_VARIABLE
+from rose_engines.node import activity
+from rose_engines.node.gate import PermitGate
+from rose_engines.process.launch import PERMIT_VARIABLE
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _RUNNERS = "sglang.srt.model_executor"

@@ -1,10 +1,10 @@
 """A lease's folder of pages as a storage backend of SGLang's hierarchical cache.
 
 SGLang names a page by a hash over the request's key and all tokens up to the page's end
-(``rose_engines.kv`` has the key: label and digest of the weights). What the bytes of a page mean
-depends on more: how keys are laid out, their type, the model's shape and its settings (of which no
-digest of weights knows: how it turns positions into angles), SGLang's release. A digest of all that
-is part of every file's name, so engines that differ in it never meet.
+(``rose_engines.kv.policy`` has the key: label and digest of the weights). What the bytes of a page
+mean depends on more: how keys are laid out, their type, the model's shape and its settings (of
+which no digest of weights knows: how it turns positions into angles), SGLang's release. A digest of
+all that is part of every file's name, so engines that differ in it never meet.
 
 Imported by SGLang inside an engine, and nowhere else. Next step: ``kv_pages`` has the files.
 """
@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.pool_host import HostKVCache
 from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
-from rose_engines.kv_pages import BYTES_VARIABLE, FOLDER_VARIABLE, PageFolder
+from rose_engines.kv.pages import BYTES_VARIABLE, FOLDER_VARIABLE, PageFolder
 from rose_engines.sglang.kv_store import threads
 
 

@@ -10,9 +10,10 @@ store; before a prefill it fetches what the store has. Stock, that is wrong and 
 | store threads | read and write whenever there is work | page by page, under an open permit |
 | ``STOP``, engine thread | waits 10 s for each store thread | who waits for the permit gives up |
 
-A turn that ran over a commit has a key that is no longer the live weights' (``rose_engines.kv``),
-and weights that a commit has yet to confirm are nobody's. So what is stored was computed by the
-weights in its name, from its first token. Next step: ``kv_backend`` moves the pages.
+A turn that ran over a commit has a key that is no longer the live weights'
+(``rose_engines.kv.policy``), and weights that a commit has yet to confirm are nobody's. So what is
+stored was computed by the weights in its name, from its first token. Next step: ``kv_backend``
+moves the pages.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.gate import POLL_SECONDS
-from rose_engines.kv_pages import FOLDER_VARIABLE
+from rose_engines.kv.pages import FOLDER_VARIABLE
+from rose_engines.node.gate import POLL_SECONDS
 
 STORE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup_storage"
 FETCH = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage"

@@ -6,8 +6,8 @@ inherits, and the stand-in for the CUDA kernels on PYTHONPATH; and its processes
 
 When the environment names a permit or a control socket, the launcher refuses to start an engine in
 which ROSE's plugin did not load: an engine that could not be stopped must not run. When the
-environment names a key, only the routes of ``rose_engines.exposed_routes`` are there. Next step:
-``plugin``.
+environment names a key, only the routes of ``rose_engines.process.exposed_routes`` are there. Next
+step: ``plugin``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import multiprocessing
 import os
 import sys
 
-from rose_engines.exposed_routes import KEY_VARIABLE, RouteFilter
-from rose_engines.hooks import check_loaded
+from rose_engines.process.exposed_routes import KEY_VARIABLE, RouteFilter
+from rose_engines.process.hooks import check_loaded
 
 
 def on_cpu(argv: list[str]) -> bool:

@@ -1,7 +1,7 @@
 """When SGLang loads patched checkpoints by itself instead of having elements written in place.
 
 Only where the platform says so (``FALLBACK_VARIABLE``): an engine whose layout is refused ends
-otherwise, and its reason is on stderr. Next step: ``rose_engines.reload``.
+otherwise, and its reason is on stderr. Next step: ``rose_engines.weights.reload``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.reload import ReloadSession
 from rose_engines.sglang.arguments import FALLBACK_VARIABLE
 from rose_engines.sglang.ranks import read_live
-from rose_engines.tensors import LiveTensor
+from rose_engines.tensors.canonical import LiveTensor
+from rose_engines.weights.reload import ReloadSession
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose_engines.memory import drop_all, load_anew, storages, tensors_in
-from rose_engines.tensors import Live
+from rose_engines.tensors.canonical import Live
+from rose_engines.weights.memory import drop_all, load_anew, storages, tensors_in
 
 if TYPE_CHECKING:
     import torch

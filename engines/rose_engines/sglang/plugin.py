@@ -6,7 +6,7 @@ methods of the scheduler, by the framework's own registry:
 - before ``Scheduler.ingest_requests``, the first step of every iteration: wait for the permit, then
   carry out a pending commit. Only rank 0 decides: with several ranks the others wait for the
   request broadcast that follows, so all stop at the same iteration; that they change their weights
-  at the same one is the work of ``rose_engines.multi_rank``. Requests and aborts
+  at the same one is the work of ``rose_engines.weights.multi_rank``. Requests and aborts
   that arrived during a stop are taken in before the next token is computed. While the engine waits,
   it can let go of its memory (``memory``); it then waits until it was activated again.
 - before ``Scheduler.handle_generate_request``: put version and commit count into the request's
@@ -17,7 +17,8 @@ log-probs are (``logprobs``). With adapters of several runs a request is compute
 (``slot_for``), and has the label and the cache key of that run's version alone.
 
 Whatever is not as expected ends the process with a clear reason: an engine whose stop or weights
-cannot be trusted must not run. Next step: ``gate``, ``parameters``, ``rose_engines.session``.
+cannot be trusted must not run. Next step: ``gate``, ``parameters``,
+``rose_engines.weights.session``.
 """
 
 from __future__ import annotations
@@ -36,18 +37,13 @@ import msgspec
 
 from rose_core.adapters import engine_name, run_of
 from rose_core.wire.sync import AdapterSpec
-from rose_engines import kv
-from rose_engines.adapters import AdapterSession, AdapterSlots
-from rose_engines.control import ControlServer
-from rose_engines.device import of_torch
 from rose_engines.errors import BrokenWeights, UnsupportedEngine
-from rose_engines.gate import POLL_SECONDS, PermitGate
-from rose_engines.hooks import exists, refuse, require
-from rose_engines.launch import KV_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
-from rose_engines.multi_rank import LeaderSession, MemberSession
-from rose_engines.parts import socket_of
-from rose_engines.permit import BadPermit
-from rose_engines.session import WeightSession
+from rose_engines.kv import policy as kv_policy
+from rose_engines.node.gate import POLL_SECONDS, PermitGate
+from rose_engines.node.permit import BadPermit
+from rose_engines.process.device import of_torch
+from rose_engines.process.hooks import exists, refuse, require
+from rose_engines.process.launch import KV_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.sglang import (
     drafts,
     kv_store,
@@ -62,6 +58,11 @@ from rose_engines.sglang import (
 from rose_engines.sglang.arguments import ADAPTER_VARIABLE, DRAFTS_VARIABLE, FALLBACK_VARIABLE
 from rose_engines.sglang.checkpoints import BEGINNING, PIECES, WEIGHTS, Checkpoints
 from rose_engines.sglang.ranks import rank_of
+from rose_engines.weights.adapters import AdapterSession, AdapterSlots
+from rose_engines.weights.control import ControlServer
+from rose_engines.weights.multi_rank import LeaderSession, MemberSession
+from rose_engines.weights.parts import socket_of
+from rose_engines.weights.session import WeightSession
 
 log = logging.getLogger(__name__)
 
@@ -288,7 +289,7 @@ class SchedulerPlugin:
     def _start(self, scheduler: Any) -> None:  # noqa: ANN401
         try:
             self._check_engine(scheduler)
-            self._kv = retraction.RetractingPolicy(os.environ.get(KV_VARIABLE) or kv.KEEP)
+            self._kv = retraction.RetractingPolicy(os.environ.get(KV_VARIABLE) or kv_policy.KEEP)
             self._leader = rank_of(scheduler) == 0
             if self._permit_path is not None:
                 self._gate = PermitGate(self._permit_path)
@@ -360,7 +361,7 @@ class SchedulerPlugin:
     ) -> AdapterSlots:
         from rose_engines.sglang import adapters  # noqa: PLC0415  # torch takes its time
 
-        if spec.shared and self._kv.policy == kv.RECOMPUTE:
+        if spec.shared and self._kv.policy == kv_policy.RECOMPUTE:
             raise UnsupportedEngine(
                 "KV policy Recompute would take the KV of every run at each run's commit; with "
                 "adapters of several runs it must be Keep or Reuse"

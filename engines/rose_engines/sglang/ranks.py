@@ -2,7 +2,7 @@
 
 ``read_live`` is this rank's part of the model in canonical coordinates; ``join`` meets the other
 ranks once, over SGLang's own process group, tells them which part lies here and opens the board on
-which all later commits are made. Next step: ``layout``, ``rose_engines.multi_rank``.
+which all later commits are made. Next step: ``layout``, ``rose_engines.weights.multi_rank``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rose_engines.parts import Part, Ranks, check_parts, parts_of, socket_of
-from rose_engines.rank_board import RankBoard
-from rose_engines.safetensors import read_checkpoint
-from rose_engines.tensors import Live, LiveTensor
+from rose_engines.tensors.canonical import Live, LiveTensor
+from rose_engines.tensors.safetensors import read_checkpoint
+from rose_engines.weights.parts import Part, Ranks, check_parts, parts_of, socket_of
+from rose_engines.weights.rank_board import RankBoard
 
 CUDA_ONLY = "sglang.srt.distributed.device_communicators.pynccl.PyNcclCommunicator"
 
@@ -51,7 +51,7 @@ def read_live(scheduler: Any, folder: Path) -> dict[str, LiveTensor]:  # noqa: A
     Raises:
         UnsupportedEngine: names the tensor whose layout is no permutation.
     """
-    from rose_engines import layout, parameters  # noqa: PLC0415  # torch takes its time
+    from rose_engines.tensors import layout, parameters  # noqa: PLC0415  # torch takes its time
 
     size, rank = int(scheduler.tp_size), rank_of(scheduler)
     model = scheduler.tp_worker.model_runner.model

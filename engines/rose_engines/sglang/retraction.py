@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from rose_engines import kv
+from rose_engines.kv import policy as kv_policy
 
 SPREAD_TOKENS = 2048
 """Tokens of retracted requests that prefill again from one iteration on; one request at least."""
@@ -19,14 +19,14 @@ SPREAD_TOKENS = 2048
 ABORT = "sglang.srt.managers.scheduler.Scheduler.abort_request"
 
 
-class RetractingPolicy(kv.CachePolicy):
+class RetractingPolicy(kv_policy.CachePolicy):
     """A policy by SGLang's means.
 
     Args:
-        policy: one of ``kv.POLICIES``.
+        policy: one of ``kv_policy.POLICIES``.
     """
 
-    def __init__(self, policy: str = kv.KEEP) -> None:
+    def __init__(self, policy: str = kv_policy.KEEP) -> None:
         super().__init__(policy)
         self._held: deque[Any] = deque()
 
@@ -37,7 +37,7 @@ class RetractingPolicy(kv.CachePolicy):
 
     def retract(self, scheduler: Any) -> None:  # noqa: ANN401
         """After a commit, between two iterations: what runs loses its KV, if the policy says so."""
-        if self.policy != kv.RECOMPUTE:
+        if self.policy != kv_policy.RECOMPUTE:
             return
         from sglang.srt.managers.io_struct import (  # noqa: PLC0415  # only inside engines
             ContinueGenerationReqInput,

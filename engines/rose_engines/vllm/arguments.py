@@ -14,7 +14,7 @@ from rose_core.guard.chunk import prefill_chunk
 from rose_core.rollouts.fields import MOST_TOP
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
-from rose_engines.launch import (
+from rose_engines.process.launch import (
     Launch,
     check_arguments,
     command_line,

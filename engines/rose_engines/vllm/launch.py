@@ -2,8 +2,8 @@
 
 The arguments are vLLM's own (``arguments.command`` makes them). When the environment names a permit
 or a control socket, an engine in which ROSE's plugin did not load is not started: it could not be
-stopped. When it names a key, only the routes of ``rose_engines.exposed_routes`` are there. With one
-thread an operation the engine core is forked. Next step: ``plugin``, ``turns``.
+stopped. When it names a key, only the routes of ``rose_engines.process.exposed_routes`` are there.
+With one thread an operation the engine core is forked. Next step: ``plugin``, ``turns``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import multiprocessing.context
 import os
 import sys
 
-from rose_engines.exposed_routes import KEY_VARIABLE
-from rose_engines.hooks import check_loaded
+from rose_engines.process.exposed_routes import KEY_VARIABLE
+from rose_engines.process.hooks import check_loaded
 
 
 def fork_core() -> None:

@@ -16,7 +16,7 @@ known before the next token. The worker runs in the engine core's own process (e
 between two steps nothing of the one before is under way. Several workers are refused by name.
 
 Whatever is not as expected ends the process with a clear reason, as in ``rose_engines.sglang``.
-Next step: ``weights``, ``rose_engines.session``.
+Next step: ``weights``, ``rose_engines.weights.session``.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from pathlib import Path
 from typing import Any
 
 from rose_core.identity import BASE_LABEL
-from rose_engines import kv
-from rose_engines.control import ControlServer
-from rose_engines.device import of_torch
 from rose_engines.errors import BrokenWeights, UnsupportedEngine
-from rose_engines.gate import POLL_SECONDS, PermitGate
-from rose_engines.hooks import refuse, require
-from rose_engines.launch import KV_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
-from rose_engines.permit import BadPermit
-from rose_engines.session import WeightSession
+from rose_engines.kv import policy as kv_policy
+from rose_engines.node.gate import POLL_SECONDS, PermitGate
+from rose_engines.node.permit import BadPermit
+from rose_engines.process.device import of_torch
+from rose_engines.process.hooks import refuse, require
+from rose_engines.process.launch import KV_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.vllm import logprobs, plain, spans
 from rose_engines.vllm.arguments import SUPPORTED, VERSION_VARIABLE
 from rose_engines.vllm.memory import CoreMemory
+from rose_engines.weights.control import ControlServer
+from rose_engines.weights.session import WeightSession
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def _end_server(reason: str) -> None:
         os.kill(server.pid, signal.SIGTERM)
 
 
-class RetractingPolicy(kv.CachePolicy):
+class RetractingPolicy(kv_policy.CachePolicy):
     """What becomes of cached KV, by vLLM's means: a request that loses it waits in its queue."""
 
     def retract(self, scheduler: Any) -> None:  # noqa: ANN401
@@ -126,7 +126,7 @@ class RetractingPolicy(kv.CachePolicy):
 
         Nothing is held back, unlike with SGLang: an iteration prefills one chunk in any case.
         """
-        if self.policy != kv.RECOMPUTE:
+        if self.policy != kv_policy.RECOMPUTE:
             return
         running = list(scheduler.running)
         self.retracted_requests += len(running)
@@ -246,7 +246,7 @@ class CorePlugin:
         try:
             runner = _check(core)
             core.set_weight_version(os.environ.get(VERSION_VARIABLE, BASE_LABEL))
-            self._kv = RetractingPolicy(os.environ.get(KV_VARIABLE) or kv.KEEP)
+            self._kv = RetractingPolicy(os.environ.get(KV_VARIABLE) or kv_policy.KEEP)
             if self._permit_path is not None:
                 self._gate = PermitGate(self._permit_path)
                 self._own_chunk = int(core.scheduler.max_num_scheduled_tokens)

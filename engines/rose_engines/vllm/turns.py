@@ -23,7 +23,7 @@ import msgspec
 from rose_core.rollouts.logprobs import SCALE, LogitScale
 from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import EngineRefused
-from rose_engines.exposed_routes import RouteFilter
+from rose_engines.process.exposed_routes import RouteFilter
 from rose_engines.vllm.sampling import Asked, read_turn
 
 _EVENTS = "text/event-stream"
@@ -33,7 +33,7 @@ class TurnRoutes:
     """An endpoint plugin of vLLM.
 
     Attributes:
-        key: see ``rose_engines.exposed_routes``; set before the application is made.
+        key: see ``rose_engines.process.exposed_routes``; set before the application is made.
     """
 
     name = "rose"

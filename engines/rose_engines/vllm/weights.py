@@ -1,7 +1,7 @@
 """The weights of a running vLLM in canonical coordinates.
 
 The layout is found as with SGLang, by watching the engine's own loader load once more
-(``rose_engines.layout``). vLLM repacks weights and makes tensors of them in a second step,
+(``rose_engines.tensors.layout``). vLLM repacks weights and makes tensors of them in a second step,
 ``process_weights_after_loading``, so that is watched too: a model that would keep something old of
 it (MLA's absorbed matrices, packed experts) is refused by name.
 """
@@ -16,10 +16,10 @@ from unittest import mock
 
 import torch
 
-from rose_engines import layout, parameters
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.safetensors import read_checkpoint
-from rose_engines.tensors import LiveTensor
+from rose_engines.tensors import layout, parameters
+from rose_engines.tensors.canonical import LiveTensor
+from rose_engines.tensors.safetensors import read_checkpoint
 
 
 class Reloaded(torch.nn.Module):

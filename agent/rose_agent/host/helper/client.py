@@ -51,7 +51,7 @@ from rose_agent.host.process import Root
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import ProcessGroup, wait_for
 from rose_agent.os.limits import CgroupBase, Limiter, Limits
-from rose_engines.rundir import RunDir, SlotDir
+from rose_engines.node.rundir import RunDir, SlotDir
 
 _REMOVE_SECONDS = 5.0
 _KILLED = -9

@@ -29,7 +29,7 @@ from rose_agent.host.repair import leftovers
 from rose_agent.os.freezers import Freezer, detect
 from rose_agent.os.groups import ProcessGroup, end
 from rose_core.unreadable import UNREADABLE
-from rose_engines.rundir import RunDir
+from rose_engines.node.rundir import RunDir
 
 _log = logging.getLogger(__name__)
 _END_SECONDS = 10.0

@@ -1,0 +1,1 @@
+"""New weights of a running engine: read, checked, committed between two iterations, attested."""
