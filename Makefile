@@ -311,7 +311,7 @@ bench-flood: venv  ## a router under floods, and what its other callers notice
 release-parts: venv  ## crane and cosign, which a release and its test need (cached; minutes the first time)
 	@$(BIN)/python -m rose_dev.release --parts
 
-release: venv  ## chart and images into a registry, signed; ARGS="--registry HOST/PATH --key cosign.key --images DIR"
+release: venv  ## chart and images into a registry, signed; ARGS="--registry HOST/PATH --key cosign.key --build"
 	@$(BIN)/python -m rose_dev.release $(ARGS)
 
 torture: venv  ## kill every process of the weight plane at every step; prints the matrix

@@ -2,6 +2,7 @@
 
 | step | by |
 |---|---|
+| images of the Dockerfile's targets, with ``--build`` | docker, podman or buildah |
 | the chart as an OCI artifact | helm |
 | images, from docker archives | crane |
 | signature of each, by its digest | cosign, with a key of the releaser |
@@ -18,10 +19,11 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,10 +40,13 @@ from rose_dev.shell import run, succeeds
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "rose"
 SBOM_IN_IMAGE = "opt/rose/sbom.json"
+TARGETS = ("operator", "router", "agent", "weights", "sandbox", "rewards", "engine")
+"""Of the Dockerfile: what the chart can name."""
 BUILD_TYPE = "https://rose-gpu.dev/release/v1"
 """What was done with which parameters; docs/install.md describes it."""
 _PUSH_SECONDS = 1800.0  # an engine's image has several gigabytes
 _STEP_SECONDS = 300.0
+_BUILD_SECONDS = 7200.0  # an engine's base has some 20 GB, which the first build pulls
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -56,6 +61,66 @@ class Source:
 
     repository: str
     commit: str
+
+
+@dataclass(frozen=True)
+class ImageBuilder:
+    """Builds the Dockerfile's targets.
+
+    Attributes:
+        tool: docker, podman or buildah.
+        arguments: ``NAME=VALUE`` of the Dockerfile, such as ``BASE``.
+    """
+
+    tool: Path
+    arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def named(cls, name: str, arguments: Sequence[str]) -> ImageBuilder:
+        """The builder of that name on PATH; ``auto`` is the first that is there.
+
+        Raises:
+            ReleaseFailed: it is not there.
+        """
+        wanted = _BUILDERS if name == "auto" else (name,)
+        for one in wanted:
+            if (path := shutil.which(one)) is not None:
+                return cls(Path(path), tuple(arguments))
+        raise ReleaseFailed(
+            f"--build: none of {', '.join(wanted)} is on PATH; install one, or give --images a "
+            "folder of docker archives (docs/images.md)"
+        )
+
+    def build(self, targets: Sequence[str]) -> Iterator[Path]:
+        """A docker archive ``TARGET.tar`` of each, one after the other; the next takes its room.
+
+        Raises:
+            CommandFailed: it could not be built.
+        """
+        with tempfile.TemporaryDirectory(prefix="rose-release-") as scratch:
+            for target in targets:
+                archive = Path(scratch) / f"{target}.tar"
+                for command in self.commands(target, archive):
+                    run(command, seconds=_BUILD_SECONDS, cwd=ROOT)
+                yield archive
+                archive.unlink()
+
+    def commands(self, target: str, archive: Path) -> Iterator[list[str]]:
+        """What builds one and writes it into an archive."""
+        tool, name = str(self.tool), f"localhost/rose-{target}:release"
+        given = [f"--build-arg={one}" for one in self.arguments]
+        build = "bud" if self.tool.name == "buildah" else "build"
+        yield [tool, build, f"--target={target}", f"--tag={name}", *given, "."]
+        match self.tool.name:
+            case "buildah":
+                yield [tool, "push", name, f"docker-archive:{archive}:{name}"]
+            case "podman":
+                yield [tool, "save", "--format=docker-archive", f"--output={archive}", name]
+            case _:
+                yield [tool, "save", f"--output={archive}", name]
+
+
+_BUILDERS = ("docker", "podman", "buildah")
 
 
 @dataclass(frozen=True)
@@ -121,6 +186,15 @@ class Releaser:
         self._crane("push", str(archive), name, seconds=_PUSH_SECONDS)
         return Released(name, _digest(self._crane("digest", name), name))
 
+    def refuse_again(self, targets: Sequence[str]) -> None:
+        """Before hours of building: none of these images is there in the chart's version.
+
+        Raises:
+            ReleaseFailed: one is there already.
+        """
+        for target in targets:
+            self._refuse_again(f"{self.registry}/rose-{target}:{released_version()}")
+
     def bill_of(self, image: Released) -> dict[str, Any]:
         """The SBOM that the image carries.
 
@@ -173,6 +247,12 @@ class Releaser:
         run([self.tools["cosign"], *words], seconds=_STEP_SECONDS)
 
 
+def released_version() -> str:
+    """The chart's, which its images share."""
+    version: str = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
+    return version
+
+
 def _now() -> datetime:
     return datetime.now(UTC)
 
@@ -205,28 +285,39 @@ def provenance(
 
 def release(
     releaser: Releaser,
-    archives: Sequence[Path],
+    archives: Iterable[Path],
     source: Source,
     builder: str,
     clock: Callable[[], datetime] = _now,
+    *,
+    arguments: Sequence[str] = (),
 ) -> Iterator[Released]:
     """Push the images, then the chart that names them, and vouch for each as it comes.
+
+    Args:
+        releaser: where to.
+        archives: of the images; what is built as it is asked for belongs to its image's time.
+        source: what they were made of.
+        builder: who made them, as a URI.
+        clock: UTC.
+        arguments: ``NAME=VALUE`` that the images were built with.
 
     Raises:
         ReleaseFailed: one is there already, or an image has no SBOM.
         CommandFailed: a tool failed; what came before stays in the registry.
     """
-    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
+    version = released_version()
     images: dict[str, str] = {}
+    began = clock()
     for archive in archives:
-        began = clock()
         image = releaser.image(archive, version)
-        parameters = {"target": archive.stem, "version": version}
+        built = dict(one.split("=", 1) for one in arguments)
+        parameters = {"target": archive.stem, "version": version, **built}
         made = provenance(source, parameters, builder, (began, clock()))
         releaser.vouch(image, releaser.bill_of(image), made)
         images[image.name] = image.digest
         yield image
-    began = clock()
+        began = clock()
     chart = releaser.chart()
     parameters = {"chart": CHART.name, "version": version}
     made = provenance(source, parameters, builder, (began, clock()))
@@ -267,14 +358,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--parts", action="store_true", help="only build the tools, and say where they are")
     add("--registry", default="", help="host[:port]/path, into which all is pushed")
     add("--key", type=Path, help="cosign's private key (cosign generate-key-pair)")
-    add("--images", type=Path, help="folder of docker archives, TARGET.tar; without it the chart")
+    images = parser.add_mutually_exclusive_group()
+    images.add_argument("--images", type=Path, help="folder of docker archives, TARGET.tar")
+    images.add_argument(
+        "--build",
+        nargs="?",
+        const="auto",
+        choices=("auto", *_BUILDERS),
+        help="build the Dockerfile's targets; with neither the chart alone is released",
+    )
+    add("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="of --build")
+    add("--build-arg", action="append", default=[], metavar="NAME=VALUE", help="of --build")
     add("--builder", default="https://rose-gpu.dev/release/by-hand", help="who releases, a URI")
     add("--plain-http", action="store_true", help="the registry has no TLS")
     return parser
 
 
-def _checked(given: argparse.Namespace) -> list[Path]:
-    """The archives to release.
+def _checked(given: argparse.Namespace) -> Iterable[Path]:
+    """The archives to release; with ``--build`` each is made when it is asked for.
 
     Raises:
         ReleaseFailed: something is missing; says what.
@@ -286,6 +387,10 @@ def _checked(given: argparse.Namespace) -> list[Path]:
         )
     if "COSIGN_PASSWORD" not in os.environ:
         raise ReleaseFailed("the key's password is missing: set COSIGN_PASSWORD")
+    if wrong := [one for one in given.build_arg if "=" not in one]:
+        raise ReleaseFailed(f"--build-arg {wrong[0]}: give it a value, NAME=VALUE")
+    if given.build:
+        return ImageBuilder.named(given.build, given.build_arg).build(given.targets)
     archives = sorted(given.images.glob("*.tar")) if given.images else []
     if given.images and not archives:
         raise ReleaseFailed(f"--images {given.images}: there is no TARGET.tar")
@@ -306,7 +411,10 @@ def main(argv: list[str]) -> int:
         releaser = Releaser(
             given.registry.removeprefix("oci://").rstrip("/"), given.key, tools, given.plain_http
         )
-        for one in release(releaser, archives, source_of(ROOT), given.builder):
+        source, arguments = source_of(ROOT), given.build_arg
+        if given.build:
+            releaser.refuse_again(given.targets)
+        for one in release(releaser, archives, source, given.builder, arguments=arguments):
             print(f"{one.name} {one.digest}", flush=True)
     except DevelopmentError as error:
         sys.stderr.write(f"release: {error}\n")

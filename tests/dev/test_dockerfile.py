@@ -4,6 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
+from rose_dev.release import TARGETS
 from rose_sandbox.runtimes.parts import GVISOR, PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +26,7 @@ BUILDAH = {"from", "add", "commit", "bud", "push", "run"}
 
 def test_every_image_has_a_target() -> None:
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", TEXT, re.MULTILINE))
-    targets = {"operator", "router", "agent", "weights", "sandbox", "rewards", "engine"}
-    assert targets <= stages
+    assert set(TARGETS) <= stages
     for copied in re.findall(r"--from=(\S+)", TEXT):
         assert copied in stages
 

@@ -148,8 +148,13 @@ def test_what_somebody_else_signed_or_pushed_is_not_taken_for_ours(
 
 
 @needs_tools
-def test_a_version_is_released_once(registry: str, keys: Path) -> None:
+def test_a_version_is_released_once(registry: str, keys: Path, tmp_path: Path) -> None:
     ours = releaser(registry, keys, "twice")
+    ours.refuse_again(release.TARGETS)
+    archive = an_archive(tmp_path, "router", {})
+    ours.image(archive, release.released_version())
+    with pytest.raises(ReleaseFailed, match=r"rose-router.* is there already"):
+        ours.refuse_again(release.TARGETS)
     before = ours.chart()
     with pytest.raises(ReleaseFailed, match="there already"):
         ours.chart()
@@ -164,6 +169,53 @@ def test_an_image_without_a_bill_of_materials_is_not_vouched_for(
     archive = an_archive(tmp_path, "agent", {"etc/motd": b"hello"})
     with pytest.raises(ReleaseFailed, match="sbom"):
         next(release.release(releaser(registry, keys, "bare"), [archive], SOURCE, BUILDER))
+
+
+@pytest.mark.parametrize(
+    ("tool", "build", "written"),
+    [
+        ("docker", "build", ["save", "--output=out/agent.tar", "localhost/rose-agent:release"]),
+        (
+            "podman",
+            "build",
+            [
+                "save",
+                "--format=docker-archive",
+                "--output=out/agent.tar",
+                "localhost/rose-agent:release",
+            ],
+        ),
+        (
+            "buildah",
+            "bud",
+            [
+                "push",
+                "localhost/rose-agent:release",
+                "docker-archive:out/agent.tar:localhost/rose-agent:release",
+            ],
+        ),
+    ],
+)
+def test_each_builder_makes_the_target_and_writes_a_docker_archive(
+    tool: str, build: str, written: list[str]
+) -> None:
+    one = release.ImageBuilder(Path(tool), ("BASE=localhost/python:bookworm",))
+    given = "--build-arg=BASE=localhost/python:bookworm"
+    asked = ["--target=agent", "--tag=localhost/rose-agent:release", given]
+    assert list(one.commands("agent", Path("out/agent.tar"))) == [
+        [tool, build, *asked, "."],
+        [tool, *written],
+    ]
+
+
+def test_without_any_builder_a_release_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ReleaseFailed, match=r"docker, podman, buildah.*--images"):
+        release.ImageBuilder.named("auto", ())
+    (tmp_path / "buildah").touch(0o755)
+    assert release.ImageBuilder.named("auto", ()).tool == tmp_path / "buildah"
 
 
 def test_provenance_names_the_commit_the_parameters_and_the_times() -> None:
