@@ -54,7 +54,7 @@ class Runs(ApiModel):
 
 
 class PolicySpec(ApiModel):
-    """What the leases of these namespaces may ask for; what is left out is not allowed."""
+    """What the leases of these namespaces may ask for; each field says what holds without it."""
 
     rules = (
         Rule(

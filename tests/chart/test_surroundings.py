@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import runpy
 from typing import Any
 
@@ -381,6 +382,20 @@ def test_alerts_can_be_left_out_changed_and_linked_elsewhere() -> None:
     waits = changed["RoseTurnsWait"]
     assert (waits["for"], waits["labels"]) == ("1h", {"severity": "critical"})
     assert waits["annotations"]["runbook_url"] == "https://wiki.example/rose/RoseTurnsWait/"
+
+
+def test_how_fast_a_budget_burns_before_somebody_is_woken_is_a_value() -> None:
+    usual = alerts_of()["RoseServingObjectiveMissed"]["expr"]
+    given = {"fastBurn": 14.4, "slowBurn": 10, "leastMisses": 7}
+    changed = alerts_of(servingObjective=given)["RoseServingObjectiveMissed"]["expr"]
+
+    def numbers(expr: str) -> tuple[list[str], list[str]]:
+        bounds = re.findall(r"/ 2, ([\d.]+)\)", expr)
+        return bounds, re.findall(r"exposed_misses_total\[\w+\]\)\) >= (\d+)", expr)
+
+    assert numbers(usual) == (["10", "10", "3", "3"], ["3", "3"])
+    assert numbers(changed) == (["14.4", "14.4", "10", "10"], ["7", "7"])
+    assert re.sub(r"[\d.]+", "", changed) == re.sub(r"[\d.]+", "", usual), "nothing else changed"
 
 
 @pytest.mark.parametrize("key", ["disabled", "overrides"])
