@@ -196,13 +196,16 @@ async def test_an_expired_watch_lists_again(api: tuple[FakeApi, KubernetesPods])
 # --- processes
 
 
-def process(proc: Path, pid: int, cgroup: str, *, inner: int = 1, command: str = "python") -> None:
+def process(proc: Path, pid: int, cgroup: str, *, command: str = "python") -> None:
     folder = proc / str(pid)
     folder.mkdir(parents=True)
     (folder / "cgroup").write_text(f"6:freezer:{cgroup}\n0::{cgroup}\n")
     (folder / "comm").write_text(command[:15] + "\n")  # as the kernel cuts it off
-    (folder / "stat").write_text(f"{pid} ({command}) S 1 1 1 0\n")
-    (folder / "status").write_text(f"Name:\tx\nNSpid:\t{pid}\t{inner}\n")
+
+
+def looking(proc: Path) -> Processes:
+    """Number 12 is its container's fourteenth, all others are the first of theirs."""
+    return Processes(proc, lambda pid: 14 if pid == 12 else 1)
 
 
 @pytest.mark.parametrize(
@@ -215,12 +218,12 @@ def process(proc: Path, pid: int, cgroup: str, *, inner: int = 1, command: str =
 )
 def test_processes_are_found_under_every_cgroup_driver(tmp_path: Path, path: str) -> None:
     process(tmp_path, 11, path)
-    process(tmp_path, 12, path, inner=14, command="sglang::scheduler")
+    process(tmp_path, 12, path, command="sglang::scheduler")
     process(tmp_path, 13, path, command="pause")
     process(tmp_path, 14, "/kubepods/podother/" + CONTAINER)
     (tmp_path / "15").mkdir()
     (tmp_path / "self").mkdir()
-    found = {f.pid: f for f in Processes(tmp_path).scan([UID])[UID]}
+    found = {f.pid: f for f in looking(tmp_path).scan([UID])[UID]}
     assert set(found) == {11, 12, 13}
     assert (found[11].first, found[12].scheduler, found[13].first) == (True, True, False)
     assert found[11].container == CONTAINER
@@ -239,7 +242,7 @@ def pids(processes: Processes) -> list[int]:
 
 
 def test_a_process_that_is_moved_into_its_pod_after_a_look_is_found(tmp_path: Path) -> None:
-    processes = Processes(tmp_path)
+    processes = looking(tmp_path)
     process(tmp_path, 10, POD)
     process(tmp_path, 11, STRANGER)
     assert pids(processes) == [10]
@@ -248,7 +251,7 @@ def test_a_process_that_is_moved_into_its_pod_after_a_look_is_found(tmp_path: Pa
 
 
 def test_strangers_are_asked_again_in_a_complete_look_alone(tmp_path: Path) -> None:
-    processes = Processes(tmp_path)
+    processes = looking(tmp_path)
     process(tmp_path, 11, STRANGER)
     for _ in range(2):
         assert pids(processes) == []
@@ -259,7 +262,7 @@ def test_strangers_are_asked_again_in_a_complete_look_alone(tmp_path: Path) -> N
 
 
 def test_a_number_that_was_free_in_between_is_no_strangers(tmp_path: Path) -> None:
-    processes = Processes(tmp_path)
+    processes = looking(tmp_path)
     process(tmp_path, 11, STRANGER)
     for _ in range(2):
         assert pids(processes) == []
@@ -270,7 +273,7 @@ def test_a_number_that_was_free_in_between_is_no_strangers(tmp_path: Path) -> No
 
 
 def test_for_a_new_pod_every_process_is_asked(tmp_path: Path) -> None:
-    processes = Processes(tmp_path)
+    processes = looking(tmp_path)
     process(tmp_path, 11, POD)
     for _ in range(2):
         assert processes.scan([PodUid("another")]) == {"another": []}

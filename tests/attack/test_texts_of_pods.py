@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 
 from rose_agent.devices.owners import command_of
 from rose_agent.os.processes import shared_memory, start_ticks
+from rose_agent.pods import processes
 from rose_agent.pods.claims import GPU_ANNOTATION, WrittenClaims
 from rose_agent.pods.kubernetes import (
     FEED_ANNOTATION,
@@ -56,8 +58,7 @@ def in_pod(proc: Path, pid: int, uid: str, *, beside: bytes = b"") -> None:
     (folder / "cgroup").write_bytes(
         b"0::/kubepods/pod%s/%s%s\n" % (uid.encode(), b"7" * 64, beside)
     )
-    for name in ("comm", "stat", "status"):
-        (folder / name).symlink_to(f"/proc/{pid}/{name}")
+    (folder / "comm").symlink_to(f"/proc/{pid}/comm")
 
 
 def test_a_process_may_name_itself_by_any_bytes(tmp_path: Path, misnamed: int) -> None:
@@ -72,9 +73,21 @@ def test_a_process_may_name_itself_by_any_bytes(tmp_path: Path, misnamed: int) -
     assert shared_memory([misnamed]) == frozenset()
 
 
-def test_a_name_is_no_line_of_its_own() -> None:
-    assert inner_pid("Name:\tx\x1cNSpid:\t7\t1\nNSpid:\t7\t14\n") == "14"
-    assert inner_pid("Name:\tx\n") == ""
+def test_who_is_first_of_its_namespace_is_told_without_its_groups() -> None:
+    # Any bytes but the kernel's own are no part of it: neither a name nor 65,536 groups.
+    assert inner_pid(os.getpid()) == int(
+        re.findall(r"^NSpid:.*\t(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)[0]
+    )
+    with pytest.raises(OSError, match="No such process"):
+        inner_pid(2**22 - 1)
+
+
+def test_where_a_pidfd_does_not_tell_it_a_name_is_no_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = {"status": "Name:\tNSpid:x\nPid:\t7\nNSpid:\t7\t14\nThreads:\t1\n"}
+    monkeypatch.setattr(processes, "proc_text", lambda _, name: told.get(name, "Pid:\t7\n"))
+    assert inner_pid(os.getpid()) == 14
 
 
 def test_a_cgroup_inside_a_container_makes_no_process_another_pods(tmp_path: Path) -> None:
@@ -92,18 +105,13 @@ def crowd(proc: Path, many: int, uid: str, first: int) -> None:
         folder.mkdir()
         (folder / "cgroup").write_text(f"0::/kubepods/pod{uid}/{'7' * 64}\n")
         (folder / "comm").write_text("sglang::schedul\n")
-        (folder / "stat").write_text(f"{pid} () ) S {first} 1 1 0\n")
-        os.mkfifo(folder / "status")  # it is costly, and would be waited for here
-    (proc / str(first) / "status").unlink()
-    (proc / str(first) / "stat").write_text(f"{first} (x) S 1 1 1 0\n")
-    (proc / str(first) / "status").write_text(f"NSpid:\t{first}\t1\n")
 
 
 async def test_a_crowd_of_processes_costs_its_own_pod_the_loan(tmp_path: Path) -> None:
     crowd(tmp_path, MOST_DESCRIBED + 200, EVIL, 100)
     crowd(tmp_path, 8, GOOD, 10_000)
     pods = guarded({}, {})
-    pods._processes = Processes(tmp_path)
+    pods._processes = Processes(tmp_path, lambda pid: 1 if pid in {100, 10_000} else pid)
     found = pods.pods([POLICY])
     assert found[EVIL].claim.refusal == "PodUnreadable"
     assert "712" not in found[EVIL].claim.message, "those beyond the limit are not described"

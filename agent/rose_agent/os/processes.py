@@ -15,7 +15,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 _SNAPSHOT = re.compile(r"/dev/shm/sglang_loads_[\w.-]+\.shm$", re.MULTILINE)  # noqa: S108  # that is the place
-# ``status`` of a process in 65,536 groups has 700 KiB; all that is asked of others is shorter.
+# Paths of cgroups are the longest, 4 KiB for each of a dozen hierarchies; ``mountinfo`` is our own.
 _LONGEST = 1 << 20
 # A scheduler has some 2,000 mappings of 100 bytes; a process may have 65,530 of 4 KiB.
 LONGEST_MAPS = 8 << 20

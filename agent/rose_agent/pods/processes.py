@@ -44,6 +44,26 @@ class PodProcess:
     scheduler: bool
 
 
+def inner_pid(pid: int) -> int:
+    """A process's pid in its innermost namespace.
+
+    ``/proc/PID/status`` says it too, and takes 14 ms for one in 65,536 groups, as a process of any
+    container may be; a pidfd tells it in 16 us.
+
+    Raises:
+        OSError: it has ended, or we have no descriptor left.
+    """
+    descriptor = os.pidfd_open(pid)
+    try:
+        told = proc_text("self", f"fdinfo/{descriptor}")
+    finally:
+        os.close(descriptor)
+    if "NSpid:" not in told:  # Linux before 5.5
+        told = proc_text(pid, "status")
+    # The last of that name: a process may call itself so.
+    return int(told.rpartition("NSpid:")[2].split("\n")[0].split()[-1])
+
+
 class Processes:
     """Finds the processes of pods, look after look.
 
@@ -60,10 +80,12 @@ class Processes:
 
     Args:
         proc: the kernel's list.
+        inner: tells a process's pid in its own namespace.
     """
 
-    def __init__(self, proc: Path = PROC) -> None:
+    def __init__(self, proc: Path = PROC, inner: Callable[[int], int] = inner_pid) -> None:
         self._proc = proc
+        self._inner = inner
         self._strangers: dict[str, int] = {}
         self._uids: frozenset[PodUid] = frozenset()
         self._looks = 0
@@ -72,13 +94,13 @@ class Processes:
         """Processes of the pods with these UIDs, by UID."""
         # The systemd cgroup driver writes a UID with underscores.
         wanted = {form: uid for uid in uids for form in (uid, uid.replace("-", "_"))}
-        found: dict[PodUid, list[_Seen]] = {uid: [] for uid in wanted.values()}
+        found: dict[PodUid, list[PodProcess]] = {uid: [] for uid in wanted.values()}
         new = not frozenset(found) <= self._uids
         self._uids = frozenset(found)
         self._looks += 1
         before, self._strangers = self._strangers, {}
         if not wanted:
-            return {}
+            return found
         for name in filter(str.isdigit, os.listdir(self._proc)):  # noqa: PTH208  # hot path
             times = before.get(name, 0)
             if times >= _SURE and not new and (int(name) - self._looks) % COMPLETE_EVERY:
@@ -90,63 +112,23 @@ class Processes:
                 if uid is None or len(found[uid]) >= MOST_DESCRIBED:
                     self._strangers[name] = times + 1
                 else:
-                    found[uid].append(_look(name, cgroup, self._proc))
-        return {uid: self._described(seen) for uid, seen in found.items()}
+                    found[uid].append(self._describe(int(name), cgroup))
+        return found
 
-    def _described(self, seen: list[_Seen]) -> list[PodProcess]:
-        """What each is; of a crowd nobody is asked whether it is the first of its container.
-
-        ``status``, which says that, takes 14 ms of a process in 65,536 groups, as any container may
-        have. So it is read of those alone that came from elsewhere: the first one's parent is its
-        runtime, and every other's is in the same container, in which orphans stay.
-        """
-        cgroups = {one.pid: one.cgroup for one in seen}
-        crowd = len(seen) >= MOST_DESCRIBED
-        return [
-            PodProcess(
-                one.pid,
-                container_id(one.cgroup),
-                first=not crowd and cgroups.get(one.parent) != one.cgroup and self._is_first(one),
-                scheduler=one.name == _SCHEDULER,
-            )
-            for one in seen
-        ]
-
-    def _is_first(self, one: _Seen) -> bool:
-        try:
-            status = proc_text(one.pid, "status", proc=self._proc)
-        except OSError:  # it has ended meanwhile
-            return False
-        return inner_pid(status) == "1" and one.name != "pause"
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """A process as the guard looks at it; ``parent`` is its parent's pid."""
-
-    pid: int
-    cgroup: str
-    name: str
-    parent: int
+    def _describe(self, pid: int, cgroup: str) -> PodProcess:
+        name = proc_text(pid, "comm", proc=self._proc).strip()
+        return PodProcess(
+            pid,
+            container_id(cgroup),
+            first=name != "pause" and self._inner(pid) == 1,
+            scheduler=name == _SCHEDULER,
+        )
 
 
 def _pod_of(cgroup: str, wanted: Mapping[str, PodUid]) -> PodUid | None:
     """The outermost of these pods: a container that may write cgroups names those inside."""
     places = ((cgroup.find(f"pod{form}"), uid) for form, uid in wanted.items())
     return min(((at, uid) for at, uid in places if at >= 0), default=(0, None))[1]
-
-
-def _look(pid: str, cgroup: str, proc: Path) -> _Seen:
-    # The name may hold blanks and brackets; fields are counted after its closing one.
-    fields = proc_text(pid, "stat", proc=proc).rpartition(")")[2].split()
-    return _Seen(int(pid), cgroup, proc_text(pid, "comm", proc=proc).strip(), int(fields[1]))
-
-
-def inner_pid(status: str) -> str:
-    """The pid in the innermost namespace, of a ``/proc/PID/status`` text; empty when untold."""
-    # Not ``splitlines``: of what it takes for the end of a line, a name may hold several.
-    lines = (line.split() for line in status.split("\n") if line.startswith("NSpid:"))
-    return next(lines, [""])[-1]
 
 
 def container_id(cgroup: str) -> str:
