@@ -23,34 +23,33 @@ COPY batches /source/batches
 COPY sandbox /source/sandbox
 COPY simulate /source/simulate
 COPY cli /source/cli
-COPY dev /source/dev
 
 # An environment of its own per target, so that an image holds what its processes need and no more;
 # not even pip, which works on it from outside.
 FROM source AS operator-environment
 RUN python3 -m venv --without-pip /opt/rose \
  && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[operator]" \
- && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json
+ && /opt/rose/bin/python -m rose_cli.sbom > /opt/rose/sbom.json
 
 FROM source AS router-environment
 RUN python3 -m venv --without-pip /opt/rose \
  && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[router]" \
- && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json
+ && /opt/rose/bin/python -m rose_cli.sbom > /opt/rose/sbom.json
 
 FROM source AS agent-environment
 RUN python3 -m venv --without-pip /opt/rose \
  && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[agent]" \
- && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json
+ && /opt/rose/bin/python -m rose_cli.sbom > /opt/rose/sbom.json
 
 FROM source AS weights-environment
 RUN python3 -m venv --without-pip /opt/rose \
  && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[agent,weights]" \
- && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json
+ && /opt/rose/bin/python -m rose_cli.sbom > /opt/rose/sbom.json
 
 FROM source AS rewards-environment
 RUN python3 -m venv --without-pip /opt/rose \
  && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[rewards,batches]" \
- && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json
+ && /opt/rose/bin/python -m rose_cli.sbom > /opt/rose/sbom.json
 
 # The program by which the tap counts tokens in the kernel; its compiler stays in this stage.
 FROM ${BASE} AS tap-program
@@ -121,7 +120,7 @@ RUN python3 -m venv --without-pip /opt/rose \
  && PYTHONPATH=/opt/rose/packages /opt/rose/engine-python -m rose_engines.bake /opt/rose/kernels \
  && chmod -R a+rX,go-w /opt/rose/kernels \
  && seq 64000 64999 | sed 's|.*|rose-engine-&:x:&:&::/nonexistent:/usr/sbin/nologin|' >> /etc/passwd \
- && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json \
+ && /opt/rose/bin/python -m rose_cli.sbom > /opt/rose/sbom.json \
  && rm -rf /source
 # The base's own entries stay: nvcc, ptxas and ninja are in some of them.
 ENV PATH=/opt/rose/bin:${PATH} PYTHONUNBUFFERED=1

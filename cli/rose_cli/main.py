@@ -86,13 +86,16 @@ SUBVERBS: dict[tuple[str, str], Verb] = {
 }
 
 
+# Packages that the wheel leaves out: they build from the checkout, and no image should hold them.
+_CHECKOUT_ONLY = {"rose_dev", "rose_demo"}
+
 # Under which heading ``rose --help`` shows a verb, by the first verb below it.
 _HEADINGS = {
     "status": "for people, on a cluster (also as kubectl rose VERB)",
     "operator": "processes",
     "weights": "weights, beside the trainer",
     "simulate": "planning and cost",
-    "dev": "development",
+    "dev": "development, in a checkout",
 }
 
 
@@ -111,6 +114,12 @@ def _load(name: str, verb: Verb) -> Callable[[list[str]], int]:
     try:
         module = importlib.import_module(verb.module)
     except ModuleNotFoundError as error:
+        if error.name in _CHECKOUT_ONLY:
+            message = (
+                f"rose {name}: needs a checkout of ROSE, what is installed here leaves it out; "
+                f"in one: make venv && .venv/bin/rose {name}"
+            )
+            raise SystemExit(message) from error
         if error.name is None or error.name.split(".")[0].startswith("rose_"):
             raise
         message = (

@@ -1,7 +1,8 @@
-"""``python -m rose_dev.sbom``: the bill of materials of the environment it runs in, as CycloneDX.
+"""``python -m rose_cli.sbom``: the bill of materials of the environment it runs in, as CycloneDX.
 
 The images write it to ``/opt/rose/sbom.json``. Only what is installed is listed, nothing is asked
-of the network; the hash is that of a distribution's own record of its files.
+of the network; the hash is that of a distribution's own record of its files. Next step:
+``rose_dev.release`` signs it as a statement about the image.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ import importlib.metadata
 import json
 import platform
 import sys
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 _NOTHING = hashlib.sha256(b"").hexdigest()
 
@@ -34,51 +33,6 @@ def document() -> dict[str, Any]:
     }
 
 
-def of_chart(folder: Path, version: str, images: dict[str, str]) -> dict[str, Any]:
-    """The chart's files with their hashes, and the images that were released with it.
-
-    Args:
-        folder: the chart's.
-        version: its version.
-        images: digest (``sha256:...``) by name with tag.
-    """
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        "bomFormat": "CycloneDX",
-        "specVersion": "1.5",
-        "version": 1,
-        "metadata": {"component": {"type": "application", "name": folder.name, "version": version}},
-        "components": [
-            *(_image(name, digest) for name, digest in sorted(images.items())),
-            *(
-                {
-                    "type": "file",
-                    "name": str(path.relative_to(folder)),
-                    "hashes": [_sha256(hashlib.sha256(path.read_bytes()).hexdigest())],
-                }
-                for path in files
-            ),
-        ],
-    }
-
-
-def _image(name: str, digest: str) -> dict[str, Any]:
-    repository, _, version = name.rpartition(":")
-    short = repository.rpartition("/")[2]
-    return {
-        "type": "container",
-        "name": short,
-        "version": version,
-        "purl": f"pkg:oci/{short}@{quote(digest, safe='')}"
-        f"?repository_url={quote(repository, safe='')}&tag={version}",
-        "hashes": [_sha256(digest.removeprefix("sha256:"))],
-    }
-
-
-def _sha256(content: str) -> dict[str, str]:
-    return {"alg": "SHA-256", "content": content}
-
-
 def _component(distribution: importlib.metadata.Distribution) -> dict[str, Any]:
     name, version = distribution.name.lower(), distribution.version
     record = (distribution.read_text("RECORD") or "").encode()
@@ -89,7 +43,7 @@ def _component(distribution: importlib.metadata.Distribution) -> dict[str, Any]:
         "version": version,
         "purl": f"pkg:pypi/{name.replace('_', '-')}@{version}",
         "licenses": [{"license": {"name": licence}} for licence in _licences(distribution)],
-        "hashes": [_sha256(digest)] if digest != _NOTHING else [],
+        "hashes": [{"alg": "SHA-256", "content": digest}] if digest != _NOTHING else [],
     }
 
 

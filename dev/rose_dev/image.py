@@ -34,6 +34,8 @@ from rose_dev.shell import run
 
 IMAGE = "localhost/rose:dev"
 EXTRAS = ("operator", "agent", "router", "weights")
+DEMO = "dev/rose_demo"
+"""Not in the wheel; a pod of the demo receives its spans."""
 PREFIX = "opt/rose"
 _VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 _SITE = f"{PREFIX}/lib/{_VERSION}/site-packages"
@@ -112,7 +114,7 @@ def archive(say: Say = print) -> Path:
         _forget(folder, "base-*.tar", keep=1)
         say("[cluster] making the image's base layer (once per set of versions)")
         _write_layer(base, lambda root: _fill_base(root, needed.values()))
-    sources = [*code_files(checkout()), *kernel_programs()]
+    sources = [*code_files(checkout(), DEMO), *kernel_programs()]
     code = folder / f"code-{key}-{_digest_files(sources)}.tar"
     if not code.exists():
         _forget(folder, "code-*.tar", keep=4)
@@ -170,13 +172,18 @@ def write_archive(
     scratch.replace(target)
 
 
-def code_files(root: Path) -> list[tuple[Path, str]]:
-    """ROSE's own files as (source, path below ``/opt/rose/packages``), from pyproject's list."""
+def code_files(root: Path, *more: str) -> list[tuple[Path, str]]:
+    """Files of the wheel as (source, path below ``/opt/rose/packages``), from pyproject's list.
+
+    Args:
+        root: the checkout.
+        more: packages that the wheel lacks, as paths in the checkout.
+    """
     project = tomllib.loads((root / "pyproject.toml").read_text())
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     return [
         (path, str(path.relative_to((root / package).parent)))
-        for package in packages
+        for package in (*packages, *more)
         for path in sorted((root / package).rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     ]

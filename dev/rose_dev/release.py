@@ -16,6 +16,7 @@ taken from PATH. docs/install.md has the commands that verify.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -28,10 +29,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
-from rose_dev import sbom
 from rose_dev.build import build
 from rose_dev.errors import DevelopmentError, ReleaseFailed
 from rose_dev.parts import HELM_PART, RELEASE
@@ -283,6 +284,51 @@ def provenance(
     }
 
 
+def bill_of_chart(folder: Path, version: str, images: dict[str, str]) -> dict[str, Any]:
+    """The chart's bill of materials: its files with their hashes, the images released with it.
+
+    Args:
+        folder: the chart's.
+        version: its version.
+        images: digest (``sha256:...``) by name with tag.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {"component": {"type": "application", "name": folder.name, "version": version}},
+        "components": [
+            *(_image(name, digest) for name, digest in sorted(images.items())),
+            *(
+                {
+                    "type": "file",
+                    "name": str(path.relative_to(folder)),
+                    "hashes": [_sha256(hashlib.sha256(path.read_bytes()).hexdigest())],
+                }
+                for path in files
+            ),
+        ],
+    }
+
+
+def _image(name: str, digest: str) -> dict[str, Any]:
+    repository, _, version = name.rpartition(":")
+    short = repository.rpartition("/")[2]
+    return {
+        "type": "container",
+        "name": short,
+        "version": version,
+        "purl": f"pkg:oci/{short}@{quote(digest, safe='')}"
+        f"?repository_url={quote(repository, safe='')}&tag={version}",
+        "hashes": [_sha256(digest.removeprefix("sha256:"))],
+    }
+
+
+def _sha256(content: str) -> dict[str, str]:
+    return {"alg": "SHA-256", "content": content}
+
+
 def release(
     releaser: Releaser,
     archives: Iterable[Path],
@@ -321,7 +367,7 @@ def release(
     chart = releaser.chart()
     parameters = {"chart": CHART.name, "version": version}
     made = provenance(source, parameters, builder, (began, clock()))
-    releaser.vouch(chart, sbom.of_chart(CHART, version, images), made)
+    releaser.vouch(chart, bill_of_chart(CHART, version, images), made)
     yield chart
 
 

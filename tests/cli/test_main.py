@@ -58,6 +58,18 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
         cli.main(["operator"])
 
 
+@pytest.mark.parametrize("name", ["dev", "demo"])
+def test_what_only_a_checkout_has_says_how_to_get_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_name: str) -> None:  # as where the wheel is installed (tests/dev/test_wheel.py)
+        raise ModuleNotFoundError(name=f"rose_{name}")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(SystemExit, match=rf"checkout of ROSE.*make venv.*/rose {name}$"):
+        cli.main([name])
+
+
 def test_a_broken_module_of_our_own_is_not_blamed_on_an_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from rose_dev.sbom import document
+from rose_cli.sbom import document
 
 
 def test_every_distribution_is_listed_once_with_version_and_hash() -> None:

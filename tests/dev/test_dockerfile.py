@@ -40,6 +40,15 @@ def test_every_package_is_copied() -> None:
         assert (ROOT / folder).is_dir()
 
 
+def test_an_image_holds_nothing_of_development_and_runs_nothing_that_the_wheel_lacks() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert "COPY dev" not in TEXT
+    run = set(re.findall(r"-m (rose_\w+)", TEXT))
+    assert "rose_cli" in run
+    assert run <= {package.rpartition("/")[2] for package in wheel}
+
+
 def test_every_extra_that_an_image_installs_exists() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     known = set(project["project"]["optional-dependencies"])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rose_dev import parts, release, sbom
+from rose_dev import parts, release
 from rose_dev.errors import CommandFailed, ReleaseFailed
 from rose_dev.release import CHART, Released, Releaser, Source
 from rose_dev.shell import run
@@ -244,7 +244,7 @@ def test_a_checkout_with_changes_is_not_released(tmp_path: Path) -> None:
 
 def test_the_charts_bill_has_every_file_and_the_images_by_digest() -> None:
     image = Released("registry.example.com:5000/rose/rose-agent:1.0", "sha256:" + "a" * 64)
-    found = sbom.of_chart(CHART, "1.0", {image.name: image.digest})["components"]
+    found = release.bill_of_chart(CHART, "1.0", {image.name: image.digest})["components"]
     (container,) = [one for one in found if one["type"] == "container"]
     assert (container["name"], container["version"]) == ("rose-agent", "1.0")
     assert "registry.example.com%3A5000%2Frose%2Frose-agent" in container["purl"]
