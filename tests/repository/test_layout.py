@@ -3,7 +3,7 @@
 import os
 import re
 import subprocess
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 
@@ -197,6 +197,47 @@ def test_the_tables_of_what_is_where_name_modules_that_exist() -> None:
         for name in re.findall(r"`([\w/]+)`", row.split("|")[1])
     ]
     assert [one for one in named if not resolves(one[1])] == []
+
+
+FILE = re.compile(r"`([\w*./-]+\.py)`")
+
+
+def files_named(line: str) -> list[str]:
+    """Patterns of the files that a line of a page names; after a path, a bare name is its sibling."""
+    found: list[str] = []
+    for name in FILE.findall(line):
+        sibling = "/" not in name and found and "/" in found[-1]
+        found.append(f"{found[-1].rpartition('/')[0]}/{name}" if sibling else name)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_of_python_that_a_page_names_is_in_the_folder_it_says(page: str) -> None:
+    if page == "CHANGELOG.md" or page.startswith("docs/decisions/"):
+        return  # history
+    named = {one for line in (ROOT / page).read_text().splitlines() for one in files_named(line)}
+    missing = {
+        one for one in named if not any(PurePath("/", path).match(f"**/{one}") for path in SOURCES)
+    }
+    assert not missing, f"{page} names {missing}"
+
+
+def test_the_map_of_the_rooms_names_folders_and_modules_that_exist() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    rows = page.split("| room |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    named = [
+        (room, inner)
+        for row in rows
+        for room in re.findall(r"`(\w+/rose_\w+)`", row.split("|")[1])[:1]
+        for inner in re.findall(r"`([a-z_]+)`", row.split("|")[2])
+    ]
+    assert len(named) > 20
+    missing = [
+        f"{room}/{inner}"
+        for room, inner in named
+        if not any((ROOT / room / place).exists() for place in (inner, f"{inner}.py"))
+    ]
+    assert not missing
 
 
 def test_a_newcomer_finds_the_files_that_contributing_names() -> None:
