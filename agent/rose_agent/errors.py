@@ -28,7 +28,7 @@ AgentError
 
 from __future__ import annotations
 
-from rose_core.wire.reasons import HostReason
+from rose_core.host_reasons import HostReason
 
 
 class AgentError(Exception):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose_core.wire.reasons import HostReason
+from rose_core.host_reasons import HostReason
 
 # What an allocator may keep of what was let go of: caches, page edges, measuring noise.
 LEAST_SHARE = 0.5

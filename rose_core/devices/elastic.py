@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rose_core.devices.memory import WHOLE, BudgetLimits
-from rose_core.wire.reasons import HostReason
+from rose_core.host_reasons import HostReason
 
 # What a fresh engine may use before it has been calm for a while.
 FIRST_PERMILLE = BudgetLimits().least_permille

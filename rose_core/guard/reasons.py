@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from rose_core.wire.reasons import HostReason
+from rose_core.host_reasons import HostReason
 
 
 class GateReason(StrEnum):

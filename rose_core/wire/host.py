@@ -12,8 +12,8 @@ from enum import StrEnum
 
 import msgspec
 
+from rose_core.host_reasons import HostReason
 from rose_core.identity import GpuUuid, PodUid, SlotKey
-from rose_core.wire.reasons import HostReason
 from rose_core.wire.routing import AdapterVersion
 from rose_core.wire.sync import EngineSpec, NodeModel, WeightSource
 

@@ -24,6 +24,7 @@ from rose_core.guard.gate import GateLimits, GateVerdict
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Slack
 from rose_core.guard.slot import Phase, SlotMachine
+from rose_core.host_reasons import HostReason
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.telemetry.events import (
     Arrived,
@@ -38,7 +39,6 @@ from rose_core.telemetry.events import (
 from rose_core.telemetry.signal import Limits
 from rose_core.telemetry.verify import Verification
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
-from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import (
     EngineSpec,
     FollowerPod,

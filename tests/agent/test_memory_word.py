@@ -17,9 +17,9 @@ from rose_agent.guard.slot import Totals
 from rose_agent.pods.model import Residents
 from rose_core.devices.memory import Budget, Lendable, MemorySum
 from rose_core.devices.ownership import Claim, Proof
+from rose_core.host_reasons import HostReason
 from rose_core.identity import GpuUuid, PodUid, SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus
-from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import PoolPolicy
 from rose_dev.gpu.state import GpuProcess, State
 

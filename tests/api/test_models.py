@@ -20,7 +20,7 @@ from rose_core.api.conditions import Statement, find, merge, transitions
 from rose_core.api.crd import KINDS, Kind
 from rose_core.api.reasons import MEANING, REPLICA_REFUSALS, replica_refusal
 from rose_core.api.schema import structural
-from rose_core.wire.reasons import TROUBLE
+from rose_core.host_reasons import TROUBLE
 from rose_dev import generate
 from tests.api.objects import LEASE, POOL, SLOT
 

@@ -13,7 +13,7 @@ import pytest
 from rose_agent.devices.access import Missing
 from rose_core.api.reasons import ConditionType, Reason
 from rose_core.devices.health import DeviceRefusal
-from rose_core.wire.reasons import HostReason
+from rose_core.host_reasons import HostReason
 from rose_dev.gpu_node.failures import ACTIONS
 from tests.gpu_node.test_modes import MODES
 

@@ -19,9 +19,9 @@ from rose_agent.host.capabilities import Capabilities
 from rose_agent.host.elastic import Elastic
 from rose_agent.host.sharing import SharingMeans, segment_name
 from rose_core.devices.elastic import FIRST_PERMILLE, ElasticLimits
+from rose_core.host_reasons import HostReason
 from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, LimitMemory
-from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import Sharing
 from rose_engines.node.rundir import RunDir
 from tests.host.helpers import (

@@ -14,7 +14,7 @@ from rose_agent.host.launchers import EngineProgram
 from rose_agent.host.sharing import Sharing, SharingMeans
 from rose_core.devices.footprint import MARGIN_BYTES, Footprint, promised
 from rose_core.devices.memory import GIB, EngineSize, Lendable
-from rose_core.wire.reasons import HostReason
+from rose_core.host_reasons import HostReason
 from tests.host.helpers import order
 
 KIND = "kind"

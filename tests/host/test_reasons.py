@@ -12,8 +12,8 @@ from rose_agent.host.enforcement import RunConditions
 from rose_core.api.reasons import Reason
 from rose_core.devices.mps import MpsRefusal
 from rose_core.guard.reasons import GateReason, slot_word
+from rose_core.host_reasons import HOST_MEANING, TOLD_IN_FULL, TROUBLE, HostReason
 from rose_core.wire.host import EngineStatus, Holder
-from rose_core.wire.reasons import HOST_MEANING, TOLD_IN_FULL, TROUBLE, HostReason
 
 ROOT = Path(__file__).parents[2]
 FRAME = {"slot": {"uid": "u", "generation": 1}, "state": "Failed"}

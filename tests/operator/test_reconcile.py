@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rose_core.api import Reason
+from rose_core.host_reasons import HOST_MEANING, HostReason
 from rose_core.identity import SlotKey
-from rose_core.wire.reasons import HOST_MEANING, HostReason
 from rose_core.wire.sync import MOST_MODELS, NodeModel, SlotReport, SlotState, SyncRequest
 from rose_operator import metrics
 from rose_operator.errors import ApiUnavailable, NotLeader

@@ -203,7 +203,7 @@ FILE = re.compile(r"`([\w*./-]+\.py)`")
 
 
 def files_named(line: str) -> list[str]:
-    """Patterns of the files that a line of a page names; after a path, a bare name is its sibling."""
+    """Files that a line of a page names, as patterns; after a path, a bare name is its sibling."""
     found: list[str] = []
     for name in FILE.findall(line):
         sibling = "/" not in name and found and "/" in found[-1]

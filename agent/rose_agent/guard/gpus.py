@@ -20,9 +20,9 @@ from rose_agent.pods.model import Residents
 from rose_core.api.servingpool import PoolMode
 from rose_core.devices.memory import MemorySum, overrun
 from rose_core.devices.ownership import Party
+from rose_core.host_reasons import HostReason
 from rose_core.identity import PodUid, SlotUid
 from rose_core.wire.host import EngineState
-from rose_core.wire.reasons import HostReason
 
 
 def look_at(

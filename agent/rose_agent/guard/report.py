@@ -17,9 +17,9 @@ from rose_core.guard.gate import GateVerdict, closed
 from rose_core.guard.ladder import Rung
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slot import Phase
+from rose_core.host_reasons import PENDING, HostReason
 from rose_core.telemetry.signal import Doubt
 from rose_core.wire.host import EngineState
-from rose_core.wire.reasons import PENDING, HostReason
 from rose_core.wire.sync import (
     CertificateReport,
     NodeModel,

@@ -30,8 +30,8 @@ from rose_agent.host import metrics
 from rose_agent.host.enforcer import EnforcedEngine
 from rose_agent.host.site import Site
 from rose_core.devices.dormancy import Dormancy, judge
+from rose_core.host_reasons import HostReason
 from rose_core.wire.host import EngineState
-from rose_core.wire.reasons import HostReason
 from rose_engines.errors import CommitRefused, EngineUnavailable
 from rose_engines.node.rundir import SlotDir
 from rose_engines.weights.control import ControlClient

@@ -29,9 +29,9 @@ from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.site import Site
 from rose_core.devices.memory import overrun
 from rose_core.guard.freezing import Activity
+from rose_core.host_reasons import HostReason
 from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
-from rose_core.wire.reasons import HostReason
 from rose_engines.node import activity
 from rose_engines.node.permit import BUSY_LANE, FIRST_LANE, Permit
 from rose_engines.node.rundir import SlotDir, write_json

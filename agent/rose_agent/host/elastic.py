@@ -32,7 +32,7 @@ from rose_core.devices.elastic import (
     PoolSeen,
     judge,
 )
-from rose_core.wire.reasons import HostReason
+from rose_core.host_reasons import HostReason
 
 _log = logging.getLogger(__name__)
 # kvcached's pages; a bundle is one of them per layer, for keys and for values.

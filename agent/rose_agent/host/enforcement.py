@@ -22,8 +22,8 @@ from enum import StrEnum
 
 from rose_core.guard.freezing import Activity, Step, next_step
 from rose_core.guard.standstill import StandstillPatience, disobeys
+from rose_core.host_reasons import HostReason
 from rose_core.wire.host import Holder
-from rose_core.wire.reasons import HostReason
 
 
 class TreeState(StrEnum):

@@ -29,8 +29,8 @@ from rose_agent.host.enforcement import Action, EngineTree, RunConditions, TreeS
 from rose_agent.os.groups import ProcessGroup
 from rose_core.guard.freezing import Activity
 from rose_core.guard.standstill import StandstillPatience
+from rose_core.host_reasons import HostReason
 from rose_core.wire.host import Holder
-from rose_core.wire.reasons import HostReason
 from rose_engines.node.doorbell import Listener, ring
 from rose_engines.node.permit import Permit
 

@@ -31,6 +31,7 @@ from rose_agent.host.proxy import Target
 from rose_agent.host.site import Site
 from rose_agent.host.tokenizer_files import tokenizer_frame
 from rose_agent.host.vacancy import GpuHolder
+from rose_core.host_reasons import HostReason
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import (
     Accepted,
@@ -44,7 +45,6 @@ from rose_core.wire.host import (
     SetDormant,
     StopEngine,
 )
-from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import NodeModel
 from rose_engines.node.permit import BadPermit, Permit
 from rose_engines.node.rundir import RunDir, SlotDir

@@ -36,8 +36,8 @@ from rose_agent.host.enforcer import EnforcedEngine
 from rose_agent.host.engine_process import EngineProcess
 from rose_agent.host.sharing import Sharing, room_of
 from rose_agent.host.site import Site
+from rose_core.host_reasons import HostReason
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
-from rose_core.wire.reasons import HostReason
 from rose_core.wire.routing import AdapterVersion
 from rose_engines.errors import EngineError
 from rose_engines.node.rundir import SlotDir, WeightsFile, read_json, write_json

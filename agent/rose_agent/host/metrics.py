@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from rose_agent.metrics import REGISTRY
-from rose_core.wire.reasons import HostReason
+from rose_core.host_reasons import HostReason
 
 PERMIT_LAPSES = Counter(
     "rose_host_permit_lapses",

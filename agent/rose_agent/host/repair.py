@@ -18,7 +18,7 @@ from rose_agent.host import metrics
 from rose_agent.os.find_group import find_group
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import ProcessGroup, end
-from rose_core.wire.reasons import HostReason
+from rose_core.host_reasons import HostReason
 from rose_engines.node.rundir import EngineFile, RunDir, SlotDir, read_json
 
 _log = logging.getLogger(__name__)

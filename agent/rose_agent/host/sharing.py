@@ -43,10 +43,10 @@ from rose_agent.os.find_group import find_group
 from rose_core.devices.footprint import judge
 from rose_core.devices.memory import EngineSize, Lendable, limit_refusal, overrun
 from rose_core.devices.mps import Client, Finding
+from rose_core.host_reasons import HostReason
 from rose_core.identity import GpuUuid, PodUid
 from rose_core.unreadable import UNREADABLE
 from rose_core.wire.host import EnsureEngine
-from rose_core.wire.reasons import HostReason
 from rose_engines.node.rundir import EngineFile, RunDir, read_json
 from rose_engines.weights.calls import Status
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from rose_core import lending
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.rolloutslot import SlotEngine, SlotSharing
-from rose_core.wire.reasons import HostReason
+from rose_core.host_reasons import HostReason
 from rose_core.wire.sync import SlotState
 from rose_operator.plan.slot_terms import engine_of, sharing_of
 from rose_operator.plan.telemetry import Telemetry

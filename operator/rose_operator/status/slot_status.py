@@ -6,9 +6,9 @@ from rose_core.api import ConditionType, Desired, Reason, RolloutSlot, SlotStatu
 from rose_core.api.conditions import Statement
 from rose_core.api.rolloutslot import AdapterStatus
 from rose_core.guard.reasons import slot_word
+from rose_core.host_reasons import HOST_MEANING, TOLD_IN_FULL, TROUBLE, HostReason
 from rose_core.identity import is_base
 from rose_core.lending import Policy
-from rose_core.wire.reasons import HOST_MEANING, TOLD_IN_FULL, TROUBLE, HostReason
 from rose_core.wire.sync import SlotReport, SlotState
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.telemetry import calm
