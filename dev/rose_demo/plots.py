@@ -6,24 +6,15 @@ depends on its arguments alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from rose_simulate.charts import ticks
+
 Point = tuple[float, float]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 30, 38
-
-
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round tick values covering ``low`` .. ``high``."""
-    span = max(high - low, 1e-12)
-    raw = span / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def label(value: float) -> str:

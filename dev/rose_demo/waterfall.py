@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from rose_demo.plots import Point, label, ticks
+from rose_demo.plots import Point, label
 from rose_demo.spans import MOVE, REWARD, SYNC, TRAJECTORY, SpanEvent, SpanRecord
+from rose_simulate.charts import ticks
 
 CAPTION = (
     "One trajectory, drawn from the spans that the lease's router exported. Pale: a turn waits in "

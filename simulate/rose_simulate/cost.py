@@ -32,10 +32,10 @@ from rose_core.accounting.correct import violation_price
 from rose_core.accounting.cost import GIGABYTE, MICRO, Prices
 from rose_core.accounting.leases import UNLENT, OutsideLeases, ledger_of, unlent_of
 from rose_core.accounting.ledger import ServingImpact, allowed_hundredths, total
-from rose_core.accounting.page import html, percent
 from rose_core.accounting.statement import Statement, statement
 from rose_simulate.model.run import ledger
 from rose_simulate.model.scenario import Regime
+from rose_simulate.statement_page import html, percent
 from rose_simulate.study import Result
 
 _PERCENTILE = "leases: of the pool's SLO, for the share of its error budget"

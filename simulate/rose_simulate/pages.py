@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rose_core.accounting.charts import Line, intervals, lines
-from rose_core.accounting.charts import Row as Bar
 from rose_core.accounting.cost import per_accepted
 from rose_core.accounting.ledger import total
 from rose_core.accounting.statement import SWEEP, statement
 from rose_core.stats import mean_of
+from rose_simulate.charts import Line, intervals, lines
+from rose_simulate.charts import Row as Bar
 from rose_simulate.fleets import FleetResult, against
 from rose_simulate.model.fleet import FleetOutcome
 from rose_simulate.model.outcome import Interval, RunOutcome, paired_ratio

@@ -11,7 +11,7 @@ import pytest
 
 from rose_demo.charts import all_charts, busiest, opened, sequence
 from rose_demo.main import conclusion, write
-from rose_demo.plots import Chart, cumulative, steps, ticks
+from rose_demo.plots import Chart, cumulative, steps
 from rose_demo.records import ClassFigures, Recording, Sample
 from rose_demo.report import page, summary
 from rose_demo.table import Screen, frame, gate_word
@@ -136,11 +136,6 @@ def test_the_screen_redraws_in_place_and_logs_in_plain_mode() -> None:
         log.show(lines)
     assert "\x1b[3A" in drawn.getvalue()
     assert logged.getvalue() == "a\nb\nc\n\n"
-
-
-def test_ticks_are_round_and_inside() -> None:
-    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert all(3 <= value <= 977 for value in ticks(3, 977))
 
 
 def test_steps_and_cumulative() -> None:

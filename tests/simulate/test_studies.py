@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose_core.accounting.charts import Line, Row, intervals, lines, ticks
 from rose_core.stats import paired_ratio
+from rose_simulate.charts import Line, Row, intervals, lines, ticks
 from rose_simulate.model.scenario import Nodes, Regime
 from rose_simulate.pages import page
 from rose_simulate.reading import read_scenario
@@ -157,3 +157,5 @@ def test_charts_show_values_ends_and_names() -> None:
     assert drawn.count("<polyline") == 2
     assert lines("T", [], x="s", y="1").endswith("</svg>\n")
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
+    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(3 <= value <= 977 for value in ticks(3, 977))

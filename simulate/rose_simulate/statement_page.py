@@ -10,10 +10,10 @@ from html import escape
 
 from rose_core.accounting.breakdown import CostBreakdown, money
 from rose_core.accounting.breakdown import lines as told_lines
-from rose_core.accounting.charts import Line, intervals, lines
-from rose_core.accounting.charts import Row as Bar
 from rose_core.accounting.cost import GIGABYTE, MICRO
 from rose_core.accounting.statement import Statement
+from rose_simulate.charts import Line, intervals, lines
+from rose_simulate.charts import Row as Bar
 
 
 def html(found: Sequence[Statement], parts: Mapping[str, CostBreakdown] | None = None) -> str:
