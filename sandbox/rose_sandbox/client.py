@@ -45,6 +45,8 @@ from rose_sandbox.tunnel import MESSAGE_BYTES, carry
 from rose_weights.errors import Fenced
 from rose_wire.heartbeat import FellSilent, Heartbeat
 
+__all__ = ["RemoteHost", "Sandbox", "Sandboxes"]
+
 LOG = logging.getLogger(__name__)
 
 URL, TOKEN = "ROSE_SANDBOX_URL", "ROSE_SANDBOX_TOKEN"

@@ -21,6 +21,26 @@ SandboxError
 
 from __future__ import annotations
 
+__all__ = [
+    "AlreadyThere",
+    "BadPath",
+    "CannotCheckpoint",
+    "CannotRestore",
+    "CommandDiffers",
+    "HostAway",
+    "NotListening",
+    "RuntimeFailed",
+    "SandboxError",
+    "Suspended",
+    "TokensDiffer",
+    "TooLarge",
+    "TooManyTunnels",
+    "Unavailable",
+    "UnknownImage",
+    "UnknownSandbox",
+    "UnknownTurn",
+]
+
 
 class SandboxError(Exception):
     """Base of everything ``rose_sandbox`` raises."""

@@ -9,6 +9,16 @@ TrainerLibraryError
 └── Unsupported        a trainer's adapter is asked for what engines that come and go cannot do
 """
 
+__all__ = [
+    "BadState",
+    "NotPublished",
+    "NotReached",
+    "PublishFailed",
+    "TrainerLibraryError",
+    "TurnRefused",
+    "Unsupported",
+]
+
 
 class TrainerLibraryError(Exception):
     """Base of everything ``rose_trainer`` raises."""

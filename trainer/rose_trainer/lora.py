@@ -27,6 +27,8 @@ from rose_core.delta.digest import Digest
 from rose_trainer.errors import BadState
 from rose_weights.checkpoint import Checkpoint, digest_of
 
+__all__ = ["Adapter"]
+
 # Of LoraConfig: what is carried over, and what says nothing about what is computed.
 _CARRIED = {"r", "lora_alpha", "use_rslora", "target_modules", "init_lora_weights"}
 _SILENT = {

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["Mismatch", "MismatchMeter", "SamplingPlace"]
+
 Floats = npt.NDArray[np.float64]
 
 SPLICE_EDGES = (0, 1, 8, 64)

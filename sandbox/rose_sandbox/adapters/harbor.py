@@ -30,6 +30,8 @@ from rose_sandbox.errors import BadPath
 from rose_sandbox.host import COMMAND_SECONDS
 from rose_sandbox.runtimes.runtime import Limits
 
+__all__ = ["RoseEnvironment"]
+
 _MIB = 1 << 20
 _ARCHIVE = "/tmp/.rose-transfer.tar"  # noqa: S108 - in the sandbox, which nobody else is in
 

@@ -35,6 +35,8 @@ from rose_sandbox.errors import BadPath, SandboxError, UnknownSandbox
 from rose_sandbox.host import COMMAND_SECONDS
 from rose_sandbox.runtimes.runtime import Limits
 
+__all__ = ["RoseProvider"]
+
 _FAILED = 125
 """No exit code of a command: what NeMo Gym's own providers say then."""
 

@@ -59,6 +59,8 @@ from rose_sandbox.errors import (
 from rose_sandbox.runtimes.runtime import Limits
 from rose_weights.errors import Fenced
 
+__all__ = ["RoseProvider"]
+
 LOG = logging.getLogger(__name__)
 
 PORT, BESIDE = 8000, 7998

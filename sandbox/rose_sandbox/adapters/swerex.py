@@ -63,6 +63,8 @@ from rose_sandbox.errors import SandboxError
 from rose_sandbox.host import COMMAND_SECONDS
 from rose_sandbox.runtimes.runtime import ExecResult
 
+__all__ = ["RoseDeployment", "RoseRuntime"]
+
 _SYNTAX = 2
 """What a shell answers where it cannot read a command."""
 

@@ -27,6 +27,8 @@ from rose_sandbox.client import Sandbox
 from rose_sandbox.errors import BadPath, SandboxError
 from rose_sandbox.host import COMMAND_SECONDS
 
+__all__ = ["RoseConfig", "RoseRuntime", "RoseRuntimeInfo"]
+
 
 class RoseConfig(BaseConfig):  # type: ignore[misc]  # verifiers says nothing of types
     """What a runtime is made of; the rest as in ``Sandbox``."""

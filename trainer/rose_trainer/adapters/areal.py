@@ -33,6 +33,8 @@ from typing import Any, Protocol
 
 from rose_trainer.adapters.report import UNREADABLE, finish_async, report_async
 
+__all__ = ["install"]
+
 LOG = logging.getLogger(__name__)
 
 _NAMES: ContextVar[Mapping[str, str] | None] = ContextVar("_NAMES", default=None)

@@ -26,6 +26,8 @@ from urllib.error import HTTPError
 
 import aiohttp
 
+__all__ = ["finish_async", "report", "report_async"]
+
 LOG = logging.getLogger(__name__)
 
 ATTEMPTS = 3

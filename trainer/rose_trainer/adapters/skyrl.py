@@ -30,6 +30,8 @@ from rose_trainer.adapters.master import Master, to_store, word
 from rose_trainer.adapters.report import UNREADABLE, report
 from rose_trainer.errors import Unsupported
 
+__all__ = ["install"]
+
 LOG = logging.getLogger(__name__)
 
 BACKEND = "rose"

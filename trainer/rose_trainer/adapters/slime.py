@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 from rose_trainer.adapters.report import report
 
+__all__ = ["mark_trained", "report_samples"]
+
 _MARK = "rose_trained"
 
 

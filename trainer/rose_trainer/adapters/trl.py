@@ -27,6 +27,8 @@ from rose_core.identity import WeightVersion
 from rose_core.rollouts.consumption import ConsumptionBound, next_batch
 from rose_trainer.adapters.host import HostCopy, Publishes
 
+__all__ = ["OldestFirst", "WeightTransfer"]
+
 
 class WeightTransfer:
     """What ``AsyncGRPOTrainer`` expects as ``weight_transfer``.

@@ -27,6 +27,8 @@ from rose_trainer.adapters.report import finish_async, report, report_async
 from rose_trainer.adapters.trl import Reporting, SampleTaken
 from rose_trainer.errors import Unsupported
 
+__all__ = ["install"]
+
 _NAMES: ContextVar[dict[str, str] | None] = ContextVar("_NAMES", default=None)
 """Of the conversation whose task runs: TRL runs each in a task of its own."""
 

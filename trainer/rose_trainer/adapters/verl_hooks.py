@@ -32,6 +32,8 @@ from rose_trainer.adapters.verl import (
     telling,
 )
 
+__all__ = ["AgentLoopManager", "AgentLoopManagerV1", "AgentLoopWorker", "CheckpointManager"]
+
 try:
     from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 except ImportError:  # a release without them, or without the queue that they need
