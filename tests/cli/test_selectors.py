@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rose_cli import main as cli
-from rose_core.api import RolloutLease, RolloutSlot, ServingPool
+from rose_core.api import RolloutLease, RolloutSlot
 from tests.api.objects import LEASE, SLOT
 from tests.chart.rendering import HELM, LENDING, render
 
@@ -29,7 +29,7 @@ class DeafCluster:
         return [{"metadata": {"name": "chat-0", "namespace": "serving"}}] if node == NODE else []
 
     def objects(self, kind: type, **_: object) -> list[Any]:
-        return {ServingPool: [], RolloutSlot: [RolloutSlot.model_validate(SLOT)]}[kind]
+        return [RolloutSlot.model_validate(SLOT)] if kind is RolloutSlot else []
 
     def close(self) -> None:
         pass
