@@ -31,11 +31,12 @@ from lightkube import Client, KubeConfig
 from bench.operator.fleet import FULL, NAMESPACE, QUICK, SYSTEM, Scale
 from bench.operator.machines import LEASE_SECONDS, STATUS_SECONDS, Machines
 from bench.operator.phases import POOL, Bench
-from bench.operator.processes import Agents, Operator, ended, until
+from bench.operator.processes import Agents, Operator, ended
 from bench.record import Figure, record
 from rose_core.api.crd import KINDS
 from rose_dev.control_plane import ControlPlane
 from rose_dev.kwok import Kwok
+from rose_dev.waiting import wait_for_answer
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +68,7 @@ def run(
         bench = _prepared(scale, plane)
         bench.first = Operator("first", plane.kubeconfig, folder, core, profile)
         with ended(bench.first):
-            until(bench.first.leads, "the first operator leads")
+            wait_for_answer(bench.first.leads, "the first operator leads")
             bench.second = Operator("second", plane.kubeconfig, folder, core)
             with ended(bench.second):
                 addresses = [f"127.0.0.1:{one.sync_port}" for one in (bench.first, bench.second)]

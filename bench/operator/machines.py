@@ -20,8 +20,8 @@ from lightkube.types import PatchType
 
 from bench.operator.agents import Replaced
 from bench.operator.fleet import NAMESPACE, Fleet
-from bench.operator.processes import until
 from rose_dev import kwok
+from rose_dev.waiting import wait_for_answer
 
 _THREADS = 8
 _PAGE = 500
@@ -51,7 +51,7 @@ class Machines:
         """Make all of them and wait until every node is ready and every pod runs.
 
         Raises:
-            TimeoutError: KWOK does not get them there.
+            StartFailed: KWOK does not get them there.
         """
         account = ServiceAccount(metadata=ObjectMeta(name="default", namespace=NAMESPACE))
         self._client.create(account)
@@ -68,7 +68,7 @@ class Machines:
                 for one in threads.map(self._client.create, pods)
                 if one.metadata and one.metadata.name and one.metadata.uid
             }
-        until(self._all_run, f"{len(self.pods)} pods run", 300, pause=1.0)
+        wait_for_answer(self._all_run, f"{len(self.pods)} pods run", 300, pause=1.0)
 
     def replace(self) -> Replaced:
         """Delete a serving pod, anywhere, and make its successor, as a Deployment would."""

@@ -11,9 +11,11 @@ from lightkube.types import PatchType
 
 from bench.operator.fleet import NAMESPACE, SYSTEM, Scale
 from bench.operator.machines import Machines
-from bench.operator.processes import Agents, Operator, until
+from bench.operator.processes import Agents, Operator
 from bench.record import Figure, figure
 from rose_dev.control_plane import ControlPlane
+from rose_dev.errors import StartFailed
+from rose_dev.waiting import wait_for_answer
 
 POOL = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "ServingPool", "servingpools")
 _LEASE = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutLease", "rolloutleases")
@@ -51,7 +53,9 @@ class Bench:
         for manifest in self.scale.fleet.lease_manifests():
             self.client.create(_LEASE.from_dict(manifest))
         self.add("fill: applying the leases", time.monotonic() - started, "s")
-        until(lambda: len(self.agents.granted()) >= wanted, f"{wanted} slots are granted", 300)
+        wait_for_answer(
+            lambda: len(self.agents.granted()) >= wanted, f"{wanted} slots are granted", 300
+        )
         self.add("fill: first lease applied -> all granted", time.monotonic() - started, "s")
         self.settle()
         self.add("fill: writes per slot", (self.first.writes() - before) / wanted, "")
@@ -69,7 +73,7 @@ class Bench:
             return time.monotonic() - since > seconds
 
         # The page has thousands of series: looking at it all the time would be a load of its own.
-        until(quiet, "the world is at rest", 300, pause=1.0)
+        wait_for_answer(quiet, "the world is at rest", 300, pause=1.0)
 
     def rest(self) -> None:
         """Nothing changes."""
@@ -104,19 +108,19 @@ class Bench:
         """When a node holds the lease's first grant.
 
         Raises:
-            TimeoutError: none does; says what the operator tells of the lease.
+            StartFailed: none does; says what the operator tells of the lease.
         """
         key = f"{NAMESPACE}/{name}"
         events = self.agents.events
         try:
-            return until(
+            return wait_for_answer(
                 lambda: next((e for e in reversed(events) if e.lease == key), None),
                 f"lease {key} is granted",
             ).at
-        except TimeoutError as error:
+        except StartFailed as error:
             told = dict(self.client.get(_LEASE, name, namespace=NAMESPACE)).get("status")
             message = f"{error}; its status: {told}; the operator's log ends: {self.first.said()}"
-            raise TimeoutError(message) from error
+            raise StartFailed(message) from error
 
     def churn(self) -> None:
         """Leases change their size and serving pods are replaced."""
@@ -153,7 +157,7 @@ class Bench:
         before = self.first.writes()
         started = time.monotonic()
         self.machines.cordon(nodes, cordoned=True)
-        until(
+        wait_for_answer(
             lambda: not {event.node for event in self.agents.granted().values()} & set(nodes),
             "no cordoned node holds a grant",
         )
@@ -179,7 +183,7 @@ class Bench:
             told = [one for one in map(dict, found) if one.get("status")]
             return count == sum("poison-" in one["metadata"]["name"] for one in told)
 
-        until(reasons, f"{count} poison leases have their reasons", 300, pause=1.0)
+        wait_for_answer(reasons, f"{count} poison leases have their reasons", 300, pause=1.0)
         self.add("poison: applied first -> last has its reason", time.monotonic() - started, "s")
         self.settle()
         self.add("poison: writes per lease", (self.first.writes() - writes) / count, "")
@@ -196,7 +200,7 @@ class Bench:
         self.add("times the lead lapsed", lapses, "", at_most=0)
         killed = time.monotonic()
         self.first.kill()
-        until(self.second.leads, "the second operator leads")
+        wait_for_answer(self.second.leads, "the second operator leads")
         self.add("failover: killed -> second leads", time.monotonic() - killed, "s")
         nodes = {self.agents.granted()[slot].node for slot in held}
 
@@ -204,7 +208,7 @@ class Bench:
             told = {e.node for e in list(self.agents.events) if e.what == "term" and e.at > killed}
             return nodes <= told
 
-        until(renewed, "every node with a grant obeys the second operator")
+        wait_for_answer(renewed, "every node with a grant obeys the second operator")
         self.add("failover: killed -> all grants renewed", time.monotonic() - killed, "s")
         time.sleep(15)  # the second operator plans by then
         lapsed = self.agents.count("lapsed", since=killed)
@@ -219,14 +223,14 @@ class Bench:
         before, stopped = self.slots(), time.monotonic()
         self.plane.stop_api_server()
         try:
-            until(
+            wait_for_answer(
                 lambda: self.second.page("/readyz").strip() == "Offline", "the lead has lapsed", 60
             )
         finally:
             self.plane.start_api_server()
         returned, writes = time.monotonic(), self.second.writes()
         self.add("outage: the API server was away", returned - stopped, "s")
-        until(self.second.leads, "the operator leads again")
+        wait_for_answer(self.second.leads, "the operator leads again")
         self.add("outage: returned -> leads again", time.monotonic() - returned, "s")
         self.settle(20.0, self.second)
         lapsed = self.agents.count("lapsed", since=stopped)
@@ -238,7 +242,7 @@ class Bench:
 
     def run(self) -> None:
         """All phases."""
-        until(self._all_dialled, f"{self.scale.fleet.nodes} agents have dialled in")
+        wait_for_answer(self._all_dialled, f"{self.scale.fleet.nodes} agents have dialled in")
         for phase in (
             self.fill,
             self.rest,

@@ -8,18 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from bench.operator.agents import TOKEN, Event, Replaced
 from bench.operator.fleet import SYSTEM, Fleet
+from rose_dev.waiting import wait_for_answer
 
 # --- Quantiles from a Prometheus histogram: the upper end of the bucket that holds the quantile.
 
@@ -49,25 +48,7 @@ class Buckets:
         return next((at for at in bounds if self.counts[at] >= total * percent / 100), float("inf"))
 
 
-ResultT = TypeVar("ResultT")
 _TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def until(
-    look: Callable[[], ResultT | None], what: str, seconds: float = 180.0, pause: float = 0.1
-) -> ResultT:
-    """The first truthy answer; a longer ``pause`` is for looks that cost what is measured.
-
-    Raises:
-        TimeoutError: there was none in time; says what was waited for, and the last answer.
-    """
-    end = time.monotonic() + seconds
-    while not (found := look()):
-        if time.monotonic() > end:
-            message = f"not within {seconds:.0f} s: {what}; last: {found!r}"
-            raise TimeoutError(message)
-        time.sleep(pause)
-    return found
 
 
 class Operator:
@@ -113,7 +94,7 @@ class Operator:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
-        ports = until(self._ports, f"{name} tells its ports")
+        ports = wait_for_answer(self._ports, f"{name} tells its ports")
         self.sync_port, self.http_port = ports
 
     def _ports(self) -> tuple[int, int] | None:
@@ -180,7 +161,7 @@ class Operator:
         if self.profile is not None:
             self.profile.unlink(missing_ok=True)
             self.process.send_signal(signal.SIGUSR2)
-            until(self.profile.exists, f"{self.profile} is written", 60)
+            wait_for_answer(self.profile.exists, f"{self.profile} is written", 60)
 
     def kill(self) -> None:
         """-9."""

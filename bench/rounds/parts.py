@@ -10,8 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +22,7 @@ from examples.grpo.learner import Policy
 from rose_dev.engine_environment import engine_python
 from rose_dev.models import make_named
 from rose_dev.vllm_environment import vllm_python
+from rose_dev.waiting import wait_until
 from rose_trainer.publisher import Publisher
 from rose_wire.ports import free_ports
 
@@ -93,7 +92,7 @@ def lease(
         drafts: it verifies drafts of the router's tokens.
 
     Raises:
-        TimeoutError: the engine was not ready in time; the message names the logs.
+        StartFailed: the engine was not ready in time; the message names the logs.
     """
     model = make_named(MODEL)
     store, http, attach, data = free_ports(4)
@@ -108,13 +107,13 @@ def lease(
         for command in _commands(folder, (store, http, attach, data), (model, python)):
             stack.enter_context(process(folder, *command))
         running = RunningLease(f"http://127.0.0.1:{http}", f"127.0.0.1:{store}", model)
-        _until(f"http://127.0.0.1:{http}/health", folder)
+        _wait_for_page(f"http://127.0.0.1:{http}/health", folder)
         # The trainer's own tensors in its order: its runs go on where this one ends.
         base = Policy(model, learning_rate=0.0).named_tensors()
         with Publisher(running.store, RUN) as publisher:
             version = publisher.publish(0, base)
             publisher.wait(version, READY_SECONDS)
-        _until(f"{running.url}/ready", folder)
+        _wait_for_page(f"{running.url}/ready", folder)
         yield running
 
 
@@ -155,16 +154,13 @@ def _commands(
     yield ("weight-sync", rundir, "--http-port=0")
 
 
-def _until(url: str, folder: Path) -> None:
-    """Wait until the page answers 200."""
-    deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline:
+def _wait_for_page(url: str, folder: Path) -> None:
+    def answers() -> bool:
         try:
             with urllib.request.urlopen(url, timeout=5) as reply:  # noqa: S310  # loopback
-                if reply.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            pass  # not yet
-        time.sleep(0.5)
-    message = f"{url} did not answer in {READY_SECONDS:.0f} s; the logs are in {folder}"
-    raise TimeoutError(message)
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+    why = f"(the logs are in {folder})"
+    wait_until(answers, f"{url} answers", seconds=READY_SECONDS, pause=0.5, why=lambda: why)

@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rose_dev.errors import StartFailed
+from rose_dev.waiting import wait_until
 from rose_wire.faults import VARIABLE
 
 PATIENCE_SECONDS = 60.0
@@ -30,11 +31,10 @@ def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SE
     Raises:
         Violation: it did not come true in time.
     """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise Violation(f"not within {seconds:.0f} s: {what}")
-        time.sleep(0.02)
+    try:
+        wait_until(condition, what, seconds=seconds, pause=0.02)
+    except StartFailed as error:
+        raise Violation(str(error)) from error
 
 
 @dataclass

@@ -48,10 +48,12 @@ from rose_demo.pieces import (
     Object,
 )
 from rose_demo.receiver import HTTP_PORT
+from rose_dev.errors import StartFailed
 from rose_dev.image import checkout
 from rose_dev.models import make_named
 from rose_dev.node import Node
 from rose_dev.sandbox import marked
+from rose_dev.waiting import wait_until
 from rose_sandbox.errors import Unavailable
 from rose_sandbox.runtimes.parts import find_parts
 from rose_weights.serve import tenants
@@ -437,12 +439,16 @@ class Stack:
         self._kubectl("apply", "--filename=-", stdin=json.dumps(listed))
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + _READY_SECONDS
-        while not condition():
-            if time.monotonic() > deadline:
-                message = f"{what}: not there after {_READY_SECONDS:.0f} s\n{self.evidence()}"
-                raise SetUpFailed(message)
-            time.sleep(1.0)
+        try:
+            wait_until(
+                condition,
+                what,
+                seconds=_READY_SECONDS,
+                pause=1.0,
+                why=lambda: f"\n{self.evidence()}",
+            )
+        except StartFailed as error:
+            raise SetUpFailed(str(error)) from error
         self.step(f"{what}: ready")
 
     def step(self, text: str) -> None:

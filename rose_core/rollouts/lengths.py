@@ -98,6 +98,9 @@ class Lengths:
 
 
 def _quantile(ordered: list[int], share: float, start: int = 0) -> float:
-    """Of the entries from ``start`` on."""
+    """Of the entries from ``start`` on, the nearest rank.
+
+    Asked for every turn: ``stats.quantile`` would copy and sort what is sorted already.
+    """
     count = len(ordered) - start
     return float(ordered[start + min(count - 1, int(share * count))])

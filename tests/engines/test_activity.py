@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rose_core.guard.freezing import Activity
+from rose_dev.waiting import wait_until
 from rose_engines.node import activity
 from rose_engines.node.activity import (
     ITERATING,
@@ -84,7 +85,7 @@ def test_a_start_waits_at_its_checkpoint_and_says_that_it_rests(path: Path, tmp_
     checkpoints = Checkpoints(path, tmp_path / "permit")
     begun = threading.Thread(target=checkpoints.begin)
     begun.start()
-    _until(path, RESTING)
+    wait_until(lambda: read(path) == RESTING, "the word", seconds=60, pause=0.001)
     permit.extend(_far())
     begun.join(60)
     assert read(path) == STARTING
@@ -94,7 +95,7 @@ def test_a_start_waits_at_its_checkpoint_and_says_that_it_rests(path: Path, tmp_
     permit.close_now()
     rest = threading.Thread(target=lambda: loaded.extend(weights))
     rest.start()
-    _until(path, RESTING)
+    wait_until(lambda: read(path) == RESTING, "the word", seconds=60, pause=0.001)
     assert loaded == [0]
     permit.extend(_far())
     rest.join(60)
@@ -112,11 +113,3 @@ def test_where_nobody_asked_nothing_is_written_and_nothing_waits(tmp_path: Path)
 
 def _far() -> int:
     return time.monotonic_ns() + 9_000_000_000
-
-
-def _until(path: Path, word: int) -> None:
-    for _ in range(60_000):
-        if read(path) == word:
-            return
-        threading.Event().wait(0.001)
-    raise AssertionError(f"{path} never says {word}")

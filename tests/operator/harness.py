@@ -3,13 +3,11 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 from lightkube import ApiError, Client
 from lightkube.generic_resource import (
     GenericNamespacedResource,
@@ -18,6 +16,7 @@ from lightkube.generic_resource import (
 )
 
 from rose_dev.control_plane import ControlPlane
+from rose_dev.waiting import wait_for_answer
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 90.0
@@ -38,15 +37,8 @@ SLOT = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutSlot", "ro
 
 
 def until(look: Callable[[], ResultT], what: str, seconds: float = DEADLINE) -> ResultT:
-    """The first truthy answer; fails with the last one."""
-    end = time.monotonic() + seconds
-    while True:
-        found = look()
-        if found:
-            return found
-        if time.monotonic() > end:
-            pytest.fail(f"not within {seconds:.0f} s: {what}; last: {found!r}")
-        time.sleep(0.2)
+    """The first truthy answer, within what a test of the operator may take."""
+    return wait_for_answer(look, what, seconds, pause=0.2)
 
 
 @dataclass
