@@ -76,9 +76,6 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
-# --- the floods
-
-
 def _say_under_way() -> None:
     """Importing takes a second of the cores, and what connecting costs ``connections`` measures."""
     sys.stdout.write(f"{_UNDER_WAY}\n")
@@ -153,9 +150,6 @@ async def connections(url: str) -> None:
 FLOODS: dict[str, Callable[[str], Awaitable[None]]] = {
     one.__name__: one for one in (bodies, answers, loris, connections)
 }
-
-
-# --- the others
 
 
 @dataclass

@@ -28,6 +28,31 @@ SERVING = "serving-0"
 _INTERFACE, _PEER = f"rose{os.getpid()}a", f"rose{os.getpid()}b"
 _HOURS = 7 * 3600.0
 
+_START = {
+    "agent": FaultNode.start_agent,
+    "host": FaultNode.start_host,
+    "tap": FaultNode.start_tap,
+    "serving": FaultNode.start_serving,
+}
+
+_WELL: dict[str, object] = {"interfaces": ["lo"], "pid": 0}
+
+_bursts: set[asyncio.Task[None]] = set()
+
+FORK_BOMB = """
+import os, time
+while True:
+    try:
+        os.fork()
+    except OSError:
+        time.sleep(0.01)
+"""
+MEMORY_HOG = "held = []\nwhile True: held.append(bytearray(4 << 20))"
+_guests: list[subprocess.Popen[bytes]] = []
+
+_UNKNOWN = ("SignalMissing", "SignalStale", "SignalLost", "SignalUnverified")
+_BUSY = frozenset({"ServingBusy"})
+
 
 @dataclass(frozen=True)
 class Case:
@@ -47,16 +72,6 @@ class Case:
     stops: bool = True
     serves: bool = True
     arguments: tuple[tuple[str, str], ...] = ()
-
-
-# --- processes that die or hang
-
-_START = {
-    "agent": FaultNode.start_agent,
-    "host": FaultNode.start_host,
-    "tap": FaultNode.start_tap,
-    "serving": FaultNode.start_serving,
-}
 
 
 async def _signalled(world: FaultNode, names: tuple[str, ...], number: signal.Signals) -> float:
@@ -95,11 +110,6 @@ def _death(names: tuple[str, ...], number: signal.Signals, *reasons: str) -> Cas
         frozenset(reasons),
         serves="serving" not in names,
     )
-
-
-# --- what the tap hears through
-
-_WELL: dict[str, object] = {"interfaces": ["lo"], "pid": 0}
 
 
 async def _namespace_gone(world: FaultNode) -> float:
@@ -141,11 +151,6 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-# --- serving
-
-_bursts: set[asyncio.Task[None]] = set()
-
-
 async def _burst(world: FaultNode) -> None:
     # Serving may end in the middle: that is one of the cases.
     with contextlib.suppress(Exception):  # whatever the client of a replaced pod sees is no news
@@ -172,9 +177,6 @@ async def _replaced(world: FaultNode) -> float:
     return struck
 
 
-# --- the run directory, the clock, the engine itself
-
-
 async def _filled(world: FaultNode) -> float:
     ballast = world.root / "run" / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -195,18 +197,6 @@ async def _skewed(world: FaultNode, by_s: float) -> float:
 
 async def _right(world: FaultNode) -> None:
     world.skew.write_text("0")
-
-
-FORK_BOMB = """
-import os, time
-while True:
-    try:
-        os.fork()
-    except OSError:
-        time.sleep(0.01)
-"""
-MEMORY_HOG = "held = []\nwhile True: held.append(bytearray(4 << 20))"
-_guests: list[subprocess.Popen[bytes]] = []
 
 
 async def _bombed(world: FaultNode) -> float:
@@ -238,8 +228,6 @@ async def _killed(world: FaultNode) -> None:
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-_UNKNOWN = ("SignalMissing", "SignalStale", "SignalLost", "SignalUnverified")
-_BUSY = frozenset({"ServingBusy"})
 
 CASES: tuple[Case, ...] = (
     _death(("agent",), KILL, *_UNKNOWN, "EngineNotReady", "NotGranted"),

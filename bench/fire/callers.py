@@ -16,7 +16,10 @@ import msgspec
 from bench.fire.fleet import Lease
 from rose_engines.fake.model import Prefix
 
-# --- What a turn must be, whatever happened to its engines; every complaint is one line.
+MANNERS = {"waits": 79, "hangs up": 7, "aborts": 6, "asks twice": 6, "asks otherwise": 2}
+PATHS = {"/generate": 6, "/v1/completions": 2, "/inference/v1/generate": 2}
+PROMPTS = 24
+MOST_TOKENS = 40
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Answer:
 
 
 def complaints(lease: Lease, prompt: Sequence[int], most: int, answer: Answer) -> list[str]:
-    """What is wrong with an answer; an aborted one may be short, never wrong."""
+    """What is wrong with an answer, a line each; an aborted one may be short, never wrong."""
     found = [*_whole(most, answer), *_spans(lease, answer), *_engines(lease, answer)]
     if lease.reference:
         wanted = lease.reference[tuple(prompt)][: len(answer.tokens)]
@@ -82,12 +85,6 @@ def _stub_tokens(prompt: Sequence[int], answer: Answer) -> list[str]:
                 return [f"token {index} is not what {span['version']} makes of its prefix"]
             prefix.append(token)
     return []
-
-
-MANNERS = {"waits": 79, "hangs up": 7, "aborts": 6, "asks twice": 6, "asks otherwise": 2}
-PATHS = {"/generate": 6, "/v1/completions": 2, "/inference/v1/generate": 2}
-PROMPTS = 24
-MOST_TOKENS = 40
 
 
 @dataclass

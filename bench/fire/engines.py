@@ -45,7 +45,7 @@ class Process(Protocol):
 
     @property
     def holder(self) -> PermitHolder:
-        """Its permit."""
+        """Holder of the engine's permit."""
         ...
 
     @property

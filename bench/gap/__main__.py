@@ -29,12 +29,14 @@ from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_engines.process.client import TurnClient
 
-# --- One stream beside a switch, and how much of its time the switch took.
-
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 3000}
 _BEFORE, _AFTER = 16, 3
 _END_SECONDS = 20.0
 _ids = itertools.count()
+
+SHARE = 0.01
+_AIM = 0.2
+Gaps = dict[str, list[float]]
 
 
 class StreamEnded(Exception):
@@ -115,11 +117,6 @@ def lost(times: Sequence[float], began: float, ended: float) -> float:
     pace = statistics.median(after - before for before, after in intervals if after <= began)
     touched = [(a, b) for a, b in intervals if b > began and a < ended]
     return sum(after - before - pace for before, after in touched)
-
-
-SHARE = 0.01
-_AIM = 0.2
-Gaps = dict[str, list[float]]
 
 
 async def rounds(engine: RealEngine, switches: Sequence[Switch], count: int) -> Gaps:

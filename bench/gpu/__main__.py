@@ -61,16 +61,11 @@ from rose_dev.errors import DevelopmentError
 from rose_dev.gpu.library import environment, preloaded
 from rose_dev.gpu.state import GpuProcess, State, StateGpu
 
-# --- A GPU for rehearsals: NVML's C ABI behind the real pynvml, on which this process's workers
-# are.
-#
-# Every check asks NVML who holds how much memory. Without a GPU the library of ``rose_dev.gpu``
-# answers, and this module keeps its list of processes: whatever this process has started counts as
-# being on the GPU, with its resident memory. So a check runs the same lines here and there, and
-# what it says of a process is true of that process.
-
 # Several times while a check waits for memory to come free; a look costs a fraction of that.
 _LOOK_SECONDS = 0.05
+
+RESULTS = Path(__file__).parents[1] / "results"
+_FAKE_MPS = (sys.executable, "-m", "rose_agent.devices.mps.fake")
 
 
 def descendants(pid: int, proc: Path = Path("/proc")) -> Iterator[int]:
@@ -92,7 +87,12 @@ def resident_bytes(pid: int, proc: Path = Path("/proc")) -> int | None:
 
 
 class Accountant(threading.Thread):
-    """Keeps a GPU's list of processes true; use as a context.
+    """Keeps a rehearsal's list of the processes on its GPU; use as a context.
+
+    Every check asks NVML who holds how much memory. Without a GPU the library of ``rose_dev.gpu``
+    answers: whatever this process has started counts as being on the GPU, with its resident
+    memory. So a check runs the same lines here and there, and what it says of a process is true of
+    that process.
 
     Args:
         gpu: whose list it is.
@@ -155,10 +155,6 @@ def _inherited(given: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-RESULTS = Path(__file__).parents[1] / "results"
-_FAKE_MPS = (sys.executable, "-m", "rose_agent.devices.mps.fake")
 
 
 def machine(driver: DeviceDriver, gpu: Gpu, library: Any) -> dict[str, Any]:  # noqa: ANN401

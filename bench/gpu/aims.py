@@ -36,7 +36,7 @@ class Promise(StrEnum):
 
 
 class Verdict(StrEnum):
-    """Of a promise."""
+    """Whether a promise was kept, as far as the measurement tells."""
 
     KEPT = "kept"
     REFUTED = "refuted"
@@ -168,7 +168,7 @@ class Figure:
     met: bool | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """As it is kept."""
+        """The figure as it is written into the record."""
         return asdict(self)
 
 

@@ -95,7 +95,7 @@ class Neighbour:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Process number of the neighbour."""
         return self._process.pid
 
     def tell(self, line: str) -> None:
@@ -269,7 +269,7 @@ class _Bare:
 
     @property
     def pid(self) -> int:
-        """Of it."""
+        """Process number of the process that holds memory."""
         return self._process.pid
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ class FakeLoop:
         self._steps.append((now, now - began))
 
     def take(self) -> list[tuple[int, int]]:
-        """Of the host's clock."""
+        """Give the steps since the last call, by the host's clock, and forget them."""
         taken, self._steps = self._steps, []
         return taken
 

@@ -21,8 +21,6 @@ from bench.record import FOLDER, save
 from rose_core.stats import quantile
 from rose_demo.plots import Chart, cumulative
 
-# --- One SVG of a run: distributions of TTFT and TPOT, a chart per load, a line per condition.
-
 _COLOURS = {
     "alone": "#111827",
     "control": "#4b9b6e",
@@ -100,7 +98,7 @@ class NotTheSame(Exception):
 
 
 def name_of(plan: Plan) -> str:
-    """Of the files."""
+    """Stem of the names of a run's files."""
     name = plan.serving.name
     return "guard" if name == "sglang" else f"guard-{name}"
 

@@ -103,7 +103,7 @@ class Stub:
         ]
 
     def app(self) -> web.Application:
-        """Its routes."""
+        """Application with the one path that the clients ask."""
         app = web.Application()
         app.router.add_get(_PATH, self._kind)
         return app
@@ -130,9 +130,6 @@ class Stub:
         with contextlib.suppress(ConnectionResetError):
             await asyncio.sleep(_SECONDS)
         return response
-
-
-# -- clients, each in a process of its own ---------------------------------------------------------
 
 
 def _lightkube(url: str) -> Callable[[Seen, Seen], Awaitable[None]]:

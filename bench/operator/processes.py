@@ -20,14 +20,14 @@ from bench.operator.agents import TOKEN, Event, Replaced
 from bench.operator.fleet import SYSTEM, Fleet
 from rose_dev.waiting import wait_for_answer
 
-# --- Quantiles from a Prometheus histogram: the upper end of the bucket that holds the quantile.
-
 _BOUND = re.compile(r'le="([^"]+)"')
+
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Cumulative counts by upper bound."""
+    """Cumulative counts by upper bound, as a Prometheus histogram has them."""
 
     counts: Mapping[float, float]
 
@@ -46,9 +46,6 @@ class Buckets:
         total = max(self.counts.values(), default=0.0)
         bounds = sorted(self.counts)
         return next((at for at in bounds if self.counts[at] >= total * percent / 100), float("inf"))
-
-
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Operator:

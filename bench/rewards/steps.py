@@ -85,7 +85,7 @@ class Added:
 
     @property
     def share(self) -> float:
-        """Of a step."""
+        """Change of the length of a step, as a share of its length before."""
         return (self.after_s - self.before_s) / self.before_s
 
     @property

@@ -36,7 +36,9 @@ from bench.router.routes import (
 )
 from rose_core.stats import paired_ratio, quantile
 
-# --- The caller's side: many turns at once, plain or streamed, and what each took.
+_ADDED_MS: Mapping[int, float | None] = {50: 1.0, 99: 3.0}
+_ADDED_MS_LONG: Mapping[int, float | None] = {50: None, 99: 30.0}
+_LONG_TOKEN_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,6 @@ def _whole(result: Result) -> list[float]:
 
 
 _PARTS = (("first event", _first), ("turn", _whole))
-_ADDED_MS: Mapping[int, float | None] = {50: 1.0, 99: 3.0}
-_ADDED_MS_LONG: Mapping[int, float | None] = {50: None, 99: 30.0}
-_LONG_TOKEN_SECONDS = 0.02
 PARTS = ("throughput", "latency", "long-prompts", "memory")
 
 

@@ -54,7 +54,7 @@ CHILDREN, FORKS = 8, 10
 
 @dataclass
 class Tally:
-    """Of one way.
+    """What one way of saving sandboxes gave over all tasks.
 
     Attributes:
         passed: tasks whose check passed at the end.

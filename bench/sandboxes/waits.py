@@ -59,7 +59,7 @@ class Script:
 
 @dataclass
 class Tally:
-    """Of one way.
+    """What one way of saving sandboxes made agents wait.
 
     Attributes:
         seconds: of all agents.

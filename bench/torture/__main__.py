@@ -2,6 +2,10 @@
 
 One world lives through all cases; only the process that a case is about is started anew, armed,
 and after its end started again as it was.
+
+A case arms one process to fail, makes it pass the step, and looks twice: while it is down (no
+engine may serve mixed or unattested weights, the old version goes on) and after it is back (the
+engine serves the head, with the head's digest and bits).
 """
 
 from __future__ import annotations
@@ -26,12 +30,6 @@ from bench.torture.process import Violation, until
 from bench.torture.rig import RUN, TortureRig, encode
 from rose_core.delta.faults import STEPS
 from rose_weights.receive.client import WeightsClient
-
-# --- What is tried: one case per step of the protocol, and what no single step shows.
-#
-# A case arms one process to fail, makes it pass the step, and looks twice: while it is down (no
-# engine may serve mixed or unattested weights, the old version goes on) and after it is back (the
-# engine serves the head, with the head's digest and bits).
 
 PROCESSES = {
     "publisher": "publisher",

@@ -39,13 +39,17 @@ from rose_weights.send import synthetic
 from rose_weights.store.state import decode
 from rose_wire.errors import WireError
 
-# --- The link between relay and store, which can be cut in the middle of a block and healed.
-
 _PIECE = 1 << 14
+
+RUN = "torture"
+WINDOW = 3
+PERMIT_NS = 2_000_000_000
+
+_bits_at = functools.cache(synthetic.at)
 
 
 class Link:
-    """Passes bytes between two Unix sockets.
+    """Passes bytes between the sockets of relay and store; can be cut in a block, and healed.
 
     Args:
         path: where the relay connects.
@@ -126,11 +130,6 @@ class Link:
 def _hang_up(end: socket.socket) -> None:
     with contextlib.suppress(OSError):  # it has been closed already
         end.shutdown(socket.SHUT_RDWR)
-
-
-RUN = "torture"
-WINDOW = 3
-PERMIT_NS = 2_000_000_000
 
 
 class TortureRig:
@@ -438,9 +437,6 @@ class TortureRig:
 
 def _same(live: dict[str, Any], step: int) -> bool:
     return all(np.array_equal(live[name], bits) for name, bits in _bits_at(step).items())
-
-
-_bits_at = functools.cache(synthetic.at)
 
 
 def encode(value: object) -> bytes:

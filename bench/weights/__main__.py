@@ -34,7 +34,25 @@ from rose_weights.serve.service import WeightService
 from rose_weights.store.store import Store
 from rose_wire.rpc import Server
 
-# --- A real optimizer's deltas and the Publisher's stall, on a small model trained here and now.
+# Learning rate -> (label, v1 and v2 bytes per change, encode GB/s, decoded changes/s) aimed at.
+AIMS = {
+    1e-6: ("lr 1e-6", 1.40, 1.10, 5.0, 80e6),
+    3e-6: ("lr 3e-6", 1.25, 1.00, 3.5, 150e6),
+}
+MERGED = 8
+
+NOTES = (
+    "bytes per changed element; ours counts manifest, both digest tables, tiling for eight ranks "
+    "and gRPC framing, peers' layouts count neither headers nor manifests",
+    "limits for this generator: 1.21 / 1.06 bytes without, 0.83 / 0.74 with the base's exponents",
+    "speeds are the best of seven runs in processor time of one core, in GB/s of model bytes; "
+    "fetch and stall are wall-clock, on a machine that store and trainer share",
+    "v2 is a second form beside v1: below the rate stated it arrives sooner, coded by one core at "
+    "either side; the publisher's default is v1",
+    "the aim of eight receivers is over links that set the pace: the store's and the receivers' "
+    f"have the rate stated, the relay's {links.RELAY_TIMES} times that; on loopback they share "
+    "this machine's cores with store, relay and each other: an additional figure without an aim",
+)
 
 
 @dataclass(frozen=True)
@@ -121,27 +139,6 @@ async def _stream(address: str, folder: Path) -> float:
         began = time.perf_counter()
         manifest = await client.pull("bench", folder / "bundle")
         return manifest.block_bytes / (time.perf_counter() - began)
-
-
-# Learning rate -> (label, v1 and v2 bytes per change, encode GB/s, decoded changes/s) aimed at.
-AIMS = {
-    1e-6: ("lr 1e-6", 1.40, 1.10, 5.0, 80e6),
-    3e-6: ("lr 3e-6", 1.25, 1.00, 3.5, 150e6),
-}
-MERGED = 8
-
-NOTES = (
-    "bytes per changed element; ours counts manifest, both digest tables, tiling for eight ranks "
-    "and gRPC framing, peers' layouts count neither headers nor manifests",
-    "limits for this generator: 1.21 / 1.06 bytes without, 0.83 / 0.74 with the base's exponents",
-    "speeds are the best of seven runs in processor time of one core, in GB/s of model bytes; "
-    "fetch and stall are wall-clock, on a machine that store and trainer share",
-    "v2 is a second form beside v1: below the rate stated it arrives sooner, coded by one core at "
-    "either side; the publisher's default is v1",
-    "the aim of eight receivers is over links that set the pace: the store's and the receivers' "
-    f"have the rate stated, the relay's {links.RELAY_TIMES} times that; on loopback they share "
-    "this machine's cores with store, relay and each other: an additional figure without an aim",
-)
 
 
 def layouts(rate: float) -> Iterator[Figure]:

@@ -31,7 +31,7 @@ State = dict[str, Bits]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of several steps together.
+    """Bytes per changed element, over several steps together.
 
     Attributes:
         density: share of the elements that a step changes.

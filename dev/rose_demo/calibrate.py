@@ -28,7 +28,7 @@ _REPEATS = 4
 
 @dataclass(frozen=True)
 class ServingSpeed:
-    """Of one replica alone.
+    """How fast one replica serves while it is alone on its GPU.
 
     Attributes:
         request_s: of every request, whatever its size.

@@ -93,7 +93,7 @@ class ProcessHandle(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """As ``Popen`` has it."""
+        """Exit status as ``Popen`` has it: None while the process runs."""
 
     def poll(self) -> int | None:
         """Its exit status, None while it runs."""

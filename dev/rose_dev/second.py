@@ -66,7 +66,7 @@ class SecondNode:
         return {name: self.sandbox.running(name) for name in COMPONENTS}
 
     def root(self) -> Path:
-        """Its file system."""
+        """Root of the second node's file system, seen from this machine."""
         return self.sandbox.root()
 
     def _start(self, gpus: int) -> None:

@@ -25,13 +25,24 @@ from xdist.scheduler import LoadFileScheduling
 from xdist.scheduler.protocol import Scheduling
 from xdist.workermanage import WorkerController
 
-# --- A scheduler of xdist that does not run a test again that has ended its worker.
-#
-# That of xdist gives all that a dead worker had left to the next one, the deadly test first, until
-# so many workers have died that the run gives up.
+NOTES = "ROSE_TEST_NOTES"
+"""Environment variable with the folder where each test process notes what it runs."""
+STACKS = signal.SIGUSR2
+"""Makes a test process that has noted something write its stacks."""
+
+_GRACE = "watchdog_grace"
+_END = "watchdog_end"
+_LIMIT = pytest.StashKey[float]()
+_STDERR = pytest.StashKey[int]()
 
 
 class _Once(LoadFileScheduling):
+    """Does not run a test again that has ended its worker.
+
+    xdist's own gives all that a dead worker had left to the next one, the deadly test first, until
+    so many workers have died that the run gives up.
+    """
+
     def remove_node(self, node: WorkerController) -> str | None:
         """Count the test that ran as done before the rest is given to others."""
         units = self.assigned_work[node]
@@ -50,17 +61,6 @@ class _Once(LoadFileScheduling):
 def scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     """The scheduler for ``--dist loadfile``; None leaves it to xdist."""
     return _Once(config, log) if config.getoption("dist") == "loadfile" else None
-
-
-NOTES = "ROSE_TEST_NOTES"
-"""Environment variable with the folder where each test process notes what it runs."""
-STACKS = signal.SIGUSR2
-"""Makes a test process that has noted something write its stacks."""
-
-_GRACE = "watchdog_grace"
-_END = "watchdog_end"
-_LIMIT = pytest.StashKey[float]()
-_STDERR = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -100,7 +100,7 @@ class ExternalScaler:
         self._teams = teams
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Of the service's methods."""
+        """Handler of the external scaler's methods, for a server of gRPC."""
         one, many = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         wires: dict[str, tuple[Any, Any, str]] = {
             "IsActive": (one, self._is_active, "ScaledObjectRef"),

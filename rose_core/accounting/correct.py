@@ -40,7 +40,7 @@ class Sampled:
 
     @property
     def produced(self) -> int:
-        """Of both tiers."""
+        """Trajectories of both tiers together."""
         return sum(self.by_tier.values())
 
 

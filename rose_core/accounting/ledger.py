@@ -15,7 +15,7 @@ _MILLISECONDS_PER_HOUR = 3_600_000
 
 
 class Tier(StrEnum):
-    """Whose GPU it was."""
+    """Whether the GPU was dedicated to rollouts or borrowed from serving."""
 
     DEDICATED = "Dedicated"
     BORROWED = "Borrowed"

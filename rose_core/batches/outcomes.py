@@ -19,7 +19,7 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 30.0
 
 
 class LineFate(StrEnum):
-    """Of one try."""
+    """What becomes of a line after one try."""
 
     ANSWERED = "answered"
     FAILED = "failed"

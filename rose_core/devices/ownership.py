@@ -223,9 +223,6 @@ def _is_nvidia(device: Device) -> bool:
     return device.kind.startswith("nvidia.com/") or device.kind == DRA_DRIVER
 
 
-# --- who else is on a GPU
-
-
 @dataclass(frozen=True)
 class OnGpu:
     """A process on a GPU.

@@ -136,9 +136,6 @@ def _at_most(lease: Lease, slots: int, why: str) -> WantedSlots:
     return WantedSlots(slots, Reason.FEWER_WANTED, why)
 
 
-# --- what was heard
-
-
 def together(heard: Sequence[ReceivedNote], now: float) -> Demand | None:
     """What several replicas say, as if one had all turns; None for none."""
     if not heard:

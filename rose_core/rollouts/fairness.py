@@ -28,12 +28,12 @@ class QueuedTurn(Protocol):
 
     @property
     def job(self) -> str:
-        """Whose it is."""
+        """The job that the turn belongs to."""
         ...
 
     @property
     def key(self) -> tuple[bool, int, int]:
-        """Its ``admission.rank``."""
+        """The turn's place in its job's queue: its ``admission.rank``."""
         ...
 
 

@@ -25,13 +25,34 @@ from rose_core.rollouts.views import (
 )
 from rose_core.wire.routing import EngineKind
 
-# --- Whether an engine can take a turn at all; the same for every policy. Next: ``policies``.
+__all__ = [
+    "EngineView",
+    "Obstacle",
+    "Placement",
+    "Policy",
+    "PolicyName",
+    "RolloutOutlook",
+    "SortedEngines",
+    "TurnView",
+    "Wait",
+    "among",
+    "cost",
+    "filter_key",
+    "obstacle",
+    "place",
+    "seconds",
+    "sort_out",
+    "stall",
+]
 
 
 def obstacle(
     turn: TurnView, engine: EngineView, head: WeightVersion | None, policy: Policy, now: float
 ) -> Obstacle | None:
-    """Why this engine cannot take this turn now, ``None`` when it can; what lasts longest first."""
+    """Why this engine cannot take this turn now, ``None`` when it can; what lasts longest first.
+
+    The same for every policy. Next step: ``policies`` chooses among those that can.
+    """
     return (
         _never(turn, engine)
         or _with_these_weights(turn, engine, head, policy)
@@ -81,27 +102,6 @@ def _stale(version: WeightVersion, head: WeightVersion, pin: Pin, policy: Policy
 def filter_key(turn: TurnView) -> tuple[object, ...]:
     """What the filters ask of a turn: with equal answers, the same engines can take it."""
     return (turn.dedicated_only, turn.pin, turn.avoid, turn.alone, turn.asked)
-
-
-__all__ = [
-    "EngineView",
-    "Obstacle",
-    "Placement",
-    "Policy",
-    "PolicyName",
-    "RolloutOutlook",
-    "SortedEngines",
-    "TurnView",
-    "Wait",
-    "among",
-    "cost",
-    "filter_key",
-    "obstacle",
-    "place",
-    "seconds",
-    "sort_out",
-    "stall",
-]
 
 
 def place(

@@ -35,12 +35,10 @@ from rose_core.rollouts.versions import age
 from rose_core.rollouts.views import EngineView, TurnView
 from rose_core.wire.routing import EngineKind
 
-# --- Whether everything in flight would still be in time if every borrowed engine vanished now.
-#
-# Load bursts hit all replicas of a service at once, so borrowed engines do not leave one by one. A
-# trajectory is only begun on one of them while the dedicated engines could finish what is in
-# flight, contexts prefilled anew, before it is too old: earliest deadline first (Liu and Layland,
-# 1973), places as one fluid.
+SILENT_SECONDS = 1800.0
+_SAFE_SECONDS = 1.0  # how long an answer of ``survives`` is good for
+_INFER_SECONDS = 1.0  # between two looks for trajectories that are over
+_SWAP_SECONDS = 10.0  # after a publish, engines with the new weights are worth waiting for so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,13 @@ class RemainingWork:
 
 
 def survives(work: Iterable[RemainingWork], engines: Sequence[EngineView]) -> bool:
-    """Whether the dedicated engines alone would finish the work in time; without any: no."""
+    """Whether the dedicated engines alone would finish the work in time; without any: no.
+
+    Load bursts hit all replicas of a service at once, so borrowed engines do not leave one by one.
+    A trajectory is only begun on one of them while the dedicated engines could finish what is in
+    flight, contexts prefilled anew, before it is too old: earliest deadline first (Liu and
+    Layland, 1973), places as one fluid.
+    """
     ours = [engine for engine in engines if engine.kind is EngineKind.DEDICATED and engine.cap]
     if not ours:
         return False
@@ -74,12 +78,6 @@ def survives(work: Iterable[RemainingWork], engines: Sequence[EngineView]) -> bo
         if max(alone, taken) > one.budget_seconds:
             return False
     return True
-
-
-SILENT_SECONDS = 1800.0
-_SAFE_SECONDS = 1.0  # how long an answer of ``survives`` is good for
-_INFER_SECONDS = 1.0  # between two looks for trajectories that are over
-_SWAP_SECONDS = 10.0  # after a publish, engines with the new weights are worth waiting for so long
 
 
 class Deadline(msgspec.Struct, frozen=True, gc=False):
@@ -156,7 +154,7 @@ class Trajectory(msgspec.Struct, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class _Publishes:
-    """Of one run.
+    """How often one run publishes, learned from when it did.
 
     Attributes:
         count: seen so far.

@@ -147,7 +147,7 @@ class Capacity(Protocol):
 
     @property
     def kind(self) -> EngineKind:
-        """Whose it is."""
+        """Whether the engine is dedicated or borrowed."""
 
     @property
     def gate_open(self) -> bool:

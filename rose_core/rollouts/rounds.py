@@ -62,7 +62,7 @@ Late: TypeAlias = int | Literal["learned"]
 
 
 class RoundKind(StrEnum):
-    """Of a round."""
+    """Whether a round leaves its slowest prompts behind, or takes up those that were left."""
 
     SHORT = "short"
     LONG = "long"

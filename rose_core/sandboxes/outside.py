@@ -18,7 +18,7 @@ _IDEMPOTENT = frozenset({"PUT", "DELETE"})
 
 
 class Kind(StrEnum):
-    """Of an effect."""
+    """Whether an effect on the outside may be repeated."""
 
     READ = "read"
     IDEMPOTENT = "idempotent"

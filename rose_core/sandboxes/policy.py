@@ -45,7 +45,7 @@ class Changes(Protocol):
 
     @property
     def files(self) -> bool:
-        """Its files may differ."""
+        """Whether files may differ from those saved last."""
         ...
 
     @property
@@ -123,7 +123,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Decision:
-    """Of ``decide``.
+    """What ``decide`` says should be saved now, and why.
 
     Attributes:
         action: what is saved; NONE may still publish a record that points to the parts before.

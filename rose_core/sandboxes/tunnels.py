@@ -17,7 +17,7 @@ IDLE_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class TunnelLimits:
-    """Of a host's tunnels.
+    """How many tunnels a host keeps open, and for how long without traffic.
 
     Attributes:
         most: open ones of a sandbox.

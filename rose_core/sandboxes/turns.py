@@ -28,7 +28,7 @@ HOLD_SECONDS = 2.0
 
 
 class Phase(StrEnum):
-    """Of a sandbox."""
+    """What a sandbox is doing, as the clock of its turns sees it."""
 
     ACTING = "acting"
     WAITING = "waiting"

@@ -48,15 +48,12 @@ from rose_core.telemetry.segments import (
     Stream,
 )
 
-# --- A connection whose contents cannot be read: TLS, a protocol that was switched to, lost
-# framing.
-#
-# Only arrivals and life show. Bytes of the client after bytes of the server are a request (without
-# pipelining that is what they are); no byte ever shows an end. So one request is outstanding until
-# the connection closes, and whether it is still being computed is for other sources to say
-# (``signal``). Handshakes and window updates count as arrivals too: they may only close the gate.
-
 _RECORD_TYPES = (b"\x14", b"\x15", b"\x16", b"\x17")
+
+_CLOSED_NS = 5_000_000_000
+MOST_CONNECTIONS = 65_536
+_MOST_CLOSED = 65_536
+_PREFACE_START = b"PRI"
 
 
 def is_tls(data: bytes) -> bool:
@@ -65,7 +62,14 @@ def is_tls(data: bytes) -> bool:
 
 
 class Opaque:
-    """Conversation about which nothing is known but that it takes place."""
+    """A connection whose contents cannot be read: TLS, a switched protocol, lost framing.
+
+    Only arrivals and life show. Bytes of the client after bytes of the server are a request
+    (without pipelining that is what they are); no byte ever shows an end. So one request is
+    outstanding until the connection closes, and whether it is still being computed is for other
+    sources to say (``signal``). Handshakes and window updates count as arrivals too: they may only
+    close the gate.
+    """
 
     garbled = False
     needs_every_segment = False
@@ -102,12 +106,6 @@ class Opaque:
         if self._request is not None:
             self._ledger.end(self._request, time_ns, how)
             self._request = None
-
-
-_CLOSED_NS = 5_000_000_000
-MOST_CONNECTIONS = 65_536
-_MOST_CLOSED = 65_536
-_PREFACE_START = b"PRI"
 
 
 class Conversation(Protocol):

@@ -112,7 +112,7 @@ def _compared(name: str, seen: Median, known: Sequence[Median]) -> Compared:
 
 
 def table(one: Calibration) -> str:
-    """As text."""
+    """Render a calibration as text."""
     lines = [
         f"held out: {one.held_out}; predicted from: {', '.join(one.fitted_on)}; limit {LIMIT:.0%}",
         f"{'':<44} predicted   observed       off [95 %]            samples",

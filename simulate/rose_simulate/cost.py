@@ -218,7 +218,7 @@ def _of_pool(name: str, item: dict[str, Any], prices: Prices) -> Statement:
 
 
 def show(found: Sequence[Statement]) -> str:
-    """As text."""
+    """Render statements as text, one a line."""
     width = max((len(one.name) for one in found), default=0)
     head = (
         f"{'':<{width}}  dedicated h  borrowed h  duty     tokens       weights GB  violations  "

@@ -6,6 +6,10 @@
 | ``out/bench/guard.json`` of one load (``python -m bench.guard --loads conv``) | that one |
 | the same of several loads | those that have figures of their own, ``conv, ours: arrival to ...`` |
 
+A recording holds every reaction of every window of a run with its load, so one run with several
+loads is enough to hold one of them out. Only the condition ``ours`` is read: the tap, guard and
+engine host of production.
+
 A delay with fewer than ``LEAST_SAMPLES`` reactions at a load of a recording is left out there, and
 named. Next step: ``calibrate`` compares the levels.
 """
@@ -32,17 +36,16 @@ from rose_simulate.timings import (
     refuse_busy,
 )
 
-# --- What the guard's benchmark has recorded window by window -> delays of each load level.
-#
-# ``out/bench/guard-windows.json`` holds every reaction of every window of a run with its load, so
-# one run with several loads is enough to hold one of them out. Only the condition ``ours`` is
-# read: the tap, guard and engine host of production.
-
 # A figure of the benchmark, and the reactions of a window (seconds) that it is the median of.
 FIELDS: Final = {CLOSED: "closed_s", STOPPED: "stopped_s", OPENED: "released_s"}
 _CONDITION = "ours"
 
 Windows = list[dict[str, Any]]
+
+QUIET_SHARE = 0.05
+"""As ``bench.guard``: above it the figures describe others' use of the machine."""
+LEAST_SAMPLES = 20
+_LOAD_OF = ", alone: time without a request"
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,6 @@ def _level(windows: Windows) -> Recorded:
         found = (tuple(1e3 * float(value) for value in one[field]) for one in windows)
         delays[name] = tuple(values for values in found if values)
     return Recorded(delays, statistics.fmean(float(one["strangers"]) for one in windows))
-
-
-QUIET_SHARE = 0.05
-"""As ``bench.guard``: above it the figures describe others' use of the machine."""
-LEAST_SAMPLES = 20
-_LOAD_OF = ", alone: time without a request"
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Felt(msgspec.Struct, frozen=True):
 
     @property
     def late_share(self) -> float:
-        """Of its requests."""
+        """Share of the requests that were late."""
         return self.late / self.requests if self.requests else 0.0
 
 

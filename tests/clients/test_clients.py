@@ -134,7 +134,7 @@ class Watched(Follows):
         self._marks = {i for word, i in words(recipe.scripts).items() if is_mark(word)}
 
     def next_token(self, context: Sequence[int]) -> int:
-        """The script's."""
+        """The script's next token; a prompt that ends with a mark is noted."""
         if context[-1] in self._marks:
             self.prompts.add(tuple(context))
         return super().next_token(context)

@@ -52,7 +52,7 @@ class Node:
 
     @property
     def control(self) -> MpsControl:
-        """The daemon's."""
+        """A control of the node's daemon."""
         return MpsControl(self.pipes, PROGRAM)
 
     def owner(self, pid: int) -> Owner:

@@ -289,7 +289,7 @@ def test_a_word_for_what_makes_kernels_that_is_none_is_refused(
 
 
 class _Driver(StaticDriver):
-    """Of a version."""
+    """A driver that says a version, or fails to."""
 
     said: str | DeviceError
 

@@ -22,7 +22,7 @@ class FakeApi:
         self._version = 0
 
     def add(self, kind: Kind, manifest: Raw) -> Raw:
-        """As a user would."""
+        """Make or change an object as a user would."""
         return self._store(kind, manifest, {"spec"})
 
     async def apply(self, kind: Kind, manifest: Raw) -> Raw:

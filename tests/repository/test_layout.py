@@ -1,8 +1,10 @@
 """Promises of the repository itself: folders, links and the two commands."""
 
+import ast
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 
 import pytest
@@ -288,6 +290,40 @@ def test_processes_of_a_lane_keep_what_they_compile() -> None:
 
 def test_nothing_compiled_is_tracked() -> None:
     assert not [path for path in TRACKED if path.endswith((".pyc", ".so"))]
+
+
+FRAGMENT = re.compile(r"(?:Of|Its|Whose|As|Those)\b")
+
+
+def docstrings(path: str) -> Iterator[tuple[str, str]]:
+    """Where a docstring stands, and its first line."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, documented) and (text := ast.get_docstring(node)):
+            yield f"{path}:{node.body[0].lineno}", text.splitlines()[0]
+
+
+def test_the_first_line_of_a_docstring_says_something_by_itself() -> None:
+    # "Of one slot.", "One slot's.": only who has read what stands around it knows what that is.
+    fragments = [
+        f"{place} {first}"
+        for path in SOURCES
+        if (ROOT / path).exists()
+        for place, first in docstrings(path)
+        if len(first.split()) < 5 and (FRAGMENT.match(first) or first.endswith("'s."))
+    ]
+    assert fragments == []
+
+
+def test_a_module_is_one_thing_and_not_several_under_banners() -> None:
+    # Tests have banners: a file of theirs is a list.
+    banners = [
+        path
+        for path in SOURCES
+        if not path.startswith("tests/") and (ROOT / path).exists()
+        if re.search(r"^# -{2,}", (ROOT / path).read_text(), re.MULTILINE)
+    ]
+    assert banners == []
 
 
 def test_python_files_stay_one_thing() -> None:

@@ -92,7 +92,7 @@ def _one(episode: Episode, name: str) -> Trace:
 
 @dataclass
 class EvalSink:
-    """prime-rl's."""
+    """Stand-in for prime-rl's class of that name."""
 
     pending_groups: dict[str, list[Episode]] = field(default_factory=lambda: defaultdict(list))
 

@@ -118,7 +118,7 @@ class Lease:
             return answer
 
     async def turn(self, **sampling: object) -> dict[str, Any]:
-        """Of the lease."""
+        """Play a turn through the lease's router."""
         return await self.ask(f"http://127.0.0.1:{self.router.http_port}", PROMPT, MOST, **sampling)
 
     async def moved(self, **sampling: object) -> dict[str, Any]:

@@ -258,7 +258,7 @@ def test_a_skyrl_without_its_trainer_still_publishes(
 
 @dataclass
 class Sample:
-    """slime's."""
+    """Stand-in for slime's class of that name."""
 
     session_id: str | None
     reward: Any = None

@@ -88,7 +88,7 @@ class Caller:
         self.since = now if self.since is None else self.since
 
     def step(self) -> None:
-        """Of the loop."""
+        """Play one iteration of the event loop."""
         if not self.unread or self.unread < self.sender.mark:
             return
         now = asyncio.get_running_loop().time()

@@ -67,7 +67,7 @@ class Hosts:
         return told.recoverable_to == BEFORE_THE_KILL
 
     async def sessions(self) -> list[str]:
-        """Of the second one."""
+        """Sessions that the second host knows."""
         async with (
             aiohttp.ClientSession(headers={"Authorization": "Bearer word"}) as http,
             http.get(f"{self.second.url}/sessions") as answer,

@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """As ``nvidia-smi``.
+    """Answer as ``nvidia-smi`` would, from a file of limits.
 
     Returns:
         Exit code.

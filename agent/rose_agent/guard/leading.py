@@ -33,7 +33,7 @@ _MOST_UNSENT = 16
 
 @dataclass(eq=False)
 class _Stream:
-    """One follower's.
+    """What a leader's guard keeps of one follower.
 
     Attributes:
         computing_until_ns: how far its engines may compute, by what it was told; 0 = they do not.

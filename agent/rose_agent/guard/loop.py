@@ -66,15 +66,25 @@ from rose_core.wire.host import EngineState
 from rose_core.wire.sync import PoolPolicy, SignalSource, SyncReply, SyncRequest
 from rose_engines.node.rundir import RunDir
 
-# --- The guard's tick: a step at least once per period, from the tap's heartbeat or from a timer.
-#
-# Waking up is what costs, so the heartbeat of a living tap, which wakes the guard anyway, replaces
-# the timer. Without a tap the timer ticks. While everything is at rest (no permit to extend, no
-# deadline runs) every second tick is enough.
+__all__ = ["Guard", "Settings"]
+
+_log = logging.getLogger(__name__)
+TICK_SECONDS = 0.065
+_TICK_NS = 2 * 65_000_000  # how long an open gate is taken for open without being looked at again
+_MATCH_SECONDS = 0.5
+_ORPHAN_SECONDS = 15.0
+_EDGES = (Arrived, Dismissed, Ended)
+
+_MISMATCH_NS = 2_000_000_000
+_SOON_NS = 10_000_000
 
 
 class Ticker:
-    """Calls ``step`` until ``run`` is cancelled; single-threaded.
+    """Calls ``step`` until ``run`` is cancelled, at least once per period; single-threaded.
+
+    Waking up is what costs, so the heartbeat of a living tap, which wakes the guard anyway,
+    replaces the timer. Without a tap the timer ticks. While everything is at rest (no permit to
+    extend, no deadline runs) every second tick is enough.
 
     Args:
         step: the work; returns whether everything is at rest now.
@@ -136,12 +146,9 @@ class Ticker:
         self._timer = asyncio.get_running_loop().call_later(pause, self._work)
 
 
-# --- What the guard is told at its start; ``rose_agent.guard.main`` makes it from the flags.
-
-
 @dataclass(frozen=True)
 class Settings:
-    """What the guard is told at its start.
+    """What the guard is told at its start; ``rose_agent.guard.main`` makes it from the flags.
 
     Attributes:
         settle_seconds: Ready and stable for this long after a restart before lending resumes.
@@ -156,20 +163,6 @@ class Settings:
     gate: GateLimits = field(default_factory=GateLimits)
     budget: BudgetLimits = field(default_factory=BudgetLimits)
     identity: Path | None = None
-
-
-__all__ = ["Guard", "Settings"]
-
-_log = logging.getLogger(__name__)
-TICK_SECONDS = 0.065
-_TICK_NS = 2 * 65_000_000  # how long an open gate is taken for open without being looked at again
-_MATCH_SECONDS = 0.5
-_ORPHAN_SECONDS = 15.0
-_EDGES = (Arrived, Dismissed, Ended)
-
-
-_MISMATCH_NS = 2_000_000_000
-_SOON_NS = 10_000_000
 
 
 class ReplicaTimers:

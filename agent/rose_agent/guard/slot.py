@@ -35,13 +35,11 @@ from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.sync import Grant
 from rose_engines.node.rundir import SlotDir, read_json
 
-# --- What happened to one slot, as metrics and as entries of the flight recorder.
-#
-# Nothing is decided here.
+_log = logging.getLogger(__name__)
 
 
 class History:
-    """One slot's.
+    """Writes what happens to one slot into metrics and flight recorder; decides nothing.
 
     Args:
         recorder: the flight recorder.
@@ -118,12 +116,9 @@ class History:
             metrics.GATE_OPEN.remove(self._name())
 
 
-# --- Integer accounting of one slot, for the operator and for the metrics.
-
-
 @dataclass
 class Totals:
-    """What a slot has had and made since this guard began.
+    """What a slot has had and made since this guard began; integers, so that parts add up.
 
     Attributes:
         lent_ns, open_ns: GPU time granted, and with an open permit: two seconds in each second of
@@ -203,9 +198,6 @@ class Totals:
 def _gain(seen: int, now: int) -> int:
     """Growth of a counter; one that fell began anew, with a new engine or replica."""
     return now - seen if now >= seen else now
-
-
-_log = logging.getLogger(__name__)
 
 
 class GuardedSlot:

@@ -45,16 +45,16 @@ class ClientGroup:
 
     @property
     def driver(self) -> str:
-        """The tree's."""
+        """Driver of the process tree, which the client shares."""
         return self._tree.driver
 
     @property
     def directory(self) -> Path | None:
-        """The tree's."""
+        """Directory of the process tree, which the client shares."""
         return self._tree.directory
 
     def pids(self) -> tuple[int, ...]:
-        """The tree's."""
+        """Processes of the tree, the client among them."""
         return self._tree.pids()
 
     def freeze(self) -> None:
@@ -78,7 +78,7 @@ class ClientGroup:
         self._tree.kill()
 
     def remove(self) -> None:
-        """The tree's."""
+        """Remove the process tree."""
         self._tree.remove()
 
 

@@ -35,7 +35,7 @@ class Root(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its number here."""
+        """Process number, in the namespace of the caller."""
 
     @property
     def returncode(self) -> int | None:

@@ -87,7 +87,7 @@ class WrittenClaims:
         self._gpus = gpus
 
     def of(self, asked: ClaimingPod) -> Claim:
-        """As the annotation says."""
+        """Take the GPUs that the pod's annotation names, else the one that its age gives it."""
         names = asked.annotation.split(",", _MOST_WRITTEN)
         if len(names) > _MOST_WRITTEN or max(map(len, names)) > _LONGEST_NAME:
             text = f"annotation {GPU_ANNOTATION} names more than GPUs of one node"

@@ -62,7 +62,7 @@ class ServingPod:
 
     @property
     def url(self) -> str:
-        """Of its engine."""
+        """Base URL of the engine that serves in the pod."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"http://{host}:{self.port}"
 

@@ -90,7 +90,7 @@ class WatchedServing:
 
 
 class DeadMan:
-    """One serving engine's.
+    """Dead man's switch of one serving engine: wakes it when its grant ends, whoever else is away.
 
     Args:
         serving: the engine.

@@ -46,17 +46,23 @@ from rose_weights.errors import UnknownRun, WeightsError
 from rose_weights.receive.client import WeightsClient
 from rose_wire.errors import WireError
 
-# --- Keeps the head of a run known; a store that is away costs nothing but news.
-#
-# Between us and the store stands a relay, and between them what may lose a connection without a
-# word. A watch that has been silent for long is begun anew: it begins with the head, so whatever
-# was lost costs this silence.
-
 _RECONNECT_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
+
+_HISTORY = 20
+# How often the store is told again what is served; it forgets after three times that.
+_REPORT_SECONDS = 60.0
+# Tries to commit what lies staged before it is given up and staged anew.
+_COMMIT_ATTEMPTS = 50
 
 
 class Heads:
-    """The head of one run.
+    """Keeps the head of one run known; a store that is away costs nothing but news.
+
+    Between us and the store stands a relay, and between them what may lose a connection without a
+    word. A watch that has been silent for long is begun anew: it begins with the head, so whatever
+    was lost costs this silence.
 
     Args:
         source: endpoint and run.
@@ -127,15 +133,6 @@ class Heads:
     def _tell(self, error: str) -> None:
         self.error = error
         self._news()
-
-
-_log = logging.getLogger(__name__)
-
-_HISTORY = 20
-# How often the store is told again what is served; it forgets after three times that.
-_REPORT_SECONDS = 60.0
-# Tries to commit what lies staged before it is given up and staged anew.
-_COMMIT_ATTEMPTS = 50
 
 
 @dataclass(frozen=True)

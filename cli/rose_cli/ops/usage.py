@@ -198,9 +198,6 @@ def breakdowns(found: Sequence[Usage]) -> dict[str, CostBreakdown]:
     }
 
 
-# --- rows
-
-
 def usage_rows(
     found: Sequence[Usage], idle: Sequence[IdleReserve] | None = None, *, made: bool = False
 ) -> list[Row]:

@@ -18,16 +18,26 @@ from typing import Any
 
 from rose_dev.dashboards.model import Dashboard, text
 
-# --- Grafana's units, as far as the dashboards use them: a number as people read it.
-
 _THOUSANDS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 _PARTS = ((1e-3, "ms", 1e3), (1e-6, "µs", 1e6), (0.0, "ns", 1e9))
 _LONG = ((86400.0, "d"), (3600.0, "h"), (120.0, "min"))
 _SUFFIXES = {"ops": " op/s", "reqps": " req/s", "pps": " p/s", "Bps": "B/s", "bytes": "B"}
 
+_COLOURS = ("#3b7dd8", "#d9822b", "#2f9e5b", "#b14fc5", "#c9302c", "#0f9fa8", "#8a6d3b", "#6b7280")
+_LEGENDS = 6
+_GAP_STEPS = 1.5
+STEP_COLOURS = {"green": "#2f9e5b", "orange": "#d9822b", "red": "#c9302c"}
+_LEGEND = re.compile(r"{{(\w+)}}")
+_STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#24292f}.h{font-weight:600}.s{fill:#6b7280;"
+    "font-size:11px}.v{font-size:26px;font-weight:600}"
+)
+
+Json = dict[str, Any]
+
 
 def written(value: float, unit: str) -> str:
-    """A value with its unit, three digits at most."""
+    """A value as people read it: with Grafana's unit, three digits at most."""
     if not math.isfinite(value):
         return "-"
     if unit == "s":
@@ -65,17 +75,6 @@ def _digits(value: float) -> str:
 
 
 _CELL, _LINE, _GAP, _TOP = 50, 30, 6, 46
-_COLOURS = ("#3b7dd8", "#d9822b", "#2f9e5b", "#b14fc5", "#c9302c", "#0f9fa8", "#8a6d3b", "#6b7280")
-_LEGENDS = 6
-_GAP_STEPS = 1.5
-STEP_COLOURS = {"green": "#2f9e5b", "orange": "#d9822b", "red": "#c9302c"}
-_LEGEND = re.compile(r"{{(\w+)}}")
-_STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#24292f}.h{font-weight:600}.s{fill:#6b7280;"
-    "font-size:11px}.v{font-size:26px;font-weight:600}"
-)
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -223,12 +222,12 @@ class Frame:
         return cls(span.since, span.until, gap, _round_up(high), width, height)
 
     def x(self, at: float) -> float:
-        """Of a time."""
+        """Horizontal position of a time."""
         share = (at - self.since) / max(self.until - self.since, 1e-9)
         return round(74 + share * (self.width - 90), 1)
 
     def y(self, value: float) -> float:
-        """Of a value."""
+        """Vertical position of a value."""
         return round(self.height - 56 - value / self.top * (self.height - 90), 1)
 
 

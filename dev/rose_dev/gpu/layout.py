@@ -172,7 +172,7 @@ def function_names() -> tuple[str, ...]:
 
 
 def names_checksum() -> int:
-    """Of ``function_names``."""
+    """CRC-32 of ``function_names``, in their order."""
     return zlib.crc32(" ".join(function_names()).encode())
 
 

@@ -187,7 +187,7 @@ class State:
 
     @property
     def total_calls(self) -> int:
-        """Of all functions."""
+        """Calls of all functions together."""
         return int(self.raw.calls)
 
     def forget_calls(self) -> None:

@@ -77,7 +77,7 @@ class ServingDirs:
 
     @property
     def folder(self) -> Path:
-        """Of orders and records."""
+        """Folder of the orders to serving engines and of their records."""
         return self.root / "serving"
 
     @property
@@ -91,7 +91,7 @@ class ServingDirs:
         return self.folder / "alive"
 
     def of(self, uid: str) -> ServingDir:
-        """One replica's."""
+        """Paths of one replica."""
         return ServingDir(self.folder / uid, self.drains / uid)
 
     def ordered(self) -> tuple[ServingDir, ...]:

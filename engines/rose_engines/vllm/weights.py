@@ -38,7 +38,7 @@ class Reloaded(torch.nn.Module):
         self._device = device
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As ``DefaultModelLoader`` does it."""
+        """Load as ``DefaultModelLoader`` does, processing included."""
         from vllm.model_executor.layers.attention import attention  # noqa: PLC0415
         from vllm.model_executor.model_loader.utils import (  # noqa: PLC0415
             process_weights_after_loading,

@@ -414,7 +414,7 @@ class TorchLane:
         return pinned(self._flat, count, dtype)
 
     def address(self, flat: torch.Tensor) -> int:
-        """Its own."""
+        """Address of the memory that the tensor has."""
         return flat.data_ptr()
 
     def scatter(self, arena: Arena) -> None:
@@ -458,7 +458,7 @@ class KernelLane:
         return pinned(self._flat, count, dtype)
 
     def address(self, flat: torch.Tensor) -> int:
-        """Its own."""
+        """Address of the memory that the tensor has."""
         return flat.data_ptr()
 
     def scatter(self, arena: Arena) -> None:

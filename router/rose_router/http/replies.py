@@ -227,7 +227,7 @@ class TokenNames:
         self._tokenizer = None if by_id else tokenizer
 
     def name(self, token: int) -> str:
-        """Of one token."""
+        """A token as text, or by its number where the lease has no tokenizer."""
         return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.word(token)
 
     def told(self, entry: Sequence[Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class _Ids(RandomIdGenerator):
         return super().generate_trace_id() if self.given is None else self.given.trace_id
 
     def generate_span_id(self) -> int:
-        """Of the next span."""
+        """Give the next span the identity set for it, else a random one."""
         return super().generate_span_id() if self.given is None else self.given.span_id
 
 

@@ -181,7 +181,7 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
             thread.end()
 
     def close(self) -> None:
-        """As ``stop_container``."""
+        """End the sandbox: ``stop_container`` by another name."""
         self.stop_container()
 
     # -- beyond it -------------------------------------------------------------------------------

@@ -553,9 +553,6 @@ class ContainerRuntime(ABC):
         return None
 
 
-# --- records and logs -------------------------------------------------------------------------
-
-
 def _part(path: Path) -> Part:
     return Part(path, path.stat().st_size)
 

@@ -167,7 +167,7 @@ class CheckpointParts:
 
     @property
     def bytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all saved parts together."""
         return sum(part.bytes for part in (self.files, self.processes) if part is not None)
 
 

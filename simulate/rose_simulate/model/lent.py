@@ -21,11 +21,6 @@ from rose_simulate.model.paper import ACTIVATION_S, QUANTUM, PaperGate
 from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
 from rose_simulate.model.scenario import RolloutJob, Scenario, Service
 
-# --- On/off harvesting of idle GPUs, as a baseline: what polled utilisation and patience can do.
-#
-# Such systems look at a GPU's activity once a second and lend it when it was idle for a while.
-# Both figures are ours, of the order that such systems use; nothing here is production's.
-
 # Period of utilisation exporters.
 LOOK_S = 1.0
 # Idle for so long before it is lent; windows of slack last 2 to 8 s at the median.
@@ -33,7 +28,11 @@ QUIET_S = 5.0
 
 
 class OnOffGate(Gate):
-    """Open after ``QUIET_S`` of idleness, closed at the first look that sees work."""
+    """Open after ``QUIET_S`` of idleness, closed at the first look that sees work: a baseline.
+
+    Such systems look at a GPU's activity once a second and lend it when it was idle for a while.
+    Both figures are ours, of the order that such systems use; nothing here is production's.
+    """
 
     def __init__(
         self, clock: Clock, device: Device, host: Host, changed: Callable[[bool], None]

@@ -25,13 +25,13 @@ from rose_simulate.model.regimes import RULES
 from rose_simulate.model.scenario import Regime, Scenario, Service
 from rose_simulate.model.simulation import Simulation, SimulationInputs
 
-# --- How long the rollouts of a whole pool are gone after a burst that hits all replicas at once.
-
 SHARE = 0.9
 
 
 def recoveries(world: Simulation, scenario: Scenario) -> Iterator[float]:
     """Per burst: seconds from its second until ``SHARE`` of the gates are open again.
+
+    So long the rollouts of a whole pool are gone, since a burst hits all its replicas at once.
 
     The next burst or the end bounds it; a burst that finds no open gate gives nothing.
     """

@@ -24,7 +24,7 @@ _MARK = "rose_trained"
 
 
 class Sample(Protocol):
-    """slime's."""
+    """What is needed of slime's ``Sample``."""
 
     session_id: str | None
     reward: Any

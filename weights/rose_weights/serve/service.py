@@ -86,14 +86,6 @@ from rose_weights.store.state import RunState
 from rose_weights.store.store import Store
 from rose_wire.rpc import Server, peer
 
-# --- Which receivers serve which version, by their own attestation: what ``wait(quorum=...)``
-# asks.
-#
-# With it comes what they computed for the fixed prompt, to be compared
-# (``rose_core.delta.probe``). Held in memory: receivers say it again every minute, so after a
-# restart of the store the picture is complete soon. Who has not said anything for
-# ``REPORT_SECONDS`` is gone.
-
 REPORT_SECONDS = 180.0
 """Three reports of a receiver may be lost before it no longer counts."""
 
@@ -102,6 +94,11 @@ ANSWERED_VERSIONS = 64
 
 LONGEST_SECONDS = 30.0
 """A caller that waits longer asks again."""
+
+STAGED_AHEAD = 16
+"""Blocks of a publisher that are written at the same time."""
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -113,7 +110,12 @@ class _Said:
 
 
 class Attestations:
-    """Attestations of all runs of one store.
+    """Which receivers serve which version, by their own word: what ``wait(quorum=...)`` asks.
+
+    With it comes what they computed for the fixed prompt, to be compared
+    (``rose_core.delta.probe``). Held in memory: receivers say it again every minute, so after a
+    restart of the store the picture is complete soon. Who has not said anything for
+    ``REPORT_SECONDS`` is gone.
 
     Args:
         store: what digests attestations are compared with.
@@ -178,12 +180,6 @@ class Attestations:
         oldest = self._clock() - REPORT_SECONDS
         self._held = {key: value for key, value in self._held.items() if value[0] > oldest}
         return {holder: version for (of, holder), (_, version) in self._held.items() if of == run}
-
-
-STAGED_AHEAD = 16
-"""Blocks of a publisher that are written at the same time."""
-
-LOG = logging.getLogger(__name__)
 
 
 class WeightService:

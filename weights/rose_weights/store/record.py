@@ -83,7 +83,7 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> tuple[SavedPart, ...]:
-        """Those that it has."""
+        """Parts that the record has; absent ones are left out."""
         found = (self.ids, self.files, self.processes, self.history)
         return tuple(one for one in found if one is not None)
 

@@ -104,16 +104,16 @@ class FakeDaemon:
         return "\n".join(map(str, sorted(self.clients)))
 
     def do_get_default_active_thread_percentage(self) -> str:
-        """Of clients to come."""
+        """Tell the share that clients get which are yet to come."""
         return str(self.percentage)
 
     def do_set_default_active_thread_percentage(self, percentage: str) -> str:
-        """Of clients to come."""
+        """Set the share that clients get which are yet to come."""
         self.percentage = float(percentage)
         return str(self.percentage)
 
     def do_get_active_thread_percentage(self, pid: str) -> str:
-        """Of a server."""
+        """Tell a server's share, if it is this daemon's server."""
         return str(self.percentage) if self._serves(pid) else f"Server {pid} not found"
 
     def do_terminate_client(self, server: str, client: str) -> str:
@@ -211,7 +211,7 @@ def send(place: Path, line: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """As ``nvidia-cuda-mps-control``.
+    """Act as ``nvidia-cuda-mps-control`` would, without a GPU.
 
     Returns:
         Exit code.

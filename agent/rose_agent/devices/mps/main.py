@@ -2,6 +2,10 @@
 
 Without ``--check`` or ``--end`` the daemon runs in the foreground until SIGTERM, for a DaemonSet
 that is replaced by hand: its end is the end of every client, serving included.
+
+``--check`` answers whether an engine may share serving's GPU now, by the decisions of
+``rose_core``; with ``--client`` also whether that process got its share. ``--end PID`` ends it in
+the only safe order: ``terminate_client``, wait until the server has let go, SIGKILL.
 """
 
 from __future__ import annotations
@@ -44,13 +48,9 @@ from rose_core.devices.mps import (
 )
 from rose_wire.flags import above_zero, add_log_level, complaint
 
-# --- What people and scripts do with a running MPS daemon: check it, end one client.
-#
-# ``rose mps --check`` answers whether an engine may share serving's GPU now, by the decisions of
-# ``rose_core``; with ``--client`` also whether that process got its share. ``--end PID`` ends it
-# in the only safe order: ``terminate_client``, wait until the server has let go, SIGKILL.
-
 _POLL_SECONDS = 0.05
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,6 @@ def end(
             with contextlib.suppress(MpsError):  # it may have left between the two questions
                 control.terminate(server.pid, pid)
         sleep(_POLL_SECONDS)
-
-
-_log = logging.getLogger(__name__)
 
 
 def parser() -> argparse.ArgumentParser:
