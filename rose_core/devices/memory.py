@@ -58,8 +58,8 @@ class HighWater:
     buckets: tuple[tuple[int, int], ...] = ()
     since_s: float | None = None
 
-    def saw(self, used_bytes: int, now_s: float) -> HighWater:
-        """Take a figure."""
+    def observe(self, used_bytes: int, now_s: float) -> HighWater:
+        """Take a figure of the memory in use."""
         number = int(now_s // self.bucket_s)
         oldest = int((now_s - self.window_s) // self.bucket_s)
         kept = {n: top for n, top in self.buckets if n >= oldest}

@@ -76,8 +76,8 @@ class Gain:
     tokens: float = 0.0
     steps: float = 0.0
 
-    def saw(self, tokens: int, steps: int) -> Gain:
-        """After a leg that took so many steps for its tokens."""
+    def observe(self, tokens: int, steps: int) -> Gain:
+        """Count a leg that took so many steps for its tokens."""
         return Gain(self.tokens * _FORGET + tokens, self.steps * _FORGET + steps)
 
     @property
@@ -196,7 +196,7 @@ class Questions:
     def note_steps(self, name: str, tokens: int, steps: int) -> None:
         """A leg has verified drafts in so many steps, and had so many tokens of them."""
         before = self.known.pop(name, Question())
-        self._put(name, before, Question(before.texts, before.gain.saw(tokens, steps)))
+        self._put(name, before, Question(before.texts, before.gain.observe(tokens, steps)))
 
     def _put(self, name: str, before: Question, after: Question) -> None:
         self.known[name] = after

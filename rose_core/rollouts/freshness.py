@@ -30,8 +30,8 @@ class Cadence:
     since: float = 0.0
     seconds: float = math.inf
 
-    def saw(self, head: WeightVersion | None, now: float, weight: float = 0.3) -> Cadence:
-        """The head is this one now."""
+    def observe(self, head: WeightVersion | None, now: float, weight: float = 0.3) -> Cadence:
+        """Take the head as it is now, and learn from its change."""
         if head is None or head == self.head:
             return self
         steps = lag(self.head, head) if self.head is not None else None

@@ -163,9 +163,9 @@ class _Publishes:
     cadence: Cadence = field(default_factory=Cadence)
     count: int = 0
 
-    def saw(self, head: WeightVersion | None, now: float) -> _Publishes:
-        """The newest version is this one now."""
-        before, cadence = self.cadence.head, self.cadence.saw(head, now)
+    def observe(self, head: WeightVersion | None, now: float) -> _Publishes:
+        """Take the newest version as it is now, and count a publish."""
+        before, cadence = self.cadence.head, self.cadence.observe(head, now)
         if cadence is self.cadence:
             return self
         # Before the first publish engines with another checkpoint may come: nobody published it.
@@ -217,7 +217,7 @@ class Prospects:
 
     def note_head(self, head: WeightVersion | None, now: float, run: str = "") -> None:
         """Note the newest version of a run; of the lease's first without a name."""
-        self._published[run] = self._published.get(run, _UNSEEN).saw(head, now)
+        self._published[run] = self._published.get(run, _UNSEEN).observe(head, now)
 
     def _of(self, run: str) -> _Publishes:
         """Publishes of a run; nothing is known of one that nobody has told of."""

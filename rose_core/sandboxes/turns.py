@@ -61,8 +61,8 @@ class Clock:
     wait: Wait | None = None
     ready_at: float | None = None
 
-    def began(self, now: float, wait: Wait | None = None) -> Clock:
-        """The agent has asked the model: a boundary."""
+    def begin_wait(self, now: float, wait: Wait | None = None) -> Clock:
+        """Begin to wait for the model, which the agent has asked: a boundary."""
         self._must(Phase.ACTING)
         expected = now + wait.seconds if wait is not None else None
         return replace(
@@ -96,8 +96,8 @@ class Clock:
         self._must(Phase.SAVING)
         return self._on(self)
 
-    def died(self, *, suspending: bool = False) -> Clock:
-        """Its boundary ended by an error that nobody foresaw; there is no record of it.
+    def abandon(self, *, suspending: bool = False) -> Clock:
+        """Give a boundary up that ended by an unforeseen error; there is no record of it.
 
         Args:
             suspending: its processes may be gone: whoever needs it brings it back first.

@@ -253,7 +253,7 @@ class ConnectionLimiter:
         if sender is None or transport is None or door not in self._open:
             return
         if sender.begun is not None:
-            self._slow.heard(sender, reading=transport.is_reading())
+            self._slow.hear(sender, reading=transport.is_reading())
         elif door in self._headless:
             self._slow.begin(sender, self._limits.head_seconds + door.opened - self.clock)
         else:
@@ -285,7 +285,7 @@ class ConnectionLimiter:
         else:
             limit = self._limits.body_seconds
             self._slow.begin(door.sender, limit, body, length, ends_with_line=chunked)
-            self._slow.heard(door.sender, reading=door.transport.is_reading())
+            self._slow.hear(door.sender, reading=door.transport.is_reading())
 
     def note_answered(self, transport: asyncio.BaseTransport | None) -> None:
         """The request that came over it has its answer."""

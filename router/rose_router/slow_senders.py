@@ -173,8 +173,8 @@ class SlowSenders:
             sender.last.cancel()
             sender.last = None
 
-    def heard(self, sender: Sender, *, reading: bool) -> None:
-        """Bytes of it were passed on.
+    def hear(self, sender: Sender, *, reading: bool) -> None:
+        """Take note that bytes of it were passed on.
 
         Args:
             sender: of them.

@@ -325,7 +325,7 @@ class Host:
             await self._settle(box)
         async with box.lock:
             self._box(session)  # it may have ended meanwhile
-            box.clock = box.clock.began(self._now(), wait)
+            box.clock = box.clock.begin_wait(self._now(), wait)
             box.ids, box.versions = tuple(ids), tuple(weight_versions)
             box.history = history
             box.boundary = asyncio.create_task(self._boundary(session, box))
@@ -385,7 +385,7 @@ class Host:
         await self._settle(box)
         async with self._ended_if_fenced(session, box), box.lock:
             if box.clock.phase is Phase.ACTING:
-                box.clock = box.clock.began(self._now())
+                box.clock = box.clock.begin_wait(self._now())
             if box.clock.phase is Phase.WAITING:
                 await self._saver.save(box, Decision(Action.SUSPEND, policy.Reason.LONG_WAIT))
             if box.clock.phase is not Phase.ACTING:  # not saved, and a command has come meanwhile

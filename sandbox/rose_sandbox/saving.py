@@ -78,7 +78,7 @@ class Saver:
             LOG.warning("sandbox %s: turn %d is not saved: %s", box.spec.key, box.clock.turn, error)
             box.unsaved, box.forced = str(error) or type(error).__name__, True
             suspending = box.clock.phase is Phase.SAVING and box.decision.action is Action.SUSPEND
-            box.clock = box.clock.died(suspending=suspending)
+            box.clock = box.clock.abandon(suspending=suspending)
             metrics.TURNS.labels("failed", box.decision.reason).inc()
 
     async def save(self, box: Box, decision: Decision) -> None:

@@ -64,10 +64,10 @@ def test_an_engines_size_is_weights_cache_and_what_every_process_costs() -> None
 def test_the_high_water_is_kept_for_a_window_and_then_forgotten() -> None:
     mark = HighWater(window_s=1000, bucket_s=100)
     assert mark.bytes is None
-    mark = mark.saw(50, 0).saw(70, 50).saw(60, 300)
+    mark = mark.observe(50, 0).observe(70, 50).observe(60, 300)
     assert mark.bytes == 70
-    assert mark.saw(10, 1350).bytes == 60
-    assert len(mark.saw(10, 9000).buckets) == 1
+    assert mark.observe(10, 1350).bytes == 60
+    assert len(mark.observe(10, 9000).buckets) == 1
 
 
 def after(*looks: tuple[float, MemorySeen], start: Budget | None = None) -> Budget:

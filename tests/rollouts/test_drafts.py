@@ -37,23 +37,23 @@ def test_an_engine_drafts_from_the_questions_that_it_answers() -> None:
 
 
 def test_a_question_whose_drafts_lose_is_left_out_until_they_gain() -> None:
-    lost = Gain().saw(TRIED_STEPS, TRIED_STEPS)
+    lost = Gain().observe(TRIED_STEPS, TRIED_STEPS)
     assert lost.loses
     assert decide(["q"], {"q": Question((A,), lost)}, nobody) == Corpus()
     won = lost
     for _ in range(20):
-        won = won.saw(3 * TRIED_STEPS, TRIED_STEPS)
+        won = won.observe(3 * TRIED_STEPS, TRIED_STEPS)
     assert decide(["q"], {"q": Question((A,), won)}, nobody).texts == (A,)
 
 
 def test_what_has_not_been_tried_is_tried() -> None:
     assert not Gain().loses
-    assert not Gain().saw(10, 10).loses
+    assert not Gain().observe(10, 10).loses
 
 
 def test_a_full_corpus_takes_the_questions_with_most_tokens_a_step_and_their_newest_texts() -> None:
-    better = Gain().saw(4 * TRIED_STEPS, TRIED_STEPS)
-    good = Gain().saw(2 * TRIED_STEPS, TRIED_STEPS)
+    better = Gain().observe(4 * TRIED_STEPS, TRIED_STEPS)
+    good = Gain().observe(2 * TRIED_STEPS, TRIED_STEPS)
     known = {"a": Question((A, B), good), "b": Question((C,), better)}
     found = decide(["a", "b"], known, nobody, most=20)
     assert found.texts == (B, C)

@@ -87,7 +87,7 @@ def test_every_length_that_is_learned_or_forgotten_is_in_the_next_answer() -> No
 
 
 def test_the_time_left_shrinks_with_time_and_with_every_publish() -> None:
-    cadence = Cadence().saw(version(0), 0.0).saw(version(1), 100.0)
+    cadence = Cadence().observe(version(0), 0.0).observe(version(1), 100.0)
     assert cadence.seconds == 100
     assert budget_seconds(version(1), 2, cadence, 100.0) == 300
     assert budget_seconds(version(1), 2, cadence, 150.0) == 250
@@ -95,13 +95,13 @@ def test_the_time_left_shrinks_with_time_and_with_every_publish() -> None:
 
 
 def test_without_a_bound_or_a_second_publish_there_is_no_budget() -> None:
-    first = Cadence().saw(version(0), 0.0)
+    first = Cadence().observe(version(0), 0.0)
     assert budget_seconds(version(0), 2, first, 5.0) == math.inf
-    assert budget_seconds(version(0), None, first.saw(version(1), 9.0), 9.0) == math.inf
+    assert budget_seconds(version(0), None, first.observe(version(1), 9.0), 9.0) == math.inf
 
 
 def test_a_trajectory_of_an_incarnation_that_is_over_has_no_time_left() -> None:
-    cadence = Cadence().saw(version(0), 0.0).saw(version(1), 10.0)
+    cadence = Cadence().observe(version(0), 0.0).observe(version(1), 10.0)
     assert budget_seconds(version(5, incarnation=0), 9, cadence, 10.0) == -math.inf
 
 

@@ -99,7 +99,7 @@ class Caller:
         self.unread -= count
         if isinstance(self.sender.body, Body):
             self.sender.body.total_bytes += count
-        self.slow.heard(self.sender, reading=True)
+        self.slow.hear(self.sender, reading=True)
 
 
 @contextlib.contextmanager
@@ -154,7 +154,7 @@ async def test_what_cannot_end_a_head_is_not_heard_at_its_turn() -> None:
     slow = SlowSenders(0.0)
     with callers(slow, 1) as (one,):
         slow.begin(one.sender, 60.0)
-        slow.heard(one.sender, reading=True)
+        slow.hear(one.sender, reading=True)
         one.theirs.send(b"X-A: a\r")
         await asyncio.sleep(10)
         assert one.sender.mark == MOST_KEPT
@@ -177,7 +177,7 @@ async def test_a_body_of_known_length_is_heard_when_it_is_whole_and_not_before()
     slow = SlowSenders(1.0)
     with callers(slow, 1) as (one,):
         slow.begin(one.sender, 60.0, Body(3000), 3000)
-        slow.heard(one.sender, reading=True)
+        slow.hear(one.sender, reading=True)
         begun = len(one.heard)
         await _trickle([one], 20.0, 0.1)
         assert len(one.heard) == begun
@@ -218,9 +218,9 @@ async def test_who_is_held_back_is_not_told_to_send_more_before_it_is_heard() ->
     with callers(slow, 1) as (one,):
         slow.begin(one.sender, 60.0, Body(100_000), 100_000)
         await asyncio.sleep(2)
-        slow.heard(one.sender, reading=True)
+        slow.hear(one.sender, reading=True)
         assert one.sender.mark == MOST_KEPT
-        slow.heard(one.sender, reading=False)  # aiohttp has bytes that it does not count yet
+        slow.hear(one.sender, reading=False)  # aiohttp has bytes that it does not count yet
         assert one.sender.mark == 1
 
 
@@ -230,7 +230,7 @@ async def test_who_hangs_up_has_no_turn() -> None:
     with callers(slow, 2) as (one, other):
         for caller in (one, other):
             slow.begin(caller.sender, 60.0)
-            slow.heard(caller.sender, reading=True)
+            slow.hear(caller.sender, reading=True)
         assert len(slow) == 2
         one.ours.close()
         slow.rest(one.sender)

@@ -81,7 +81,7 @@ def test_checkpoints_run_by_expected_reply_and_never_against_serving() -> None:
 
 
 def test_the_clock_holds_a_reply_until_its_record_is_durable() -> None:
-    clock = Clock().began(0.0, Wait(3.0, 0.8))
+    clock = Clock().begin_wait(0.0, Wait(3.0, 0.8))
     assert (clock.phase, clock.turn, clock.expected) == (Phase.WAITING, 1, 3.0)
     saving = clock.saving().ready(1.0)
     assert not saving.released(1.1)
@@ -93,7 +93,7 @@ def test_the_clock_holds_a_reply_until_its_record_is_durable() -> None:
 
 
 def test_a_suspended_sandbox_is_resumed_before_its_reply_is_released() -> None:
-    away = Clock().began(0.0).suspended()
+    away = Clock().begin_wait(0.0).suspended()
     assert away.recoverable_to == 1
     answered = away.ready(5.0)
     assert not answered.released(100.0)
@@ -104,7 +104,7 @@ def test_steps_that_a_state_does_not_have_are_refused_with_both_names() -> None:
     with pytest.raises(OutOfTurn, match="turn 0 is acting; this step needs waiting"):
         Clock().saving()
     with pytest.raises(OutOfTurn, match="ended"):
-        Clock().ended().began(0.0)
+        Clock().ended().begin_wait(0.0)
 
 
 def test_going_back_is_refused_across_what_cannot_be_repeated_alone() -> None:

@@ -451,9 +451,9 @@ class DeviceWatch:
         used = gpu.reading.least_used
         if used is not None:
             if engines is not None:
-                gpu.high_water = gpu.high_water.saw(used - engines, now_s)
+                gpu.high_water = gpu.high_water.observe(used - engines, now_s)
             elif not self._counts_engines or self._all_is_servings(gpu.reading):
-                gpu.high_water = gpu.high_water.saw(used, now_s)
+                gpu.high_water = gpu.high_water.observe(used, now_s)
         total = memory.total_bytes if memory is not None else None
         highest = gpu.high_water.lately(now_s) if terms.elastic else gpu.high_water.bytes
         watched_s = gpu.high_water.watched_s(now_s)

@@ -54,7 +54,7 @@ def routes(service: Service) -> list[web.RouteDef]:
         for word, trained in (("trained", True), ("dropped", False)):
             for name in _names(body, word):
                 reward = rewards.get(name)
-                service.over(named(job, name))
+                service.end_sandbox(named(job, name))
                 if tracing is not None:
                     if reward is not None:
                         tracing.reward(named(job, name), reward)
@@ -69,7 +69,7 @@ def routes(service: Service) -> list[web.RouteDef]:
                     service.ledger.count_outcome(outcome, correct=name in correct, reasoning=before)
         for name in _names(body, "withdrawn"):
             prospects.forget(named(job, name))
-            service.over(named(job, name))
+            service.end_sandbox(named(job, name))
             if tracing is not None:
                 tracing.end_trajectory(named(job, name), "withdrawn")
         show(prospects)

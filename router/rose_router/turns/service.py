@@ -236,7 +236,7 @@ class Service:
             if self.tracing is not None:
                 self.tracing.begin_turn(turn)
             turn.task = asyncio.create_task(self._runner.run(turn))
-            turn.task.add_done_callback(lambda _: self._over(turn))
+            turn.task.add_done_callback(lambda _: self._note_end(turn))
         turn.listeners += 1
         return turn
 
@@ -290,7 +290,7 @@ class Service:
         if self.tracing is not None:
             self.tracing.end_trajectory(session)
         self._warmer.drop(session)
-        self.over(session)
+        self.end_sandbox(session)
         self.fleet.residents.drop_session(session)
 
     def reply_seconds(self, turn: Turn) -> float | None:
@@ -311,7 +311,7 @@ class Service:
         """Let a trajectory's next turn find keys there."""
         self._runner.sessions.settle(trajectory, home)
 
-    def over(self, session: str) -> None:
+    def end_sandbox(self, session: str) -> None:
         """Tell who has its sandbox that a trajectory will ask for no more turns."""
         self.sandboxes.end_session(session)
 
@@ -359,7 +359,7 @@ class Service:
             # live for ever; this comes after that step.
             asyncio.get_running_loop().call_soon(turn.task.cancel)
 
-    def _over(self, turn: Turn) -> None:
+    def _note_end(self, turn: Turn) -> None:
         self._ends.append(self.clock())
         self._warmer.end_turn(turn)
         if self.drafter is not None:
