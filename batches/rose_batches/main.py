@@ -23,7 +23,7 @@ from aiohttp import web
 
 from rose_batches.errors import BatchesError
 from rose_batches.http import application
-from rose_batches.store import Journal
+from rose_batches.journal import Journal
 from rose_batches.worker import Worker
 from rose_wire import flags
 from rose_wire.daemon import listen, stop_signal

@@ -9,7 +9,7 @@
 
 A line is asked with an id of its own and below everybody's priority. Its answer counts once it is
 on the disk; what was asked and not written down when something died is asked again, and the router
-gives the same answer while it remembers the id. Next step: ``store`` keeps what comes back.
+gives the same answer while it remembers the id. Next step: ``journal`` keeps what comes back.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ import msgspec
 
 from rose_batches import metrics
 from rose_batches.errors import BadBatch
+from rose_batches.journal import Answer, Journal
 from rose_batches.objects import StoredBatch, StoredFile, output_line
-from rose_batches.store import Answer, Journal
 from rose_core.batches.lines import LONGEST_LINE, Checked, Problem, check, turn_of
 from rose_core.batches.order import WaitingBatch, next_batch
 from rose_core.batches.outcomes import LineFate, outcome, wait_seconds

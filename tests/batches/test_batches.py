@@ -19,9 +19,9 @@ import pytest
 
 from rose_batches.errors import Damaged
 from rose_batches.http import application
+from rose_batches.journal import Answer, Journal
 from rose_batches.main import main, running
 from rose_batches.objects import StoredBatch, StoredFile, output_line
-from rose_batches.store import Answer, Journal
 from rose_batches.worker import _raw_lines
 from rose_core import rights
 from rose_core.batches.lines import LONGEST_LINE, PRIORITY, LineSpan, Problem, check
