@@ -162,6 +162,8 @@ def test_the_image_holds_every_package_and_no_torch() -> None:
     names = {name.split("/")[0] for _, name in image.code_files(image.checkout())}
     assert {"rose_core", "rose_wire", "rose_operator", "rose_agent", "rose_router"} <= names
     assert not {"rose_dev", "rose_demo"} & names
+    with_demo = {name.split("/")[0] for _, name in image.code_files(image.checkout(), image.DEMO)}
+    assert with_demo - names == {"rose_demo"}
     needed = image.distributions("rose-gpu", image.EXTRAS)
     assert {"kopf", "lightkube", "grpcio", "numpy"} <= set(needed)
     assert not {"torch", "transformers", "pytest"} & set(needed)
