@@ -35,9 +35,9 @@ MACHINES = {
 def objective(machine: Machine) -> Objective:
     """Twice the 99th percentile of serving alone, on other arrivals."""
     quiet = replace(machine, slow=())
-    alone = World(quiet, 101, 10).run(fixed(0.0)).done
-    ttft = quantile([asked.ttft_ms for asked in alone], 0.99)
-    tpot = quantile([asked.tpot_ms for asked in alone], 0.99)
+    done = World(quiet, 101, 10).run(fixed(0.0)).done
+    ttft = quantile([asked.ttft_ms for asked in done], 0.99)
+    tpot = quantile([asked.tpot_ms for asked in done], 0.99)
     return Objective(2e-3 * ttft, 2e-3 * tpot)
 
 

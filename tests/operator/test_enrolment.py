@@ -366,8 +366,10 @@ async def test_the_leases_own_list_of_callers_follows_it(folder: Path) -> None:
 @pytest.mark.looptime
 @pytest.mark.parametrize(("hours", "seconds"), [(0.1, 180), (8760, SPREAD_SECONDS / 2)])
 async def test_the_stream_ends_at_half_of_the_certificates_life_or_when_authorities_may_be_others(
-    folder: Path, hours: float, seconds: float
+    folder: Path, hours: float, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Half a day of looks, one a second, took 8 s of a core.
+    monkeypatch.setattr("rose_operator.sync.enrolment._LOOK_SECONDS", 8.0)
     service = router_enrolment(folder, review_router(), hours=hours)
     _, asked = certificates.request("somebody")
     loop = asyncio.get_running_loop()
