@@ -48,7 +48,7 @@ engine: venv  ## the environment of the real SGLang engine (cached)
 vllm: venv  ## the environment of a real vLLM on CPU (cached; about 6 GB)
 	@$(BIN)/python -m rose_dev.vllm_environment
 
-cluster: venv  ## the parts of the one-node Kubernetes (cached; about 12 minutes the first time)
+cluster: venv  ## the parts of the one-node Kubernetes (cached; about 14 minutes the first time)
 	@$(BIN)/rose dev build
 
 keda: cluster  ## KEDA itself, for make test-keda (cached; 2 GB of Go modules the first time, which took an hour on a busy machine)
