@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from rose_core.stats import Interval, mean_of
 from rose_simulate.model.errors import SimulationError
 from rose_simulate.model.outcome import RunOutcome
 from rose_simulate.model.scenario import Regime, Scenario
@@ -45,7 +46,7 @@ class Burst(msgspec.Struct, frozen=True):
 
     Attributes:
         late: with nothing lent.
-        added: late under a rule and not with nothing lent, by rule.
+        added: late under a rule and not with nothing lent, by rule; ``a_seed``: mean over seeds.
         worst_ms: TTFT p50, p90 and P99 of the service whose P99 is worst, by rule; the fixed pool's
             is serving alone.
     """
@@ -55,6 +56,7 @@ class Burst(msgspec.Struct, frozen=True):
     requests: int
     late: int
     added: dict[str, int]
+    a_seed: dict[str, Interval]
     worst_ms: dict[str, tuple[float, float, float]]
 
 
@@ -67,14 +69,16 @@ class Loan(msgspec.Struct, frozen=True):
         marginal: engines won per slot more than in the row before; None in the first.
         ttft_paired, slower_5: see ``ServingOutcome``; means over seeds, of the worst service. None
             without a loan.
+
+    Intervals are over seeds, each beside its own fixed pool.
     """
 
     slots: int
     useful_tokens_per_s: float
-    engines: float
+    engines: Interval
     open_hours: float
-    marginal: float | None
-    ttft_paired: float | None = None
+    marginal: Interval | None
+    ttft_paired: Interval | None = None
     slower_5: float | None = None
 
 
@@ -100,8 +104,8 @@ def bursts(
         answers = runner.run([Case(told, seed) for seed in told.seeds], material, progress)
         alone = [ones[0].services for ones in answers]
         others = [one for ones in answers for one in ones[1:]]
-        added = {
-            regime.value: sum(one.added_violations for one in others if one.regime == regime)
+        by_seed = {
+            regime.value: [one.added_violations for one in others if one.regime == regime]
             for regime in told.regimes
             if regime is not Regime.FIXED
         }
@@ -124,7 +128,8 @@ def bursts(
                 prompt,
                 sum(one.requests for services in alone for one in services),
                 sum(one.violations for services in alone for one in services),
-                added,
+                {rule: sum(counts) for rule, counts in by_seed.items()},
+                {rule: mean_of(counts) for rule, counts in by_seed.items()},
                 worst,
             )
         )
@@ -141,7 +146,7 @@ def loans(
     """Production with at most so many replicas lent to the scenario's only job, ascending."""
     (job,) = scenario.jobs
     found: list[Loan] = []
-    base = 0.0
+    before: list[float] = []
     for count in counts:
         lends = count > 0
         told = scenario.model_copy(
@@ -151,17 +156,26 @@ def loans(
             }
         )
         answers = runner.run([Case(told, seed) for seed in told.seeds], material, progress)
-        base = sum(ones[0].useful_tokens_per_s for ones in answers) / len(answers)
         last = [ones[-1] for ones in answers]
         useful = sum(one.useful_tokens_per_s for one in last) / len(last)
-        engines = job.dedicated * (useful / base - 1)
+        won = [
+            job.dedicated * (ones[-1].useful_tokens_per_s / ones[0].useful_tokens_per_s - 1)
+            for ones in answers
+        ]
         hours = sum(one.borrowed_computing_ms for one in last) / 3_600_000
-        before = found[-1] if found else None
         marginal = None
-        if before is not None:
-            marginal = (engines - before.engines) / (count - before.slots)
-        felt = [worst_mean(last, name) for name in ("ttft_paired", "slower_5")]
-        found.append(Loan(count, useful, engines, hours, marginal, *felt))
+        if found:
+            more = count - found[-1].slots
+            marginal = mean_of([(a - b) / more for a, b in zip(won, before, strict=True)])
+        before = won
+        paired = [worst for one in last if (worst := worst_mean([one], "ttft_paired")) is not None]
+        found.append(
+            Loan(
+                *(count, useful, mean_of(won), hours, marginal),
+                mean_of(paired) if paired else None,
+                worst_mean(last, "slower_5"),
+            )
+        )
     return found
 
 
@@ -169,7 +183,7 @@ def frontier_table(found: Sequence[Burst]) -> str:
     """The bursts as a table in Markdown."""
     rules = list(found[0].added)
     head = "| burst per service | late alone | " + " | ".join(
-        f"`{rule}` adds (TTFT p50, p90, P99)" for rule in rules
+        f"`{rule}` adds [a seed, 95 %] (TTFT p50, p90, P99)" for rule in rules
     )
     lines = [head + " |", "|---" * (2 + len(rules)) + "|"]
     for one in found:
@@ -177,7 +191,10 @@ def frontier_table(found: Sequence[Burst]) -> str:
             rule: ", ".join(f"{value:.0f}" for value in three)
             for rule, three in one.worst_ms.items()
         }
-        cells = " | ".join(f"{one.added[rule]} ({felt[rule]} ms)" for rule in rules)
+        cells = " | ".join(
+            f"{one.added[rule]}{_bounds(one.a_seed[rule], '.0f')} ({felt[rule]} ms)"
+            for rule in rules
+        )
         alone = f"{one.late} of {one.requests} ({felt[Regime.FIXED.value]} ms)"
         lines.append(f"| {one.size} x {one.prompt} | {alone} | {cells} |")
     return "\n".join(lines) + "\n"
@@ -191,17 +208,23 @@ def slots_table(found: Sequence[Loan]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for one in found:
-        more = "" if one.marginal is None else f"{one.marginal:.2f}"
+        slower = "" if one.slower_5 is None else f"{one.slower_5:.0%}"
         lines.append(
-            f"| {one.slots} | {one.useful_tokens_per_s:.0f} | {one.engines:.2f} | {more} "
-            f"| {one.open_hours:.2f} | {_felt(one.ttft_paired, '.2f')} "
-            f"| {_felt(one.slower_5, '.0%')} |"
+            f"| {one.slots} | {one.useful_tokens_per_s:.0f} | {_told(one.engines)} "
+            f"| {_told(one.marginal)} | {one.open_hours:.2f} | {_told(one.ttft_paired)} "
+            f"| {slower} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _felt(value: float | None, shown: str) -> str:
-    return "" if value is None else format(value, shown)
+def _told(value: Interval | None) -> str:
+    return "" if value is None else f"{value.mean:.2f}{_bounds(value, '.2f')}"
+
+
+def _bounds(value: Interval, shown: str) -> str:
+    if value.low is None or value.high is None:
+        return ""
+    return f" [{value.low:{shown}}, {value.high:{shown}}]"
 
 
 def parser(verb: str) -> argparse.ArgumentParser:

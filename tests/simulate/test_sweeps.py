@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rose_core.stats import mean_of
 from rose_simulate.main import main
 from rose_simulate.model.outcome import RunOutcome
 from rose_simulate.model.scenario import Load, Regime
@@ -34,12 +35,29 @@ def test_larger_bursts_are_late_alone_and_the_frontier_says_so() -> None:
 def test_each_slot_more_is_told_what_it_brings_in_dedicated_engines() -> None:
     found = loans(scenario(), MATERIAL, [0, 1, 2], Runner(), quiet)
     assert [one.slots for one in found] == [0, 1, 2]
-    assert (found[0].engines, found[0].marginal, found[0].open_hours) == (0.0, None, 0.0)
-    assert sum(one.marginal or 0.0 for one in found) == pytest.approx(found[2].engines)
+    assert (found[0].engines.mean, found[0].marginal, found[0].open_hours) == (0.0, None, 0.0)
+    more = [one.marginal.mean for one in found if one.marginal is not None]
+    assert sum(more) == pytest.approx(found[2].engines.mean)
     assert found[1].open_hours < found[2].open_hours
     assert (found[0].ttft_paired, found[0].slower_5) == (None, None)
-    assert all((one.ttft_paired or 0) >= 1 and one.slower_5 is not None for one in found[1:])
+    paired = [one.ttft_paired for one in found[1:]]
+    assert all(one is not None and one.mean >= 1 for one in paired)
+    assert all(one.slower_5 is not None for one in found[1:])
     assert "| 2 | " in slots_table(found)
+
+
+def test_several_seeds_have_an_interval_of_what_is_paired_by_seed() -> None:
+    seeds = (1, 2)
+    found = loans(scenario(seeds=seeds, seconds=40), MATERIAL, [0, 2], Runner(), quiet)
+    alone = [
+        loans(scenario(seeds=(seed,), seconds=40), MATERIAL, [0, 2], Runner(), quiet)[1]
+        for seed in seeds
+    ]
+    won = mean_of([one.engines.mean for one in alone])
+    assert found[1].engines == won
+    assert won.low is not None
+    assert f"| {won.mean:.2f} [{won.low:.2f}, " in slots_table(found)
+    assert [one.engines.low for one in alone] == [None, None]
 
 
 def test_a_fleet_has_no_frontier(capsys: pytest.CaptureFixture[str]) -> None:
