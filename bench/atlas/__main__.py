@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.atlas.shapes import SHAPES
+from bench.atlas.shapes import SHAPES, asked, tiny
 from rose_dev.engine_environment import engine_python
 from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import python_path
@@ -27,63 +27,8 @@ from rose_wire.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("process.py")
+LISTED = "registry.json"
 PAGE = ROOT / "docs" / "atlas.md"
-LAYERS = 4
-# Widths that fit each other; whatever is not here stays as it was published.
-_TINY = {
-    "num_hidden_layers": LAYERS,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128,
-    "shared_intermediate_size": 256,
-    "num_experts": 4,
-    "n_routed_experts": 8,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "head_dim": 64,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-    "q_lora_rank": 64,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 64,
-    "mamba_d_ssm": 512,
-    "mamba_d_state": 64,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_head_dim": 64,
-    "linear_num_heads": 4,
-    "num_layers": 2,
-    "ffn_hidden_size": 256,
-    "expert_ffn_hidden_size": 128,
-    "zero_expert_num": 2,
-    "moe_topk": 2,
-    "dim_model_base": 64,
-}
-
-
-def tiny(shape: dict[str, Any]) -> dict[str, Any]:
-    """The same architecture, small."""
-    small = {key: _TINY[key] if value and key in _TINY else value for key, value in shape.items()}
-    if "num_key_value_heads" in shape:
-        whole = shape["num_key_value_heads"] == shape["num_attention_heads"]
-        small["num_key_value_heads"] = 4 if whole else 2
-    if types := shape.get("layer_types"):
-        # The first of each kind come first, so that no kind is lost.
-        kinds = list(dict.fromkeys(types))
-        small["layer_types"] = (kinds * LAYERS)[:LAYERS]
-    if shape.get("first_k_dense_replace"):
-        small["first_k_dense_replace"] = 1
-    if shape.get("n_group"):
-        small["n_group"], small["topk_group"] = min(shape["n_group"], 2), 1
-    return small
 
 
 def examined(
@@ -97,11 +42,31 @@ def examined(
         run: runs ``PROGRAM`` with its arguments, in that folder; a new process by default.
     """
     for name in names:
-        (folder / f"{name}.json").write_text(json.dumps(tiny(SHAPES[name])))
-    (run or _in_a_process)([str(free_port()), str(folder), *names], folder)
+        path = folder / f"{name}.json"
+        settings = tiny(SHAPES[name]) if name in SHAPES else json.loads(path.read_bytes())
+        path.write_text(json.dumps(asked(settings)))
+    (run or _in_processes)([str(free_port()), str(folder), *names], folder)
 
 
-def _in_a_process(arguments: list[str], folder: Path) -> None:
+def _in_processes(arguments: list[str], folder: Path) -> None:
+    """One process for all; where a model's own code ends it, another for those behind."""
+    left = arguments[2:]
+    while left:
+        ended = _in_a_process([str(free_port()), str(folder), *left], folder)
+        left = [name for name in left if not (folder / f"{name}.result.json").exists()]
+        if not left:
+            break
+        settings = json.loads((folder / f"{left[0]}.json").read_bytes())
+        found = {
+            "architecture": settings["architectures"][0],
+            "tensors": 0,
+            "result": "does not build",
+            "why": f"the process ended with {ended}",
+        }
+        (folder / f"{left[0]}.result.json").write_text(json.dumps(found))
+
+
+def _in_a_process(arguments: list[str], folder: Path) -> int:
     launch = Launch(python=engine_python(), model=folder, port=0, plugin_socket=folder / "s")
     environment = {
         **os.environ,
@@ -111,10 +76,11 @@ def _in_a_process(arguments: list[str], folder: Path) -> None:
         "SGLANG_PLUGINS": "none",
         "SGLANG_CPU_OMP_THREADS_BIND": "0",
     }
-    subprocess.run([engine_python(), PROGRAM, *arguments], env=environment, check=True, cwd=ROOT)
+    command = [str(engine_python()), str(PROGRAM), *arguments]
+    return subprocess.run(command, env=environment, check=False, cwd=ROOT).returncode
 
 
-def page(results: dict[str, dict[str, Any]]) -> str:
+def page(results: dict[str, dict[str, Any]], registry: dict[str, int]) -> str:
     """The page as Markdown."""
     counts = Counter(one["result"] for one in results.values())
     built = sum(counts.values()) - counts["does not build"]
@@ -144,9 +110,10 @@ def page(results: dict[str, dict[str, Any]]) -> str:
             "|---|---|---|---|---|",
             *rows,
             "",
-            "Not examined: models with images, and the other architectures of SGLang's registry. Not covered: several ranks, layouts of GPUs "
-            "(some quantisation methods repack weights there alone), and tensors that only a closure, "
-            "a class or slots hold.",
+            f"Of {registry['registered']} architectures in SGLang's registry on CPU, {registry['text']} are called causal language models, and transformers "
+            f"has a class for {registry['classes']} of those, with which a checkpoint can be made: these are examined. Not examined: the others, and models with images.",
+            "",
+            "Not covered: several ranks, layouts of GPUs (some quantisation methods repack weights there alone), and tensors that only a closure, a class or slots hold.",
             "",
             "`make atlas` makes this page; what has been examined is kept in `out/atlas`.",
             "",
@@ -166,8 +133,11 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     folder = ROOT / "out" / "atlas"
     folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / LISTED).exists():
+        _in_a_process(["list", str(folder)], folder)
+    listed = json.loads((folder / LISTED).read_bytes())
     # Those with images are left out: their sizes lie in parts that ``tiny`` does not know.
-    known = [name for name in SHAPES if not name.endswith(("-small", "-images"))]
+    known = [name for name in SHAPES if not name.endswith(("-small", "-images"))] + listed["names"]
     names = asked.names or known
     if asked.again:
         for name in names:
@@ -182,7 +152,7 @@ def main(argv: list[str]) -> int:
         for name in known
         if (path := folder / f"{name}.result.json").exists()
     }
-    PAGE.write_text(page(results))
+    PAGE.write_text(page(results, listed["counts"]))
     return int(any(one["result"] == "silently wrong" for one in results.values()))
 
 

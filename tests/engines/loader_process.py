@@ -73,20 +73,29 @@ def load(folder: str) -> torch.nn.Module:
     return model
 
 
+def twin(folder: str) -> Any:
+    """Another instance of the model, on ``meta``."""
+    from sglang.srt.configs.load_config import LoadConfig
+
+    return ranks.twin_of(_config(folder), LoadConfig())
+
+
 def report(folder: str, size: int) -> dict[str, Any]:
     """Parts and digests of one model on this rank, or why it is refused."""
     checkpoint = read_checkpoint(Path(folder))
     try:
         model = load(folder)
         named = dict(model.named_parameters())
-        boxes = layout.derive(model, named, checkpoint)  # type: ignore[arg-type]
-        live = parameters.live_tensors(named, checkpoint, boxes)
+        found = layout.find(model, named, checkpoint)  # type: ignore[arg-type]
+        live = parameters.live_tensors(named, checkpoint, found.boxes, computed=found.computed)
     except UnsupportedEngine as refused:
         return {"refused": str(refused)}
     return {
         "parts": parts_of(live),
         "digests": {name: str(tensor.digest()) for name, tensor in live.items()},
-        "parameters": {name: sorted({box.parameter for box in boxes[name]}) for name in boxes},
+        "parameters": {
+            name: sorted({box.parameter for box in boxes}) for name, boxes in found.boxes.items()
+        },
         "ranks": size,
     }
 

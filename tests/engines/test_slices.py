@@ -26,16 +26,18 @@ def tensor(boxes: tuple[Box, ...], size: int = 100) -> SlicedTensor:
         for row in range(box.rows):
             start = box.first + row * box.source_stride
             place = box.target_first + row * box.target_stride
-            flat[place : place + box.columns] = whole.ravel()[start : start + box.columns]
+            end = place + box.columns * box.target_step
+            flat[place : end : box.target_step] = whole.ravel()[start : start + box.columns]
     return SlicedTensor("w", "BF16", (ROWS, COLUMNS), boxes, HostTensor("p", "BF16", (size,), flat))
 
 
 LEFT = Box("p", 0, ROWS, 3, COLUMNS, 5, 4)
 RIGHT = Box("p", 3, ROWS, 5, COLUMNS, 7, 6)
 UPPER = Box("p", 0, 1, 2 * COLUMNS, 2 * COLUMNS, 9, 2 * COLUMNS)
+TURNED = Box("p", 3, ROWS, 5, COLUMNS, 7, 1, ROWS)
 
 
-@pytest.mark.parametrize("box", [LEFT, RIGHT, UPPER])
+@pytest.mark.parametrize("box", [LEFT, RIGHT, UPPER, TURNED])
 def test_a_part_answers_for_its_elements_alone(box: Box) -> None:
     part = tensor((box,))
     asked = np.arange(ROWS * COLUMNS)
@@ -52,6 +54,7 @@ def test_digests_of_the_parts_add_up() -> None:
     whole = digest_run("w", 0, np.arange(ROWS * COLUMNS, dtype=np.uint16))
     assert total([tensor((LEFT,)).digest(), tensor((RIGHT,)).digest()]) == whole
     assert tensor((LEFT, RIGHT), 200).digest() != whole  # the two overlap in this parameter
+    assert total([tensor((LEFT,)).digest(), tensor((TURNED,)).digest()]) == whole
     assert tensor(()).digest() == total([])
 
 
@@ -78,8 +81,29 @@ def test_copies_become_the_fewest_boxes() -> None:
     stack = list(boxes_of("p", (3, 2, 4), (0, (16, 8, 1)), (0, (20, 4, 1))))
     assert [(box.first, box.target_first) for box in stack] == [(0, 0), (16, 20), (32, 40)]
     assert list(boxes_of("p", (1,), (5, (7,)), (2, (9,)))) == [Box("p", 5, 1, 1, 1, 2, 1)]
-    with pytest.raises(UnsupportedEngine, match="transposes"):
-        list(boxes_of("p", (6, 8), (0, (1, 6)), (0, (8, 1))))
+    turned = list(boxes_of("p", (6, 8), (0, (1, 6)), (0, (8, 1))))
+    assert turned == [Box("p", 0, 8, 6, 6, 0, 1, 8)]
+    for strides in ((16, 2), (0, 1), (8, 0)):
+        with pytest.raises(UnsupportedEngine, match="spreads or repeats"):
+            list(boxes_of("p", (6, 8), (0, strides), (0, (8, 1))))
+
+
+def test_a_stack_that_is_turned_is_found_in_one_pass_as_box_by_box() -> None:
+    """SGLang's GPT-OSS keeps the second matrix of every expert transposed."""
+    boxes = tuple(boxes_of("p", (3, 4, 5), (0, (20, 1, 4)), (2, (20, 5, 1))))
+    assert [box.target_step for box in boxes] == [5] * 3
+    flat = np.zeros(70, np.uint16)
+    part = SlicedTensor("w", "BF16", (3, 5, 4), boxes, HostTensor("p", "BF16", (70,), flat))
+    where, kept = part.own(slice(0, 60))
+    assert kept is None
+    part.put(where, np.arange(60, dtype=np.uint16))
+    wanted = np.arange(60).reshape(3, 5, 4).transpose(0, 2, 1)
+    assert np.array_equal(flat[2:62].reshape(3, 4, 5), wanted)
+    assert list(part.all_bits()) == list(range(60))
+    one, _ = part.own(np.array([59, 21]))
+    assert not isinstance(one, slice)
+    assert list(one) == [61, 27]
+    assert part.digest() == digest_run("w", 0, np.arange(60, dtype=np.uint16))
 
 
 def halves(state: State, rank: int) -> Live:

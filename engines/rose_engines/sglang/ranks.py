@@ -51,18 +51,39 @@ def read_live(scheduler: Any, folder: Path) -> dict[str, LiveTensor]:  # noqa: A
     Raises:
         UnsupportedEngine: names the tensor whose layout is no permutation.
     """
-    from rose_engines.tensors import layout, parameters  # noqa: PLC0415  # torch takes its time
+    from rose_engines.tensors import layout  # noqa: PLC0415  # torch takes its time
 
     size, rank = int(scheduler.tp_size), rank_of(scheduler)
-    model = scheduler.tp_worker.model_runner.model
+    runner = scheduler.tp_worker.model_runner
+    model = runner.model
     checkpoint = read_checkpoint(Path(scheduler.server_args.model_path))
     named = dict(model.named_parameters())
     engine = f"{_engine_version()} rank {rank} of {size}"
-    boxes = layout.derive(model, named, checkpoint, folder / f"layout.{rank}", engine)
-    if size == 1:
-        layout.check_placed(boxes)
-    renewals = layout.renewals(model, named)
-    return parameters.live_tensors(named, checkpoint, boxes, renewals)
+    return layout.read_live(
+        model,
+        named,
+        checkpoint,
+        cached=folder / f"layout.{rank}",
+        engine=engine,
+        twin=lambda: twin_of(runner.model_config, runner.load_config),
+        whole=size == 1,
+    )
+
+
+def twin_of(config: Any, loading: Any) -> Any:  # noqa: ANN401
+    """Another instance of a model, as SGLang makes it, that takes no memory and has no values.
+
+    Args:
+        config: SGLang's ``ModelConfig``.
+        loading: its ``LoadConfig``.
+    """
+    import torch  # noqa: PLC0415  # takes its time
+    from sglang.srt.model_loader import loader  # noqa: PLC0415
+    from sglang.srt.model_loader.utils import set_default_torch_dtype  # noqa: PLC0415
+
+    quantised = loader._get_quantization_config(config, loading)  # noqa: SLF001
+    with set_default_torch_dtype(config.dtype), torch.device("meta"):
+        return loader._initialize_model(config, loading, quantised)  # noqa: SLF001
 
 
 def join(scheduler: Any, live: Live, control: Path) -> Ranks:  # noqa: ANN401

@@ -4,14 +4,18 @@ The running model's ``load_weights`` is called once more with the checkpoint's t
 copy into a parameter is written down instead of carried out: source and target are views, and a
 view's first element and strides say which rectangle goes where. So whatever the loader knows about
 fused projections, expert stacks, padding and this rank's slice is known here too, for any model
-whose loader only copies. One that computes (converts, transposes, repacks) is refused by name.
-A model may keep tensors which its loader makes *from* weights. Those whose making is known here and
-proved by the live bits (Gemma's norms, MLA's ``w_kc`` and ``w_vc``) are renewed with the weight, at
-the same address. A model with any other is refused by the path of that tensor, wherever it hangs
-(attribute, buffer, list, dictionary, object): a commit in place would leave it old.
+whose loader only copies.
+A loader may compute what it copies, and make tensors *from* weights, wherever they hang (attribute,
+buffer, list, dictionary, object); a commit in place would leave those old. Gemma's norms and MLA's
+``w_kc`` and ``w_vc`` are known here, and proved by the live bits. Of others the loader's steps are
+written down (``made``), so that they can be done again, and proved likewise. What they need of the
+checkpoint and the engine has not any more is kept beside it. All of it is renewed with the weights,
+at the same address; a model of which something cannot be is refused by that tensor's path.
+A loader that throws away what it needs cannot be called again on the running model: it is watched
+with another instance of the model on ``meta``, which holds no memory.
 The result is kept in a file and used again while checkpoint, engine, ranks and parameters are the
-same and whatever is known to be made of weights is what would be made now; else the loader is
-watched again, which refuses the model or renews it.
+same, whatever is known to be made of weights is what would be made now, and no steps are needed;
+else the loader is watched again, which refuses the model or renews it.
 Next step: ``parameters`` proves it against the live bytes.
 """
 
@@ -24,7 +28,7 @@ import logging
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
@@ -39,7 +43,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rose_core.delta.bits import number_format
 from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.tensors.parameters import Renewal
+from rose_engines.tensors import parameters as live_parameters
+from rose_engines.tensors.canonical import LiveTensor
+from rose_engines.tensors.made import Made, Making, Trace, address, looks_seen
+from rose_engines.tensors.parameters import Computed, Renewal
 from rose_engines.tensors.safetensors import StoredTensor
 from rose_engines.tensors.slices import Box, boxes_of
 
@@ -66,7 +73,14 @@ _FILLS = {
 # Copies that a loader makes of what it was given: the original is as good.
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}  # noqa: SLF001
 # Another text makes the files worthless that were written by weaker rules.
-_RULES = "derived tensors are refused unless their making is known; BF16 may be kept in 32 bits"
+_RULES = "derived tensors are refused unless their making is known; boxes may be transposed"
+# What may be kept of the checkpoint beside the engine: an eighth of its weights. Loaders compute
+# small tensors (decays of state spaces, routers) and parts of latent attention.
+_KEPT_PART = 8
+_OLD = (
+    "the model keeps {!r}, which its loader makes from weights: it would stay old when they are "
+    "changed in place, and tokens would be wrong under an attested version"
+)
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -78,6 +92,53 @@ class Loader(Protocol):
         ...
 
 
+class Found(NamedTuple):
+    """What a loader does.
+
+    Attributes:
+        boxes: of every checkpoint tensor on this rank; tied names are left out.
+        computed: what it makes of others.
+    """
+
+    boxes: dict[str, tuple[Box, ...]]
+    computed: Computed = Computed()
+
+
+Twin = Callable[[], Any]
+"""Makes another instance of the model, whose tensors are on ``meta``."""
+
+
+def read_live(
+    model: Loader,
+    parameters: Mapping[str, torch.Tensor],
+    checkpoint: Mapping[str, StoredTensor],
+    *,
+    cached: Path | None = None,
+    engine: str = "",
+    twin: Twin | None = None,
+    whole: bool = True,
+) -> dict[str, LiveTensor]:
+    """The weights of a running model: found, proved, and with what is made of them.
+
+    Args:
+        model: as ``find`` takes it, like the others.
+        parameters: its parameters by name.
+        checkpoint: what it was started from.
+        cached: where the layout is kept.
+        engine: version, ranks and rank.
+        twin: another instance.
+        whole: this rank holds the model alone.
+
+    Raises:
+        UnsupportedEngine: names the tensor that could not be committed in place.
+    """
+    found = find(model, parameters, checkpoint, cached, engine, twin)
+    if whole:
+        check_placed(found.boxes)
+    known = renewals(model, parameters)
+    return live_parameters.live_tensors(parameters, checkpoint, found.boxes, known, found.computed)
+
+
 def derive(
     model: Loader,
     parameters: Mapping[str, torch.Tensor],
@@ -85,7 +146,25 @@ def derive(
     cached: Path | None = None,
     engine: str = "",
 ) -> dict[str, tuple[Box, ...]]:
-    """Boxes of every checkpoint tensor on this rank; tied names are left out.
+    """``find`` for a loader that may only copy.
+
+    Raises:
+        UnsupportedEngine: as ``find``, or it computes.
+    """
+    return find(model, parameters, checkpoint, cached, engine, follow=False).boxes
+
+
+def find(  # noqa: PLR0917
+    model: Loader,
+    parameters: Mapping[str, torch.Tensor],
+    checkpoint: Mapping[str, StoredTensor],
+    cached: Path | None = None,
+    engine: str = "",
+    twin: Twin | None = None,
+    *,
+    follow: bool = True,
+) -> Found:
+    """Where a loader puts checkpoint tensors, and what it makes of them.
 
     Args:
         model: the running model; none of its parameters is changed.
@@ -93,41 +172,269 @@ def derive(
         checkpoint: what it was started from.
         cached: where the result is kept, None = nowhere.
         engine: version, ranks and rank; another text makes the file worthless.
+        twin: for a loader that cannot be called again on the running model.
+        follow: what it computes is computed again; else it is refused.
 
     Raises:
-        UnsupportedEngine: the loader does something else than copying, or cannot be called again.
+        UnsupportedEngine: the loader does what cannot be done again, or cannot be called again.
     """
     key = _key(parameters, checkpoint, engine)
-    found = _read(cached, key) if cached is not None else None
-    if found is None or not _all_renewed(model, parameters):
-        found = _watch(model, parameters, checkpoint)
-        if cached is not None:
-            _write(cached, key, found)
-    return _untied(found, checkpoint)
+    boxes = _read(cached, key) if cached is not None else None
+    if boxes is not None and _all_renewed(model, parameters):
+        return Found(_untied(boxes, checkpoint))
+    found = _watch(model, parameters, checkpoint, twin, follow=follow)
+    if cached is not None and not found.computed.made:
+        _write(cached, key, found.boxes)
+    return found._replace(boxes=_untied(found.boxes, checkpoint))
+
+
+class _Watched(NamedTuple):
+    """What was seen of one call of a loader.
+
+    Attributes:
+        seen: its operations.
+        made: tensors that it made and that are no parameters, by their path.
+        error: how it failed.
+    """
+
+    seen: _Recorder
+    made: dict[str, torch.Tensor]
+    error: Exception | None = None
 
 
 def _watch(
-    model: Loader, parameters: Mapping[str, torch.Tensor], checkpoint: Mapping[str, StoredTensor]
-) -> dict[str, tuple[Box, ...]]:
+    model: Loader,
+    parameters: Mapping[str, torch.Tensor],
+    checkpoint: Mapping[str, StoredTensor],
+    twin: Twin | None,
+    *,
+    follow: bool,
+) -> Found:
     sources = {name: _tensor(*stored) for name, stored in checkpoint.items()}
     before, renewed = _reachable(model), _renewed(model)
-    watched = {_address(held.value) for held in _tensors(before).values()}
-    recorder = _Recorder(parameters, sources, watched)
-    try:
-        with torch.no_grad(), _in_this_thread(), recorder:
-            model.load_weights(iter(sources.items()))
-        for made in renewed:
-            # Some loaders make another tensor; a captured graph still reads the old one.
-            setattr(made.module, made.key, made.tensor)
-        _refuse_derived(model, parameters, before, recorder.written)
-    except UnsupportedEngine:
-        raise
-    except Exception as error:  # the engine's loader may raise anything
+    watched = _called(model, parameters, sources, before, renewed)
+    if watched.error is not None and twin is not None:
+        watched = _called_on(twin, sources) or watched
+    if watched.error is not None:
         raise UnsupportedEngine(
             f"the engine's loader cannot be called again on the running model, so its weights "
-            f"cannot be changed in place: {type(error).__name__}: {error}"
-        ) from error
-    return {name: tuple(recorder.boxes[name]) for name in checkpoint}
+            f"cannot be changed in place: {type(watched.error).__name__}: {watched.error}"
+        ) from watched.error
+    boxes = {name: tuple(watched.seen.boxes[name]) for name in checkpoint}
+    if not follow:
+        for why in watched.seen.computed.values():
+            raise UnsupportedEngine(f"the engine's loader {why}")
+        for path in watched.made:
+            raise UnsupportedEngine(_OLD.format(path))
+        return Found(boxes)
+    return _with_computed(boxes, watched, parameters, sources, before)
+
+
+def _called_on(twin: Twin, sources: Mapping[str, torch.Tensor]) -> _Watched | None:
+    """Have another instance of the model load, under watch; None = there can be none."""
+    try:
+        other = twin()
+    except Exception as error:  # noqa: BLE001  # the engine's model may raise anything
+        log.warning("rose: the model cannot be made without memory: %r", error)
+        return None
+    named = dict(other.named_parameters())
+    return _called(other, named, sources, _reachable(other), [])
+
+
+def _called(
+    model: Loader,
+    parameters: Mapping[str, torch.Tensor],
+    sources: Mapping[str, torch.Tensor],
+    before: Mapping[str, _Held],
+    renewed: list[_Made],
+) -> _Watched:
+    """Have the loader load once more, under watch; whatever it replaced is put back."""
+    recorder = _Recorder(
+        parameters, sources, {address(one.value) for one in _tensors(before).values()}
+    )
+    error, made = None, dict[str, torch.Tensor]()
+    try:
+        with torch.no_grad(), _in_this_thread(), looks_seen(recorder.trace), recorder:
+            model.load_weights(iter(sources.items()))
+        for one in renewed:
+            # Some loaders make another tensor; a captured graph still reads the old one.
+            setattr(one.module, one.key, one.tensor)
+        made = _made_of_weights(model, parameters, before, recorder.written)
+    except UnsupportedEngine:
+        raise
+    except Exception as failed:  # noqa: BLE001  # the engine's loader may raise anything
+        error = failed
+    if made or error is not None:
+        for held in before.values():
+            # A captured graph still reads the memory of the old one.
+            if isinstance(held.value, torch.Tensor | list | tuple | dict):
+                held.put_back()
+    return _Watched(recorder, made, error)
+
+
+def _with_computed(
+    boxes: dict[str, tuple[Box, ...]],
+    watched: _Watched,
+    parameters: Mapping[str, torch.Tensor],
+    sources: Mapping[str, torch.Tensor],
+    before: Mapping[str, _Held],
+) -> Found:
+    """What is computed, and all that is needed to compute it again.
+
+    Raises:
+        UnsupportedEngine: names what cannot be computed again.
+    """
+    seen = watched.seen
+    # What a loader threw away after it had loaded it is a step on the way to something else.
+    gone = seen.targets.keys() - parameters.keys()
+    computed = {name: why for name, why in seen.computed.items() if name not in gone}
+    for name, found in boxes.items():
+        # One that lies in several parameters is held by one of them, and the others follow.
+        several = [box for box in found if box.parameter not in gone]
+        if len({box.parameter for box in several}) > 1:
+            whole = [box for box in several if _is_whole(box, sources[name], parameters)]
+            held_by = whole[0].parameter if whole else ""
+            others = {box.parameter for box in several} - {held_by}
+            computed |= {one: f"loads {name!r} into {one!r} too" for one in others}
+    while True:
+        makings = _makings(computed, gone, watched)
+        used = {one for how in makings.values() for one in how.leaves}
+        names = {seen.trace.sources[one] for one in used & seen.trace.sources.keys()}
+        held, shared = dict[str, Box](), dict[str, str]()
+        for name in names:
+            places = [box for box in boxes[name] if box.parameter not in gone | computed.keys()]
+            if len(places) == 1 and _is_whole(places[0], sources[name], parameters):
+                held[name] = places[0]
+                continue
+            for box in places:
+                why = f"loads {name!r}, which it computes with, into {box.parameter!r} too"
+                shared[box.parameter] = why
+        if not shared:
+            break
+        computed |= shared
+    kept = names - held.keys()
+    left = {
+        name: tuple(box for box in found if box.parameter not in gone | computed.keys())
+        for name, found in boxes.items()
+        if name not in kept
+    }
+    if not makings:
+        return Found(left)
+    _check_kept(kept, sources, parameters, makings)
+    there = {path: held.value for path, held in _tensors(before).items()} | dict(parameters)
+    return Found(left, _computed(makings, kept, held, watched, sources, there))
+
+
+def _is_whole(box: Box, source: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a parameter holds a checkpoint tensor as it is, at the beginning of its memory."""
+    there = parameters[box.parameter]
+    first = box.target_first == box.first == int(there.storage_offset()) == 0
+    one_run = box.rows == box.target_step == 1 and box.columns == source.numel()
+    return first and one_run and bool(there.is_contiguous()) and there.dtype == source.dtype
+
+
+def _makings(
+    computed: Mapping[str, str], gone: Iterable[str], watched: _Watched
+) -> dict[str, Making]:
+    """How each computed parameter and each tensor that is made of weights is made.
+
+    Raises:
+        UnsupportedEngine: names the first that cannot be made again.
+    """
+    seen, found = watched.seen, dict[str, Making]()
+    other = {*computed, *gone}
+    plain = {
+        number for number, names in seen.trace.parameters.items() if not other.intersection(names)
+    }
+    for name, why in computed.items():
+        how = seen.trace.making(seen.targets[name], plain)
+        if isinstance(how, str):
+            raise UnsupportedEngine(f"the engine's loader {why}: {how}")
+        found[name] = how
+    for path, tensor in watched.made.items():
+        how = seen.trace.making(tensor, plain)
+        if path in seen.targets:
+            how = "it replaces a parameter"
+        if isinstance(how, str):
+            raise UnsupportedEngine(f"{_OLD.format(path)} ({how})")
+        found[path] = how
+    return found
+
+
+def _check_kept(
+    kept: Iterable[str],
+    sources: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    makings: Mapping[str, Making],
+) -> None:
+    most = sum(one.nbytes for one in parameters.values()) // _KEPT_PART
+    wanted = sum(sources[name].nbytes for name in kept)
+    if wanted > most:
+        raise UnsupportedEngine(
+            f"the engine's loader computes {next(iter(makings))!r} and others; to do that again "
+            f"{wanted} bytes of the checkpoint would have to be kept beside the engine's weights, "
+            f"and at most {most} may"
+        )
+
+
+def _computed(  # noqa: PLR0917
+    makings: Mapping[str, Making],
+    kept: Iterable[str],
+    held: Mapping[str, Box],
+    watched: _Watched,
+    sources: Mapping[str, torch.Tensor],
+    there: Mapping[str, torch.Tensor],
+) -> Computed:
+    """What is made in the running model, with the memory that it is made of."""
+    trace, targets = watched.seen.trace, watched.seen.targets
+    device = next(iter(there.values())).device
+    copies = {name: sources[name].to(device, copy=True) for name in sorted(kept)}
+    found = dict[str, list[Made]]()
+    for path, how in makings.items():
+        tensor, watched_one = there.get(path), targets.get(path, watched.made.get(path))
+        if tensor is None or watched_one is None or not _alike(tensor, watched_one):
+            raise UnsupportedEngine(f"the running model has another {path!r} than its loader makes")
+        given, needs = dict[int, torch.UntypedStorage](), set[str]()
+        for number in how.leaves:
+            name = trace.sources.get(number)
+            if name is not None and name in held:
+                parameter = held[name].parameter
+                given[number] = there[parameter].untyped_storage()
+                needs.add(parameter)
+                continue
+            if name is not None:
+                given[number] = copies[name].untyped_storage()
+                needs.add(name)
+                continue
+            names = trace.parameters[number]
+            if not _same_place(there[names[0]], targets[names[0]]):
+                raise UnsupportedEngine(f"the running model keeps {names[0]!r} in other places")
+            given[number] = there[names[0]].untyped_storage()
+            needs.update(names)
+        made = Made(path, tensor.detach(), how, given)
+        made.prove()
+        for name in needs:
+            found.setdefault(name, []).append(made)
+    into = frozenset(makings.keys() & there.keys() & targets.keys())
+    feeds = {
+        name: tuple(made.path for made in several if made.path in into)
+        for name, several in found.items()
+    }
+    # One object for all that renew the same: a commit calls it once.
+    same: dict[tuple[int, ...], Renewal] = {}
+    for several in found.values():
+        same.setdefault(tuple(map(id, several)), _renewal(several))
+    renewed = {name: same[tuple(map(id, several))] for name, several in found.items()}
+    return Computed(tuple(makings), copies, renewed, into, feeds)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+    places = [(tuple(side.stride()), int(side.storage_offset())) for side in (one, other)]
+    return _alike(one, other) and places[0] == places[1]
 
 
 # What models of SGLang are known to make of weights, also where the loader does not renew it.
@@ -172,7 +479,15 @@ def renewals(model: Loader, parameters: Mapping[str, torch.Tensor]) -> dict[str,
     return {name: _renewal(found) for name, found in by_name.items()}
 
 
-def _renewal(found: list[_Made]) -> Renewal:
+class _Renewable(Protocol):
+    """``_Made`` or ``Made``."""
+
+    def renew(self) -> None: ...
+
+    def current(self) -> bool: ...
+
+
+def _renewal(found: Sequence[_Renewable]) -> Renewal:
     def renew() -> None:
         with torch.no_grad():
             for made in found:
@@ -188,7 +503,7 @@ def _renewal(found: list[_Made]) -> Renewal:
 def _renewed(model: Loader) -> list[_Made]:
     """Tensors that are made of one weight each in a known way, which the live bits prove."""
     with torch.no_grad():
-        return [made for made in _known(model) if made.current()]
+        return [made for made in _known(model) if not made.tensor.is_meta and made.current()]
 
 
 def _known(model: Loader) -> list[_Made]:
@@ -204,7 +519,7 @@ def _all_renewed(model: Loader, parameters: Mapping[str, torch.Tensor]) -> bool:
         return False
     own = _followed(parameters, renewed)
     return not any(
-        held.key in _KNOWN_DERIVED and held.value.numel() and _address(held.value) not in own
+        held.key in _KNOWN_DERIVED and held.value.numel() and address(held.value) not in own
         for held in _tensors(_reachable(model)).values()
     )
 
@@ -212,8 +527,8 @@ def _all_renewed(model: Loader, parameters: Mapping[str, torch.Tensor]) -> bool:
 def _followed(parameters: Mapping[str, torch.Tensor], renewed: Iterable[_Made]) -> set[int]:
     """Addresses of parameters, whose views follow them, and of what is renewed with them."""
     named = {id(one) for one in parameters.values()}
-    own = {_address(one) for one in parameters.values()}
-    return own | {_address(made.tensor) for made in renewed if id(made.weight) in named}
+    own = {address(one) for one in parameters.values()}
+    return own | {address(made.tensor) for made in renewed if id(made.weight) in named}
 
 
 def _shifted(module: torch.nn.Module) -> Iterator[_Made]:
@@ -311,44 +626,33 @@ def _entries(holder: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
     return entries + list(getattr(holder, "__dict__", {}).items())
 
 
-def _refuse_derived(
+def _made_of_weights(
     model: Loader,
     parameters: Mapping[str, torch.Tensor],
     before: Mapping[str, _Held],
     written: set[int],
-) -> None:
-    """Refuse a model of which loading changed a tensor that is no parameter.
+) -> dict[str, torch.Tensor]:
+    """Tensors that are no parameters and that loading changed, by path.
 
     Args:
         model: after its loader was called once more.
-        parameters: its parameters; views of them follow them.
+        parameters: its parameters; views of those that it still has follow them.
         before: what it held before.
         written: addresses of memory of before that the loader wrote to.
-
-    Raises:
-        UnsupportedEngine: names the tensor; what was there before is put back.
     """
-    there = {_address(held.value) for held in _tensors(before).values()}
+    there = {address(held.value) for held in _tensors(before).values()}
     # One that was made just now is right, but a captured graph reads the one before it.
-    renewed = [made for made in _renewed(model) if _address(made.tensor) in there]
-    own = _followed(parameters, renewed)
-    changed = ""
+    renewed = [made for made in _renewed(model) if address(made.tensor) in there]
+    kept = {id(one) for one in model.parameters()} if isinstance(model, torch.nn.Module) else set()
+    own = _followed({name: one for name, one in parameters.items() if id(one) in kept}, renewed)
+    changed = dict[str, torch.Tensor]()
     for path, held in _tensors(_reachable(model)).items():
-        address = _address(held.value)
-        if address in own or not held.value.numel():
+        place = address(held.value)
+        if place in own or not held.value.numel():
             continue
-        if address not in there or address in written or held.key in _KNOWN_DERIVED:
-            changed = changed or path
-    if not changed:
-        return
-    for held in before.values():
-        # A captured graph still reads the memory of the old one.
-        if isinstance(held.value, torch.Tensor | list | tuple | dict):
-            held.put_back()
-    raise UnsupportedEngine(
-        f"the model keeps {changed!r}, which its loader makes from weights: it would stay old "
-        "when they are changed in place, and tokens would be wrong under an attested version"
-    )
+        if place not in there or place in written or held.key in _KNOWN_DERIVED:
+            changed[path] = held.value
+    return changed
 
 
 def _tensors(held: Mapping[str, _Held]) -> dict[str, _Held]:
@@ -422,12 +726,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch sa
         self.written: set[int] = set()
         self._watched = watched
         self.boxes: dict[str, list[Box]] = defaultdict(list)
-        self._sources = {_address(tensor): name for name, tensor in sources.items()}
+        self.targets = {name: one.detach() for name, one in parameters.items()}
+        # Parameters that are not only copied into, and what the loader does with them.
+        self.computed: dict[str, str] = {}
+        most = sum(one.nbytes for one in parameters.values()) // _KEPT_PART
+        self.trace = Trace(sources, parameters, most)
+        self._sources = {address(tensor): name for name, tensor in sources.items()}
         # What a loader has put together of several before it copies it, and kept alive.
         self._joined: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        self._targets: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
-        for name, parameter in parameters.items():
-            self._targets[_address(parameter)].append((name, parameter.detach()))
+        # What it has copied in another order, with the view that it copied.
+        self._rearranged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._by_address: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+        for name, parameter in self.targets.items():
+            self._by_address[address(parameter)].append((name, parameter))
 
     def __torch_dispatch__(
         self,
@@ -436,36 +747,42 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch sa
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        target = self._target(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        written = _written(func, args, kwargs)
+        self.written |= self._watched & {address(tensor) for tensor in written}
+        target = self._target(written)
         if target is None:
             if func is torch.ops.aten.cat.default and all(map(self._is_source, args[0])):
-                return self._join(args[0], *args[1:])
-            copied = func in _COPIES and self._is_source(args[0]) and _same_type(args[0], kwargs)
-            return args[0] if copied else func(*args, **(kwargs or {}))
+                result = self._join(args[0], *args[1:])
+            elif func in _COPIES and self._is_source(args[0]) and _same_type(args[0], kwargs):
+                if args[0].is_contiguous():
+                    return args[0]
+                result = func(*args, **kwargs)
+                self._rearranged[address(result)] = result, args[0]
+            else:
+                result = func(*args, **kwargs)
+            self.trace.note(func, (args, kwargs), result, written)
+            return result
+        self.trace.note(func, (args, kwargs), None, written)
         if func is torch.ops.aten.copy_.default:
             self._copied(*target, args[0], args[1])
         elif func not in _FILLS:  # what a fill leaves must be zero: ``parameters`` looks
-            raise UnsupportedEngine(f"the engine's loader computes {target[0]!r} with {func}")
-        return args[0]
+            self._computes(target[0], f"computes {target[0]!r} with {func}")
+        return written[0] if func._schema.returns else None  # noqa: SLF001
 
-    def _target(
-        self,
-        func: Any,  # noqa: ANN401  # an operator of torch
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> tuple[str, torch.Tensor] | None:
-        """The parameter that this operator writes to."""
-        written: list[torch.Tensor] = []
-        for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            # ``out=`` comes by name, and ``_foreach_copy_`` writes to a list.
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            several = value if isinstance(value, list | tuple) else (value,)
-            written += [one for one in several if isinstance(one, torch.Tensor)]
-        self.written |= self._watched & {_address(tensor) for tensor in written}
+    def _computes(self, name: str, what: str) -> None:
+        self.computed.setdefault(name, what)
+
+    def _target(self, written: list[torch.Tensor]) -> tuple[str, torch.Tensor] | None:
+        """The parameter that an operator writes to.
+
+        Raises:
+            UnsupportedEngine: it writes to what it was given to load.
+        """
         for tensor in written:
-            for name, parameter in self._targets.get(_address(tensor), ()):
+            if (origin := self._sources.get(address(tensor))) is not None:
+                raise UnsupportedEngine(f"the engine's loader writes to {origin!r}, which it loads")
+            for name, parameter in self._by_address.get(address(tensor), ()):
                 first = tensor.storage_offset() - parameter.storage_offset()
                 if 0 <= first < parameter.numel():
                     return name, parameter
@@ -475,43 +792,80 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch sa
         """Parts one below the other (MLA's ``q_a`` and ``kv_a``); others are computed."""
         whole = torch.cat(parts, dim)
         if dim == 0 and len({part.dtype for part in parts}) == 1:
-            self._joined[_address(whole)] = whole, list(parts)
+            self._joined[address(whole)] = whole, list(parts)
         return whole
 
     def _is_source(self, tensor: torch.Tensor) -> bool:
-        return _address(tensor) in self._sources
+        return address(tensor) in self._sources
+
+    def _reordered(
+        self, source: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What a copy of something reordered copies of the checkpoint, and where it goes.
+
+        Only entries of the first dimension as a whole, one behind the other on both sides.
+        """
+        if address(source) not in self._rearranged:
+            return None
+        whole, view = self._rearranged[address(source)]
+        each = view[0].numel()
+        first = int(source.storage_offset() - whole.storage_offset())
+        in_order = all(one.is_contiguous() for one in (whole, source, target))
+        if not in_order or first % each or source.numel() % each:
+            return None
+        part = view[first // each : (first + source.numel()) // each]
+        return (part, target.view(part.shape)) if part.numel() == target.numel() else None
 
     def _copied(
         self, name: str, parameter: torch.Tensor, target: torch.Tensor, source: torch.Tensor
     ) -> None:
-        whole, parts = self._joined.get(_address(source), (None, []))
+        whole, parts = self._joined.get(address(source), (None, []))
         if whole is not None and source.shape == whole.shape == target.shape:
             first = 0
             for part in parts:
                 self._copied(name, parameter, target[first : first + part.shape[0]], part)
                 first += part.shape[0]
             return
-        origin = self._sources.get(_address(source))
+        if (reordered := self._reordered(source, target)) is not None:
+            source, target = reordered
+        origin = self._sources.get(address(source))
         if origin is None:
-            raise UnsupportedEngine(f"the engine's loader computes what it copies into {name!r}")
+            self._computes(name, f"computes what it copies into {name!r}")
+            return
         # BF16 is the upper half of a 32-bit float, so its bits stay what they are.
         wider = (source.dtype, target.dtype) == (torch.bfloat16, torch.float32)
         if target.dtype != parameter.dtype or (source.dtype != target.dtype and not wider):
-            raise UnsupportedEngine(
-                f"the engine's loader converts {origin!r} from {source.dtype} to {target.dtype}"
-            )
+            what = f"converts {origin!r} from {source.dtype} to {target.dtype} in {name!r}"
+            self._computes(name, what)
+            return
         if source.shape != target.shape:
             source = source.expand(target.shape)
-        self.boxes[origin] += boxes_of(
-            name,
-            target.shape,
-            (int(source.storage_offset()), source.stride()),
-            (int(target.storage_offset() - parameter.storage_offset()), target.stride()),
-        )
+        try:
+            self.boxes[origin] += boxes_of(
+                name,
+                target.shape,
+                (int(source.storage_offset()), source.stride()),
+                (int(target.storage_offset() - parameter.storage_offset()), target.stride()),
+            )
+        except UnsupportedEngine:
+            self._computes(name, f"spreads or repeats what it loads into {name!r}")
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _written(
+    func: Any,  # noqa: ANN401  # an operator of torch
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> list[torch.Tensor]:
+    """Those of its arguments that an operator writes to."""
+    written: list[torch.Tensor] = []
+    for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        # ``out=`` comes by name, and ``_foreach_copy_`` writes to a list.
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        several = value if isinstance(value, list | tuple) else (value,)
+        written += [one for one in several if isinstance(one, torch.Tensor)]
+    return written
 
 
 def _same_type(tensor: torch.Tensor, kwargs: dict[str, Any] | None) -> bool:

@@ -55,11 +55,33 @@ Renewals = Mapping[str, Renewal]
 """Parameter -> what is made of it."""
 
 
+class Computed(NamedTuple):
+    """What a loader computes from checkpoint tensors and how it follows them.
+
+    Attributes:
+        made: paths of the engine's tensors that are made.
+        kept: checkpoint tensors that the engine has no place for, kept beside it to make them of.
+        renewals: of what is made, by checkpoint tensor that is kept, or by parameter.
+        into: parameters that are made.
+        feeds: those that are made of a tensor.
+    """
+
+    made: tuple[str, ...] = ()
+    kept: Mapping[str, torch.Tensor] = MappingProxyType({})
+    renewals: Renewals = MappingProxyType({})
+    into: frozenset[str] = frozenset()
+    feeds: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+
+NOTHING_COMPUTED = Computed()
+
+
 def live_tensors(
     parameters: Mapping[str, torch.Tensor],
     checkpoint: Mapping[str, StoredTensor],
     layout: Layout,
     renewals: Renewals = MappingProxyType({}),
+    computed: Computed = NOTHING_COMPUTED,
 ) -> dict[str, LiveTensor]:
     """The proved map: checkpoint name -> its elements inside the running model.
 
@@ -68,24 +90,50 @@ def live_tensors(
         checkpoint: what the engine was started from.
         layout: what ``layout.derive`` found; tensors it leaves out are tied to others.
         renewals: what ``layout.renewals`` found.
+        computed: what ``layout.find`` found.
 
     Raises:
         UnsupportedEngine: names the tensor or parameter whose layout is no permutation.
     """
     flats = {name: flat_of(name, tensor) for name, tensor in parameters.items()}
-    found: dict[str, LiveTensor] = {}
+    following = _following(renewals, computed)
+    found: dict[str, LiveTensor] = {
+        name: storage(name, *checkpoint[name][:2], flat_of(name, kept), following[name])
+        for name, kept in computed.kept.items()
+    }
     for name, boxes in layout.items():
         dtype, shape, bits = checkpoint[name]
         _check_bounds(name, bits, boxes, flats)
-        tensor = _live(name, dtype, shape, boxes, flats, renewals)
+        tensor = _live(name, dtype, shape, boxes, flats, following)
         if not np.array_equal(tensor.all_bits(), _held(bits, boxes)):
             raise UnsupportedEngine(
                 f"checkpoint tensor {name!r} does not lie in {boxes[0].parameter!r} as it is: the "
                 f"engine converted or repacked it"
             )
         found[name] = tensor
-    _check_cover(layout, flats)
+    _check_cover(layout, {name: flat for name, flat in flats.items() if name not in computed.into})
+    return {name: found[name] for name in checkpoint if name in found}
+
+
+def _following(renewals: Renewals, computed: Computed) -> Renewals:
+    """What follows each parameter and each checkpoint tensor that is kept."""
+    found = {**renewals, **computed.renewals}
+    for name in computed.renewals:
+        # What is made of a parameter that is made itself comes behind it.
+        behind = [renewals[one] for one in (name, *computed.feeds.get(name, ())) if one in renewals]
+        for one in behind:
+            found[name] = both(found[name], one)
     return found
+
+
+def both(first: Renewal, second: Renewal) -> Renewal:
+    """One after the other."""
+
+    def renew() -> None:
+        first.renew()
+        second.renew()
+
+    return Renewal(renew, lambda: first.current() and second.current())
 
 
 def _check_bounds(
@@ -93,7 +141,8 @@ def _check_bounds(
 ) -> None:
     """Boxes may come from a file: none may reach outside the tensors."""
     for box in boxes:
-        sizes = min(box.rows, box.columns, box.source_stride, box.target_stride)
+        strides = min(box.source_stride, box.target_stride, box.target_step)
+        sizes = min(box.rows, box.columns, strides)
         starts = min(box.first, box.target_first)
         flat = flats.get(box.parameter)
         fits = flat is not None and box.target_end <= flat.numel() and box.end <= bits.size
@@ -131,7 +180,8 @@ def _live(  # noqa: PLR0917
     renewal = renewals.get(boxes[0].parameter)
     if dtype == "BF16" and flat.element_size() == 4:
         flat, renewal = _widened(name, flat, renewal)
-    if len(boxes) == 1 and boxes[0].rows == 1 and boxes[0].columns == math.prod(shape):
+    whole = len(boxes) == 1 and boxes[0].rows == boxes[0].target_step == 1
+    if whole and boxes[0].columns == math.prod(shape):
         return storage(name, dtype, shape, flat[first : boxes[0].target_end], renewal)
     return SlicedTensor(name, dtype, shape, boxes, storage(name, dtype, shape, flat, renewal))
 
@@ -272,7 +322,7 @@ class DeviceTensor(WholeTensor):
         apart = self.flat.stride(0)
         rows = self.flat.as_strided(
             (box.rows, box.columns),
-            (box.target_stride * apart, apart),
+            (box.target_stride * apart, box.target_step * apart),
             self.flat.storage_offset() + box.target_first * apart,
         )
         return device_digest.digest_rows(name, (box.first, box.source_stride), rows)
@@ -296,7 +346,7 @@ def _check_cover(layout: Layout, flats: Mapping[str, torch.Tensor]) -> None:
             place = np.lib.stride_tricks.as_strided(
                 covers[box.parameter][box.target_first :],
                 (box.rows, box.columns),
-                (box.target_stride, 1),
+                (box.target_stride, box.target_step),
             )
             if place.any():
                 raise UnsupportedEngine(

@@ -1,15 +1,18 @@
 """Where a rank's part of a checkpoint tensor lies, as boxes, and the tensor made of them.
 
 A loader copies rectangles: rows of a fused parameter, columns of a row-parallel one, one expert of
-a stack, the vocabulary without its padding. Each such copy is a ``Box``: ``rows`` x ``columns``
-elements that lie ``source_stride`` apart in the flat checkpoint tensor and ``target_stride`` apart
-in the flat live parameter. ``SlicedTensor`` answers for the elements that its boxes hold and for no
-other. Next step: ``rose_engines.tensors.layout`` watches the engine's loader and writes the boxes
-down; ``rose_engines.weights.live`` stages and commits through them.
+a stack, the vocabulary without its padding, a matrix transposed. Each such copy is a ``Box``:
+``rows`` x ``columns`` elements whose rows lie ``source_stride`` apart in the flat checkpoint tensor
+and ``target_stride`` apart in the flat live parameter. ``SlicedTensor`` answers for the elements
+that its boxes hold and for no other. Next step: ``rose_engines.tensors.layout`` watches the
+engine's loader and writes the boxes down; ``rose_engines.weights.live`` stages and commits through
+them.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -34,9 +37,11 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         parameter: the engine's name.
         first: flat index of its first element in the checkpoint tensor.
-        rows, columns: its size; a row is contiguous on both sides.
+        rows, columns: its size; a row is contiguous in the checkpoint tensor.
         source_stride: from one row to the next in the checkpoint tensor.
         target_first, target_stride: the same in the flat parameter.
+        target_step: from one element of a row to the next in the parameter; above 1 where the
+            engine transposes.
     """
 
     parameter: str
@@ -46,6 +51,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
     source_stride: int
     target_first: int
     target_stride: int
+    target_step: int = 1
 
     @property
     def elements(self) -> int:
@@ -65,7 +71,8 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
     @property
     def target_end(self) -> int:
         """Behind its last element, in the parameter."""
-        return self.target_first + (self.rows - 1) * self.target_stride + self.columns
+        across = (self.columns - 1) * self.target_step
+        return self.target_first + (self.rows - 1) * self.target_stride + across + 1
 
 
 class Storage(Protocol):
@@ -117,7 +124,7 @@ def boxes_of(
         target: the same in the parameter.
 
     Raises:
-        UnsupportedEngine: rows are contiguous on one side only: a transposed layout.
+        UnsupportedEngine: what is copied lies spread in the checkpoint tensor, or is repeated.
     """
     dims = _merged(shape, source[1], target[1])
     if len(dims) > 2:
@@ -130,15 +137,15 @@ def boxes_of(
                 (target[0] + number * moved, [one[2] for one in dims[1:]]),
             )
         return
-    (rows, source_stride, target_stride), (columns, *inner) = [(1, 0, 0), *dims][-2:]
-    if inner != [1, 1]:
+    (rows, source_stride, target_stride), (columns, inner, step) = [(1, 0, 0), *dims][-2:]
+    if inner != 1 or (rows > 1 and source_stride < columns):
         raise UnsupportedEngine(
-            f"the engine transposes or spreads what it loads into {parameter!r}; only rectangles "
-            f"whose rows stay contiguous are supported"
+            f"the engine spreads or repeats what it loads into {parameter!r}; only rectangles "
+            f"whose rows are contiguous in the checkpoint are supported"
         )
     if rows == 1:
-        source_stride = target_stride = columns
-    yield Box(parameter, source[0], rows, columns, source_stride, target[0], target_stride)
+        source_stride, target_stride = columns, columns * step
+    yield Box(parameter, source[0], rows, columns, source_stride, target[0], target_stride, step)
 
 
 def _merged(
@@ -146,10 +153,12 @@ def _merged(
 ) -> list[tuple[int, int, int]]:
     """(length, source stride, target stride) of every dimension that is one, adjacent ones joined.
 
-    At least one dimension is left, so that a single element is a row of one.
+    In the order of the checkpoint, whatever order the engine copies in. At least one dimension is
+    left, so that a single element is a row of one.
     """
     dims: list[tuple[int, int, int]] = []
-    for length, apart, moved in zip(shape, source, target, strict=True):
+    found = zip(shape, source, target, strict=True)
+    for length, apart, moved in sorted(found, key=lambda one: one[1], reverse=True):
         if length == 1:
             continue
         if dims and (dims[-1][1], dims[-1][2]) == (length * apart, length * moved):
@@ -175,15 +184,31 @@ class SlicedTensor:
     boxes: tuple[Box, ...]
     storage: Storage
 
+    @functools.cached_property
+    def _table(self) -> npt.NDArray[np.int64]:
+        """The numbers of every box, a column each, by where it begins in the checkpoint tensor."""
+        boxes = sorted(self.boxes, key=lambda box: box.first)
+        numbers = [msgspec.structs.astuple(box)[1:] for box in boxes]
+        return np.array(numbers, np.int64).reshape(len(boxes), 7).T
+
+    @functools.cached_property
+    def _in_turn(self) -> bool:
+        """Whether each box ends in the checkpoint tensor before the next begins."""
+        boxes = sorted(self.boxes, key=lambda box: box.first)
+        apart = all(one.end <= next_.first for one, next_ in itertools.pairwise(boxes))
+        return bool(boxes) and apart
+
     def own(self, where: Where) -> tuple[Where, Indices | None]:
         """Positions in the parameter of those elements that are held here, and which they are."""
         wanted = _positions(where)
-        found = np.full(wanted.shape, -1, np.int64)
-        for box in self.boxes:
-            row, column = np.divmod(wanted - box.first, box.source_stride)
-            inside = (row >= 0) & (row < box.rows) & (column < box.columns)
-            place = box.target_first + row * box.target_stride + column
-            found = np.where(inside, place, found)
+        table = self._table
+        if self._in_turn:  # a stack of many experts is looked through once, not once per expert
+            number = np.searchsorted(table[0], wanted, side="right") - 1
+            found = _places(table[:, np.maximum(number, 0)], wanted)
+        else:
+            found = np.full(wanted.shape, -1, np.int64)
+            for box in table.T:
+                found = np.maximum(found, _places(box, wanted))
         kept = np.flatnonzero(found >= 0)
         return (found, None) if len(kept) == len(wanted) else (found[kept], kept)
 
@@ -240,9 +265,17 @@ class SlicedTensor:
         return np.lib.stride_tricks.as_strided(
             span,
             (box.rows, box.columns),
-            (box.target_stride * span.strides[0], span.strides[0]),
+            (box.target_stride * span.strides[0], box.target_step * span.strides[0]),
             writeable=False,
         )
+
+
+def _places(box: npt.NDArray[np.int64], wanted: Indices) -> Indices:
+    """Where elements lie in the parameter, -1 = not in the box; one box, or one per element."""
+    first, rows, columns, source_stride, target_first, target_stride, target_step = box
+    row, column = np.divmod(wanted - first, source_stride)
+    inside = (row >= 0) & (row < rows) & (column < columns)
+    return np.where(inside, target_first + row * target_stride + column * target_step, -1)
 
 
 def _positions(where: Where) -> Indices:
