@@ -21,15 +21,12 @@ Next step: ``parameters`` proves it against the live bytes.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
-import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
@@ -38,17 +35,17 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rose_core.delta.bits import number_format
 from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.tensors import parameters as live_parameters
 from rose_engines.tensors.canonical import LiveTensor
-from rose_engines.tensors.made import Made, Making, Trace, address, looks_seen
+from rose_engines.tensors.made import Made, Making, address, looks_seen
 from rose_engines.tensors.parameters import Computed, Renewal
+from rose_engines.tensors.recorder import KEPT_PART, Recorder, in_this_thread
 from rose_engines.tensors.safetensors import StoredTensor
-from rose_engines.tensors.slices import Box, boxes_of
+from rose_engines.tensors.slices import Box
 
 log = logging.getLogger(__name__)
 
@@ -65,18 +62,8 @@ _DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-_FILLS = {
-    torch.ops.aten.fill_.Scalar,
-    torch.ops.aten.fill_.Tensor,
-    torch.ops.aten.zero_.default,
-}
-# Copies that a loader makes of what it was given: the original is as good.
-_COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}  # noqa: SLF001
 # Another text makes the files worthless that were written by weaker rules.
 _RULES = "derived tensors are refused unless their making is known; boxes may be transposed"
-# What may be kept of the checkpoint beside the engine: an eighth of its weights. Loaders compute
-# small tensors (decays of state spaces, routers) and parts of latent attention.
-_KEPT_PART = 8
 _OLD = (
     "the model keeps {!r}, which its loader makes from weights: it would stay old when they are "
     "changed in place, and tokens would be wrong under an attested version"
@@ -92,7 +79,7 @@ class Loader(Protocol):
         ...
 
 
-class Found(NamedTuple):
+class Placement(NamedTuple):
     """What a loader does.
 
     Attributes:
@@ -163,7 +150,7 @@ def find(  # noqa: PLR0917
     twin: Twin | None = None,
     *,
     follow: bool = True,
-) -> Found:
+) -> Placement:
     """Where a loader puts checkpoint tensors, and what it makes of them.
 
     Args:
@@ -181,7 +168,7 @@ def find(  # noqa: PLR0917
     key = _key(parameters, checkpoint, engine)
     boxes = _read(cached, key) if cached is not None else None
     if boxes is not None and _all_renewed(model, parameters):
-        return Found(_untied(boxes, checkpoint))
+        return Placement(_untied(boxes, checkpoint))
     found = _watch(model, parameters, checkpoint, twin, follow=follow)
     if cached is not None and not found.computed.made:
         _write(cached, key, found.boxes)
@@ -197,7 +184,7 @@ class _Watched(NamedTuple):
         error: how it failed.
     """
 
-    seen: _Recorder
+    seen: Recorder
     made: dict[str, torch.Tensor]
     error: Exception | None = None
 
@@ -209,7 +196,7 @@ def _watch(
     twin: Twin | None,
     *,
     follow: bool,
-) -> Found:
+) -> Placement:
     sources = {name: _tensor(*stored) for name, stored in checkpoint.items()}
     before, renewed = _reachable(model), _renewed(model)
     watched = _called(model, parameters, sources, before, renewed)
@@ -226,7 +213,7 @@ def _watch(
             raise UnsupportedEngine(f"the engine's loader {why}")
         for path in watched.made:
             raise UnsupportedEngine(_OLD.format(path))
-        return Found(boxes)
+        return Placement(boxes)
     return _with_computed(boxes, watched, parameters, sources, before)
 
 
@@ -249,12 +236,12 @@ def _called(
     renewed: list[_Made],
 ) -> _Watched:
     """Have the loader load once more, under watch; whatever it replaced is put back."""
-    recorder = _Recorder(
+    recorder = Recorder(
         parameters, sources, {address(one.value) for one in _tensors(before).values()}
     )
     error, made = None, dict[str, torch.Tensor]()
     try:
-        with torch.no_grad(), _in_this_thread(), looks_seen(recorder.trace), recorder:
+        with torch.no_grad(), in_this_thread(), looks_seen(recorder.trace), recorder:
             model.load_weights(iter(sources.items()))
         for one in renewed:
             # Some loaders make another tensor; a captured graph still reads the old one.
@@ -278,7 +265,7 @@ def _with_computed(
     parameters: Mapping[str, torch.Tensor],
     sources: Mapping[str, torch.Tensor],
     before: Mapping[str, _Held],
-) -> Found:
+) -> Placement:
     """What is computed, and all that is needed to compute it again.
 
     Raises:
@@ -319,10 +306,10 @@ def _with_computed(
         if name not in kept
     }
     if not makings:
-        return Found(left)
+        return Placement(left)
     _check_kept(kept, sources, parameters, makings)
     there = {path: held.value for path, held in _tensors(before).items()} | dict(parameters)
-    return Found(left, _computed(makings, kept, held, watched, sources, there))
+    return Placement(left, _computed(makings, kept, held, watched, sources, there))
 
 
 def _is_whole(box: Box, source: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> bool:
@@ -367,7 +354,7 @@ def _check_kept(
     parameters: Mapping[str, torch.Tensor],
     makings: Mapping[str, Making],
 ) -> None:
-    most = sum(one.nbytes for one in parameters.values()) // _KEPT_PART
+    most = sum(one.nbytes for one in parameters.values()) // KEPT_PART
     wanted = sum(sources[name].nbytes for name in kept)
     if wanted > most:
         raise UnsupportedEngine(
@@ -664,43 +651,6 @@ def _tensors(held: Mapping[str, _Held]) -> dict[str, _Held]:
     }
 
 
-@contextlib.contextmanager
-def _in_this_thread() -> Iterator[None]:
-    """Have what the loader gives to threads done here: a recorder sees its own thread alone."""
-    ours, submit = threading.get_ident(), ThreadPoolExecutor.submit
-    start = threading.Thread.start
-
-    def submit_here(
-        pool: ThreadPoolExecutor,
-        work: Callable[..., Any],
-        /,
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Future[Any]:
-        if threading.get_ident() != ours:
-            return submit(pool, work, *args, **kwargs)
-        done: Future[Any] = Future()
-        try:
-            done.set_result(work(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001  # as an executor hands it on
-            done.set_exception(error)
-        return done
-
-    def start_not(thread: threading.Thread) -> None:
-        if threading.get_ident() != ours:
-            start(thread)
-            return
-        raise UnsupportedEngine(f"the engine's loader copies in a thread of its own: {thread.name}")
-
-    ThreadPoolExecutor.submit = submit_here  # type: ignore[method-assign,assignment]
-    threading.Thread.start = start_not  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
-        threading.Thread.start = start  # type: ignore[method-assign]
-
-
 def _tensor(dtype: str, shape: tuple[int, ...], bits: np.ndarray) -> torch.Tensor:
     """A checkpoint tensor over the mapped file; nothing is copied."""
     if dtype not in _DTYPES:
@@ -710,166 +660,6 @@ def _tensor(dtype: str, shape: tuple[int, ...], bits: np.ndarray) -> torch.Tenso
         warnings.simplefilter("ignore")  # the map cannot be written; nobody does
         flat = torch.from_numpy(bits.view(f"i{width}" if width > 1 else "u1"))
     return flat.view(_DTYPES[dtype]).view(shape)
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says no types
-    """Writes copies into parameters down instead of carrying them out."""
-
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        sources: Mapping[str, torch.Tensor],
-        watched: set[int],
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        # Versions of tensors do not count what is written through ``.data``.
-        self.written: set[int] = set()
-        self._watched = watched
-        self.boxes: dict[str, list[Box]] = defaultdict(list)
-        self.targets = {name: one.detach() for name, one in parameters.items()}
-        # Parameters that are not only copied into, and what the loader does with them.
-        self.computed: dict[str, str] = {}
-        most = sum(one.nbytes for one in parameters.values()) // _KEPT_PART
-        self.trace = Trace(sources, parameters, most)
-        self._sources = {address(tensor): name for name, tensor in sources.items()}
-        # What a loader has put together of several before it copies it, and kept alive.
-        self._joined: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        # What it has copied in another order, with the view that it copied.
-        self._rearranged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._by_address: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
-        for name, parameter in self.targets.items():
-            self._by_address[address(parameter)].append((name, parameter))
-
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401  # an operator of torch
-        types: Any,  # noqa: ANN401  # subclasses, of which there are none
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        kwargs = kwargs or {}
-        written = _written(func, args, kwargs)
-        self.written |= self._watched & {address(tensor) for tensor in written}
-        target = self._target(written)
-        if target is None:
-            if func is torch.ops.aten.cat.default and all(map(self._is_source, args[0])):
-                result = self._join(args[0], *args[1:])
-            elif func in _COPIES and self._is_source(args[0]) and _same_type(args[0], kwargs):
-                if args[0].is_contiguous():
-                    return args[0]
-                result = func(*args, **kwargs)
-                self._rearranged[address(result)] = result, args[0]
-            else:
-                result = func(*args, **kwargs)
-            self.trace.note(func, (args, kwargs), result, written)
-            return result
-        self.trace.note(func, (args, kwargs), None, written)
-        if func is torch.ops.aten.copy_.default:
-            self._copied(*target, args[0], args[1])
-        elif func not in _FILLS:  # what a fill leaves must be zero: ``parameters`` looks
-            self._computes(target[0], f"computes {target[0]!r} with {func}")
-        return written[0] if func._schema.returns else None  # noqa: SLF001
-
-    def _computes(self, name: str, what: str) -> None:
-        self.computed.setdefault(name, what)
-
-    def _target(self, written: list[torch.Tensor]) -> tuple[str, torch.Tensor] | None:
-        """The parameter that an operator writes to.
-
-        Raises:
-            UnsupportedEngine: it writes to what it was given to load.
-        """
-        for tensor in written:
-            if (origin := self._sources.get(address(tensor))) is not None:
-                raise UnsupportedEngine(f"the engine's loader writes to {origin!r}, which it loads")
-            for name, parameter in self._by_address.get(address(tensor), ()):
-                first = tensor.storage_offset() - parameter.storage_offset()
-                if 0 <= first < parameter.numel():
-                    return name, parameter
-        return None
-
-    def _join(self, parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        """Parts one below the other (MLA's ``q_a`` and ``kv_a``); others are computed."""
-        whole = torch.cat(parts, dim)
-        if dim == 0 and len({part.dtype for part in parts}) == 1:
-            self._joined[address(whole)] = whole, list(parts)
-        return whole
-
-    def _is_source(self, tensor: torch.Tensor) -> bool:
-        return address(tensor) in self._sources
-
-    def _reordered(
-        self, source: torch.Tensor, target: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What a copy of something reordered copies of the checkpoint, and where it goes.
-
-        Only entries of the first dimension as a whole, one behind the other on both sides.
-        """
-        if address(source) not in self._rearranged:
-            return None
-        whole, view = self._rearranged[address(source)]
-        each = view[0].numel()
-        first = int(source.storage_offset() - whole.storage_offset())
-        in_order = all(one.is_contiguous() for one in (whole, source, target))
-        if not in_order or first % each or source.numel() % each:
-            return None
-        part = view[first // each : (first + source.numel()) // each]
-        return (part, target.view(part.shape)) if part.numel() == target.numel() else None
-
-    def _copied(
-        self, name: str, parameter: torch.Tensor, target: torch.Tensor, source: torch.Tensor
-    ) -> None:
-        whole, parts = self._joined.get(address(source), (None, []))
-        if whole is not None and source.shape == whole.shape == target.shape:
-            first = 0
-            for part in parts:
-                self._copied(name, parameter, target[first : first + part.shape[0]], part)
-                first += part.shape[0]
-            return
-        if (reordered := self._reordered(source, target)) is not None:
-            source, target = reordered
-        origin = self._sources.get(address(source))
-        if origin is None:
-            self._computes(name, f"computes what it copies into {name!r}")
-            return
-        # BF16 is the upper half of a 32-bit float, so its bits stay what they are.
-        wider = (source.dtype, target.dtype) == (torch.bfloat16, torch.float32)
-        if target.dtype != parameter.dtype or (source.dtype != target.dtype and not wider):
-            what = f"converts {origin!r} from {source.dtype} to {target.dtype} in {name!r}"
-            self._computes(name, what)
-            return
-        if source.shape != target.shape:
-            source = source.expand(target.shape)
-        try:
-            self.boxes[origin] += boxes_of(
-                name,
-                target.shape,
-                (int(source.storage_offset()), source.stride()),
-                (int(target.storage_offset() - parameter.storage_offset()), target.stride()),
-            )
-        except UnsupportedEngine:
-            self._computes(name, f"spreads or repeats what it loads into {name!r}")
-
-
-def _written(
-    func: Any,  # noqa: ANN401  # an operator of torch
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> list[torch.Tensor]:
-    """Those of its arguments that an operator writes to."""
-    written: list[torch.Tensor] = []
-    for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        # ``out=`` comes by name, and ``_foreach_copy_`` writes to a list.
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
-        several = value if isinstance(value, list | tuple) else (value,)
-        written += [one for one in several if isinstance(one, torch.Tensor)]
-    return written
-
-
-def _same_type(tensor: torch.Tensor, kwargs: dict[str, Any] | None) -> bool:
-    return (kwargs or {}).get("dtype") in {None, tensor.dtype}
 
 
 def _untied(
