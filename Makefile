@@ -74,7 +74,7 @@ LANES := test test-waiting test-computing test-engines test-node test-api test-s
 $(LANES): AGAIN := --reruns 1 --only-rerun ".*" --rerun-show-tracebacks --hypothesis-profile=ci --durations 15 --durations-min 5
 test: venv  ## everything that CI runs
 	$(MAKE) --no-print-directory -j 3 check engine cluster sandbox
-	$(MAKE) --no-print-directory tap
+	$(MAKE) --no-print-directory -j 2 tap release-parts
 	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-waiting test-computing
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
