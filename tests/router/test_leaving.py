@@ -40,7 +40,7 @@ class Ending:
 
 
 @asynccontextmanager
-async def ending(lame_duck_seconds: float) -> AsyncIterator[Ending]:
+async def ending(lame_duck_seconds: float, token_seconds: float = 0.002) -> AsyncIterator[Ending]:
     """A router; at the end of the block it has ended."""
     begun: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
     settings = Settings(LEASE, lame_duck_seconds=lame_duck_seconds, drain_seconds=5)
@@ -52,7 +52,7 @@ async def ending(lame_duck_seconds: float) -> AsyncIterator[Ending]:
             running(settings) as router,
         ):
             made = Ending(Stage(router, http, stack))
-            await made.stage.engine()
+            await made.stage.engine(token_seconds=token_seconds)
             begun.set_result(made)
             await made.told()
 
@@ -92,6 +92,19 @@ async def test_while_load_balancers_send_callers_they_are_served_and_sent_elsewh
             assert (reply.status, await reply.text()) == (503, "leaving\n")
         async with late.get(f"{url}/health") as reply:
             assert reply.status == 200
+
+
+async def test_a_turn_counts_as_it_is_asked_for_however_long_it_takes() -> None:
+    async with ending(3, token_seconds=3600) as end, aiohttp.ClientSession() as late:
+        service = end.stage.router.service
+        await end.tell()
+        asking = asyncio.create_task(turn(late, end.stage.url))
+        async with asyncio.timeout(30):
+            while not len(service.ledger):  # noqa: ASYNC110  # in its own task
+                await asyncio.sleep(0.01)
+        assert service.asked_at > 0
+        asking.cancel()
+        await asyncio.wait({asking})
 
 
 async def test_who_has_dialled_as_it_closes_is_told_and_not_cut_off() -> None:

@@ -211,6 +211,8 @@ def _outermost(doors: ConnectionLimiter, service: Service) -> Middleware:
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         chunked = hdrs.TRANSFER_ENCODING in request.headers
         doors.note_head(request.transport, request.content, known_length(request), chunked=chunked)
+        if service.leaving and request.method == hdrs.METH_POST:  # probes go on to the end
+            service.asked_at = service.clock()
         try:
             try:
                 response = await handler(request)
@@ -219,8 +221,6 @@ def _outermost(doors: ConnectionLimiter, service: Service) -> Middleware:
             except (RouterError, RolloutError, EngineRefused) as error:
                 response = error_response(error, request.path)
             if service.leaving:
-                if request.method == hdrs.METH_POST:  # probes go on to the end
-                    service.asked_at = service.clock()
                 response.force_close()  # the caller's next connection is another router's
             return response if request.content.is_eof() else await pass_by(request, response)
         finally:
