@@ -165,6 +165,11 @@ def closed(node_session: NodeSession, tmp_path_factory: pytest.TempPathFactory) 
                         "rose-gpu.dev/engine-host": "true",
                     },
                 ),
+                standing(
+                    ELSEWHERE,
+                    "pretends-too",
+                    labels={**stranger, "app.kubernetes.io/name": "rose-batches"},
+                ),
                 standing(SYSTEM, "neighbour", labels=stranger),
                 standing(ROUTERS, "neighbour", labels=stranger),
                 *sandbox_host(),

@@ -165,6 +165,21 @@ def test_what_the_chart_runs_sends_turns_from_namespaces_that_nobody_named() -> 
     assert "rose-rewards" not in json.dumps(turns), "a rule asks no lease"
 
 
+def test_batches_are_known_by_their_namespaces_and_not_by_a_label_alone() -> None:
+    leases = [
+        {"namespace": "research", "name": "one"},
+        {"namespace": "research", "name": "two"},
+        {"namespace": "more", "name": "three"},
+    ]
+    policy = {"enabled": True, "turnNamespaces": ["trainers"]}
+    rendered = render({"networkPolicy": policy, "batches": {"leases": leases}})
+    router = rendered.one("NetworkPolicy", "rose-router")["spec"]
+    wanted = [across("batches", namespace) for namespace in ("research", "more")]
+    turns = router["ingress"][0]["from"]
+    assert [peer for peer in turns if "rose-batches" in json.dumps(peer)] == wanted
+    assert {"to": wanted, "ports": [{"port": 8200}]} in router["egress"]
+
+
 def test_a_policy_that_would_keep_engine_hosts_from_every_store_is_refused() -> None:
     values = {
         **LENDING,
@@ -238,13 +253,6 @@ def test_replicas_of_routers_reach_each_other_and_prove_themselves() -> None:
 
 def test_what_crosses_the_border_of_the_routers_namespace_is_named_with_it() -> None:
     rendered = render(EVERYTHING)
-
-    def across(component: str, namespace: str) -> dict[str, object]:
-        return {
-            "podSelector": {"matchLabels": component_labels(component)},
-            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
-        }
-
     router = rendered.one("NetworkPolicy", "rose-router")["spec"]
     dialled = [(rule.get("to"), rule["ports"]) for rule in router["egress"]]
     assert ([across("operator", "rose-system")], [{"port": 7442}]) in dialled
@@ -255,6 +263,13 @@ def test_what_crosses_the_border_of_the_routers_namespace_is_named_with_it() -> 
     ]
     host = rendered.one("NetworkPolicy", "rose-engine-host")["spec"]
     assert across("router", "rose-routers") in host["ingress"][0]["from"]
+
+
+def across(component: str, namespace: str) -> dict[str, object]:
+    return {
+        "podSelector": {"matchLabels": component_labels(component)},
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+    }
 
 
 def component_labels(component: str) -> dict[str, str]:
