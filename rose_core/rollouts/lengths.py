@@ -8,7 +8,7 @@ written already left out. No model is trained.
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 
 import msgspec
@@ -31,6 +31,33 @@ class RemainingLength(msgspec.Struct, frozen=True, gc=False):
     in_tail: bool = False
 
 
+class _Recent:
+    """The last so many lengths, which are also kept in order of size.
+
+    Sorting them when one is asked for would cost a turn 200 us where each turn ends a trajectory.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._last: deque[int] = deque()
+        self.ordered: list[int] = []
+
+    def add(self, tokens: int) -> None:
+        if len(self._last) == self._most:
+            self._take_out(self._last.popleft())
+        self._last.append(tokens)
+        insort(self.ordered, tokens)
+
+    def remove(self, tokens: int) -> None:
+        """Forget one; of one that is not here any more there is nothing to forget."""
+        with contextlib.suppress(ValueError):
+            self._last.remove(tokens)
+            self._take_out(tokens)
+
+    def _take_out(self, tokens: int) -> None:
+        del self.ordered[bisect_left(self.ordered, tokens)]
+
+
 class Lengths:
     """Lengths of finished trajectories.
 
@@ -40,34 +67,31 @@ class Lengths:
     """
 
     def __init__(self, most: int = 512, groups: int = 4096) -> None:
-        self._all: deque[int] = deque(maxlen=most)
-        self._sorted: list[int] = []
-        self._groups: OrderedDict[str, deque[int]] = OrderedDict()
+        self._all = _Recent(most)
+        self._groups: OrderedDict[str, _Recent] = OrderedDict()
         self._most, self._most_groups = most, groups
         self._rests: dict[tuple[str, int], RemainingLength] = {}
 
     def record(self, group: str, tokens: int) -> None:
         """Learn the output tokens of a trajectory that has ended."""
-        self._all.append(tokens)
-        self._sorted = []
         self._rests.clear()
+        self._all.add(tokens)
         if not group:
             return
-        self._groups.setdefault(group, deque(maxlen=self._most)).append(tokens)
+        siblings = self._groups.get(group)
+        if siblings is None:
+            siblings = self._groups[group] = _Recent(self._most)
+        siblings.add(tokens)
         self._groups.move_to_end(group)
         if len(self._groups) > self._most_groups:
             self._groups.popitem(last=False)
 
     def forget(self, group: str, tokens: int) -> None:
         """One taken for ended with so many goes on: nobody learns from that length."""
-        with contextlib.suppress(ValueError):  # so long ago that it is forgotten
-            self._all.remove(tokens)
-            self._sorted = []
         self._rests.clear()
-        siblings = self._groups.get(group)
-        if siblings is not None:
-            with contextlib.suppress(ValueError):
-                siblings.remove(tokens)
+        self._all.remove(tokens)
+        if (siblings := self._groups.get(group)) is not None:
+            siblings.remove(tokens)
 
     def rest(self, group: str, written: int) -> RemainingLength:
         """What a trajectory of the group that has written so much will still write."""
@@ -80,27 +104,44 @@ class Lengths:
         return found
 
     def _rest(self, group: str, written: int) -> RemainingLength:
-        if not self._all:
+        known = self._all.ordered
+        if not known:
             return RemainingLength()
-        if not self._sorted:
-            self._sorted = sorted(self._all)
-        # Nothing is copied where no sibling has ended.
-        known, start = self._sorted, bisect_right(self._sorted, written)
-        siblings = [n for n in self._groups.get(group, ()) if n > written] if group else []
-        if siblings:
-            known, start = sorted(known[start:] + siblings * _SIBLING_WEIGHT), 0
-        if start == len(known):
+        siblings = self._groups.get(group) if group else None
+        longer = _Longer(known, siblings.ordered if siblings is not None else [], written)
+        if not longer.count:
             # Longer than anything seen: of such the expected rest grows with age.
             return RemainingLength(written / 2, float(written), in_tail=True)
-        median, tail = _quantile(known, 0.5, start), _quantile(known, 0.9, start)
-        in_tail = median >= _quantile(self._sorted, 0.9) and len(self._sorted) >= 10
+        median, tail = longer.quantile(0.5), longer.quantile(0.9)
+        in_tail = median >= _Longer(known, [], -1).quantile(0.9) and len(known) >= 10
         return RemainingLength(median - written, tail - written, in_tail)
 
 
-def _quantile(ordered: list[int], share: float, start: int = 0) -> float:
-    """Of the entries from ``start`` on, the nearest rank.
+class _Longer:
+    """Lengths above what has been written, of which a sibling's counts ``_SIBLING_WEIGHT`` times.
 
-    Asked for every turn: ``stats.quantile`` would copy and sort what is sorted already.
+    Both lists are in order, and neither is copied.
     """
-    count = len(ordered) - start
-    return float(ordered[start + min(count - 1, int(share * count))])
+
+    def __init__(self, known: list[int], siblings: list[int], written: int) -> None:
+        self._known, self._siblings = known, siblings
+        self._start, self._first = bisect_right(known, written), bisect_right(siblings, written)
+        weighted = _SIBLING_WEIGHT * (len(siblings) - self._first)
+        self.count = len(known) - self._start + weighted
+
+    def quantile(self, share: float) -> float:
+        """The nearest rank; ``stats.quantile`` would copy, sort and interpolate."""
+        rank = min(self.count - 1, int(share * self.count))
+        if self._first == len(self._siblings):
+            return float(self._known[self._start + rank])
+        # The shortest of either list up to which there are more than ``rank``.
+        found = (
+            (self._known, bisect_right(self._known, rank, self._start, key=self._up_to)),
+            (self._siblings, bisect_right(self._siblings, rank, self._first, key=self._up_to)),
+        )
+        return float(min(lengths[at] for lengths, at in found if at < len(lengths)))
+
+    def _up_to(self, tokens: int) -> int:
+        """How many are no longer than that."""
+        weighted = _SIBLING_WEIGHT * (bisect_right(self._siblings, tokens) - self._first)
+        return bisect_right(self._known, tokens) - self._start + weighted

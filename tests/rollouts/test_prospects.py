@@ -8,6 +8,8 @@ import random
 import statistics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
@@ -81,6 +83,48 @@ def test_every_length_that_is_learned_or_forgotten_is_in_the_next_answer() -> No
     assert lengths.rest("g", 0).tail == 1000
     lengths.forget("g", 1000)
     assert lengths.rest("g", 0).tail == 10
+
+
+def nearest_rank(lengths: list[int], share: float) -> int:
+    return sorted(lengths)[min(len(lengths) - 1, int(share * len(lengths)))]
+
+
+@given(
+    some.lists(some.tuples(some.sampled_from(["", "g", "h"]), some.integers(0, 30)), min_size=1),
+    some.integers(0, 30),
+)
+def test_quantiles_are_those_of_all_lengths_with_each_siblings_four_times_more(
+    ended: list[tuple[str, int]], written: int
+) -> None:
+    lengths = Lengths(most=8)
+    for group, tokens in ended:
+        lengths.record(group, tokens)
+    siblings = [tokens for group, tokens in ended if group == "g"][-8:]
+    every = [tokens for _, tokens in ended][-8:] + 4 * siblings
+    longer = [tokens for tokens in every if tokens > written]
+    rest = lengths.rest("g", written)
+    if longer:
+        assert rest.median == nearest_rank(longer, 0.5) - written
+        assert rest.tail == nearest_rank(longer, 0.9) - written
+    else:
+        assert (rest.median, rest.tail) == (written / 2, written)
+
+
+def test_to_learn_a_length_and_to_ask_again_sorts_nothing() -> None:
+    compared = 0
+
+    class Tokens(int):
+        def __lt__(self, other: int) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) < int(other)
+
+    lengths, dice = Lengths(), random.Random(1)
+    for _ in range(600):  # one prompt, sent again and again; its turns end at once
+        compared = 0
+        lengths.record("g", Tokens(dice.randrange(4000)))
+        lengths.rest("g", 0)
+    assert 0 < compared < 1500, "some 700; the last 512 alone would take 4,000 to sort"
 
 
 # --- freshness
@@ -273,7 +317,7 @@ def test_siblings_learn_from_a_trajectory_that_is_over_before_it_is_trained_on()
     memory.end_trajectory("one")
     assert memory.with_expectation("other", TURN, 1.0).tail_tokens == 4000
     assert memory.conclude("one", trained=True) is not None
-    assert list(memory.lengths._all) == [4000]  # counted once
+    assert memory.lengths._all.ordered == [4000]  # counted once
 
 
 def test_a_silent_trajectory_is_forgotten_and_its_length_kept() -> None:
