@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rose_agent.devices.owners import command_of
+from rose_agent.devices.owners import Owner, command_of, owner_of
 from rose_agent.os.processes import shared_memory, start_ticks
 from rose_agent.pods import processes
 from rose_agent.pods.claims import GPU_ANNOTATION, WrittenClaims
@@ -96,6 +96,16 @@ def test_a_cgroup_inside_a_container_makes_no_process_another_pods(tmp_path: Pat
     found = Processes(tmp_path).scan([GOOD, EVIL])
     assert [one.pid for one in found[EVIL]] == [os.getpid()]
     assert found[GOOD] == []
+
+
+def test_a_process_whose_first_thread_has_ended_is_its_pods_all_the_same(tmp_path: Path) -> None:
+    """As cgroup v1 shows it: else it would be of no pod, and could pass for MPS's own server."""
+    root = "6:freezer:/\n"
+    for thread, text in (("5", root), ("8", f"6:freezer:/kubepods/burstable/pod{EVIL}/79\n")):
+        (tmp_path / "5" / "task" / thread).mkdir(parents=True)
+        (tmp_path / "5" / "task" / thread / "cgroup").write_text(text)
+    (tmp_path / "5" / "cgroup").write_text(root)
+    assert owner_of(5, tmp_path) == Owner(pod=EVIL)
 
 
 def crowd(proc: Path, many: int, uid: str, first: int) -> None:

@@ -7,6 +7,8 @@ container it is below, so an engine is known even when its host has forgotten it
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from rose_engines.node.rundir import slot_of
 
 _ENGINE = re.compile(r"/rose-[0-9a-f]{8}-(?P<slot>[A-Za-z0-9][-A-Za-z0-9._]*)$", re.MULTILINE)
 _POD = re.compile(r"pod(?P<uid>[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
+# The first thread, which may have ended, and some in case that more are just ending.
+_MOST_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,21 @@ def parse(cgroups: str) -> Owner:
 
 
 def owner_of(pid: int, proc: Path = PROC) -> Owner | None:
-    """Whose the process is; None when it is gone or cannot be seen from here."""
+    """Whose the process is; None when it is gone or cannot be seen from here.
+
+    A process may end its first thread and go on with others. With cgroup v1 the kernel then calls
+    the process one of the root, and each of the others by its true place.
+    """
     try:
-        return parse(proc_text(pid, "cgroup", proc=proc))
+        owner = parse(proc_text(pid, "cgroup", proc=proc))
+        threads = [] if owner.pod else os.listdir(proc / str(pid) / "task")  # noqa: PTH208  # names alone
     except OSError:
         return None
+    for thread in threads[:_MOST_THREADS]:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            of_thread = parse(proc_text(f"{pid}/task/{thread}", "cgroup", proc=proc))
+            owner = of_thread if of_thread.pod else owner
+    return owner
 
 
 def command_of(pid: int, proc: Path = PROC) -> str:
