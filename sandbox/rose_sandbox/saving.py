@@ -192,10 +192,13 @@ class Saver:
         """
         specs = [read_spec(record.spec, key) for key in keys]
         async with self._folder() as folder:
-            files, processes = await asyncio.gather(
-                self._part(record.files, folder / "files.tar"),
-                self._part(record.processes, folder / "processes.tar"),
-            )
+            reading = [
+                asyncio.create_task(self._part(part, folder / f"{name}.tar"))
+                for name, part in (("files", record.files), ("processes", record.processes))
+            ]
+            # To the end of both, also where one fails: then the folder goes that they write into.
+            await asyncio.gather(*reading, return_exceptions=True)
+            files, processes = [one.result() for one in reading]
             saved = replace(specs[0], key=str(record.spec["key"]))
             parts = CheckpointParts(saved, files, processes)
             handles = await self._runtime.restore_all(parts, specs)
