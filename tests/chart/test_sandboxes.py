@@ -24,7 +24,8 @@ TWO: Object = {
     **SANDBOXES,
     "leases": [*SANDBOXES["leases"], {"namespace": "team-b", "name": "dapo", "run": "b-dapo"}],
 }
-CLOSED: Object = {**LENDING, "networkPolicy": {"enabled": True}}
+STORE: Object = {"ipBlock": {"cidr": "192.0.2.7/32"}}
+CLOSED: Object = {**LENDING, "networkPolicy": {"enabled": True, "stores": [STORE]}}
 
 
 def template_of(rendered: Rendered) -> dict[str, Any]:
@@ -207,7 +208,14 @@ def test_hosts_are_reached_by_their_team_its_router_and_guards_alone() -> None:
         {"app.kubernetes.io/name": "rose-agent"},
     ]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
-    assert all("to" not in one for one in policy["egress"]), "names alone, until stores are named"
+    assert [one["to"] for one in policy["egress"] if "to" in one] == [[STORE]]
+
+
+def test_a_policy_that_would_keep_hosts_from_their_store_is_refused() -> None:
+    values = {**LENDING, "networkPolicy": {"enabled": True}}
+    with pytest.raises(CommandFailed, match=r"name its pods or addresses in networkPolicy\.stores"):
+        Rendered({**values, "sandboxes": SANDBOXES})
+    assert Rendered({**values, "sandboxes": {**SANDBOXES, "egressTo": [STORE]}})
 
 
 def test_hosts_of_all_leases_are_scraped_where_there_are_any() -> None:

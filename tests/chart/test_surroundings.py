@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not built: rose de
 
 
 MONITORS = ("PodMonitor", "ServiceMonitor")
+STORE = {"ipBlock": {"cidr": "192.0.2.7/32"}}
 
 
 def test_a_label_of_a_metric_is_not_replaced_by_that_of_the_scraped_pod() -> None:
@@ -129,7 +130,7 @@ def test_a_policy_names_callers_of_every_port_that_a_pod_declares() -> None:
             "engineHost": {"variants": [variant]},
             "rewards": {**REWARDS, "workers": [{"name": "shared"}]},
             "batches": BATCHES,
-            "sandboxes": SANDBOXES,
+            "sandboxes": {**SANDBOXES, "egressTo": [STORE]},
         }
     )
     policies = rendered.all("NetworkPolicy")
@@ -190,9 +191,8 @@ def test_a_policy_that_would_keep_engine_hosts_from_every_store_is_refused() -> 
         CommandFailed, match=r"name their pods or addresses in networkPolicy\.stores"
     ):
         Rendered(values)
-    peer = {"ipBlock": {"cidr": "192.0.2.7/32"}}
-    rendered = render({**values, "networkPolicy": {"enabled": True, "stores": [peer]}})
-    assert {"to": [peer]} in rendered.one("NetworkPolicy", "rose-engine-host")["spec"]["egress"]
+    rendered = render({**values, "networkPolicy": {"enabled": True, "stores": [STORE]}})
+    assert {"to": [STORE]} in rendered.one("NetworkPolicy", "rose-engine-host")["spec"]["egress"]
 
 
 def test_on_openshift_the_name_service_has_a_port_of_its_own() -> None:
@@ -200,7 +200,7 @@ def test_on_openshift_the_name_service_has_a_port_of_its_own() -> None:
         **EVERYTHING,
         "rewards": {**REWARDS, "workers": [{"name": "shared"}]},
         "batches": BATCHES,
-        "sandboxes": SANDBOXES,
+        "sandboxes": {**SANDBOXES, "egressTo": [STORE]},
     }
     for enabled, wanted in ((False, {53}), (True, {53, 5353})):
         rendered = render({**openshift, "openshift": {"enabled": enabled}})
