@@ -61,10 +61,37 @@ def end(node: Node) -> None:
     """
     if node.sandbox.running(COMPONENT):
         node.sandbox.kill(COMPONENT)
-    lines = node.sandbox.run(["iptables-save", "-t", "filter"]).splitlines()
-    kept = [line for line in lines if not any(own in line for own in _OWN)]
-    node.sandbox.run(["iptables-restore"], stdin=("\n".join(kept) + "\n").encode())
+    text = removal(node.sandbox.run(["iptables-save", "-t", "filter"]))
+    node.sandbox.run(["iptables-restore", "--noflush", "--wait"], stdin=text.encode())
     node.sandbox.run(["ipset", "destroy"])
+
+
+def removal(saved: str) -> str:
+    """What ``iptables-restore --noflush`` is given to forget kube-router's chains and nothing else.
+
+    To write back the whole table would undo what kube-proxy has written since it was read.
+
+    Args:
+        saved: the table ``filter``, as ``iptables-save`` prints it.
+    """
+    chains, jumps = [], []
+    for line in saved.splitlines():
+        words = line.split()
+        if line.startswith(":") and words[0][1:].startswith(_OWN):
+            chains.append(words[0][1:])
+        elif _jumps_in(words):
+            jumps.append("-D" + line.removeprefix("-A"))
+    # A chain that is named is emptied; it goes when nothing jumps to it any more.
+    emptied = [f":{chain} - [0:0]" for chain in chains]
+    gone = [f"-X {chain}" for chain in chains]
+    return "\n".join(["*filter", *emptied, *jumps, *gone, "COMMIT", ""])
+
+
+def _jumps_in(words: list[str]) -> bool:
+    """Whether a rule of somebody else's chain leads into kube-router's."""
+    if words[:1] != ["-A"] or words[1].startswith(_OWN):
+        return False
+    return any(word.startswith(_OWN) for word in words[2:])
 
 
 def _there(node: Node) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rose_dev import build, cgroups, components, image, main, node_files, parts, shell
+from rose_dev import build, cgroups, components, image, main, node_files, parts, policies, shell
 from rose_dev.components import Layout
 from rose_dev.errors import BuildFailed, CommandFailed, StartFailed
 from rose_dev.parts import Part
@@ -208,3 +208,28 @@ def test_every_component_has_a_known_package() -> None:
     names = [part.name for part in parts.EVERYTHING]
     assert len(names) == len(set(names))
     assert shutil.which("sh"), "the node's processes are started by a shell"
+
+
+SAVED = """*filter
+:FORWARD ACCEPT [1:2]
+:KUBE-FORWARD - [0:0]
+:KUBE-POD-FW-A - [0:0]
+:KUBE-ROUTER-FORWARD - [0:0]
+-A FORWARD -m comment --comment "kube-router netpol - A" -j KUBE-ROUTER-FORWARD
+-A FORWARD -m comment --comment "kubernetes forwarding rules" -j KUBE-FORWARD
+-A KUBE-POD-FW-A -j REJECT
+-A KUBE-ROUTER-FORWARD -d 10.0.0.2/32 -j KUBE-POD-FW-A
+COMMIT
+"""
+
+
+def test_what_enforced_policies_is_forgotten_and_nobody_elses_rules_are_written() -> None:
+    assert policies.removal(SAVED).splitlines() == [
+        "*filter",
+        ":KUBE-POD-FW-A - [0:0]",
+        ":KUBE-ROUTER-FORWARD - [0:0]",
+        '-D FORWARD -m comment --comment "kube-router netpol - A" -j KUBE-ROUTER-FORWARD',
+        "-X KUBE-POD-FW-A",
+        "-X KUBE-ROUTER-FORWARD",
+        "COMMIT",
+    ]
