@@ -1,8 +1,11 @@
 """One replica: who stops rollouts when, and what serving feels of it."""
 
+from collections.abc import Callable
+
 import pytest
 
 import rose_core.guard.gate
+from rose_core.guard.budget import BurnLimits
 from rose_core.guard.chunk import prefill_chunk
 from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, judge
 from rose_core.guard.ladder import LadderLimits
@@ -65,10 +68,30 @@ def test_ours_stops_for_a_request_and_reopens_after_it() -> None:
     assert 0 < bench.replica.device.shared_ns < 0.1 * SECOND
 
 
+def _gate_of(bench: Bench) -> GuardedGate:
+    gate = bench.replica.gate
+    assert isinstance(gate, GuardedGate)
+    return gate
+
+
+def _trip(bench: Bench) -> None:
+    budget, now = _gate_of(bench)._budget, bench.clock.now_ns
+    budget.breaker = budget.breaker.trip("test", now, BurnLimits(rest_ns=10 * SECOND))
+
+
+HAPPENS: dict[str, Callable[[Bench], None]] = {
+    "nothing": lambda bench: None,
+    "the slot is taken back": lambda bench: bench.replica.lend(None),
+    "the engine ends": lambda bench: _gate_of(bench).crash(),
+    "the breaker opens": _trip,
+}
+
+
 def _busy(
-    *, leaves_out: bool, monkeypatch: pytest.MonkeyPatch
+    happens: Callable[[Bench], None], *, leaves_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, list[object], dict[GateReason, int]]:
     """How often the policy was asked when requests overlap, and what happened."""
+    states: list[object] = []
     asked = 0
 
     def judged(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
@@ -84,21 +107,25 @@ def _busy(
         # A train in a quiet minute, then so many that no gap is left and slack decides.
         times = [30 + 0.05 * n for n in range(20)] + [50 + 0.4 * n for n in range(40)]
         requests = [bench.serve(at, output=80) for at in times]
+        bench.clock.at(round(30.525 * SECOND), lambda: happens(bench))  # its engine is held
+        for tick in range(800):
+            at = tick * SECOND // 10
+            bench.clock.at(at, lambda: states.append(_gate_of(bench).host.state))
         bench.run(80)
-    gate = bench.replica.gate
-    assert isinstance(gate, GuardedGate)
     ends = [(one.first_ns, one.ended_ns) for one in requests]
-    return asked, [ends, bench.moves], gate.verdicts
+    return asked, [ends, bench.moves, states], _gate_of(bench).verdicts
 
 
+@pytest.mark.parametrize("what", HAPPENS)
 def test_steps_that_are_left_out_would_have_changed_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few, found, verdicts = _busy(leaves_out=True, monkeypatch=monkeypatch)
-    many, whole, others = _busy(leaves_out=False, monkeypatch=monkeypatch)
+    few, found, verdicts = _busy(HAPPENS[what], leaves_out=True, monkeypatch=monkeypatch)
+    many, whole, others = _busy(HAPPENS[what], leaves_out=False, monkeypatch=monkeypatch)
     assert (found, verdicts) == (whole, others)
     assert few < many
-    assert GateReason.SLACK in verdicts, "slack decided at times"
+    if what == "nothing":
+        assert GateReason.SLACK in verdicts, "slack decided at times"
 
 
 def test_nothing_is_lent_when_productions_gate_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
