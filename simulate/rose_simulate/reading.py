@@ -113,23 +113,23 @@ def read_material(path: Path, scenario: Scenario | FleetScenario) -> SimulationI
 
 # Studies name the same few traces again and again, and to parse one takes longer than to read it.
 @lru_cache(maxsize=8)
-def _arrivals(text: str, path: Path) -> tuple[Arrival, ...]:
-    return arrivals(_parsed(text, path), str(path))
+def _arrivals(text: str, path: Path, expected: int | None) -> tuple[Arrival, ...]:
+    return arrivals(_parsed(text, path, expected), str(path))
 
 
 @lru_cache(maxsize=8)
-def _episodes(text: str, path: Path, span: Span) -> tuple[Episode, ...]:
-    return episodes(_parsed(text, path), str(path), span)
+def _episodes(text: str, path: Path, expected: int | None, span: Span) -> tuple[Episode, ...]:
+    return episodes(_parsed(text, path, expected), str(path), span)
 
 
 def read_arrivals(path: Path) -> tuple[Arrival, ...]:
     """A serving trace."""
-    return _arrivals(_text(path), path)
+    return _arrivals(_text(path), path, _expected(path))
 
 
 def read_episodes(path: Path, span: Span = USUAL_SPAN) -> tuple[Episode, ...]:
     """Rollout episodes, with contexts of that span."""
-    return _episodes(_text(path), path, span)
+    return _episodes(_text(path), path, _expected(path), span)
 
 
 def _span(scenario: Scenario | FleetScenario) -> Span:
@@ -139,7 +139,7 @@ def _span(scenario: Scenario | FleetScenario) -> Span:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    return _parsed(_text(path), path)
+    return _parsed(_text(path), path, _expected(path))
 
 
 def _text(path: Path) -> str:
@@ -150,13 +150,12 @@ def _text(path: Path) -> str:
         raise TraceError(message) from error
 
 
-def _parsed(text: str, path: Path) -> list[dict[str, str]]:
+def _parsed(text: str, path: Path, expected: int | None) -> list[dict[str, str]]:
     if not text.endswith("\n"):
         line = text.count("\n") + 1
         message = f"{path}:{line}: truncated: the last line has no end"
         raise TraceError(message)
     rows = list(csv.DictReader(io.StringIO(text)))
-    expected = _expected(path)
     if expected is not None and len(rows) < expected:
         message = f"{path}:{len(rows) + 1}: truncated: {len(rows)} rows of {expected}"
         raise TraceError(message)
