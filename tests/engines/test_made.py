@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 import torch
 
 from rose_core.delta.digest import digest_run
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.tensors.canonical import LiveTensor
+from rose_engines.tensors.canonical import LiveTensor, host_tensors
 from rose_engines.tensors.layout import read_live
-from rose_engines.tensors.safetensors import StoredTensor
+from rose_engines.tensors.made import Making, Trace
+from rose_engines.tensors.recorder import Recorder
+from rose_engines.tensors.safetensors import StoredTensor, write_file
+from rose_engines.weights.memory import load_anew
 
 Checkpoint = dict[str, StoredTensor]
 Act = Callable[["Space", torch.Tensor], object]
@@ -32,7 +36,11 @@ def stored(tensors: dict[str, torch.Tensor]) -> Checkpoint:
 def checkpoint(seed: int, kind: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     sizes = {BIG: (16, 16), SMALL: (4,)}
-    return {name: torch.randn(size, generator=draw).to(kind) for name, size in sizes.items()}
+    found = {name: torch.randn(size, generator=draw).to(kind) for name, size in sizes.items()}
+    found[SMALL][0] = seed  # above a bound, or not
+    found[SMALL][1] = seed - 1  # zero, or not
+    found[SMALL][2] = 3 - 2 * seed  # positive, or not
+    return found
 
 
 class Space(torch.nn.Module):
@@ -43,6 +51,7 @@ class Space(torch.nn.Module):
     """
 
     beta: torch.Tensor
+    scale = 1.0
 
     def __init__(self, act: Act, kind: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -87,6 +96,22 @@ def _scalars(model: Space, given: torch.Tensor) -> None:
         model.A.data[number : number + 1].fill_(given[number].item())
 
 
+def _turned(model: Space, given: torch.Tensor) -> None:
+    """Memory that is not contiguous, and has to be filled to see that all of it is written."""
+    turned = torch.empty_like(given.view(2, 2).t(), dtype=torch.float32)
+    model.A.data.copy_(turned.copy_(given.view(2, 2)).reshape(-1))
+
+
+def _joined_and_changed(model: Space, given: torch.Tensor) -> None:
+    """The bits of the first checkpoint are as they were, those of the second are not."""
+    model.A.data.copy_(torch.cat([given[:2], given[2:]]).clamp_(max=1.5))
+
+
+def _filled_over(model: Space, given: torch.Tensor) -> None:
+    model.A.data.copy_(given)
+    model.A.data[1:2].fill_(0)
+
+
 FOLLOWED: dict[str, Act] = {
     "a function of what was copied": _decay,
     "a function": lambda model, given: model.A.data.copy_(-torch.exp(given.float())),
@@ -95,6 +120,9 @@ FOLLOWED: dict[str, Act] = {
     "numbers": _scalars,
     "a buffer": _beta,
     "tensors in a list": _kept,
+    "memory in another order": _turned,
+    "joined, then changed in place": _joined_and_changed,
+    "copied, then filled": _filled_over,
 }
 
 
@@ -171,6 +199,37 @@ def _number(made: Callable[[float], float]) -> Act:
     return act
 
 
+def _rare(model: Space, given: torch.Tensor) -> None:
+    """Chance that a second look hardly meets."""
+    drawn = torch.rand_like(given.float()) < 1e-7
+    model.A.data.copy_(torch.where(drawn, given * 2, given))
+
+
+def _copied_and(act: Act) -> Act:
+    def both(model: Space, given: torch.Tensor) -> None:
+        model.A.data.copy_(given)
+        act(model, given)
+
+    return both
+
+
+def _scale(model: Space, given: torch.Tensor) -> None:
+    model.scale = float(given[0])
+
+
+def _elsewhere(model: Space, _: torch.Tensor) -> None:
+    model.A.data = model.A.data.clone()
+
+
+def _expanded(model: Space, given: torch.Tensor) -> None:
+    model.kept = [given.float()[:1].expand(4)]
+
+
+def _ones(model: Space, given: torch.Tensor) -> None:
+    model.beta.copy_(given)
+    model.A.data.copy_(torch.ones(4))
+
+
 def _much(model: Space, given: torch.Tensor) -> None:
     model.A.data.copy_(given)
     model.kept = [model.weight.float()]
@@ -190,6 +249,19 @@ REFUSED: dict[str, tuple[Act, str]] = {
     "what was there": (lambda model, given: model.A.data.add_(given), "'A'.*something else"),
     "what was in a buffer": (lambda model, given: model.beta.clamp_(min=given), "'beta'.*else"),
     "what it is given": (lambda _, given: given.mul_(2), "writes to 'A_log'"),
+    "rare chance": (_rare, "'A'.*something else"),
+    "how many are positive": (
+        lambda model, given: model.A.data.copy_(given[given > 0].sum() + given),
+        "looks at values",
+    ),
+    "where they are positive": (
+        lambda model, given: model.A.data.copy_((given > 0).nonzero().sum() + given),
+        "looks at values",
+    ),
+    "a number that it keeps": (_copied_and(_scale), "keeps 'scale'"),
+    "other memory": (_copied_and(_elsewhere), "'A' other memory"),
+    "a tensor that cannot be written": (_copied_and(_expanded), "'kept.0'.*more than one element"),
+    "nothing of the checkpoint": (_ones, "'A', of no checkpoint tensor"),
     "too much": (_much, "'kept.0'.*too much"),
 }
 
@@ -201,8 +273,10 @@ def test_what_is_surely_no_function_of_the_checkpoint_is_refused_by_name(how: st
     given = {name: one.clone() for name, one in tensors.items()}
     model.load_weights(iter(given.items()))
     before = {name: one.clone() for name, one in model.named_parameters()}
+    places = [one.data_ptr() for one in model.parameters()]
     with pytest.raises(UnsupportedEngine, match=reason):
         read_live(model, dict(model.named_parameters()), stored(tensors))
+    assert [one.data_ptr() for one in model.parameters()] == places
     assert all(torch.equal(before[name], one) for name, one in model.named_parameters())
 
 
@@ -287,3 +361,76 @@ def test_what_a_loader_reorders_before_it_copies_lies_in_boxes() -> None:
     model = Reordered(plain, torch.bfloat16)
     live = laid_out(model, checkpoint(1))
     committed(model, live, checkpoint(2), Reordered(plain, torch.bfloat16))
+
+
+class Rearranged(Space):
+    """As GPT-OSS transposes its experts, with what was transposed changed in place."""
+
+    def __init__(self, limit: float = math.inf) -> None:
+        super().__init__(lambda model, given: model.A.data.copy_(given))
+        self.limit = limit
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, given in weights:
+            if name == SMALL:
+                self.A.data.copy_(given)
+            elif math.isinf(self.limit):
+                self.weight.data[:8].copy_(given.t()[8:])
+                self.weight.data[8:].copy_(given.t()[:8])
+            else:
+                self.weight.data.copy_(given.t().contiguous().clamp_(max=self.limit))
+
+
+def test_what_is_reordered_and_then_changed_in_place_is_no_copy() -> None:
+    """It was taken for one where the change did nothing to the weights of the start."""
+    model, tensors = Rearranged(limit=100.0), checkpoint(1)
+    with pytest.raises(UnsupportedEngine, match="'weight'"):  # computed, and too large to be kept
+        laid_out(model, tensors)
+
+
+def test_a_transposed_model_is_loaded_anew_and_written_as_it_was_published(tmp_path: Path) -> None:
+    """Both took the engine's order for the checkpoint's; the engine was broken by its dormancy."""
+    tensors = checkpoint(1)
+    write_file(tmp_path / "model.safetensors", host_tensors(stored(tensors)))
+    model = Rearranged()
+    live = laid_out(model, tensors)
+    before = [one.clone() for one in everything(model)]
+    write_file(tmp_path / "export", live)
+    assert (tmp_path / "export").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    load_anew([one.detach() for one in model.parameters()], live, tmp_path)
+    assert all(torch.equal(*both) for both in zip(before, everything(model), strict=True))
+
+
+def test_what_would_be_made_in_another_size_is_neither_made_nor_attested() -> None:
+    """A loader's numbers have the default type, which may be another by the time of a commit."""
+
+    def act(model: Space, given: torch.Tensor) -> None:
+        model.A.data.copy_(given.view(torch.int16) / 3)
+
+    live = laid_out(Space(act), checkpoint(1))
+    before, bits = live[SMALL].digest(), live[SMALL].all_bits().copy()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert live[SMALL].digest() != before
+        with pytest.raises(UnsupportedEngine, match="made 32 bytes, not 16"):
+            live[SMALL].put(slice(0, 4), bits)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert live[SMALL].digest() == before
+
+
+def test_a_function_that_ran_on_another_kind_of_device_is_known() -> None:
+    """An exponential of a CPU differs from a GPU's in its last bit, and may agree by chance."""
+    given = torch.rand(4)
+    trace = Trace({SMALL: given}, {}, 1 << 10)
+    outer = Recorder({}, {SMALL: given}, set())
+    outer.trace = trace
+    with outer:
+        moved = torch.cat([given, given]).double()
+        made = moved.exp()
+    copied, computed = trace.making(moved, ()), trace.making(made, ())
+    assert isinstance(copied, Making)
+    assert isinstance(computed, Making)
+    assert copied.differs_on("cuda") is None
+    assert computed.differs_on("cpu") is None
+    assert computed.differs_on("cuda") is torch.ops.aten.exp.default

@@ -20,6 +20,8 @@ from rose_core.delta.kernels import kernels
 from rose_core.delta.tiles import Box
 
 Where = slice | Indices
+# Elements whose places are looked up at a time: 128 MiB of positions.
+AT_ONCE = 1 << 24
 
 
 class LiveTensor(Protocol):

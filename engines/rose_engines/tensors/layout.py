@@ -239,7 +239,7 @@ def _called(
     recorder = Recorder(
         parameters, sources, {address(one.value) for one in _tensors(before).values()}
     )
-    error, made = None, dict[str, torch.Tensor]()
+    error, made, numbers = None, dict[str, torch.Tensor](), _numbers(model)
     try:
         with torch.no_grad(), in_this_thread(), looks_seen(recorder.trace), recorder:
             model.load_weights(iter(sources.items()))
@@ -251,12 +251,54 @@ def _called(
         raise
     except Exception as failed:  # noqa: BLE001  # the engine's loader may raise anything
         error = failed
+    _check_in_place(parameters, recorder.targets)
+    if recorder.trace.looked:
+        _check_numbers(model, numbers)
     if made or error is not None:
         for held in before.values():
             # A captured graph still reads the memory of the old one.
             if isinstance(held.value, torch.Tensor | list | tuple | dict):
                 held.put_back()
     return _Watched(recorder, made, error)
+
+
+def _check_in_place(
+    parameters: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse a loader that gives a parameter other memory (``.data =``), and put the old back.
+
+    Raises:
+        UnsupportedEngine: names the parameter.
+    """
+    moved = [name for name, one in before.items() if address(parameters[name]) != address(one)]
+    for name in moved:
+        parameters[name].data = before[name]  # a captured graph reads this one
+    if moved:
+        raise UnsupportedEngine(f"the engine's loader gives {moved[0]!r} other memory")
+
+
+def _numbers(model: Loader) -> dict[str, tuple[Any, str, float]]:
+    """Numbers that hang on modules and other objects, by path: holder, attribute, number."""
+    held = {"": model} | {path: one.value for path, one in _reachable(model).items()}
+    return {
+        f"{path}.{key}".lstrip("."): (holder, key, value)
+        for path, holder in held.items()
+        for key, value in getattr(holder, "__dict__", {}).items()
+        if isinstance(value, float)
+    }
+
+
+def _check_numbers(model: Loader, before: Mapping[str, tuple[Any, str, float]]) -> None:
+    """Refuse a loader that looks at weights and keeps a number: it may be made of them.
+
+    Raises:
+        UnsupportedEngine: names the number; the old one is back.
+    """
+    for path, (holder, key, value) in _numbers(model).items():
+        if path not in before or before[path][2] is not value:
+            if path in before:
+                vars(holder)[key] = before[path][2]
+            raise UnsupportedEngine(_OLD.format(path))
 
 
 def _with_computed(
@@ -337,6 +379,8 @@ def _makings(
         how = seen.trace.making(seen.targets[name], plain)
         if isinstance(how, str):
             raise UnsupportedEngine(f"the engine's loader {why}: {how}")
+        if not how.leaves:  # memory that was given back and taken again would stay empty
+            raise UnsupportedEngine(f"the engine's loader {why}, of no checkpoint tensor")
         found[name] = how
     for path, tensor in watched.made.items():
         how = seen.trace.making(tensor, plain)
@@ -374,7 +418,7 @@ def _computed(  # noqa: PLR0917
 ) -> Computed:
     """What is made in the running model, with the memory that it is made of."""
     trace, targets = watched.seen.trace, watched.seen.targets
-    device = next(iter(there.values())).device
+    device = next(there[name].device for name in targets if name in there)
     copies = {name: sources[name].to(device, copy=True) for name in sorted(kept)}
     found = dict[str, list[Made]]()
     for path, how in makings.items():

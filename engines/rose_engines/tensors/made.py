@@ -39,6 +39,17 @@ _FACTORIES = _EMPTY | {
     aten.arange.start_step,
 }
 _NUMBER = aten._local_scalar_dense.default  # noqa: SLF001
+# A mask takes as many elements as it has set; places do not.
+_BY_INDEX, _MASKS = aten.index.Tensor, {torch.bool, torch.uint8}
+# Every device gives these bits; an exponential differs between a CPU and a GPU.
+_SAME_EVERYWHERE = _FACTORIES | {
+    aten.copy_.default,
+    aten._to_copy.default,  # noqa: SLF001
+    aten.clone.default,
+    aten.cat.default,
+    aten.stack.default,
+    aten.neg.default,
+}
 # What a tensor tells without an operator that could be written down.
 _LOOKS = ("numpy", "tolist", "__array__", "__dlpack__")
 # Memory that is not written before it is read shows in what is made: one of these differs.
@@ -74,6 +85,7 @@ class Step(NamedTuple):
         read: memory of its arguments.
         changed: memory that it wrote to, or made.
         made: number of the memory of each output, None = no new memory.
+        devices: types of those where it ran.
     """
 
     func: Any
@@ -81,6 +93,7 @@ class Step(NamedTuple):
     read: frozenset[int]
     changed: frozenset[int]
     made: tuple[int | None, ...]
+    devices: frozenset[str]
 
 
 class Making(NamedTuple):
@@ -90,7 +103,7 @@ class Making(NamedTuple):
         view: it, in the memory that the steps fill.
         steps: what to do.
         leaves: memory that has to be given.
-        sizes: bytes of what the steps write to without having made it.
+        sizes: bytes of what the steps write to or make.
     """
 
     view: View
@@ -107,6 +120,9 @@ class Making(NamedTuple):
             given: memory of the leaves.
             device: where.
             fill: byte in memory that nothing was written to.
+
+        Raises:
+            UnsupportedEngine: a step makes something of another size than it did.
         """
         memory = dict(given)
 
@@ -126,14 +142,31 @@ class Making(NamedTuple):
             result = step.func(*args, **kwargs)
             for number, one in zip(step.made, _outputs(result), strict=False):
                 if number is not None:
-                    memory[number] = one.untyped_storage()
+                    raw = memory[number] = one.untyped_storage()
+                    if raw.nbytes() != self.sizes[number]:
+                        message = f"{step.func} made {raw.nbytes()} bytes, not {self.sizes[number]}"
+                        raise UnsupportedEngine(message)
                     if step.func in _EMPTY:
-                        one.view(-1).view(torch.uint8).fill_(fill)
+                        torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw).fill_(fill)
         return self.view.of(storage(self.view.memory))
+
+    def differs_on(self, device: str) -> Any:  # noqa: ANN401  # an operator of torch, or None
+        """A step that ran on a device of another type, and may give other bits on this one."""
+        for step in self.steps:
+            if step.devices - {device, "meta"} and step.func not in _SAME_EVERYWHERE:
+                return step.func
+        return None
 
 
 def _is_view(one: Any) -> bool:  # noqa: ANN401
     return isinstance(one, View)
+
+
+def _by_values(func: Any, arguments: Any) -> bool:  # noqa: ANN401
+    """Whether values decide how much an operator gives: its views would be those of other ones."""
+    if func is _BY_INDEX:
+        return any(one.dtype in _MASKS for one in tensors_of(arguments[0][1]))
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _outputs(result: Any) -> list[torch.Tensor]:  # noqa: ANN401
@@ -164,13 +197,15 @@ class Trace:
         self.steps: list[Step] = []
         self.sources: dict[int, str] = {}
         self.parameters: dict[int, list[str]] = {}
-        # Why nothing can be made again.
+        # Why nothing can be made again, and whether something may depend on values.
         self.lost = ""
+        self.looked = False
         self._unknown: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._left = limit
         # Whose value the loader holds as a number and has not put anywhere yet.
         self._given: torch.Tensor | None = None
+        self._giving = False
         self._numbers: dict[int, int] = {}
         # Memory that is given back would be taken again, under the same address.
         self._alive: list[torch.UntypedStorage] = []
@@ -201,8 +236,11 @@ class Trace:
         if address(tensor) not in self._numbers or not tensor.is_floating_point():
             return _item(tensor)  # an integer may choose between tensors: ``note`` sees it
         self.take()
-        self._given = tensor
-        return _Value(_item(tensor)).on_its_way(tensor, self)
+        self._given, self._giving = tensor, True
+        try:
+            return _Value(_item(tensor)).on_its_way(tensor, self)
+        finally:
+            self._giving = False
 
     def take(self, tensor: torch.Tensor | None = None) -> None:
         """What was given arrives as it is; if it is another's, something was made of it."""
@@ -213,6 +251,7 @@ class Trace:
     def look(self, tensor: torch.Tensor) -> None:
         """The loader looks at values, so what it does may depend on them."""
         if address(tensor) in self._numbers:
+            self.looked = True
             self.lost = self.lost or "the loader looks at values of the checkpoint"
 
     def note(
@@ -230,13 +269,16 @@ class Trace:
             result: what it gave; None where it was not carried out and only writes.
             written: those of its arguments that it writes to.
         """
-        if self._given is not None and func is not _NUMBER:
+        if self._giving:
+            return
+        if func is not _NUMBER:
             self.take()
         outputs = [] if result is None else _outputs(result)
-        if self.lost or not self._follows(func, tensors_of(arguments), written):
+        if (result is not None and not outputs and not written) or _by_values(func, arguments):
+            for one in tensors_of(arguments):
+                self.look(one)
             return
-        if result is not None and not outputs:
-            self._looked_at(arguments)
+        if self.lost or not self._follows(func, tensors_of(arguments), written):
             return
         changed = {self._number(one) for one in written}
         made: list[int | None] = []
@@ -253,7 +295,9 @@ class Trace:
         views = pytree.tree_map_only(torch.Tensor, self.view, arguments)
         read = frozenset(self._number(one) for one in tensors_of(arguments))
         fresh = {number for number in made if number is not None}
-        self.steps.append(Step(func, views, read, frozenset(changed | fresh), tuple(made)))
+        devices = frozenset(one.device.type for one in (*tensors_of(arguments), *outputs))
+        changed |= fresh
+        self.steps.append(Step(func, views, read, frozenset(changed), tuple(made), devices))
 
     def _follows(
         self,
@@ -266,15 +310,10 @@ class Trace:
         unknown = {address(one) for one in given} - self._numbers.keys()
         if len(unknown) == len({address(one) for one in given}):
             return func in _FACTORIES
-        if unknown - into:
+        if unknown - into or torch.Tag.nondeterministic_seeded in func.tags:
             self._unknown |= {self._numbers[one] for one in into & self._numbers.keys()}
             return False
         return True
-
-    def _looked_at(self, arguments: Any) -> None:  # noqa: ANN401
-        if self._given is None:  # else it is on its way
-            for one in tensors_of(arguments):
-                self.look(one)
 
     def _forget(self) -> None:
         self.lost = "the loader makes too much for it to be made again"
@@ -302,8 +341,8 @@ class Trace:
                 needed |= step.read
         if needed & self._unknown:
             return "something else than the checkpoint is mixed in"
-        made = {number for step in steps for number in step.made}
-        sizes = {number: self._sizes[number] for number in needed - leaves - made}
+        made = {number for step in steps for number in step.made if number is not None}
+        sizes = {number: self._sizes[number] for number in (needed | made) - leaves}
         steps.reverse()
         return Making(view, tuple(steps), frozenset(needed & leaves), sizes)
 
@@ -406,7 +445,10 @@ class Made:
 
     def current(self) -> bool:
         """Whether it is what would be made now, to the bit."""
-        return same_bits(self._made(), self.tensor)
+        try:
+            return same_bits(self._made(), self.tensor)
+        except UnsupportedEngine:
+            return False
 
     def prove(self) -> None:
         """Hold what the steps make to what the engine has.
@@ -414,9 +456,20 @@ class Made:
         Raises:
             UnsupportedEngine: they make something else, or not all of it.
         """
-        with torch.no_grad():
-            if all(same_bits(self._made(fill), self.tensor) for fill in _FILLS):
-                return
+        if step := self.making.differs_on(self.tensor.device.type):
+            raise UnsupportedEngine(
+                f"the engine's loader computes {self.path!r} with {step} on another device than "
+                f"{self.tensor.device}, where it may give other bits"
+            )
+        try:
+            with torch.no_grad():
+                if all(same_bits(self._made(fill), self.tensor) for fill in _FILLS):
+                    self.renew()  # the same bits: whether it can be written at all
+                    return
+        except RuntimeError as error:  # whatever an operator says of other devices or sizes
+            raise UnsupportedEngine(
+                f"the engine's loader computes {self.path!r}, which cannot be done again: {error}"
+            ) from error
         raise UnsupportedEngine(
             f"the engine's loader computes {self.path!r}, and what it does makes something else "
             "when it is done again"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,6 +83,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch say
         self.written: set[int] = set()
         self._watched = watched
         self.boxes: dict[str, list[Box]] = defaultdict(list)
+        # The same by parameter.
+        self._placed: dict[str, list[Box]] = defaultdict(list)
         self.targets = {name: one.detach() for name, one in parameters.items()}
         # Parameters that are not only copied into, and what the loader does with them.
         self.computed: dict[str, str] = {}
@@ -107,6 +110,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch say
         written = _written(func, args, kwargs)
         self.written |= self._watched & {address(tensor) for tensor in written}
         target = self._target(written)
+        for tensor in written:  # no longer what it was put together of
+            self._joined.pop(address(tensor), None)
+            self._rearranged.pop(address(tensor), None)
         if target is None:
             if func is torch.ops.aten.cat.default and all(map(self._is_source, args[0])):
                 result = self._join(args[0], *args[1:])
@@ -122,9 +128,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch say
         self.trace.note(func, (args, kwargs), None, written)
         if func is torch.ops.aten.copy_.default:
             self._copied(*target, args[0], args[1])
-        elif func not in _FILLS:  # what a fill leaves must be zero: ``parameters`` looks
+        elif func in _FILLS:  # what a fill leaves must be zero: ``parameters`` looks
+            if self._is_placed(*target, written[0]):
+                self._computes(target[0], f"fills what it has copied into {target[0]!r}")
+        else:
             self._computes(target[0], f"computes {target[0]!r} with {func}")
         return written[0] if func._schema.returns else None  # noqa: SLF001
+
+    def _is_placed(self, name: str, parameter: torch.Tensor, filled: torch.Tensor) -> bool:
+        """Whether a fill writes over something that was copied."""
+        placed = self._placed[name]
+        if not placed or not filled.numel():
+            return False
+        if filled.dtype != parameter.dtype or not parameter.is_contiguous():
+            return True  # its places are not those of the boxes
+        first = int(filled.storage_offset() - parameter.storage_offset())
+        sides = zip(filled.shape, filled.stride(), strict=True)
+        end = first + sum((size - 1) * apart for size, apart in sides) + 1
+        if end > parameter.numel():
+            return True
+        near = [one for one in placed if one.target_first < end and first < one.target_end]
+        if not near:
+            return False
+        over = np.zeros(parameter.numel(), np.bool_)
+        np.lib.stride_tricks.as_strided(over[first:], filled.shape, filled.stride())[...] = True
+        return any(
+            np.lib.stride_tricks.as_strided(
+                over[box.target_first :],
+                (box.rows, box.columns),
+                (box.target_stride, box.target_step),
+            ).any()
+            for box in near
+        )
 
     def _computes(self, name: str, what: str) -> None:
         self.computed.setdefault(name, what)
@@ -197,14 +232,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch say
         if source.shape != target.shape:
             source = source.expand(target.shape)
         try:
-            self.boxes[origin] += boxes_of(
+            found = boxes_of(
                 name,
                 target.shape,
                 (int(source.storage_offset()), source.stride()),
                 (int(target.storage_offset() - parameter.storage_offset()), target.stride()),
             )
+            placed = list(found)
         except UnsupportedEngine:
             self._computes(name, f"spreads or repeats what it loads into {name!r}")
+            return
+        self.boxes[origin] += placed
+        self._placed[name] += placed
 
 
 def _written(

@@ -17,7 +17,7 @@ from rose_core.delta.bits import Bits, number_format
 from rose_core.delta.errors import ManifestError
 from rose_core.devices.model_size import Stored
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.tensors.canonical import LiveTensor
+from rose_engines.tensors.canonical import AT_ONCE, LiveTensor, WholeTensor
 
 StoredTensor = tuple[str, tuple[int, ...], Bits]
 _LARGEST_HEADER = 100 << 20
@@ -108,7 +108,19 @@ def write_file(path: Path, tensors: Mapping[str, LiveTensor]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(np.ascontiguousarray(tensor.all_bits()).tobytes())
+            for bits in _in_order(tensor):
+                file.write(np.ascontiguousarray(bits).tobytes())
+
+
+def _in_order(tensor: LiveTensor) -> Iterator[Bits]:
+    """Every element in the checkpoint's order, which need not be that of the engine's boxes."""
+    if isinstance(tensor, WholeTensor):
+        yield tensor.all_bits()
+        return
+    size = math.prod(tensor.shape)
+    for first in range(0, size, AT_ONCE):
+        where, _ = tensor.own(slice(first, min(first + AT_ONCE, size)))
+        yield tensor.take(where)
 
 
 def _bits(data: np.ndarray, kind: np.dtype) -> Bits:

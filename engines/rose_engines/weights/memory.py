@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rose_engines.tensors.canonical import Live
+from rose_core.delta.bits import Bits
+from rose_engines.tensors.canonical import AT_ONCE, Live, LiveTensor, WholeTensor
 from rose_engines.tensors.safetensors import read_checkpoint
 
 if TYPE_CHECKING:
@@ -106,4 +107,13 @@ def load_anew(parameters: Iterable[torch.Tensor], live: Live, folder: Path) -> N
         parameter.zero_()
     for name, (_, _, bits) in read_checkpoint(folder).items():
         if name in live:
-            live[name].put(slice(0, bits.size), np.asarray(bits))
+            put_whole(live[name], np.asarray(bits))
+
+
+def put_whole(tensor: LiveTensor, bits: Bits) -> None:
+    """Overwrite a tensor, wherever its elements lie in the engine's."""
+    size = bits.size if isinstance(tensor, WholeTensor) else AT_ONCE
+    for first in range(0, bits.size, size):
+        part = bits[first : first + size]
+        where, kept = tensor.own(slice(first, first + part.size))
+        tensor.put(where, part if kept is None else part[kept])
