@@ -212,7 +212,7 @@ async def running(
                 replicas = peers.loops if peers else ()
                 loops = frozenset([*watching, *asking, *service.loops, *replicas])
                 yield RunningRouter(service, port, attach_port, peer_port, loops)
-                await service.drain()
+                await service.drain(peers.finish if peers else None)
         finally:
             for one in watching:
                 one.cancel()

@@ -11,6 +11,7 @@ from contextlib import (
     ExitStack,
     asynccontextmanager,
     contextmanager,
+    suppress,
 )
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
+from aiohttp import ClientError, web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -190,6 +191,54 @@ async def test_a_replica_that_is_leaving_passes_everything_on_and_gets_nothing(
             await generate(s)
         assert one.router.service.ledger.totals.turns == 4
         assert two.router.service.ledger.totals.turns == 0
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_replica_that_ends_does_not_wait_for_turns_of_others_without_end(
+    stage: Make, monkeypatch: pytest.MonkeyPatch, *, stream: bool
+) -> None:
+    monkeypatch.setattr(peers, "LOOK_SECONDS", 0.05)
+    found: list[Peer] = []
+    begun = asyncio.Event()
+
+    async def resolve() -> list[Peer]:
+        return list(found)
+
+    async def caller(s: Stage) -> tuple[int, bytes]:
+        body = ask(1000, session_id=key_of("one"), stream=stream)
+        async with s.post("/generate", body) as reply:
+            said = b""
+            with suppress(ClientError):  # a stream without its end
+                async for piece in reply.content.iter_any():
+                    begun.set()
+                    said += piece
+            return reply.status, said
+
+    async with stage(replica="one", replicas=resolve) as one:
+        async with stage(replica="two", replicas=resolve) as two:
+            for name, s in zip(NAMES, (one, two), strict=True):
+                found.append(Peer(name, s.url, f"127.0.0.1:{s.router.attach_port}"))
+            await one.engine("e", cap=8, token_seconds=0.2)
+            await known(two, "e", 4)
+            asking = asyncio.create_task(caller(two))
+            await until(lambda: len(one.router.service.ledger) == 1)
+            if stream:
+                await begun.wait()
+        status, said = await asking
+    assert (status, b'"Draining"' in said) == (200 if stream else 503, True), said
+
+
+async def test_an_end_waits_for_what_was_passed_on_too(stage: Make) -> None:
+    answered: list[str] = []
+
+    async def passed_on() -> None:
+        await asyncio.sleep(0)
+        answered.append("by another")
+
+    async with stage() as s:
+        await s.router.service.drain(passed_on)
+        assert answered == ["by another"]
 
 
 @contextmanager

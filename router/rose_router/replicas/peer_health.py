@@ -7,6 +7,8 @@ same loop that runs its turns. What waits for one that goes silent ends with ``T
 the connection had broken. Questions are counted, not seconds: a replica that was itself held up
 must not take all the others for gone.
 
+When this replica ends, so does what waits for the others: its callers are told to ask again.
+
 Next: ``relay`` waits inside ``awaiting``; ``peers`` gives trajectories of silent ones to others.
 """
 
@@ -16,6 +18,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+
+from rose_router.errors import draining
 
 LOG = logging.getLogger(__name__)
 
@@ -37,6 +41,7 @@ class PeerHealth:
         self._ask = ask
         self._misses: dict[str, int] = {}
         self._waiting: dict[str, set[asyncio.Timeout]] = {}
+        self._over = False
 
     def silent(self, name: str) -> bool:
         """Whether it has left too many questions in a row without an answer."""
@@ -48,14 +53,26 @@ class PeerHealth:
 
         Raises:
             TimeoutError: it is silent, or went silent meanwhile.
+            Overloaded: this replica ends.
         """
-        async with asyncio.timeout(0 if self.silent(name) else None) as scope:
-            waiting = self._waiting.setdefault(name, set())
-            waiting.add(scope)
-            try:
-                yield
-            finally:
-                waiting.discard(scope)
+        try:
+            async with asyncio.timeout(0 if self._over or self.silent(name) else None) as scope:
+                waiting = self._waiting.setdefault(name, set())
+                waiting.add(scope)
+                try:
+                    yield
+                finally:
+                    waiting.discard(scope)
+        except TimeoutError:
+            if self._over:
+                raise draining() from None
+            raise
+
+    def end(self) -> None:
+        """Wait for nobody any more."""
+        self._over = True
+        for name in self._waiting:
+            self._end_waiting(name)
 
     async def beat(self, names: Iterable[str]) -> None:
         """Ask each of them once; those not named are forgotten."""

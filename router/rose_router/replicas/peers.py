@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,7 @@ LOOK_SECONDS = 2.0
 AGAIN_SECONDS = 0.5
 RELAY_BEAT_SECONDS = 1.0
 """After which an update is passed on again although nothing has changed (``attach`` counts)."""
+_LOOK_AGAIN_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -155,6 +156,7 @@ class Peers:
         self._peers: dict[str, Peer] = {}
         self._down: dict[str, float] = {}
         self._relays: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._passed_on = 0
         self.loops: list[asyncio.Task[None]] = []
 
     def http(self) -> dict[str, Any]:
@@ -200,8 +202,23 @@ class Peers:
         if self._ask is not None:
             self.loops.append(asyncio.create_task(self._beat()))
 
+    @contextlib.contextmanager
+    def passing_on(self) -> Iterator[None]:
+        """A request of a caller of this replica is another's in here."""
+        self._passed_on += 1
+        try:
+            yield
+        finally:
+            self._passed_on -= 1
+
+    async def finish(self) -> None:
+        """Return when all that was passed on has been answered."""
+        while self._passed_on:  # noqa: ASYNC110  # once, at the end
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+
     async def close(self) -> None:
-        """Let go of the others."""
+        """Let go of the others; callers who still wait for one are told to ask again."""
+        self.pulse.end()
         tasks = [*self._relays.values(), *self.loops]
         for task in tasks:
             task.cancel()

@@ -5,6 +5,8 @@
 | before its answer is whole, or before the first byte of a stream | the turn from another replica |
 | in the middle of a stream | an event ``{"error": ...}`` of code 503, then a cut connection |
 
+This replica's own end before the answer is a 503, and in the middle of a stream such an event.
+
 One that hangs counts as dead once ``peer_health`` says so.
 
 A turn that is tried again is sampled anew: nobody has seen a token of the first try, and the engine
@@ -25,7 +27,7 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from rose_router.errors import REASON, TurnLost
+from rose_router.errors import REASON, Overloaded, RouterError, TurnLost
 from rose_router.replicas.peers import Peer, Peers
 
 LOG = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ async def pass_on(
     """The peer's answer; ``None`` when it is not there, or was lost before it had answered."""
     try:
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(peers.passing_on())
             async with peers.pulse.awaiting(peer.name):
                 reply = await stack.enter_async_context(
                     session.request(
@@ -110,6 +113,8 @@ async def _streamed(
         LOG.warning("%s", error)
         peers.mark_lost(peer)
         await _cut(request, response, error)
+    except Overloaded as error:  # this replica ends
+        await _cut(request, response, error)
     except ConnectionResetError:
         _abort(request)  # the caller hung up
     return response
@@ -125,7 +130,7 @@ async def _next(reply: aiohttp.ClientResponse, peer: Peer, peers: Peers) -> byte
         raise TurnLost("ReplicaLost", message, retry_after=1) from error
 
 
-async def _cut(request: web.Request, response: web.StreamResponse, error: TurnLost) -> None:
+async def _cut(request: web.Request, response: web.StreamResponse, error: RouterError) -> None:
     """Say why and close: without its end the stream cannot be taken for a whole one."""
     said = {
         "message": str(error),

@@ -11,7 +11,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rose_core.rollouts.errors import UnknownVersion, VersionGone
@@ -183,10 +183,13 @@ class Service:
         await self._warmer.close()
         await self._fences.close()
 
-    async def drain(self) -> None:
+    async def drain(self, passed_on: Callable[[], Awaitable[None]] | None = None) -> None:
         """Send callers elsewhere; return when every live turn has ended or the time is over.
 
         Load balancers hear late of an end, and send callers here meanwhile: those are served.
+
+        Args:
+            passed_on: waits for the turns that other replicas run for callers of this one.
         """
         self.leaving = True
         began, quiet = self.clock(), self.settings.lame_duck_seconds
@@ -194,8 +197,11 @@ class Service:
             await asyncio.sleep(left)
         self.draining = True
         tasks = [turn.task for turn in self.ledger if turn.task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=self.settings.drain_seconds)
+        elsewhere = [asyncio.ensure_future(passed_on())] if passed_on else []
+        if tasks or elsewhere:
+            await asyncio.wait([*tasks, *elsewhere], timeout=self.settings.drain_seconds)
+        for one in elsewhere:
+            one.cancel()
 
     def submit(self, request: TurnRequest) -> Turn:
         """Begin a turn, or join the one that the request is a duplicate of.
