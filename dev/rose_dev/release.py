@@ -92,17 +92,34 @@ class ImageBuilder:
             "folder of docker archives (docs/images.md)"
         )
 
-    def build(self, targets: Sequence[str]) -> Iterator[Path]:
+    def build(self, targets: Sequence[str], checkout: Path, commit: str) -> Iterator[Path]:
         """A docker archive ``TARGET.tar`` of each, one after the other; the next takes its room.
+
+        They are built from what the commit holds: for hours somebody may work in the checkout, and
+        files that git ignores lie in its folders.
 
         Raises:
             CommandFailed: it could not be built.
         """
         with tempfile.TemporaryDirectory(prefix="rose-release-") as scratch:
+            context = Path(scratch) / "source"
+            whole = Path(scratch) / "source.tar"
+            git = [
+                "git",
+                "-C",
+                str(checkout),
+                "archive",
+                "--format=tar",
+                f"--output={whole}",
+                commit,
+            ]
+            run(git, seconds=_STEP_SECONDS)
+            with tarfile.open(whole) as source:
+                source.extractall(context, filter="data")
             for target in targets:
                 archive = Path(scratch) / f"{target}.tar"
                 for command in self.commands(target, archive):
-                    run(command, seconds=_BUILD_SECONDS, cwd=ROOT)
+                    run(command, seconds=_BUILD_SECONDS, cwd=context)
                 yield archive
                 archive.unlink()
 
@@ -420,8 +437,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _checked(given: argparse.Namespace) -> Iterable[Path]:
-    """The archives to release; with ``--build`` each is made when it is asked for.
+def _checked(given: argparse.Namespace) -> tuple[Iterable[Path], Source]:
+    """The archives to release, and what of; with ``--build`` each is made when it is asked for.
 
     Raises:
         ReleaseFailed: something is missing; says what.
@@ -436,11 +453,13 @@ def _checked(given: argparse.Namespace) -> Iterable[Path]:
     if wrong := [one for one in given.build_arg if "=" not in one]:
         raise ReleaseFailed(f"--build-arg {wrong[0]}: give it a value, NAME=VALUE")
     if given.build:
-        return ImageBuilder.named(given.build, given.build_arg).build(given.targets)
+        builder = ImageBuilder.named(given.build, given.build_arg)
+        source = source_of(ROOT)
+        return builder.build(given.targets, ROOT, source.commit), source
     archives = sorted(given.images.glob("*.tar")) if given.images else []
     if given.images and not archives:
         raise ReleaseFailed(f"--images {given.images}: there is no TARGET.tar")
-    return archives
+    return archives, source_of(ROOT)
 
 
 def main(argv: list[str]) -> int:
@@ -448,19 +467,18 @@ def main(argv: list[str]) -> int:
     given = _parser().parse_args(argv)
     try:
         # Bad input is told before tools are built, which takes minutes the first time.
-        archives = [] if given.parts else _checked(given)
+        archives, source = ([], None) if given.parts else _checked(given)
         tools = build((HELM_PART, *RELEASE))
-        if given.parts:
+        if source is None:
             for name, path in tools.items():
                 print(f"{name}: {path}")
             return 0
         releaser = Releaser(
             given.registry.removeprefix("oci://").rstrip("/"), given.key, tools, given.plain_http
         )
-        source, arguments = source_of(ROOT), given.build_arg
         if given.build:
             releaser.refuse_again(given.targets)
-        for one in release(releaser, archives, source, given.builder, arguments=arguments):
+        for one in release(releaser, archives, source, given.builder, arguments=given.build_arg):
             print(f"{one.name} {one.digest}", flush=True)
     except DevelopmentError as error:
         sys.stderr.write(f"release: {error}\n")

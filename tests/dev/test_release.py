@@ -208,6 +208,26 @@ def test_each_builder_makes_the_target_and_writes_a_docker_archive(
     ]
 
 
+def test_images_are_built_from_the_commit_and_not_from_what_lies_beside_it(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "code.py").write_text("as committed")
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    for words in (("init", "--quiet"), ("add", "."), (*author, "commit", "--quiet", "-m", "One")):
+        run(["git", "-C", checkout, *words], seconds=30)
+    commit = run(["git", "-C", checkout, "rev-parse", "HEAD"], seconds=30).stdout.strip()
+    (checkout / "code.py").write_text("edited while it was built")
+    (checkout / "secret").touch()
+    tool = tmp_path / "docker"
+    tool.write_text('#!/bin/sh\n[ "$1" = build ] || cp code.py "${2#--output=}"; [ ! -e secret ]\n')
+    tool.chmod(0o755)
+    made = release.ImageBuilder(tool).build(["agent", "router"], checkout, commit)
+    assert [(one.name, one.read_text()) for one in made] == [
+        ("agent.tar", "as committed"),
+        ("router.tar", "as committed"),
+    ]
+
+
 def test_without_any_builder_a_release_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
