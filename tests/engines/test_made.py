@@ -52,6 +52,8 @@ class Space(torch.nn.Module):
 
     beta: torch.Tensor
     scale = 1.0
+    scales: list[float]
+    array: object
 
     def __init__(self, act: Act, kind: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -217,6 +219,14 @@ def _scale(model: Space, given: torch.Tensor) -> None:
     model.scale = float(given[0])
 
 
+def _scales(model: Space, given: torch.Tensor) -> None:
+    model.scales = [float(given[0])]
+
+
+def _array(model: Space, given: torch.Tensor) -> None:
+    model.array = given.float().numpy().copy()
+
+
 def _elsewhere(model: Space, _: torch.Tensor) -> None:
     model.A.data = model.A.data.clone()
 
@@ -259,6 +269,8 @@ REFUSED: dict[str, tuple[Act, str]] = {
         "looks at values",
     ),
     "a number that it keeps": (_copied_and(_scale), "keeps 'scale'"),
+    "a number in a list that it keeps": (_copied_and(_scales), r"keeps 'scales\.0'"),
+    "an array that it keeps": (_copied_and(_array), "keeps 'array'"),
     "other memory": (_copied_and(_elsewhere), "'A' other memory"),
     "a tensor that cannot be written": (_copied_and(_expanded), "'kept.0'.*more than one element"),
     "nothing of the checkpoint": (_ones, "'A', of no checkpoint tensor"),

@@ -63,7 +63,7 @@ _DTYPES = {
     "I64": torch.int64,
 }
 # Another text makes the files worthless that were written by weaker rules.
-_RULES = "derived tensors are refused unless their making is known; boxes may be transposed"
+_RULES = "what is made is made again or refused; boxes may be transposed; copies stay copies"
 _OLD = (
     "the model keeps {!r}, which its loader makes from weights: it would stay old when they are "
     "changed in place, and tokens would be wrong under an attested version"
@@ -277,27 +277,27 @@ def _check_in_place(
         raise UnsupportedEngine(f"the engine's loader gives {moved[0]!r} other memory")
 
 
-def _numbers(model: Loader) -> dict[str, tuple[Any, str, float]]:
-    """Numbers that hang on modules and other objects, by path: holder, attribute, number."""
+def _numbers(model: Loader) -> dict[str, _Held]:
+    """Numbers and arrays that hang on modules and what they hold, by path."""
     held = {"": model} | {path: one.value for path, one in _reachable(model).items()}
     return {
-        f"{path}.{key}".lstrip("."): (holder, key, value)
+        f"{path}.{key}".lstrip("."): _Held(holder, key, value)
         for path, holder in held.items()
-        for key, value in getattr(holder, "__dict__", {}).items()
-        if isinstance(value, float)
+        for key, value in _entries(holder)
+        if isinstance(value, float | np.ndarray)
     }
 
 
-def _check_numbers(model: Loader, before: Mapping[str, tuple[Any, str, float]]) -> None:
+def _check_numbers(model: Loader, before: Mapping[str, _Held]) -> None:
     """Refuse a loader that looks at weights and keeps a number: it may be made of them.
 
     Raises:
         UnsupportedEngine: names the number; the old one is back.
     """
-    for path, (holder, key, value) in _numbers(model).items():
-        if path not in before or before[path][2] is not value:
+    for path, now in _numbers(model).items():
+        if path not in before or before[path].value is not now.value:
             if path in before:
-                vars(holder)[key] = before[path][2]
+                before[path].put_back()
             raise UnsupportedEngine(_OLD.format(path))
 
 
