@@ -124,10 +124,23 @@ async def test_a_crowd_of_processes_costs_its_own_pod_the_loan(tmp_path: Path) -
     pods._processes = Processes(tmp_path, lambda pid: 1 if pid in {100, 10_000} else pid)
     found = pods.pods([POLICY])
     assert found[EVIL].claim.refusal == "PodUnreadable"
-    assert "712" not in found[EVIL].claim.message, "those beyond the limit are not described"
+    assert [len(pods._found[uid]) for uid in (EVIL, GOOD)] == [MOST_DESCRIBED, 8]
     assert len(found[EVIL].pids) < 100, "each is a descriptor of the guard's"
     assert (len(found[GOOD].pids), found[GOOD].claim.refusal) == (8, "")
     assert [one.pid for one in pods._found[GOOD] if one.first] == [10_000]
+
+
+async def test_what_is_said_of_a_crowd_does_not_change_with_it(tmp_path: Path) -> None:
+    """The operator writes it down each time that it does."""
+    said = set()
+    for many in (100, 200):
+        (proc := tmp_path / str(many)).mkdir()
+        crowd(proc, many, EVIL, 100)
+        pods = guarded({}, {})
+        pods._processes = Processes(proc, lambda pid: pid)
+        said.add(pods.pods([POLICY])[EVIL].claim.message)
+    assert len(said) == 1
+    assert "64" in said.pop()
 
 
 def described(**annotations: str) -> dict[PodUid, ServingPod]:

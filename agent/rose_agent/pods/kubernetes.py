@@ -165,10 +165,10 @@ class KubernetesPods:
         serving = [f for f in found if f.first or f.scheduler]
         crowd = ""
         if len(found) >= MOST_DESCRIBED or len(serving) > _MOST_SERVING:
+            # Without how many there are: a text that changes is written down each time.
             crowd = (
-                f"it has {len(found)} processes, or more, of which {len(serving)} are first ones or"
-                f" call themselves SGLang's scheduler; fewer than {MOST_DESCRIBED}, and of those up"
-                f" to {_MOST_SERVING}, are followed"
+                f"it has {MOST_DESCRIBED} processes or more, or more than {_MOST_SERVING} that are"
+                " first ones or call themselves SGLang's scheduler; that many are not followed"
             )
             serving = serving[:_MOST_SERVING]
         annotations = meta.get("annotations") or {}
