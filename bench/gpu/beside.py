@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.stepper import Step
-from rose_core.stats import quantile
 
 Measured = list[tuple[str, float, str]]
 _ROOT = Path(__file__).parents[2]
@@ -162,6 +161,15 @@ def neighbour(scale: Scale, *kinds: str) -> Iterator[Neighbour]:
         yield made
     finally:
         made.end()
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that so many do not exceed; of at least one.
+
+    The core's needs msgspec, which a bare GPU machine lacks.
+    """
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def lengths(steps: Sequence[Step]) -> list[float]:
