@@ -145,6 +145,11 @@ def test_a_host_without_room_for_keys_says_what_to_change(
     assert "kvStoreGiB: 0" in str(refused.value)
 
 
+def test_a_folder_that_is_gone_costs_no_other_metric(tmp_path: Path) -> None:
+    assert KvFolders(tmp_path, MIB, FIRST).used() > 0
+    assert KvFolders(tmp_path / "gone", MIB, FIRST).used() == 0
+
+
 def test_a_place_that_is_no_tmpfs_or_too_small_is_refused_at_the_start(place: Path) -> None:
     kv_folders.check(None, 0, 0)
     kv_folders.check(place, MIB, 0)

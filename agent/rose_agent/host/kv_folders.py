@@ -151,10 +151,13 @@ class KvFolders:
                 threading.Thread(target=self.remove, args=(aside,), daemon=True).start()
 
     def used(self) -> int:
-        """Bytes of all keys here."""
+        """Bytes of all keys here; 0 where the folder is gone: every metric hangs on the answer."""
         if self.root is None:
             return 0
-        found = os.statvfs(self.root)
+        try:
+            found = os.statvfs(self.root)
+        except OSError:
+            return 0
         return (found.f_blocks - found.f_bfree) * found.f_frsize
 
     def _check(self, lease: str, wanted: int) -> Path:

@@ -1,6 +1,7 @@
 """HTTP face of the fake engine: the part of SGLang's API that ROSE and its tests use.
 
 POST /generate         one request, plain or streamed (cumulative), SGLang's shapes
+POST /v1/completions   501: text is a real engine's; it has the route, and so it is no 404
 POST /abort_request    by id prefix, or everything
 POST /slow_down        {"forward_sleep_time": seconds per iteration, null = back to normal}
 GET  /model_info  /v1/loads  /metrics  /health  /ready
@@ -94,6 +95,7 @@ class FakeServer:
         app.add_routes(
             [
                 web.post("/generate", self._generate),
+                web.post("/v1/completions", self._completions),
                 web.post("/abort_request", self._abort),
                 web.post("/slow_down", self._slow_down),
                 web.get("/model_info", self._model_info),
@@ -228,6 +230,9 @@ class FakeServer:
         """Two numbers a token, of every token that was an input: itself, and this engine's."""
         rows = array("i", (n for token in context[:-1] for n in (token, self._number)))
         return base64.b64encode(rows.tobytes()).decode()
+
+    async def _completions(self, _: web.Request) -> web.Response:
+        return web.Response(status=501, text="the fake engine answers token ids: POST /generate")
 
     async def _abort(self, http: web.Request) -> web.Response:
         body = await http.json()
