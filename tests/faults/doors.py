@@ -136,7 +136,7 @@ async def _page(
             # Whoever is there shows a certificate that only routers are told of.
             url = f"{scheme}://{where}"
             async with http.request(method, url, json=body, ssl=False) as answer:
-                text = await answer.text()
+                text = (await answer.read()).decode(errors="replace")  # some answer in frames
             break
         except aiohttp.ClientError:
             continue
