@@ -205,13 +205,14 @@ class Releaser:
         return Released(name, _digest(self._crane("digest", name), name))
 
     def refuse_again(self, targets: Sequence[str]) -> None:
-        """Before hours of building: none of these images is there in the chart's version.
+        """Before hours of building: neither these images nor the chart are there in its version.
 
         Raises:
             ReleaseFailed: one is there already.
         """
-        for target in targets:
-            self._refuse_again(f"{self.registry}/rose-{target}:{released_version()}")
+        version = released_version()
+        for place in (*(f"rose-{target}" for target in targets), f"charts/{CHART.name}"):
+            self._refuse_again(f"{self.registry}/{place}:{version}")
 
     def bill_of(self, image: Released) -> dict[str, Any]:
         """The SBOM that the image carries.

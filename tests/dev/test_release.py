@@ -158,6 +158,8 @@ def test_a_version_is_released_once(registry: str, keys: Path, tmp_path: Path) -
     before = ours.chart()
     with pytest.raises(ReleaseFailed, match="there already"):
         ours.chart()
+    with pytest.raises(ReleaseFailed, match=r"charts/rose.* is there already"):
+        ours.refuse_again([])
     digest = tool("crane", "digest", "--insecure", before.name).strip()
     assert digest == before.digest
 

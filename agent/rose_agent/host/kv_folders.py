@@ -156,7 +156,7 @@ class KvFolders:
             return 0
         try:
             found = os.statvfs(self.root)
-        except OSError:
+        except FileNotFoundError:
             return 0
         return (found.f_blocks - found.f_bfree) * found.f_frsize
 
