@@ -42,7 +42,7 @@ import uvloop
 from bench.record import Figure, figure, record
 from bench.router.routes import Route, process, rose, stub
 from rose_core.api import RolloutLease
-from rose_core.rollouts.router_size import RouterSize
+from rose_core.rollouts.capacity.router_size import RouterSize
 from rose_core.stats import paired_ratio, quantile
 from rose_operator.apply import routers
 from tests.api.objects import LEASE, changed

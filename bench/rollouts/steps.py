@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.rollouts.spent import Life, Observed
-from rose_core.rollouts.placement import PolicyName
-from rose_core.rollouts.shares import length_bucket
+from rose_core.rollouts.placement.selection import PolicyName
+from rose_core.rollouts.trajectories.shares import length_bucket
 from rose_core.stats import Clustered, Share, newcombe
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.costs import costs

@@ -22,7 +22,7 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from rose_core.rollouts.transcript import StreamEvent
+from rose_core.rollouts.transcripts.transcript import StreamEvent
 from rose_router.engines.connections import Connections
 from rose_router.engines.engine_client import HttpEngineClient, Target
 

@@ -2,7 +2,7 @@
 
 The word is the driver's product name, lower case, without the maker, joined by dashes:
 ``NVIDIA H100 80GB HBM3`` is ``h100-80gb-hbm3``. It says which GPUs are alike and nothing of how
-fast they are: that is measured (``rose_core.rollouts.estimates``).
+fast they are: that is measured (``rose_core.rollouts.engines.estimates``).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ the first gave (docs/decisions/0119). The gap between a half and a quarter, and 
 the peak of its last minute, keep slots from flapping. *When to give back* is ski rental: who holds
 on for as long as a new start would cost pays at most twice what a clairvoyant does (Karlin et al.,
 "Competitive snoopy caching", 1988), hence the default of ``slots.idleSeconds``. *When to ask again*
-is the rhythm's (``rose_core.rollouts.rhythm``) less what a start takes.
+is the rhythm's (``rose_core.rollouts.training.rhythm``) less what a start takes.
 
 What routers say is put together here too (``together``), for the operator and for the simulator.
 What several leases want is shared by ``shares``. Next step: ``plan`` bounds every lease by this

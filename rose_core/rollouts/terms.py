@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from rose_core.rollouts.prospects import Deadline, Prospects
-from rose_core.rollouts.views import Policy, PolicyName
-from rose_core.rollouts.watch import LegPatience
+from rose_core.rollouts.placement.views import Policy, PolicyName
+from rose_core.rollouts.placement.watch import LegPatience
+from rose_core.rollouts.trajectories.prospects import Deadline, Prospects
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
         device_class: of its GPU (``rose_core.devices.classes``); empty = unknown.
         reuses_kv: later turns may attend to keys that older weights computed (``kvPolicy: Reuse``).
         drafts: it verifies drafts, and takes tokens to draft from at ``url`` + /drafts.
-        refuses: parameters of turns that it does not take (``rose_core.rollouts.fields``); a turn
+        refuses: parameters of turns that it does not take (``rose_core.rollouts.requests.fields``);
+        a turn
             that asks with one is never sent here.
         relayed: passed on by another replica of the router, not said by the owner itself.
         leaving: the engine will not come back; continue its turns elsewhere now.
@@ -154,17 +155,15 @@ class DemandNote(msgspec.Struct, frozen=True, omit_defaults=True):
         peak_turns: most live and waiting at once in the last minute.
         usual_turns: the same, in a usual step.
         dedicated_turns: turns that its open dedicated engines carry half full.
-        phase: of the trainer, as its turns and publishes tell (``rose_core.rollouts.rhythm``).
-        idle_seconds: since the last turn, None before the first.
-        published_seconds: since a version came after the last turn; None when none has.
-        expected_seconds: until the next turns are expected; None when nothing says.
-        up_seconds: since the replica was started.
-        instance: a name of its own that the replica's process made up; counts are of this process.
-        accepted: trajectories that the trainer said it trained on.
-        correct: correct answers among them.
-        dedicated_tokens: output tokens that dedicated engines made.
-        trained_tokens: output tokens of the trajectories trained on.
-        reasoning_tokens: of these, before the answers, as the trainer said.
+        phase: of the trainer, as its turns and publishes tell
+        (``rose_core.rollouts.training.rhythm``). idle_seconds: since the last turn, None before the
+        first. published_seconds: since a version came after the last turn; None when none has.
+        expected_seconds: until the next turns are expected; None when nothing says. up_seconds:
+        since the replica was started. instance: a name of its own that the replica's process made
+        up; counts are of this process. accepted: trajectories that the trainer said it trained on.
+        correct: correct answers among them. dedicated_tokens: output tokens that dedicated engines
+        made. trained_tokens: output tokens of the trajectories trained on. reasoning_tokens: of
+        these, before the answers, as the trainer said.
     """
 
     live_turns: int = 0

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rose_core.rollouts.admission import QueueLimits
-from rose_core.rollouts.placement import Policy
-from rose_core.rollouts.quorum import Quorum
-from rose_core.rollouts.router_size import MOST_BODY
+from rose_core.rollouts.capacity.admission import QueueLimits
+from rose_core.rollouts.capacity.router_size import MOST_BODY
+from rose_core.rollouts.placement.selection import Policy
+from rose_core.rollouts.placement.watch import LegPatience
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
-from rose_core.rollouts.watch import LegPatience
+from rose_core.rollouts.training.quorum import Quorum
 from rose_router.callers import NamedCallers
 from rose_router.listener import ConnectionLimits
 from rose_router.replicas.peers import Link, Resolve

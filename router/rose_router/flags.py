@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rose_core.rollouts.admission import QueueLimits
-from rose_core.rollouts.placement import Policy, PolicyName
-from rose_core.rollouts.quorum import Quorum
+from rose_core.rollouts.capacity.admission import QueueLimits
+from rose_core.rollouts.placement.selection import Policy, PolicyName
+from rose_core.rollouts.placement.views import BIASED
+from rose_core.rollouts.placement.watch import LegPatience
 from rose_core.rollouts.terms import LeaseTerms
-from rose_core.rollouts.views import BIASED
-from rose_core.rollouts.watch import LegPatience
+from rose_core.rollouts.training.quorum import Quorum
 from rose_core.wire.enrolment import named_for
 from rose_router.config import Enrolment, Settings
 from rose_router.listener import ConnectionLimits

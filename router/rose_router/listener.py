@@ -33,7 +33,7 @@ from typing import cast
 
 from aiohttp import web
 
-from rose_core.rollouts.router_size import MOST_CONNECTIONS
+from rose_core.rollouts.capacity.router_size import MOST_CONNECTIONS
 from rose_router import metrics
 from rose_router.slow_senders import IncomingBody, Sender, SlowSenders, last_seconds
 from rose_wire import tls

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import rose_engines
-from rose_core.rollouts.drafts import MOST_TOKENS
+from rose_core.rollouts.engines.drafts import MOST_TOKENS
 from rose_core.wire.sync import EngineSpec
 from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import DRAFTS_VARIABLE, command, environment

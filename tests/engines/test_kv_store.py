@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rose_core.rollouts.kv_store import PAGE_TOKENS, admits, staging_tokens, whole_pages
+from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, admits, staging_tokens, whole_pages
 from rose_engines.kv.policy import CachePolicy
 from rose_engines.sglang.kv_store import StoreThreads
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rose_core.rollouts.logprobs import SCALE
+from rose_core.rollouts.requests.logprobs import SCALE
 from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import environment
 from rose_engines.sglang.logprobs import ORIGINAL_VARIABLE, LogprobHook

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.logprobs import SCALE
+from rose_core.rollouts.requests.logprobs import SCALE
 from rose_dev.engine_testing import RealEngine, State, state_of, write_bundle
 from rose_dev.models import RECIPES, make_model, successors
 from rose_dev.waiting import until

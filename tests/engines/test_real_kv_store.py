@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.kv_store import PAGE_TOKENS, whole_pages
+from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, whole_pages
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rose_core.rollouts.fields import NOT_IN_VLLM, REQUEST_FIELDS, asked_with
-from rose_core.rollouts.splice import SAMPLING
+from rose_core.rollouts.requests.fields import NOT_IN_VLLM, REQUEST_FIELDS, asked_with
+from rose_core.rollouts.requests.splice import SAMPLING
 from rose_engines.errors import EngineRefused
 from rose_engines.vllm.sampling import read_turn
 

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from rose_core.rollouts.admission import QueueLimits
+from rose_core.rollouts.capacity.admission import QueueLimits
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.wire.routing import EngineKind
 from rose_router.errors import BadRequest

@@ -20,7 +20,7 @@ from rose_agent.host.arguments import parser
 from rose_agent.host.data_certificate import OVERLAP_SECONDS, RENEWED_SECONDS, DataCertificate
 from rose_agent.host.proxy import DataProxy, Target
 from rose_agent.os.freezers import detect
-from rose_core.rollouts.transcript import StreamEvent
+from rose_core.rollouts.transcripts.transcript import StreamEvent
 from rose_core.wire.host import HostStatusRequest
 from rose_router.engines import engine_client
 from rose_router.engines.connections import Connections

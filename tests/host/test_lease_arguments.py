@@ -13,7 +13,7 @@ from rose_agent.host.launchers import EngineOrder
 from rose_core.api import RolloutLease
 from rose_core.api.arguments import ALLOWED, refusals
 from rose_core.api.rolloutlease import LeaseSpec
-from rose_core.rollouts.fields import NOT_IN_VLLM
+from rose_core.rollouts.requests.fields import NOT_IN_VLLM
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
 from rose_engines.node.rundir import RunDir

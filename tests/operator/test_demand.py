@@ -14,7 +14,7 @@ from rose_core.api import RolloutLease
 from rose_core.identity import SlotKey
 from rose_core.lending import Demand
 from rose_core.lending.demand import ReceivedNote, together
-from rose_core.rollouts.rhythm import Rhythm, observe
+from rose_core.rollouts.training.rhythm import Rhythm, observe
 from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_dev.waiting import until

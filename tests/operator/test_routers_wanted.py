@@ -10,7 +10,7 @@ from typing import Any
 from rose_core.api import Reason
 from rose_core.lending import Demand
 from rose_core.lending.routers import REFUSED_SECONDS
-from rose_core.rollouts.router_size import LEAST_MEMORY, MOST_MEMORY
+from rose_core.rollouts.capacity.router_size import LEAST_MEMORY, MOST_MEMORY
 from rose_operator.kube.api import Kind
 from rose_router.flags import parser, settings
 from rose_router.turns.service import leaves_at

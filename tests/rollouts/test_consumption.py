@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.rollouts.consumption import ConsumptionBound, next_batch
 from rose_core.rollouts.errors import InvalidBound
+from rose_core.rollouts.training.consumption import ConsumptionBound, next_batch
 
 TWO = ConsumptionBound(batch=2, staleness=1)
 

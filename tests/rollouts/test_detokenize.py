@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.rollouts.detokenize import BROKEN, IncrementalDetokenizer
+from rose_core.rollouts.transcripts.detokenize import BROKEN, IncrementalDetokenizer
 
 
 def of_bytes(tokens: Sequence[int]) -> str:

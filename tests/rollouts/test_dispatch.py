@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.dispatch import DispatchState, next_turn
-from rose_core.rollouts.estimates import Speed
-from rose_core.rollouts.placement import EngineView, Policy, TurnView
-from rose_core.rollouts.residency import IDLE_SECONDS, Residents
+from rose_core.rollouts.engines.estimates import Speed
+from rose_core.rollouts.placement.dispatch import DispatchState, next_turn
+from rose_core.rollouts.placement.residency import IDLE_SECONDS, Residents
+from rose_core.rollouts.placement.selection import EngineView, Policy, TurnView
 from rose_core.wire.routing import EngineKind
 
 HEAD = WeightVersion("run", 0, 3)

@@ -6,7 +6,7 @@ import tracemalloc
 from array import array
 from collections.abc import Iterator
 
-from rose_core.rollouts.drafts import (
+from rose_core.rollouts.engines.drafts import (
     CONTEXT,
     MOST_OF_QUESTION,
     MOST_QUESTIONS,

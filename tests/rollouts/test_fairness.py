@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose_core.rollouts.admission import QueueLimits, has_room, rank
-from rose_core.rollouts.fairness import FairShares, work
-from rose_core.rollouts.prospects import NO_HINT, Deadline, Prospects
+from rose_core.rollouts.capacity.admission import QueueLimits, has_room, rank
+from rose_core.rollouts.capacity.fairness import FairShares, work
+from rose_core.rollouts.trajectories.prospects import NO_HINT, Deadline, Prospects
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
-from rose_core.rollouts.fields import (
+from rose_core.rollouts.requests.fields import (
     MOST_TOP,
     NOTHING_SAID,
     Bounds,
@@ -17,7 +17,7 @@ from rose_core.rollouts.fields import (
     check_within,
     least,
 )
-from rose_core.rollouts.splice import most_tokens
+from rose_core.rollouts.requests.splice import most_tokens
 
 SMALL = Bounds(vocabulary=500, context=64)
 ROUTED = ("return_routed_experts",)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rose_core.rollouts.inclusion import (
+from rose_core.rollouts.trajectories.inclusion import (
     Arm,
     Fate,
     Inclusion,

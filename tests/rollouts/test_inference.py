@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.guards import PlacementCase, RolloutOutlook, narrowed
-from rose_core.rollouts.inclusion import Arm, Fate
-from rose_core.rollouts.inference import MARK, Groups, Idle, Pauses, is_over
-from rose_core.rollouts.prospects import Deadline, Hint, Prospects
+from rose_core.rollouts.placement.guards import PlacementCase, RolloutOutlook, narrowed
+from rose_core.rollouts.placement.views import PolicyName
 from rose_core.rollouts.terms import LeaseTerms, policies_of
-from rose_core.rollouts.views import PolicyName
+from rose_core.rollouts.trajectories.inclusion import Arm, Fate
+from rose_core.rollouts.trajectories.inference import MARK, Groups, Idle, Pauses, is_over
+from rose_core.rollouts.trajectories.prospects import Deadline, Hint, Prospects
 from tests.rollouts.test_policies import LENT, OURS, TURN
 from tests.rollouts.test_prospects import version
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose_core.rollouts.errors import InvalidRound
-from rose_core.rollouts.lateness import Lateness, fewest_late
-from rose_core.rollouts.rounds import Rounds, RoundShape
+from rose_core.rollouts.training.lateness import Lateness, fewest_late
+from rose_core.rollouts.training.rounds import Rounds, RoundShape
 
 STEP_S = 200.0
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from rose_core.rollouts.logprobs import NONE, UNKNOWN, LogitScale, LogprobTerms, semantics, terms_of
+from rose_core.rollouts.requests.logprobs import (
+    NONE,
+    UNKNOWN,
+    LogitScale,
+    LogprobTerms,
+    semantics,
+    terms_of,
+)
 
 SCALED, RAW = LogitScale.TEMPERATURE.value, LogitScale.ORIGINAL.value
 HALF = LogprobTerms(0.5)

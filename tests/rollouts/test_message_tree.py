@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.rollouts import message_tree, saved_turns
-from rose_core.rollouts.message_tree import (
+from rose_core.rollouts.conversations import message_tree, saved_turns
+from rose_core.rollouts.conversations.message_tree import (
     KnownDigests,
     MessageTree,
     Routing,
@@ -20,7 +20,7 @@ from rose_core.rollouts.message_tree import (
     fingerprint,
     root_of,
 )
-from rose_core.rollouts.spans import Span
+from rose_core.rollouts.transcripts.spans import Span
 
 Message = dict[str, Any]
 ROOT = root_of([], {})

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.estimates import Hazard, Speed
-from rose_core.rollouts.placement import (
+from rose_core.rollouts.engines.estimates import Hazard, Speed
+from rose_core.rollouts.placement.selection import (
     EngineView,
     Obstacle,
     Placement,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rose_core.rollouts.prefixes import Prefixes
+from rose_core.rollouts.conversations.prefixes import Prefixes
 
 
 def test_the_next_turn_of_a_trajectory_is_recognized_by_its_prefix() -> None:

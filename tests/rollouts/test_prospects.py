@@ -13,14 +13,20 @@ from hypothesis import strategies as some
 from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts import prospects
-from rose_core.rollouts.freshness import Cadence, budget_seconds
-from rose_core.rollouts.inclusion import Arm, Fate, Inclusion, TrajectoryOutcome
-from rose_core.rollouts.inference import Idle, is_over
-from rose_core.rollouts.lengths import Lengths
-from rose_core.rollouts.prospects import Deadline, Hint, Prospects, RemainingWork, survives
-from rose_core.rollouts.shares import ContactShares, stratum
-from rose_core.rollouts.views import EngineView, TurnView
+from rose_core.rollouts.placement.views import EngineView, TurnView
+from rose_core.rollouts.trajectories import prospects
+from rose_core.rollouts.trajectories.freshness import Cadence, budget_seconds
+from rose_core.rollouts.trajectories.inclusion import Arm, Fate, Inclusion, TrajectoryOutcome
+from rose_core.rollouts.trajectories.inference import Idle, is_over
+from rose_core.rollouts.trajectories.lengths import Lengths
+from rose_core.rollouts.trajectories.prospects import (
+    Deadline,
+    Hint,
+    Prospects,
+    RemainingWork,
+    survives,
+)
+from rose_core.rollouts.trajectories.shares import ContactShares, stratum
 from rose_core.stats import newcombe, wilson
 from rose_core.wire.routing import EngineKind
 

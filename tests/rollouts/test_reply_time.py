@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rose_core.rollouts.estimates import Speed
-from rose_core.rollouts.reply_time import ENOUGH, REMEMBERED, Queue, Trust, reply_seconds
+from rose_core.rollouts.capacity.reply_time import ENOUGH, REMEMBERED, Queue, Trust, reply_seconds
+from rose_core.rollouts.engines.estimates import Speed
+from rose_core.rollouts.placement.views import EngineView, TurnView
 from rose_core.rollouts.versions import parse
-from rose_core.rollouts.views import EngineView, TurnView
 from rose_core.wire.routing import EngineKind
 
 VERSION = parse("run@1.0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rose_core.rollouts.rhythm import Phase, Rhythm, observe
+from rose_core.rollouts.training.rhythm import Phase, Rhythm, observe
 
 
 def looked(rhythm: Rhythm, begin: float, seconds: float, turns: int, head: str = "v0") -> Rhythm:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose_core.rollouts.errors import InvalidRound
-from rose_core.rollouts.rounds import Closing, Opening, RoundKind, Rounds, RoundShape
+from rose_core.rollouts.training.rounds import Closing, Opening, RoundKind, Rounds, RoundShape
 
 
 def _begun(rounds: Rounds, *names: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rose_core.rollouts.router_size import (
+from rose_core.rollouts.capacity.router_size import (
     LEAST_MEMORY,
     MOST_BODY,
     MOST_CONNECTIONS,

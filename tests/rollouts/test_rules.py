@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts import splice
-from rose_core.rollouts.admission import QueueLimits, has_room, rank, retry_after
+from rose_core.rollouts.capacity.admission import QueueLimits, has_room, rank, retry_after
+from rose_core.rollouts.engines.estimates import Hazard, Speed
 from rose_core.rollouts.errors import InvalidTurn, UnknownVersion, VersionGone
-from rose_core.rollouts.estimates import Hazard, Speed
+from rose_core.rollouts.placement.watch import LegPatience, LegView, MoveReason, judge
+from rose_core.rollouts.requests import splice
 from rose_core.rollouts.versions import (
     Pin,
     age,
@@ -23,7 +24,6 @@ from rose_core.rollouts.versions import (
     read_pin,
     satisfies,
 )
-from rose_core.rollouts.watch import LegPatience, LegView, MoveReason, judge
 
 
 @pytest.mark.parametrize(

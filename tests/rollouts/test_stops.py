@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rose_core.rollouts.stops import Crossing, Match, Stops, sure, trimmed
+from rose_core.rollouts.requests.stops import Crossing, Match, Stops, sure, trimmed
 
 PIECES = ["a", "b", "ab", "</", "end", ">", " ", "</end>", "\n"]
 

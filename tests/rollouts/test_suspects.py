@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rose_core.rollouts.suspects import Record, suspects
+from rose_core.rollouts.engines.suspects import Record, suspects
 
 
 def test_a_turn_without_a_token_is_the_likelier_cause() -> None:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose_core.rollouts.errors import BrokenStream
-from rose_core.rollouts.spans import Kv, Span, covers, joined, normal
-from rose_core.rollouts.transcript import Folded, Leg, StreamEvent, Transcript
+from rose_core.rollouts.transcripts.spans import Kv, Span, covers, joined, normal
+from rose_core.rollouts.transcripts.transcript import Folded, Leg, StreamEvent, Transcript
 from rose_core.wire.routing import EngineKind
 
 V0, V1 = "run@1.0", "run@1.1"

@@ -8,11 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.dispatch import DispatchState
-from rose_core.rollouts.estimates import Hazard, Speed
-from rose_core.rollouts.placement import EngineView, Policy, TurnView
-from rose_core.rollouts.residency import Residents
-from rose_core.rollouts.warming import Resting, ReturnRates, Warm, WarmBound, to_warm
+from rose_core.rollouts.engines.estimates import Hazard, Speed
+from rose_core.rollouts.placement.dispatch import DispatchState
+from rose_core.rollouts.placement.residency import Residents
+from rose_core.rollouts.placement.selection import EngineView, Policy, TurnView
+from rose_core.rollouts.placement.warming import Resting, ReturnRates, Warm, WarmBound, to_warm
 from rose_core.wire.routing import EngineKind
 
 HEAD = WeightVersion("run", 0, 3)

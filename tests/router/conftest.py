@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from rose_core.rollouts.logprobs import LogitScale
+from rose_core.rollouts.requests.logprobs import LogitScale
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import Owner, owner
 from rose_engines.fake.scheduler import FakeScheduler, Script

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.consumption import ConsumptionBound, next_batch
-from rose_core.rollouts.inclusion import Fate, InclusionCell
+from rose_core.rollouts.training.consumption import ConsumptionBound, next_batch
+from rose_core.rollouts.trajectories.inclusion import Fate, InclusionCell
 from rose_core.wire.routing import EngineKind
 from rose_router.engines.fleet import Fleet
 from rose_trainer.adapters.report import report_async

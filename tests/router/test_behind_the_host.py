@@ -23,7 +23,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rose_agent.host import main as host_main
-from rose_core.rollouts.watch import LegPatience
+from rose_core.rollouts.placement.watch import LegPatience
 from rose_core.wire.host import EngineState
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_core.wire.tokenizer_files import unpack

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from rose_core.rollouts.drafts import CONTEXT, MOST_OF_QUESTION
+from rose_core.rollouts.engines.drafts import CONTEXT, MOST_OF_QUESTION
 from rose_core.rollouts.errors import UnsafeTurn
-from rose_core.rollouts.transcript import StreamEvent
+from rose_core.rollouts.transcripts.transcript import StreamEvent
 from rose_core.rollouts.versions import Pin
 from rose_core.wire.routing import EngineUpdate
 from rose_router.engines.engine_client import Target

@@ -14,9 +14,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.inclusion import Arm, assigned
-from rose_core.rollouts.placement import Policy
-from rose_core.rollouts.prospects import Deadline
+from rose_core.rollouts.placement.selection import Policy
+from rose_core.rollouts.trajectories.inclusion import Arm, assigned
+from rose_core.rollouts.trajectories.prospects import Deadline
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation

@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from rose_core.rollouts.admission import QueueLimits
-from rose_core.rollouts.spans import Span, covers
+from rose_core.rollouts.capacity.admission import QueueLimits
+from rose_core.rollouts.transcripts.spans import Span, covers
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
 from rose_dev.waiting import until

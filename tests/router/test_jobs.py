@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rose_core.rollouts.admission import QueueLimits
+from rose_core.rollouts.capacity.admission import QueueLimits
 from rose_dev.waiting import until
 from rose_router.http.bearer import Tokens
 from tests.router.conftest import Stage

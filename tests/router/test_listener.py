@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rose_core.rollouts.transcript import StreamEvent
+from rose_core.rollouts.transcripts.transcript import StreamEvent
 from rose_dev.pki import Authority
 from rose_dev.waiting import until
 from rose_router import metrics

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
-from rose_core.rollouts.fields import NOTHING_SAID, Bounds
+from rose_core.rollouts.requests.fields import NOTHING_SAID, Bounds
 from rose_router.engines.engine_client import _encoded
 from rose_router.errors import TooLarge
 from rose_router.http import bodies

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import aiohttp
 import pytest
 
-from rose_core.rollouts.replicas import home_of
+from rose_core.rollouts.capacity.replicas import home_of
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_router.engines import attach

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rose_core.rollouts.replicas import home_of
+from rose_core.rollouts.capacity.replicas import home_of
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.pki import Authority
 from rose_engines.fake.model import continuation

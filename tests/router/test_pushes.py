@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.placement import EngineView
-from rose_core.rollouts.quorum import Quorum, missing
+from rose_core.rollouts.placement.selection import EngineView
+from rose_core.rollouts.training.quorum import Quorum, missing
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until
 from tests.router.conftest import VERSION

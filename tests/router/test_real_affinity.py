@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from rose_agent.os.limits import Limiter, Limits
-from rose_core.rollouts.estimates import Speed
+from rose_core.rollouts.engines.estimates import Speed
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.models import make_named

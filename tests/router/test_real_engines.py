@@ -19,9 +19,9 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
-from rose_core.rollouts.consumption import ConsumptionBound
-from rose_core.rollouts.spans import Span, covers
 from rose_core.rollouts.terms import LeaseTerms, policies_of
+from rose_core.rollouts.training.consumption import ConsumptionBound
+from rose_core.rollouts.transcripts.spans import Span, covers
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine

@@ -10,7 +10,7 @@ import pytest
 
 from bench.fire.poison import poisoned
 from rose_agent.host.sizing import vocabulary
-from rose_core.rollouts.admission import QueueLimits
+from rose_core.rollouts.capacity.admission import QueueLimits
 from rose_core.wire.routing import EngineKind
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.owners import owner

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rose_core.rollouts.fields import NOT_IN_VLLM
+from rose_core.rollouts.requests.fields import NOT_IN_VLLM
 from rose_dev.engine_testing import RealEngine
 from rose_dev.owners import Owner
 from rose_dev.waiting import until

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose_core.rollouts.spans import Span
-from rose_core.rollouts.transcript import Leg, StreamEvent
+from rose_core.rollouts.transcripts.spans import Span
+from rose_core.rollouts.transcripts.transcript import Leg, StreamEvent
 from rose_core.wire.routing import EngineKind
 from rose_engines.process.client import TurnClient
 from rose_router.engines.connections import Connections

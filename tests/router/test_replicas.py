@@ -23,7 +23,7 @@ from aiohttp import ClientError, web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.rollouts.replicas import home_of, part_of_cap
+from rose_core.rollouts.capacity.replicas import home_of, part_of_cap
 from rose_core.wire.routing import AdapterVersion, EngineKind, EngineUpdate, RouterNote
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation

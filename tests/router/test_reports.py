@@ -16,7 +16,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from rose_core.rollouts.prospects import Trajectory
+from rose_core.rollouts.trajectories.prospects import Trajectory
 from rose_trainer.adapters import report as reports
 from rose_trainer.adapters import skyrl, slime, verl
 from rose_trainer.adapters.report import finish_async, report, report_async

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rose_core.rollouts.message_tree import Routing
-from rose_core.rollouts.transcript import Leg, StreamEvent, Transcript
+from rose_core.rollouts.conversations.message_tree import Routing
+from rose_core.rollouts.transcripts.transcript import Leg, StreamEvent, Transcript
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until
 from rose_router.http.history import routing_of

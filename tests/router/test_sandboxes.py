@@ -19,9 +19,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from rose_core.rollouts import saved_turns
-from rose_core.rollouts.message_tree import MessageTree
-from rose_core.rollouts.placement import PolicyName
+from rose_core.rollouts.conversations import saved_turns
+from rose_core.rollouts.conversations.message_tree import MessageTree
+from rose_core.rollouts.placement.selection import PolicyName
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.sandboxes.heartbeats import Heartbeats
 from rose_dev.waiting import until

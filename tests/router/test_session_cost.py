@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rose_core.rollouts import message_tree
+from rose_core.rollouts.conversations import message_tree
 from rose_dev.models import scripted_recipe
 from rose_dev.scripted import Script
 from rose_router.http.templates import Template

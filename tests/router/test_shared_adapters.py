@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.errors import InvalidTurn, UnknownVersion
-from rose_core.rollouts.quorum import Quorum, missing
+from rose_core.rollouts.placement.views import EngineView
+from rose_core.rollouts.placement.watch import MoveReason
+from rose_core.rollouts.training.quorum import Quorum, missing
 from rose_core.rollouts.versions import Pin, read_pin
-from rose_core.rollouts.views import EngineView
-from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind, each_adapter
 from rose_router import metrics
 from rose_router.errors import BadRequest, Conflict

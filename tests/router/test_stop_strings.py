@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from rose_core.rollouts.stops import Stops
+from rose_core.rollouts.requests.stops import Stops
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until as sooner
 from rose_engines.fake.model import continuation

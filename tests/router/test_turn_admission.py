@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.admission import QueueLimits
+from rose_core.rollouts.capacity.admission import QueueLimits
 from rose_core.rollouts.errors import UnsafeTurn, VersionGone
-from rose_core.rollouts.fields import Bounds
+from rose_core.rollouts.placement.watch import MoveReason
+from rose_core.rollouts.requests.fields import Bounds
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.rollouts.versions import Pin
-from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_router.engines.fleet import Fleet
 from rose_router.errors import BadRequest, Busy, Conflict, Overloaded, Unprocessable

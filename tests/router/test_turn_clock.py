@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rose_core.rollouts.reply_time import ENOUGH
+from rose_core.rollouts.capacity.reply_time import ENOUGH
 from rose_router.turns.turn_clock import MOST_LINES, Body, TurnClock
 from tests.router.world import SimEngine, V, World, judge_whole, over, until, world
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from rose_core.rollouts.spans import Kv
-from rose_core.rollouts.watch import LegPatience, MoveReason
+from rose_core.rollouts.placement.watch import LegPatience, MoveReason
+from rose_core.rollouts.transcripts.spans import Kv
 from rose_core.wire.routing import EngineKind
 from rose_router.metrics import REGISTRY
 from tests.router.world import (

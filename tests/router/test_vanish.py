@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from rose_core.rollouts.consumption import ConsumptionBound
+from rose_core.rollouts.training.consumption import ConsumptionBound
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until
 from tests.router.conftest import Fake, Stage

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.admission import QueueLimits
+from rose_core.rollouts.capacity.admission import QueueLimits
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rose_core.rollouts.warming import WarmOutcome
+from rose_core.rollouts.placement.warming import WarmOutcome
 from rose_core.wire.routing import EngineKind
 from rose_router.metrics import REGISTRY
 from tests.router.world import SimEngine, V, World, judge_whole, over, until, world

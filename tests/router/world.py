@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rose_core.adapters import run_of
-from rose_core.rollouts.spans import covers
-from rose_core.rollouts.transcript import StreamEvent
+from rose_core.rollouts.transcripts.spans import covers
+from rose_core.rollouts.transcripts.transcript import StreamEvent
 from rose_core.wire.routing import AdapterVersion, EngineKind, EngineUpdate
 from rose_engines.fake.model import Prefix, continuation
 from rose_router.config import Settings

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-import rose_core.rollouts.dispatch
-import rose_core.rollouts.residency
+import rose_core.rollouts.placement.dispatch
+import rose_core.rollouts.placement.residency
 import rose_core.rollouts.terms
 from rose_simulate.model import router
 from rose_simulate.model.possible import impossible
@@ -28,9 +28,9 @@ def test_every_regime_has_rules() -> None:
 
 
 def test_the_queue_and_the_memory_of_trajectories_are_productions() -> None:
-    assert vars(router)["next_turn"] is rose_core.rollouts.dispatch.next_turn
+    assert vars(router)["next_turn"] is rose_core.rollouts.placement.dispatch.next_turn
     assert vars(router)["Policies"] is rose_core.rollouts.terms.Policies
-    assert vars(router)["Residents"] is rose_core.rollouts.residency.Residents
+    assert vars(router)["Residents"] is rose_core.rollouts.placement.residency.Residents
 
 
 @pytest.mark.parametrize("regime", [Regime.WHOLE_REPLICA, Regime.SPOT])

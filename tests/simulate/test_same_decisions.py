@@ -16,12 +16,12 @@ import pytest
 import rose_core.guard.gate
 import rose_core.guard.slot
 import rose_core.lending
-import rose_core.rollouts.dispatch
-import rose_core.rollouts.placement
-import rose_core.rollouts.rounds
-import rose_core.rollouts.watch
+import rose_core.rollouts.placement.dispatch
+import rose_core.rollouts.placement.selection
+import rose_core.rollouts.placement.watch
+import rose_core.rollouts.training.rounds
 from rose_core.lending import LendingPlan, Snapshot, plan
-from rose_core.rollouts.warming import Warm, WarmOutcome, to_warm
+from rose_core.rollouts.placement.warming import Warm, WarmOutcome, to_warm
 from rose_simulate.model import gates, guarded, job, planner, router, warming
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.regimes import RULES
@@ -38,7 +38,7 @@ SHELLS = {
     "agent/rose_agent/guard": ("rose_core.guard",),
     "operator/rose_operator": ("rose_core.lending",),
     "router/rose_router": ("rose_core.rollouts",),
-    "trainer/rose_trainer/rounds.py": ("rose_core.rollouts.rounds",),
+    "trainer/rose_trainer/rounds.py": ("rose_core.rollouts.training.rounds",),
 }
 NOT_SIMULATED = {
     "rose_core.guard.crossover": "serving alone is a run of its own here, no window is withheld",
@@ -51,26 +51,26 @@ NOT_SIMULATED = {
     "rose_core.lending.forecast": "the planner's forecast needs days of load",
     "rose_core.lending.groups": "a replica is of one node here",
     "rose_core.lending.tenancy": "scenarios have one team, and no policy",
-    "rose_core.rollouts.detokenize": "tokens have no text here",
-    "rose_core.rollouts.drafts": "a scenario says how many tokens a step gives; none has content",
+    "rose_core.rollouts.transcripts.detokenize": "tokens have no text here",
+    "rose_core.rollouts.engines.drafts": "a scenario says how many tokens a step gives",
     "rose_core.rollouts.errors": "requests are well-formed here",
-    "rose_core.rollouts.fairness": "a lease serves one job here",
-    "rose_core.rollouts.fields": "requests are well-formed here",
-    "rose_core.rollouts.inclusion": "counted from fates, in bench/rollouts",
-    "rose_core.rollouts.logprobs": "tokens have no content here",
-    "rose_core.rollouts.message_tree": "turns have no messages here",
-    "rose_core.rollouts.prefixes": "trajectories have names here",
-    "rose_core.rollouts.quorum": "dedicated engines all take a version after link.dedicated_s",
-    "rose_core.rollouts.replicas": "one router per job",
-    "rose_core.rollouts.reply_time": "no sandbox waits for an answer here",
-    "rose_core.rollouts.router_size": "a router here has no memory to run out of",
-    "rose_core.rollouts.saved_turns": "turns have no messages here",
-    "rose_core.rollouts.shown": "nobody asks for what would be complained of",
-    "rose_core.rollouts.spans": "tokens have no content here",
-    "rose_core.rollouts.splice": "no request has parameters",
-    "rose_core.rollouts.stops": "tokens have no text here",
-    "rose_core.rollouts.suspects": "no request ends an engine here",
-    "rose_core.rollouts.transcript": "tokens have no content here",
+    "rose_core.rollouts.capacity.fairness": "a lease serves one job here",
+    "rose_core.rollouts.requests.fields": "requests are well-formed here",
+    "rose_core.rollouts.trajectories.inclusion": "counted from fates, in bench/rollouts",
+    "rose_core.rollouts.requests.logprobs": "tokens have no content here",
+    "rose_core.rollouts.conversations.message_tree": "turns have no messages here",
+    "rose_core.rollouts.conversations.prefixes": "trajectories have names here",
+    "rose_core.rollouts.training.quorum": "dedicated engines take a version after link.dedicated_s",
+    "rose_core.rollouts.capacity.replicas": "one router per job",
+    "rose_core.rollouts.capacity.reply_time": "no sandbox waits for an answer here",
+    "rose_core.rollouts.capacity.router_size": "a router here has no memory to run out of",
+    "rose_core.rollouts.conversations.saved_turns": "turns have no messages here",
+    "rose_core.rollouts.requests.shown": "nobody asks for what would be complained of",
+    "rose_core.rollouts.transcripts.spans": "tokens have no content here",
+    "rose_core.rollouts.requests.splice": "no request has parameters",
+    "rose_core.rollouts.requests.stops": "tokens have no text here",
+    "rose_core.rollouts.engines.suspects": "no request ends an engine here",
+    "rose_core.rollouts.transcripts.transcript": "tokens have no content here",
     "rose_core.rollouts.versions": "no turn is pinned",
 }
 
@@ -136,10 +136,10 @@ def test_the_simulator_holds_productions_own_functions() -> None:
     assert vars(guarded)["Experience"].__module__ == "rose_core.guard.experience"
     assert vars(guarded)["Gaps"].__module__ == "rose_core.guard.regime"
     assert vars(planner)["plan"] is rose_core.lending.plan
-    assert vars(router)["place"] is rose_core.rollouts.placement.place
-    assert vars(router)["next_turn"] is rose_core.rollouts.dispatch.next_turn
-    assert vars(router)["judge"] is rose_core.rollouts.watch.judge
-    assert vars(job)["Rounds"] is rose_core.rollouts.rounds.Rounds
+    assert vars(router)["place"] is rose_core.rollouts.placement.selection.place
+    assert vars(router)["next_turn"] is rose_core.rollouts.placement.dispatch.next_turn
+    assert vars(router)["judge"] is rose_core.rollouts.placement.watch.judge
+    assert vars(job)["Rounds"] is rose_core.rollouts.training.rounds.Rounds
     assert not hasattr(gates, "judge")
 
 

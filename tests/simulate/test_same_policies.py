@@ -11,9 +11,9 @@ import yaml
 
 from rose_core.api import RolloutLease
 from rose_core.api.rolloutlease import RouterPolicy
-from rose_core.rollouts.prospects import Deadline
+from rose_core.rollouts.placement.views import BIASED, PolicyName
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
-from rose_core.rollouts.views import BIASED, PolicyName
+from rose_core.rollouts.trajectories.prospects import Deadline
 from rose_operator.apply.routers import deployment
 from rose_operator.settings import Settings as OperatorSettings
 from rose_router.config import Settings

@@ -2,8 +2,8 @@
 
 The trainer gives its prompts and a coroutine that samples one trajectory through the router; it
 gets batches of whole groups, stragglers having been put off to rounds of their own
-(``rose_core.rollouts.rounds`` holds the state and the reasons). A trajectory that is put off or cut
-is cancelled; its connection closes, and the router ends the turn on its engine.
+(``rose_core.rollouts.training.rounds`` holds the state and the reasons). A trajectory that is put
+off or cut is cancelled; its connection closes, and the router ends the turn on its engine.
 
 With ``stream`` a round comes in parts, each group as soon as it is ready: the trainer adds its
 gradients while the round's tail still runs, and steps at the part that is the ``last``. The parts
@@ -13,8 +13,9 @@ What ends while the trainer is busy with a part counts in the order in which it 
 
 With ``reward`` a trajectory's reward is a coroutine of its own, and a group has its tokens before
 it has its rewards. With ``RoundShape.late`` a round then ends without the rewards of up to so many
-groups, or of the fewest that hide what rewards take (``rose_core.rollouts.lateness``). They are in
-the next batch for certain, one step after those that were sampled with them (``Batch.late``).
+groups, or of the fewest that hide what rewards take (``rose_core.rollouts.training.lateness``).
+They are in the next batch for certain, one step after those that were sampled with them
+(``Batch.late``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from rose_core.rollouts.errors import InvalidRound
-from rose_core.rollouts.rounds import Closing, Deferral, Late, RoundKind, Rounds, RoundShape, Tally
+from rose_core.rollouts.training.rounds import (
+    Closing,
+    Deferral,
+    Late,
+    RoundKind,
+    Rounds,
+    RoundShape,
+    Tally,
+)
 
 Prompt = TypeVar("Prompt")
 Sample = TypeVar("Sample")

@@ -9,7 +9,7 @@ from rose_agent.host.launchers import EngineOrder, EngineProgram, Launcher
 from rose_core.devices.elastic import FIRST_PERMILLE
 from rose_core.devices.memory import WHOLE
 from rose_core.devices.model_size import WINDOW_PERMILLE
-from rose_core.rollouts.fields import NOT_IN_VLLM
+from rose_core.rollouts.requests.fields import NOT_IN_VLLM
 from rose_core.wire.sync import EngineSpec
 from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import command, environment, verifies_drafts

@@ -32,7 +32,7 @@ from pathlib import Path
 from rose_agent.errors import BadEngine, BadInput, NoMemory
 from rose_agent.host.accounts import COUNT
 from rose_agent.os.processes import proc_text
-from rose_core.rollouts.kv_store import admits
+from rose_core.rollouts.engines.kv_store import admits
 
 _log = logging.getLogger(__name__)
 

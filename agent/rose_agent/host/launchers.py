@@ -61,7 +61,7 @@ class EngineProgram:
         kv_bytes, kv_bundle: its KV cache, and the piece in which an elastic one comes and goes.
         cgroups: folders that it joins besides those of its limits.
         drafts: it verifies drafts, and takes tokens to draft from.
-        refuses: parameters of turns that it does not take (``rose_core.rollouts.fields``).
+        refuses: parameters of turns that it does not take (``rose_core.rollouts.requests.fields``).
     """
 
     argv: tuple[str, ...]

@@ -24,7 +24,7 @@ from typing import Any
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler, Middleware
 
-from rose_core.rollouts.logprobs import SCALE, LogitScale
+from rose_core.rollouts.requests.logprobs import SCALE, LogitScale
 from rose_engines.fake.model import prompt_logprobs
 from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
 from rose_engines.process import exposed_routes
@@ -71,7 +71,7 @@ class FakeServer:
         scheduler: whose requests they are.
         model: its name.
         key: see ``rose_engines.process.exposed_routes``.
-        scale: what it says of its log-probs (``rose_core.rollouts.logprobs``).
+        scale: what it says of its log-probs (``rose_core.rollouts.requests.logprobs``).
     """
 
     def __init__(

@@ -7,9 +7,10 @@
 | ``Reuse`` | keep their KV | later turns of a trajectory keep its first key, for some commits |
 
 Keys name the weights by their label and by how often this engine has committed, which no other
-engine shares. With a store of keys (``rose_core.rollouts.kv_store``) they name them by label and
-digest instead, which every engine shares that attests them; the count is added again where the same
-weights are live a second time, since turns that ran over a commit have left KV under their key.
+engine shares. With a store of keys (``rose_core.rollouts.engines.kv_store``) they name them by
+label and digest instead, which every engine shares that attests them; the count is added again
+where the same weights are live a second time, since turns that ran over a commit have left KV under
+their key.
 
 Next step: ``sglang.retraction`` and ``vllm.plugin`` take KV away from requests that run.
 """

@@ -14,8 +14,8 @@ import msgspec
 from rose_core.adapters import pool_slots
 from rose_core.api.arguments import ROUTED_EXPERTS
 from rose_core.guard.chunk import prefill_chunk
-from rose_core.rollouts import kv_store
-from rose_core.rollouts.drafts import MOST_TOKENS, verified_tokens
+from rose_core.rollouts.engines import kv_store
+from rose_core.rollouts.engines.drafts import MOST_TOKENS, verified_tokens
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
 from rose_engines.kv.pages import BYTES_VARIABLE, FOLDER_VARIABLE

@@ -13,7 +13,7 @@ A sampler gives each child of a node its own chance, so token 0 would come up to
 times as there are fillers.
 
 The first is needed on GPUs too. The others stand in for kernels. Next step: ``plugin`` places the
-hooks, ``rose_core.rollouts.drafts`` decides what is drafted from.
+hooks, ``rose_core.rollouts.engines.drafts`` decides what is drafted from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from rose_core.rollouts.drafts import MOST_TOKENS
+from rose_core.rollouts.engines.drafts import MOST_TOKENS
 
 BATCH_GET = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get"
 _GREEDY = "sglang.srt.speculative.eagle_utils._verify_uses_greedy"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rose_core.rollouts.logprobs import SCALE, LogitScale
+from rose_core.rollouts.requests.logprobs import SCALE, LogitScale
 
 TARGET = "sglang.srt.utils.weight_versions.add_weight_versions_to_meta_info"
 ORIGINAL_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"

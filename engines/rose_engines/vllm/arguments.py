@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rose_core.api.arguments import ALLOWED
 from rose_core.guard.chunk import prefill_chunk
-from rose_core.rollouts.fields import MOST_TOP
+from rose_core.rollouts.requests.fields import MOST_TOP
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
 from rose_engines.process.launch import (

@@ -13,7 +13,7 @@ or stop by differently, and nothing whose agreement nobody has shown:
 | ``return_logprob``, ``top_logprobs_num`` | ``logprobs``: of the sampled token, of so many others |
 | ``logprob_start_len`` 0, -1 | ``prompt_logprobs`` 0, none |
 
-| refused (``rose_core.rollouts.fields.NOT_IN_VLLM``, by which the router places turns) | why |
+| refused (``rose_core.rollouts.requests.fields.NOT_IN_VLLM``, by which turns are placed) | why |
 |---|---|
 | ``temperature`` between 0 and 0.01 | vLLM takes 0.01, and says its log-probs |
 | ``temperature`` above 2 | vLLM takes none |
@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from rose_core.rollouts.fields import SOME_REFUSE
+from rose_core.rollouts.requests.fields import SOME_REFUSE
 from rose_engines.errors import EngineRefused
 
 # SGLang's own default.

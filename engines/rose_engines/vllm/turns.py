@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from rose_core.rollouts.logprobs import SCALE, LogitScale
+from rose_core.rollouts.requests.logprobs import SCALE, LogitScale
 from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import EngineRefused
 from rose_engines.process.exposed_routes import RouteFilter

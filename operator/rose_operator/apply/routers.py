@@ -18,7 +18,7 @@ from typing import Any
 from rose_core.api import GROUP, RolloutLease
 from rose_core.api.arguments import ROUTED_EXPERTS
 from rose_core.lending.routers import RouterState
-from rose_core.rollouts.router_size import MIB, RouterSize, kept, size_of
+from rose_core.rollouts.capacity.router_size import MIB, RouterSize, kept, size_of
 from rose_core.wire.enrolment import lease_digest, named_for, router_audience
 from rose_operator.kube.api import MANAGED
 from rose_operator.kube.object_cache import Raw

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 
 import msgspec
 
-from rose_core.rollouts.transcript import PER_TOKEN, StreamEvent
+from rose_core.rollouts.transcripts.transcript import PER_TOKEN, StreamEvent
 from rose_core.unreadable import UNREADABLE
 from rose_core.wire.routing import UNSENT, EngineUpdate
 from rose_router.engines.connections import Connection, Connections, Place, Stage, place_of

@@ -20,13 +20,13 @@ import msgspec
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts import versions
-from rose_core.rollouts.estimates import Hazard, Speed
-from rose_core.rollouts.fields import Bounds, check_taken, least
-from rose_core.rollouts.placement import EngineView
-from rose_core.rollouts.residency import Residents
-from rose_core.rollouts.suspects import suspects
+from rose_core.rollouts.engines.estimates import Hazard, Speed
+from rose_core.rollouts.engines.suspects import suspects
+from rose_core.rollouts.placement.residency import Residents
+from rose_core.rollouts.placement.selection import EngineView
+from rose_core.rollouts.placement.watch import MoveReason
+from rose_core.rollouts.requests.fields import Bounds, check_taken, least
 from rose_core.rollouts.versions import NO_PIN, Pin
-from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind, EngineUpdate, each_adapter
 from rose_router import metrics
 

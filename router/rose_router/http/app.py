@@ -30,6 +30,7 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
+from rose_core.rollouts.conversations.message_tree import MessageTree
 from rose_core.rollouts.errors import (
     InvalidTurn,
     RolloutError,
@@ -37,7 +38,6 @@ from rose_core.rollouts.errors import (
     UnsafeTurn,
     VersionGone,
 )
-from rose_core.rollouts.message_tree import MessageTree
 from rose_router import metrics
 from rose_router.errors import REASON, EngineRefused, RouterError
 from rose_router.http import (

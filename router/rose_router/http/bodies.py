@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
-from rose_core.rollouts.fields import Bounds, check_context
+from rose_core.rollouts.requests.fields import Bounds, check_context
 from rose_core.unreadable import UNREADABLE
 from rose_router.errors import BadRequest, SlowCaller, TooLarge
 from rose_router.http.loop_share import LoopShare

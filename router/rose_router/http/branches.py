@@ -26,8 +26,8 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from aiohttp import web
 
-from rose_core.rollouts import saved_turns
-from rose_core.rollouts.message_tree import MessageTree, TurnNode
+from rose_core.rollouts.conversations import saved_turns
+from rose_core.rollouts.conversations.message_tree import MessageTree, TurnNode
 from rose_core.unreadable import UNREADABLE
 from rose_router.errors import BadRequest, NotHere
 from rose_router.http.bearer import caller_of

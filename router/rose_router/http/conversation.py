@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.shown import shown
+from rose_core.rollouts.requests.shown import shown
 from rose_core.unreadable import UNREADABLE
 
 Message = dict[str, Any]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.shown import shown
+from rose_core.rollouts.requests.shown import shown
 
 _ANYTHING = {"type": "object"}
 

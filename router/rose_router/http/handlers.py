@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from rose_core.rollouts.conversations.message_tree import KnownDigests, Match, MessageTree
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.message_tree import KnownDigests, Match, MessageTree
 from rose_router import metrics
 from rose_router.errors import BadRequest, Forbidden, TurnLost
 from rose_router.http import replies

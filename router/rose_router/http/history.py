@@ -1,6 +1,7 @@
 """What stands behind a request's messages: tokens sampled here as they were, the rest rendered.
 
-Next step: ``rose_core.rollouts.message_tree`` holds the turns; ``tokenization`` renders the rest.
+Next step: ``rose_core.rollouts.conversations.message_tree`` holds the turns; ``tokenization``
+renders the rest.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.message_tree import (
+from rose_core.rollouts.conversations.message_tree import (
     KnownDigests,
     Match,
     MessageTree,
@@ -23,6 +23,7 @@ from rose_core.rollouts.message_tree import (
     Routing,
     root_of,
 )
+from rose_core.rollouts.errors import InvalidTurn
 from rose_router.http.conversation import Message
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.turn import Turn

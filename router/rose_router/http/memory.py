@@ -28,7 +28,7 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from rose_core.rollouts.router_size import (
+from rose_core.rollouts.capacity.router_size import (
     LARGE_PART,
     MIB,
     PART,

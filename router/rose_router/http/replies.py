@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rose_core.rollouts.detokenize import IncrementalDetokenizer
-from rose_core.rollouts.logprobs import SCALE, semantics
-from rose_core.rollouts.spans import Kv, Span
-from rose_core.rollouts.stops import sure, trimmed
-from rose_core.rollouts.transcript import PER_TOKEN
+from rose_core.rollouts.requests.logprobs import SCALE, semantics
+from rose_core.rollouts.requests.stops import sure, trimmed
+from rose_core.rollouts.transcripts.detokenize import IncrementalDetokenizer
+from rose_core.rollouts.transcripts.spans import Kv, Span
+from rose_core.rollouts.transcripts.transcript import PER_TOKEN
 from rose_router.errors import TurnLost
 from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.http.history import EXPERTS, routing_of

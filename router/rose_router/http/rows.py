@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rose_core.rollouts.message_tree import MessageTree, Routing, TrainingRow
+from rose_core.rollouts.conversations.message_tree import MessageTree, Routing, TrainingRow
 from rose_router.errors import NotFound
 from rose_router.http.bearer import caller_of
 from rose_router.http.dialects.common import Hints

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose_core.rollouts.stops import MOST_WINDOW, Stops
+from rose_core.rollouts.requests.stops import MOST_WINDOW, Stops
 from rose_core.wire.tokenizer_files import MOST_OF, TOKENIZER
 from rose_router.errors import BadRequest
 

@@ -25,8 +25,8 @@ import msgspec
 from aiohttp import web
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.inclusion import Inclusion, InclusionCell, InclusionRow
-from rose_core.rollouts.prospects import Prospects
+from rose_core.rollouts.trajectories.inclusion import Inclusion, InclusionCell, InclusionRow
+from rose_core.rollouts.trajectories.prospects import Prospects
 from rose_core.stats import Share
 from rose_router import metrics
 from rose_router.http.bearer import caller_of

@@ -26,7 +26,7 @@ from typing import Any
 import grpc
 import msgspec
 
-from rose_core.rollouts.replicas import home_of, part_of_cap
+from rose_core.rollouts.capacity.replicas import home_of, part_of_cap
 from rose_core.wire.routing import EngineUpdate
 from rose_router import metrics
 from rose_router.engines.fleet import Engine, Fleet

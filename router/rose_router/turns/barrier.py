@@ -7,7 +7,7 @@ Held turns wait in the queue; the time they are held does not count as waiting. 
 with a typed abort (SGLang's ``abort``), or goes on (``keep``, ``in_place``, ``retract``: engines
 change weights between two tokens and every token is stamped), or is waited for (``wait``).
 
-Who must have the new weights is ``rose_core.rollouts.quorum``'s.
+Who must have the new weights is ``rose_core.rollouts.training.quorum``'s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.quorum import Quorum, missing
+from rose_core.rollouts.training.quorum import Quorum, missing
 from rose_core.unreadable import UNREADABLE
 from rose_router import metrics
 from rose_router.engines.fleet import Clock, Fleet

@@ -2,8 +2,8 @@
 
 The operator dials, because it must hear of turns that wait when no engine is attached and so no
 node agent either; and each router can only speak for the lease that the operator asked it about.
-``rose_core.rollouts.rhythm`` learns when turns come, ``rose_core.lending.demand`` makes slots of
-it.
+``rose_core.rollouts.training.rhythm`` learns when turns come, ``rose_core.lending.demand`` makes
+slots of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from rose_core.rollouts.rhythm import (
+from rose_core.rollouts.training.rhythm import (
     LOOK_SECONDS,
     SAY_SECONDS,
     Phase,

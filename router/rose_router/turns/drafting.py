@@ -1,8 +1,9 @@
 """Sends engines the tokens that they draft from, and learns how well they do.
 
-What an engine drafts from is ``rose_core.rollouts.drafts``'; this keeps answers, looks every
-``LOOK_SECONDS`` at which questions each engine answers, and sends a corpus where another is due.
-An engine that was sent one ``FRESH_SECONDS`` ago gets it again: its process may be another one.
+What an engine drafts from is ``rose_core.rollouts.engines.drafts``'; this keeps answers, looks
+every ``LOOK_SECONDS`` at which questions each engine answers, and sends a corpus where another is
+due. An engine that was sent one ``FRESH_SECONDS`` ago gets it again: its process may be another
+one.
 
 A process has one corpus, however many adapters it holds, and one router sends it: the replica that
 the engine is attached to, and of the turns that run there. Other replicas keep answers, and send
@@ -19,7 +20,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rose_core.rollouts.drafts import (
+from rose_core.rollouts.engines.drafts import (
     CONTEXT,
     MOST_OF_QUESTION,
     Corpus,

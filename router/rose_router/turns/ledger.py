@@ -16,7 +16,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from rose_core.rollouts.inclusion import Fate, TrajectoryOutcome
+from rose_core.rollouts.trajectories.inclusion import Fate, TrajectoryOutcome
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
 from rose_router.errors import BadRequest

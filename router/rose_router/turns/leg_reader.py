@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import methodcaller
 from typing import Any
 
-from rose_core.rollouts.stops import Crossing
-from rose_core.rollouts.transcript import Leg, StreamEvent
+from rose_core.rollouts.requests.stops import Crossing
+from rose_core.rollouts.transcripts.transcript import Leg, StreamEvent
 from rose_router import metrics
 from rose_router.engines.fleet import Clock, Engine, Fleet, LiveLeg
 from rose_router.turns.turn import Turn

@@ -10,9 +10,9 @@ import msgspec
 from msgspec.structs import replace
 from propcache.api import cached_property
 
-from rose_core.rollouts import splice
-from rose_core.rollouts.prospects import NO_HINT, Hint
-from rose_core.rollouts.stops import Stops
+from rose_core.rollouts.requests import splice
+from rose_core.rollouts.requests.stops import Stops
+from rose_core.rollouts.trajectories.prospects import NO_HINT, Hint
 from rose_core.rollouts.versions import NO_PIN, Pin
 
 

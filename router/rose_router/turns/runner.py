@@ -14,13 +14,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rose_core.rollouts.conversations.prefixes import Prefixes
+from rose_core.rollouts.engines.suspects import GATE_SECONDS
 from rose_core.rollouts.errors import BrokenStream, RolloutError
-from rose_core.rollouts.placement import TurnView
-from rose_core.rollouts.prefixes import Prefixes
-from rose_core.rollouts.prospects import Prospects
-from rose_core.rollouts.suspects import GATE_SECONDS
-from rose_core.rollouts.transcript import Leg
-from rose_core.rollouts.watch import MoveReason
+from rose_core.rollouts.placement.selection import TurnView
+from rose_core.rollouts.placement.watch import MoveReason
+from rose_core.rollouts.trajectories.prospects import Prospects
+from rose_core.rollouts.transcripts.transcript import Leg
 from rose_router import metrics
 from rose_router.config import Settings
 from rose_router.engines.engine_client import EngineClient, Target

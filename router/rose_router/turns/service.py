@@ -14,17 +14,17 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from rose_core.rollouts.capacity.reply_time import Queue, reply_seconds
+from rose_core.rollouts.conversations.prefixes import Prefixes
 from rose_core.rollouts.errors import UnknownVersion, VersionGone
-from rose_core.rollouts.fields import (
+from rose_core.rollouts.placement.guards import RolloutOutlook
+from rose_core.rollouts.requests.fields import (
     NOTHING_SAID,
     Bounds,
     check_within,
     least,
 )
-from rose_core.rollouts.guards import RolloutOutlook
-from rose_core.rollouts.prefixes import Prefixes
-from rose_core.rollouts.reply_time import Queue, reply_seconds
-from rose_core.rollouts.transcript import Transcript
+from rose_core.rollouts.transcripts.transcript import Transcript
 from rose_router import metrics
 from rose_router.config import Settings
 from rose_router.engines.engine_client import EngineClient

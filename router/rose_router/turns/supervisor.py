@@ -1,6 +1,7 @@
 """Ends legs that must not go on where they are, and keeps everything that depends on time moving.
 
-Looks whenever the fleet changes and every ``TICK_SECONDS``. ``rose_core.rollouts.watch`` decides.
+Looks whenever the fleet changes and every ``TICK_SECONDS``. ``rose_core.rollouts.placement.watch``
+decides.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import asyncio
 
 from rose_core.rollouts import versions
-from rose_core.rollouts.prospects import Prospects
-from rose_core.rollouts.watch import LegPatience, LegView, MoveReason, judge
+from rose_core.rollouts.placement.watch import LegPatience, LegView, MoveReason, judge
+from rose_core.rollouts.trajectories.prospects import Prospects
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
 from rose_router.engines.fences import Fences

@@ -41,7 +41,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from rose_core.rollouts.transcript import Leg
+from rose_core.rollouts.transcripts.transcript import Leg
 from rose_router.turns.turn import Turn, TurnMove, TurnState
 
 MOST_TRAJECTORIES = 4096

@@ -19,14 +19,14 @@ from typing import Any, Protocol
 import msgspec
 from propcache.api import cached_property
 
-from rose_core.rollouts.detokenize import IncrementalDetokenizer
-from rose_core.rollouts.fields import Bounds, asked_with, check_within
-from rose_core.rollouts.logprobs import LogprobTerms, terms_of
-from rose_core.rollouts.placement import TurnView
-from rose_core.rollouts.spans import Span, covers, cut, joined, shifted
-from rose_core.rollouts.suspects import Record
-from rose_core.rollouts.transcript import Leg, Transcript
-from rose_core.rollouts.watch import MoveReason
+from rose_core.rollouts.engines.suspects import Record
+from rose_core.rollouts.placement.selection import TurnView
+from rose_core.rollouts.placement.watch import MoveReason
+from rose_core.rollouts.requests.fields import Bounds, asked_with, check_within
+from rose_core.rollouts.requests.logprobs import LogprobTerms, terms_of
+from rose_core.rollouts.transcripts.detokenize import IncrementalDetokenizer
+from rose_core.rollouts.transcripts.spans import Span, covers, cut, joined, shifted
+from rose_core.rollouts.transcripts.transcript import Leg, Transcript
 from rose_router.engines.fleet import LiveLeg, Signal
 from rose_router.turns.request import TurnRequest
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rose_core.rollouts.reply_time import Trust
+from rose_core.rollouts.capacity.reply_time import Trust
 from rose_router import metrics
 from rose_router.turns.request import named
 from rose_router.turns.turn import Turn

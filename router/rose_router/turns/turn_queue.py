@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from rose_core.rollouts.admission import QueueLimits, has_room, rank, retry_after
-from rose_core.rollouts.dispatch import DispatchState, next_turn
+from rose_core.rollouts.capacity.admission import QueueLimits, has_room, rank, retry_after
+from rose_core.rollouts.capacity.fairness import FairShares, work
 from rose_core.rollouts.errors import UnknownVersion, UnsafeTurn, VersionGone
-from rose_core.rollouts.fairness import FairShares, work
-from rose_core.rollouts.guards import NOTHING_KNOWN, RolloutOutlook
-from rose_core.rollouts.placement import (
+from rose_core.rollouts.placement.dispatch import DispatchState, next_turn
+from rose_core.rollouts.placement.guards import NOTHING_KNOWN, RolloutOutlook
+from rose_core.rollouts.placement.selection import (
     Obstacle,
     Placement,
     Policy,

@@ -1,7 +1,7 @@
 """Asks engines to prefill the contexts of trajectories whose tools are running.
 
-What and where is ``rose_core.rollouts.warming``'s; this sends the prefill as a request of one
-token, ends it when the gate closes, the engine changes or the turn comes first, and counts. It
+What and where is ``rose_core.rollouts.placement.warming``'s; this sends the prefill as a request of
+one token, ends it when the gate closes, the engine changes or the turn comes first, and counts. It
 keeps finished turns for as long as it may warm them, which is shorter than the ledger does anyway.
 """
 
@@ -14,12 +14,11 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from rose_core.rollouts.dispatch import DispatchState
 from rose_core.rollouts.errors import BrokenStream
-from rose_core.rollouts.guards import RolloutOutlook
-from rose_core.rollouts.placement import Policy, PolicyName, TurnView
-from rose_core.rollouts.transcript import StreamEvent
-from rose_core.rollouts.warming import (
+from rose_core.rollouts.placement.dispatch import DispatchState
+from rose_core.rollouts.placement.guards import RolloutOutlook
+from rose_core.rollouts.placement.selection import Policy, PolicyName, TurnView
+from rose_core.rollouts.placement.warming import (
     LOOK_SECONDS,
     Resting,
     ReturnRates,
@@ -27,6 +26,7 @@ from rose_core.rollouts.warming import (
     WarmOutcome,
     to_warm,
 )
+from rose_core.rollouts.transcripts.transcript import StreamEvent
 from rose_router import metrics
 from rose_router.engines.engine_client import EngineClient, Target
 from rose_router.engines.fences import Fences

@@ -2,8 +2,8 @@
 
 Production's router looks at its turns once a second and tells the operator at once what is worth
 saying at once, and the rest every ten seconds; the operator puts together what it heard. Both
-halves are the core's (``rollouts.rhythm``, ``lending.demand``); here is only the clock between
-them. Next step: ``planner`` gives it to ``lending.plan``.
+halves are the core's (``rollouts.training.rhythm``, ``lending.demand``); here is only the clock
+between them. Next step: ``planner`` gives it to ``lending.plan``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rose_core.lending import Demand
 from rose_core.lending.demand import ReceivedNote, together
-from rose_core.rollouts.rhythm import (
+from rose_core.rollouts.training.rhythm import (
     LOOK_SECONDS,
     SAY_SECONDS,
     Rhythm,

@@ -6,7 +6,7 @@
 | live requests of a replica | Poisson per bin; the planner and the counts see these |
 | what a replica gives, which requests are late | ``curves`` at the load; they hold its randomness |
 | which replicas are lent | ``rose_core.lending.plan``, for all pools, every ``plan_s`` |
-| what a lease wants | its job's turns by bin, as a router would say them (``rollouts.rhythm``) |
+| what a lease wants | its job's turns by bin, as its router says (``rollouts.training.rhythm``) |
 | rollouts of a job | ``fluid_job``: trajectories that all progress alike; no turn is placed |
 
 Against the event level its throughput is checked in ``tests/simulate/test_fleet.py``.
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rose_core.identity import LeaseUid, PodUid, SlotUid
 from rose_core.lending import Lease, Memory, Policy, Pool, Replica, Slot, Snapshot, plan
 from rose_core.lending.demand import ReceivedNote, together
-from rose_core.rollouts.rhythm import Rhythm, Traffic, note, observe
+from rose_core.rollouts.training.rhythm import Rhythm, Traffic, note, observe
 from rose_core.wire.sync import SignalSource
 from rose_simulate.model.costs import costs_of, kv_tokens
 from rose_simulate.model.curves import USUAL_CONTEXT, Curve

@@ -8,10 +8,10 @@
 
 A training step takes ``batch`` accepted groups, lasts ``train_s`` and publishes the next version.
 Which ones: in the order in which they finished, as trainers do, or the oldest first
-(``rollouts.consumption``). The bound on starts is AReaL's. With tail batching the
-groups are started, put off and taken by ``rollouts.rounds`` instead; a group that is put off is
-sampled anew in its long round, and what it has written is discarded, as is what a short round's
-surplus members have written when their group is ready.
+(``rollouts.training.consumption``). The bound on starts is AReaL's. With tail batching the
+groups are started, put off and taken by ``rollouts.training.rounds`` instead; a group that is put
+off is sampled anew in its long round, and what it has written is discarded, as is what a short
+round's surplus members have written when their group is ready.
 
 A trainer that *streams* adds the gradients of a round's groups one after the other, each as soon as
 it is ready; its step ends when the last one's are added. A trajectory has ended when it has its
@@ -31,8 +31,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
-from rose_core.rollouts.consumption import ConsumptionBound, next_batch
-from rose_core.rollouts.rounds import Closing, Late, RoundKind, Rounds, RoundShape
+from rose_core.rollouts.training.consumption import ConsumptionBound, next_batch
+from rose_core.rollouts.training.rounds import Closing, Late, RoundKind, Rounds, RoundShape
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.router import Router
 from rose_simulate.model.turns import Turn

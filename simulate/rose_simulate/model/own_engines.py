@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rose_core.rollouts.rounds import RoundKind
+from rose_core.rollouts.training.rounds import RoundKind
 from rose_simulate.model.batch import BatchEngine
 from rose_simulate.model.clock import Clock
 from rose_simulate.model.costs import costs_of, kv_tokens

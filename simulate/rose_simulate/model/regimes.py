@@ -25,10 +25,9 @@
 | ``clairvoyant`` | planner | stops at once, traceless | ours, true lengths | continued | ours |
 
 The planner hears every job's turns (``demand``) but under ``ours-held``, which shows what that
-brings and costs. *Ours* in the queue is ``rollouts.dispatch``: a full home is waited for, KV pools
-are not overflowed, and old trajectories go first. *Oldest first* takes over the last of these
-alone.
-``whole.py`` has the loans of whole replicas, ``paper.py`` the paper's parameters.
+brings and costs. *Ours* in the queue is ``rollouts.placement.dispatch``: a full home is waited for,
+KV pools are not overflowed, and old trajectories go first. *Oldest first* takes over the last of
+these alone. ``whole.py`` has the loans of whole replicas, ``paper.py`` the paper's parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from rose_core.rollouts.placement import PolicyName
+from rose_core.rollouts.placement.selection import PolicyName
 from rose_simulate.model.paper import STALL_S
 from rose_simulate.model.router import Ends
 from rose_simulate.model.scenario import Regime

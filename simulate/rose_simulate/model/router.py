@@ -13,13 +13,13 @@ from bisect import insort
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from rose_core.rollouts.admission import rank
-from rose_core.rollouts.dispatch import next_turn
-from rose_core.rollouts.placement import EngineView, Placement, PolicyName, place
-from rose_core.rollouts.prospects import Hint
-from rose_core.rollouts.residency import Residents
+from rose_core.rollouts.capacity.admission import rank
+from rose_core.rollouts.placement.dispatch import next_turn
+from rose_core.rollouts.placement.residency import Residents
+from rose_core.rollouts.placement.selection import EngineView, Placement, PolicyName, place
+from rose_core.rollouts.placement.watch import LegView, judge
 from rose_core.rollouts.terms import Policies
-from rose_core.rollouts.watch import LegView, judge
+from rose_core.rollouts.trajectories.prospects import Hint
 from rose_core.wire.routing import EngineKind
 from rose_simulate.model.batch import Sequence
 from rose_simulate.model.clock import SECOND, Clock, Event
@@ -35,8 +35,9 @@ class Ends(Enum):
 
     Attributes:
         TOLD: its trainer says so (``/finish_session``).
-        INFERRED: it is idle for long (``rollouts.inference``), as production does unasked.
-        UNKNOWN: not at all, which no router of ours does: what inferring is measured against.
+        INFERRED: it is idle for long (``rollouts.trajectories.inference``), as production does
+        unasked. UNKNOWN: not at all, which no router of ours does: what inferring is measured
+        against.
     """
 
     TOLD = auto()

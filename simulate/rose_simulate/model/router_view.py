@@ -1,7 +1,8 @@
 """What a router's rules are shown of engines and turns, and what is learned of speeds and lengths.
 
 Views of engines are made anew only where something has changed; every other figure is production's
-(``rollouts.estimates``, ``rollouts.prospects``). Next step: ``router`` asks the rules with them.
+(``rollouts.engines.estimates``, ``rollouts.trajectories.prospects``). Next step: ``router`` asks
+the rules with them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.dispatch import DispatchState
-from rose_core.rollouts.estimates import Speed
-from rose_core.rollouts.placement import EngineView, Policy, PolicyName, RolloutOutlook, TurnView
-from rose_core.rollouts.prospects import Prospects
-from rose_core.rollouts.residency import Residents
+from rose_core.rollouts.engines.estimates import Speed
+from rose_core.rollouts.placement.dispatch import DispatchState
+from rose_core.rollouts.placement.residency import Residents
+from rose_core.rollouts.placement.selection import (
+    EngineView,
+    Policy,
+    PolicyName,
+    RolloutOutlook,
+    TurnView,
+)
+from rose_core.rollouts.trajectories.prospects import Prospects
 from rose_simulate.model.clock import Clock
 from rose_simulate.model.turns import Engine, Turn
 

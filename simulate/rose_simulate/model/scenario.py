@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rose_core.rollouts.placement import Policy
+from rose_core.rollouts.placement.selection import Policy
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, le=4096)]
@@ -137,7 +137,8 @@ class RolloutJob(Strict):
         dedicated_cap: the same on an engine of its own.
         gap_scale: environment gaps of the episodes times this; they are a coding agent's, whose
             tools take seconds; a game answers at once.
-        surplus: tail batching (``rollouts.rounds``): prompts that a short round starts beyond its
+        surplus: tail batching (``rollouts.training.rounds``): prompts that a short round starts
+        beyond its
             batch, as a share of it; None = off.
         member_surplus: with ``surplus``: trajectories that a short round starts beyond ``group``
             for each prompt, as a share of it; it keeps the first ``group`` of them.
@@ -148,9 +149,9 @@ class RolloutJob(Strict):
             as there are run at a time.
         late: with ``surplus``: groups whose rewards a round need not wait for; they are in the next
             round's batch, one version later than ``staleness`` says. ``learned`` = as many as
-            the trainer's rounds learn (``rose_core.rollouts.lateness``).
+            the trainer's rounds learn (``rose_core.rollouts.training.lateness``).
         oldest_first: the trainer takes the oldest groups and waits for those whose last chance it
-            is (``rollouts.consumption``); otherwise those that finished first.
+            is (``rollouts.training.consumption``); otherwise those that finished first.
         awaits_weights: new groups begin when the dedicated engines have what was published
             (``dedicated_s`` of the link later); otherwise in the second of the publish, on weights
             of the version before, which favours production (study ``eager``).
@@ -256,7 +257,7 @@ class Interference(Strict):
 
 
 class Placement(Strict):
-    """Knobs of production's placement (``rollouts.placement.Policy``); its own defaults.
+    """Knobs of production's placement (``rollouts.placement.selection.Policy``); its own defaults.
 
     Attributes:
         pause_seconds: what a reclaim costs a turn beside its re-prefill.

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from rose_core.lending import Policy as LendingPolicy
-from rose_core.rollouts.placement import Policy
+from rose_core.rollouts.placement.selection import Policy
+from rose_core.rollouts.placement.watch import LegPatience
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
-from rose_core.rollouts.watch import LegPatience
 from rose_core.wire.routing import EngineKind
 from rose_core.wire.sync import SignalSource
 from rose_simulate.model.balancer import Balancer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rose_core.rollouts.estimates import Hazard, Speed
-from rose_core.rollouts.placement import TurnView
+from rose_core.rollouts.engines.estimates import Hazard, Speed
+from rose_core.rollouts.placement.selection import TurnView
 from rose_core.wire.routing import EngineKind
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import Event

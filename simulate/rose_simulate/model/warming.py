@@ -1,4 +1,4 @@
-"""Prefixes warmed while tools run, on virtual time; what and where is ``rollouts.warming``'s.
+"""Prefixes warmed while tools run, on virtual time; ``rollouts.placement.warming`` decides.
 
 The router tells of turns that end and come, and of engines that go; a warmed prefix is a sequence
 of one token in the engine's batch, and the turn that comes next has its home there.
@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
-from rose_core.rollouts.dispatch import DispatchState
-from rose_core.rollouts.placement import TurnView
-from rose_core.rollouts.residency import Residents
-from rose_core.rollouts.warming import (
+from rose_core.rollouts.placement.dispatch import DispatchState
+from rose_core.rollouts.placement.residency import Residents
+from rose_core.rollouts.placement.selection import TurnView
+from rose_core.rollouts.placement.warming import (
     LOOK_SECONDS,
     Resting,
     ReturnRates,

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.consumption import ConsumptionBound, next_batch
+from rose_core.rollouts.training.consumption import ConsumptionBound, next_batch
 from rose_trainer.adapters.host import HostCopy, Publishes
 
 __all__ = ["OldestFirst", "WeightTransfer"]

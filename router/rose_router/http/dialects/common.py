@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.prospects import NO_HINT, Deadline, Hint
+from rose_core.rollouts.trajectories.prospects import NO_HINT, Deadline, Hint
 from rose_core.rollouts.versions import NO_PIN, Pin, read_pin
 from rose_router.http.bodies import MOST_HISTORY, too_long
 from rose_router.http.tokenization import Tokenizer

@@ -6,7 +6,7 @@
 | another name of one (``seed``, ``min_tokens``, ``guided_json``, ...) | there, by SGLang's name |
 | what would change the answer and has no counterpart | back: refused by name |
 | the router's own, or without effect on an answer (``user``, ``metadata``, ...) | no further |
-| SGLang's other fields | to the engine, if they are on the list (``rose_core.rollouts.fields``) |
+| SGLang's other fields | to the engine, if listed (``rose_core.rollouts.requests.fields``) |
 | any other | back: refused by name |
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.splice import SAMPLING
+from rose_core.rollouts.requests.splice import SAMPLING
 from rose_router.http.dialects.common import SESSION_FIELDS, WITHOUT_EFFECT, read_as
 from rose_router.http.tokenization import Tokenizer
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.shown import shown
+from rose_core.rollouts.requests.shown import shown
 from rose_router.http.conversation import Message
 from rose_router.http.dialects.common import ours, read_as, without_nulls
 

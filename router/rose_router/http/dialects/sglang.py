@@ -1,7 +1,7 @@
 """SGLang's ``POST /generate``: one prompt, a batch, ``n`` answers each, plain or streamed.
 
 Fields that the router does not use go to the engine if they are on the list
-(``rose_core.rollouts.fields``). Several answers become turns of
+(``rose_core.rollouts.requests.fields``). Several answers become turns of
 their own; their order in the reply is SGLang's (all answers of the first prompt first).
 """
 

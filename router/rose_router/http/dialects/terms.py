@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rose_core.rollouts import fields, splice
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.stops import Stops
+from rose_core.rollouts.requests import fields, splice
+from rose_core.rollouts.requests.stops import Stops
 from rose_router.http.dialects.common import Hints, Whole, read_as
 from rose_router.http.history import Conversation
 from rose_router.http.tokenization import Tokenizer

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rose_core.rollouts.shares import length_bucket, length_buckets
+from rose_core.rollouts.trajectories.shares import length_bucket, length_buckets
 from rose_core.stats import Clustered, Share, newcombe
 
 TOLERANCE = 0.02

@@ -55,7 +55,7 @@ from enum import StrEnum
 from typing import Literal, TypeAlias
 
 from rose_core.rollouts.errors import InvalidRound
-from rose_core.rollouts.lateness import Lateness
+from rose_core.rollouts.training.lateness import Lateness
 
 Late: TypeAlias = int | Literal["learned"]
 """Of ``RoundShape``."""

@@ -26,8 +26,9 @@ from typing import Protocol
 import msgspec
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.guards import NOTHING_KNOWN
-from rose_core.rollouts.placement import (
+from rose_core.rollouts.placement.guards import NOTHING_KNOWN
+from rose_core.rollouts.placement.residency import Residents
+from rose_core.rollouts.placement.selection import (
     EngineView,
     Obstacle,
     Placement,
@@ -41,7 +42,6 @@ from rose_core.rollouts.placement import (
     obstacle,
     sort_out,
 )
-from rose_core.rollouts.residency import Residents
 
 _PASSING = frozenset({Obstacle.FULL, Obstacle.GATE_CLOSED, Obstacle.BACKING_OFF, Obstacle.FENCING})
 """What keeps a home from taking the turn for a moment only."""

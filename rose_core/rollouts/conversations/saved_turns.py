@@ -15,8 +15,8 @@ from typing import Annotated
 
 import msgspec
 
-from rose_core.rollouts.message_tree import Routing, TurnNode
-from rose_core.rollouts.spans import Span
+from rose_core.rollouts.conversations.message_tree import Routing, TurnNode
+from rose_core.rollouts.transcripts.spans import Span
 from rose_core.unreadable import UNREADABLE
 
 FORMAT = 1

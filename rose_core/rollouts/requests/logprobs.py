@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from rose_core.rollouts.splice import REQUEST, SAMPLING, SpliceRow
+from rose_core.rollouts.requests.splice import REQUEST, SAMPLING, SpliceRow
 
 SCALE = "logprob_scale"
 """The field of an event's ``meta_info`` in which an engine says it."""

@@ -31,8 +31,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rose_core.rollouts.dispatch import DispatchState, anywhere
-from rose_core.rollouts.placement import EngineView, Placement, TurnView, sort_out
+from rose_core.rollouts.placement.dispatch import DispatchState, anywhere
+from rose_core.rollouts.placement.selection import EngineView, Placement, TurnView, sort_out
 from rose_core.wire.routing import EngineKind
 
 LOOK_SECONDS = 0.5

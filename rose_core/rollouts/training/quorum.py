@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rose_core.identity import WeightVersion
+from rose_core.rollouts.placement.views import EngineView
 from rose_core.rollouts.versions import Pin, satisfies
-from rose_core.rollouts.views import EngineView
 from rose_core.wire.routing import EngineKind
 
 

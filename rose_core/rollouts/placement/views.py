@@ -14,7 +14,7 @@ from enum import IntEnum, StrEnum
 import msgspec
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.estimates import Hazard, Speed
+from rose_core.rollouts.engines.estimates import Hazard, Speed
 from rose_core.rollouts.versions import NO_PIN, Pin
 from rose_core.wire.routing import EngineKind
 

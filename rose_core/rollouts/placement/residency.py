@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rose_core.rollouts.placement import EngineView, TurnView
+from rose_core.rollouts.placement.selection import EngineView, TurnView
 
 IDLE_SHARE = 0.25  # of its places: below, an engine decodes so little that a prefill costs less
 IDLE_SECONDS = 30.0  # longer than most tools take; few sessions say that they are over

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 import msgspec
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.guards import NOTHING_KNOWN, PlacementCase, RolloutOutlook
-from rose_core.rollouts.policies import choose
-from rose_core.rollouts.scoring import cost, seconds, stall
-from rose_core.rollouts.versions import Pin, fresh, satisfies
-from rose_core.rollouts.views import (
+from rose_core.rollouts.placement.guards import NOTHING_KNOWN, PlacementCase, RolloutOutlook
+from rose_core.rollouts.placement.policies import choose
+from rose_core.rollouts.placement.scoring import cost, seconds, stall
+from rose_core.rollouts.placement.views import (
     EngineView,
     Obstacle,
     Placement,
@@ -23,6 +22,7 @@ from rose_core.rollouts.views import (
     TurnView,
     Wait,
 )
+from rose_core.rollouts.versions import Pin, fresh, satisfies
 from rose_core.wire.routing import EngineKind
 
 __all__ = [

@@ -23,7 +23,7 @@ import msgspec
 
 from rose_core.identity import BASE_LABEL
 from rose_core.rollouts.errors import BrokenStream
-from rose_core.rollouts.spans import Span, cut, joined, normal, shifted
+from rose_core.rollouts.transcripts.spans import Span, cut, joined, normal, shifted
 from rose_core.rollouts.versions import parse
 from rose_core.wire.routing import EngineKind
 

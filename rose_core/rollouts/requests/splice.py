@@ -27,8 +27,8 @@ from enum import StrEnum
 from typing import Any
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.shown import shown
-from rose_core.rollouts.stops import MOST_WINDOW
+from rose_core.rollouts.requests.shown import shown
+from rose_core.rollouts.requests.stops import MOST_WINDOW
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's own default
 

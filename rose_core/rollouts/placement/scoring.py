@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 
-from rose_core.rollouts.views import EngineView, Policy, TurnView
+from rose_core.rollouts.placement.views import EngineView, Policy, TurnView
 from rose_core.wire.routing import EngineKind
 
 

@@ -31,8 +31,8 @@ from typing import Any, cast
 import msgspec
 
 from rose_core.rollouts.errors import UnsafeTurn
-from rose_core.rollouts.shown import shown
-from rose_core.rollouts.splice import REQUEST, SAMPLING, SpliceRow, SpliceRule
+from rose_core.rollouts.requests.shown import shown
+from rose_core.rollouts.requests.splice import REQUEST, SAMPLING, SpliceRow, SpliceRule
 
 MOST_TOP = 4096
 """Log-probs of alternatives for a token: more is a table of the vocabulary, in every event."""

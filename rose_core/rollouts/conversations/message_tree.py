@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from rose_core.rollouts.spans import Span, shifted
+from rose_core.rollouts.transcripts.spans import Span, shifted
 
 Digest = bytes
 Owner = tuple[str, str]

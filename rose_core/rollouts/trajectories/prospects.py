@@ -25,14 +25,20 @@ import msgspec
 from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.freshness import Cadence, budget_seconds
-from rose_core.rollouts.guards import RolloutOutlook
-from rose_core.rollouts.inclusion import Arm, Fate, Inclusion, TrajectoryOutcome, assigned
-from rose_core.rollouts.inference import Groups, Idle, Pauses, is_over
-from rose_core.rollouts.lengths import Lengths
-from rose_core.rollouts.shares import ContactShares, stratum
+from rose_core.rollouts.placement.guards import RolloutOutlook
+from rose_core.rollouts.placement.views import EngineView, TurnView
+from rose_core.rollouts.trajectories.freshness import Cadence, budget_seconds
+from rose_core.rollouts.trajectories.inclusion import (
+    Arm,
+    Fate,
+    Inclusion,
+    TrajectoryOutcome,
+    assigned,
+)
+from rose_core.rollouts.trajectories.inference import Groups, Idle, Pauses, is_over
+from rose_core.rollouts.trajectories.lengths import Lengths
+from rose_core.rollouts.trajectories.shares import ContactShares, stratum
 from rose_core.rollouts.versions import age
-from rose_core.rollouts.views import EngineView, TurnView
 from rose_core.wire.routing import EngineKind
 
 SILENT_SECONDS = 1800.0

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rose_core.rollouts.views import EngineView, TurnView
+from rose_core.rollouts.placement.views import EngineView, TurnView
 
 REMEMBERED = 256
 """Replies that trust rests on: a few steps of a trainer's batch."""

@@ -26,9 +26,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from rose_core.rollouts.scoring import seconds
+from rose_core.rollouts.placement.scoring import seconds
+from rose_core.rollouts.placement.views import EngineView, Policy, TurnView
 from rose_core.rollouts.versions import older
-from rose_core.rollouts.views import EngineView, Policy, TurnView
 from rose_core.wire.routing import EngineKind
 
 _AT_HOME = 0.5  # share of the context that must be cached at home for home to count

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rose_core.rollouts.guards import PlacementCase, borrowed, dedicated, narrowed
-from rose_core.rollouts.scoring import cost
-from rose_core.rollouts.views import EngineView, Policy, PolicyName, TurnView
+from rose_core.rollouts.placement.guards import PlacementCase, borrowed, dedicated, narrowed
+from rose_core.rollouts.placement.scoring import cost
+from rose_core.rollouts.placement.views import EngineView, Policy, PolicyName, TurnView
 
 # As sglang-router's policy has them by default, so that it can be compared with.
 _CACHE_THRESHOLD = 0.3
