@@ -153,10 +153,11 @@ crds: generate  ## the kinds as CustomResourceDefinitions
 bench-guard: engine  ## serving beside rollouts: figures of the guard; ARGS="--serving vllm" after `make vllm`
 	$(RUN)/python -m bench.guard $(ARGS)
 
-bench-sandboxes: sandbox  ## tasks killed after every turn: chat only, files, restart, full, ours (root); ARGS="--tasks 8"
+bench-sandboxes: sandbox engine  ## tasks killed after every turn: chat only, files, restart, full, ours (root); ARGS="--tasks 8"
 	$(RUN)/python -m bench.sandboxes $(ARGS)
 	$(RUN)/python -m bench.sandboxes.waits
 	$(RUN)/python -m bench.sandboxes.recall
+	$(RUN)/python -m bench.sandboxes.reuse
 
 bench-deaths: engine  ## who stops the rollouts when guard, engine host or both die
 	$(RUN)/python -m bench.deaths $(ARGS)

@@ -91,8 +91,8 @@ async def burn(given: argparse.Namespace) -> list[Burnt]:
                 chance = random.Random(given.seed * 10 + number)
                 work.append(_one(made_lease, Plan(turns, given.at_once), chance))
             if real:
-                words = vocabulary(make_named(MODEL))
-                made = lease("fire/real", Path(name) / "real", start_real, given.real, words)
+                words, folder = vocabulary(make_named(MODEL)), Path(name) / "real"
+                made = lease("fire/real", folder, start_real, given.real, vocabulary=words)
                 burning = await stack.enter_async_context(made)
                 burning.reference = await reference(burning)
                 chance = random.Random(given.seed * 10 + 9)

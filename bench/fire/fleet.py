@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,9 +127,24 @@ def _written(folder: Path, word: str) -> Path:
 
 @asynccontextmanager
 async def lease(
-    name: str, folder: Path, start: Start, engines: int, vocabulary: int = 0
+    name: str,
+    folder: Path,
+    start: Start,
+    engines: int,
+    *,
+    vocabulary: int = 0,
+    options: Sequence[str] = (),
 ) -> AsyncIterator[Lease]:
-    """Start a router and its engines, the first of them dedicated; all are gone afterwards."""
+    """Start a router and its engines, the first of them dedicated; all are gone afterwards.
+
+    Args:
+        name: ``namespace/name`` of the lease.
+        folder: of tokens, logs and engines; made here.
+        start: starts an engine.
+        engines: how many.
+        vocabulary: of the engines' model; 0 = stubs, which take any id.
+        options: further ones of ``rose router``.
+    """
     word = f"word-of-{name}"
     token = _written(folder, word)
     http, attach = free_ports(2)
@@ -138,6 +153,7 @@ async def lease(
     command += ["--token-file", str(token), "--turn-token-file", str(token)]
     command += ["--max-losses", "1000", "--queue-seconds", "1000", "--queue-limit", "100000"]
     command += ["--max-staleness", "3", "--pause-seconds", "1", "--drain-seconds", "0"]
+    command += options
     with (folder / "router.log").open("wb") as log:
         router = await asyncio.create_subprocess_exec(
             *command, "--log-level", "WARNING", stdout=log, stderr=log
