@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench.record import Figure, figure, record
 from rose_agent.host import main
-from rose_agent.host.arguments import parser
+from rose_agent.host.options.arguments import parser
 from rose_agent.os import freezers
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EnsureEngine, HostStatusRequest, SetDormant

@@ -25,7 +25,7 @@ from bench.fire.engines import MODEL, start_real, start_stub
 from bench.fire.fleet import Lease, lease
 from bench.fire.poison import poisoned
 from bench.record import Figure, figure, record
-from rose_agent.host.sizing import vocabulary
+from rose_agent.host.memory.sizing import vocabulary
 from rose_dev.models import make_named
 
 _SETTLE_SECONDS = 20

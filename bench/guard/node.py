@@ -22,7 +22,7 @@ import yaml
 
 from bench.guard.cores import one_group, pin, stand_aside
 from bench.guard.serving import SERVING, Serving
-from rose_agent.guard.node_verbs import fetch
+from rose_agent.guard.inspection.node_verbs import fetch
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.wire.host import HoldEngine, Holder
 from rose_core.wire.sync import (

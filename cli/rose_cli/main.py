@@ -45,7 +45,7 @@ VERBS: dict[str, Verb] = {
         "rose_agent.host.privilege_split", "run rollout engines on this node", "agent"
     ),
     "vacate": Verb(
-        "rose_agent.host.vacate", "wait until no rollout engine holds the GPUs", "agent"
+        "rose_agent.host.vacancy.vacate", "wait until no rollout engine holds the GPUs", "agent"
     ),
     "mps": Verb("rose_agent.devices.mps.main", "run the MPS daemon of a node", "agent"),
     "weight-sync": Verb("rose_agent.weightsync.main", "bring weights to this node", "weights"),

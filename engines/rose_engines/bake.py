@@ -7,8 +7,8 @@ Beside them lies Triton's own library for the driver, which it compiles with a C
 first start. What needs a model's shapes (SGLang's and FlashInfer's kernels) is not made here.
 
 ``FOLDER/baked.json`` says what was made, of what and for which GPUs. A base without Triton or torch
-gets nothing, and the reason is printed. Next step: ``rose_agent.host.kernel_caches`` lays a slot's
-own folder over it.
+gets nothing, and the reason is printed. Next step: ``rose_agent.host.users.kernel_caches`` lays a
+slot's own folder over it.
 """
 
 # Triton's and torch's own functions have no types.

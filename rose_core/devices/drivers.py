@@ -10,7 +10,8 @@ compatibility package, on data centre GPUs, and from certain branches on:
 | 13.x | 580 | 535, 550, 570 |
 
 SGLang 0.5.23 is CUDA 13. Numbers are NVIDIA's (CUDA Compatibility, tables of minor version and
-forward compatibility). Next step: ``rose_agent.host.capabilities`` asks before anything is lent.
+forward compatibility). Next step: ``rose_agent.host.discovery.capabilities`` asks before anything
+is lent.
 """
 
 from __future__ import annotations

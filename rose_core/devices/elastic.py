@@ -15,7 +15,7 @@ yet, so what it holds is looked at, and an engine that does not give back is end
 
 Two limits mean nothing to kvcached 0.1.5 and are never written: 0, and the size the pool was made
 with. Both are taken for "no change", so the least is one page of every layer, and the most is one
-such page less than the whole. Next step: ``rose_agent.host.elastic`` carries it out.
+such page less than the whole. Next step: ``rose_agent.host.memory.elastic`` carries it out.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ gets a cautious estimate; what it is seen to hold is remembered for the next one
 | corrected before | more than was promised | it is ended (``MemoryOverrun``): it leaks |
 
 So an estimate that is wrong costs one restart at most and never a loop of them. Next step:
-``rose_agent.host.footprints`` keeps them on the node.
+``rose_agent.host.memory.footprints`` keeps them on the node.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ says at its boundary that it rests. It is frozen there. It says so in a file of 
 | starts | longer | end it: a process that is gone holds no lock |
 
 Pure, and the only place where this is decided: the engine host's enforcer and the guard's own
-freezer both ask it. Next step: ``rose_agent.host.enforcement``, ``rose_agent.guard.freezer``.
+freezer both ask it. Next step: ``rose_agent.host.enforcement.tree``,
+``rose_agent.guard.slots.freezer``.
 """
 
 from __future__ import annotations

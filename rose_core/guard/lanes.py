@@ -12,7 +12,7 @@ single burst is not enough: serving must have been busy, or calm, for a while.
 | gate closed | does not count | stays |
 
 An engine that does not serve is passed over for one that does. Pure; the guard's slot asks at every
-step. Next step: ``rose_agent.guard.slot`` moves the permit.
+step. Next step: ``rose_agent.guard.slots.slot`` moves the permit.
 """
 
 from __future__ import annotations

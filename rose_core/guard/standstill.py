@@ -6,7 +6,8 @@ scheduled too, and the start of another engine would cost serving more. So a tre
 killed only when it goes on using the processor. One that uses none and still does not stop hangs in
 the kernel; it is killed at the end of a long patience.
 
-Pure. Next step: the engine host (``rose_agent.host.enforcement``) and the guard (``slot``) ask it.
+Pure. Next step: the engine host (``rose_agent.host.enforcement.tree``) and the guard (``slot``) ask
+it.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ shares. Both hold together at 95 %, because each holds at 97.5 %.
 | some | lending has made at most so many of the requests in lent windows slow |
 
 It takes requests as independent; those of one burst are not, so bursts make it too sure. Counts of
-nodes add up. Next step: ``rose_agent.guard.outcomes`` counts, ``/report``, the metrics and the
-pool's condition LendingCertified say it.
+nodes add up. Next step: ``rose_agent.guard.replicas.outcomes`` counts, ``/report``, the metrics and
+the pool's condition LendingCertified say it.
 """
 
 from __future__ import annotations

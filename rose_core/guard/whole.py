@@ -18,7 +18,7 @@
 The guard extends the sleeper's permit in Draining, Drained and Asleep and in no other phase, so
 that a guard that dies wakes serving by doing nothing; a rollout engine may be there in Asleep
 alone. After a failure serving is left alone for ``rest_s``. Pure. Next step:
-``rose_agent.guard.whole``.
+``rose_agent.guard.replicas.whole``.
 """
 
 from __future__ import annotations

@@ -395,7 +395,7 @@ class NodeModel(msgspec.Struct, frozen=True):
 
     Attributes:
         bytes: of all its files.
-        digest: tells two of one name apart (``rose_agent.host.inventory``).
+        digest: tells two of one name apart (``rose_agent.host.discovery.inventory``).
     """
 
     name: str

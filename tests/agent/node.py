@@ -25,7 +25,7 @@ import psutil
 import yaml
 from safetensors.numpy import save_file
 
-from rose_agent.guard import node_verbs
+from rose_agent.guard.inspection import node_verbs
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.telemetry.dialects import samples
 from rose_core.wire.sync import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from rose_agent.guard.routerlink import Attachment, update_of
+from rose_agent.guard.links.routerlink import Attachment, update_of
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus
 from rose_core.wire.routing import (

@@ -1,6 +1,6 @@
 """What a slot counts of its engine's weights and of the live requests beside it."""
 
-from rose_agent.guard.slot import Totals
+from rose_agent.guard.slots.slot import Totals
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose_agent.guard import freezer
+from rose_agent.guard.slots import freezer
 from rose_agent.os.groups import wait_for
 from rose_agent.os.processes import pid_namespace, start_ticks
 from rose_core.guard.freezing import Grace

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 
 from rose_agent.devices.opening import open_driver
 from rose_agent.guard import main
-from rose_agent.guard.inspect import describe
+from rose_agent.guard.inspection.pages import describe
 from rose_agent.guard.loop import Guard, Settings
 from rose_agent.pods import podresources
 from rose_agent.pods.claims import GPU_ANNOTATION

@@ -16,7 +16,7 @@ import yaml
 
 from rose_agent.devices.static import StaticDriver
 from rose_agent.guard.loop import Guard, Settings
-from rose_agent.guard.slot import GuardedSlot
+from rose_agent.guard.slots.slot import GuardedSlot
 from rose_agent.pods.static import StaticPods
 from rose_agent.signals.reader import DirectReaders
 from rose_core.guard.certificate import CHUNK_DIVISORS

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.guard.blackbox import BlackBox, dumps
+from rose_agent.guard.flight.blackbox import BlackBox, dumps
+from rose_agent.guard.links.taplink import TapLink
 from rose_agent.guard.loop import Guard
-from rose_agent.guard.report import slot_report
-from rose_agent.guard.taplink import TapLink
+from rose_agent.guard.sync.report import slot_report
 from rose_agent.pods.model import ServingPod
 from rose_agent.tap import frames
 from rose_core.devices.memory import MemorySum

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from rose_agent.guard.calls import Calls
-from rose_agent.guard.hold import ConfirmedHold, Hold
+from rose_agent.guard.slots.hold import Calls, ConfirmedHold, Hold
 from rose_wire.errors import Unavailable
 
 PAUSED_US = 700

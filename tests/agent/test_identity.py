@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.guard.identity import Identity
 from rose_agent.guard.main import main
+from rose_agent.guard.sync.identity import Identity
 from rose_core.wire.enrolment import EnrolReply, EnrolRequest
 from rose_dev.pki import Authority
 from rose_wire import certificates, tls

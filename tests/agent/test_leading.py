@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from rose_agent.guard import followerlink
-from rose_agent.guard.followerlink import Beside, FollowerLink
-from rose_agent.guard.leading import Leading
+from rose_agent.guard.groups import followerlink
+from rose_agent.guard.groups.followerlink import Beside, FollowerLink
+from rose_agent.guard.groups.leading import Leading
 from rose_agent.metrics import REGISTRY
 from rose_core.guard.certificate import FIRST_STOP_S
 from rose_core.guard.following import LOST_STOP_NS, STOP_WAIT_NS

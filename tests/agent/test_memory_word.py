@@ -12,8 +12,8 @@ import pytest
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner
 from rose_agent.devices.watch import DeviceWatch
-from rose_agent.guard import gpus
-from rose_agent.guard.slot import Totals
+from rose_agent.guard.devices import gpus
+from rose_agent.guard.slots.slot import Totals
 from rose_agent.pods.model import Residents
 from rose_core.devices.memory import Budget, Lendable, MemorySum
 from rose_core.devices.ownership import Claim, Proof
@@ -84,7 +84,7 @@ class Node:
         self.gpu.raw.memory_used = used * GIB
 
     def look(self, slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rose_agent.guard.report.kv_permille", lambda *_: None)
+        monkeypatch.setattr("rose_agent.guard.sync.report.kv_permille", lambda *_: None)
         for uuid, reading in self.watch.read().items():
             self.watch.take(uuid, reading)
         gpus.look_at(self.watch, {"pod": self.replica}, {"slot-1": slot}, Residents())  # type: ignore[dict-item]
@@ -172,7 +172,9 @@ class Watched(Node):
     def __init__(self, nvml: State, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
         super().__init__(nvml, source)
         self.clock_ns, self.patch = S, monkeypatch
-        monkeypatch.setattr("rose_agent.guard.gpus.time.monotonic_ns", lambda: self.clock_ns)
+        monkeypatch.setattr(
+            "rose_agent.guard.devices.gpus.time.monotonic_ns", lambda: self.clock_ns
+        )
 
     def pass_by(self, seconds: int, slot: Slot, totals: Totals | None = None) -> None:
         for _ in range(seconds):

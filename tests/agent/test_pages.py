@@ -11,7 +11,7 @@ import pytest
 
 from rose_agent.devices.static import StaticDriver
 from rose_agent.guard import main as agent
-from rose_agent.guard import node_verbs
+from rose_agent.guard.inspection import node_verbs
 from rose_agent.guard.loop import Guard, Settings
 from rose_agent.signals.reader import DirectReaders
 from rose_engines.node.rundir import RunDir

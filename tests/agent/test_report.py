@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from rose_agent.guard.outcomes import Outcomes
-from rose_agent.guard.pools import Pools
-from rose_agent.guard.recorder import Recorder
-from rose_agent.guard.replica import GuardedReplica
-from rose_agent.guard.report import replica_report
+from rose_agent.guard.flight.recorder import Recorder
+from rose_agent.guard.replicas.outcomes import Outcomes
+from rose_agent.guard.replicas.pools import Pools
+from rose_agent.guard.replicas.replica import GuardedReplica
+from rose_agent.guard.sync.report import replica_report
 from rose_agent.metrics import REGISTRY
 from rose_agent.pods.model import ServingPod
 from rose_agent.signals.reader import DirectReaders

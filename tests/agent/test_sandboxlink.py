@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from rose_agent.guard import main
-from rose_agent.guard.pools import Pools
-from rose_agent.guard.sandboxlink import SandboxLink
+from rose_agent.guard.links.sandboxlink import SandboxLink
+from rose_agent.guard.replicas.pools import Pools
 from rose_core.wire.sync import PoolPolicy
 from rose_dev.waiting import until
 from rose_sandbox.http import ServingTraffic, application

@@ -8,7 +8,7 @@ import pytest
 
 from rose_agent.guard import state
 from rose_agent.guard.main import main
-from rose_agent.guard.slot import Totals
+from rose_agent.guard.slots.slot import Totals
 from rose_core.devices.memory import MemorySum
 from rose_core.guard.ladder import Rung
 from rose_core.identity import SlotKey, SlotUid

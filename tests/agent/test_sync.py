@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from rose_agent.guard.sync import OperatorLink
+from rose_agent.guard.sync.operator_link import OperatorLink
 from rose_core.wire.sync import SyncReply, SyncRequest
 from rose_wire.rpc import Server
 from rose_wire.services import SYNC

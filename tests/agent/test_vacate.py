@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from rose_agent.host.vacancy import GpuHolder, Vacancy, judge, page
-from rose_agent.host.vacate import VacateOptions, main, visible_gpus, wait
+from rose_agent.host.vacancy.holders import GpuHolder, Vacancy, judge, page
+from rose_agent.host.vacancy.vacate import VacateOptions, main, visible_gpus, wait
 from rose_core.wire.host import EngineState
 
 MINE, OTHER = "GPU-mine", "GPU-other"

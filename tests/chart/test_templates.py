@@ -357,7 +357,7 @@ PARSERS: dict[str, tuple[str, str]] = {
     "guard": ("rose_agent.guard.main", "arguments"),
     "tap": ("rose_agent.tap.main", "arguments"),
     "sleeper": ("rose_agent.sleeper.sleepers", "parser"),
-    "engine-host": ("rose_agent.host.arguments", "parser"),
+    "engine-host": ("rose_agent.host.options.arguments", "parser"),
     "weight-sync": ("rose_agent.weightsync.main", "parser"),
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rose_agent.host.vacate import parser
+from rose_agent.host.vacancy.vacate import parser
 from tests.chart.rendering import HELM, LENDING, render
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine-host.md"

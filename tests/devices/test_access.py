@@ -29,8 +29,9 @@ from rose_agent.devices.access import (
 from rose_agent.devices.opening import open_driver, open_or_idle
 from rose_agent.devices.static import StaticDriver
 from rose_agent.errors import UnknownGpu
-from rose_agent.guard import devices_access, report
+from rose_agent.guard.devices import devices_access
 from rose_agent.guard.metrics import DEVICE_ACCESS
+from rose_agent.guard.sync import report
 from rose_core.identity import GpuUuid
 from rose_dev.gpu.library import library
 from rose_dev.gpu.state import State
@@ -119,7 +120,7 @@ _IDLE = """
 import asyncio, contextlib, sys
 from rose_agent.devices.opening import open_driver, open_or_idle
 from rose_agent.errors import AccessChanged
-from rose_agent.guard import devices_access
+from rose_agent.guard.devices import devices_access
 
 devices_access.PERIOD_SECONDS = 0.05
 driver = open_or_idle("nvml")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rose_agent.devices.nvml import NvmlDriver
-from rose_agent.host.capabilities import Capabilities, built_for
-from rose_agent.host.sharing import SharingMeans
+from rose_agent.host.discovery.capabilities import Capabilities, built_for
+from rose_agent.host.sharing.sharing import SharingMeans
 from rose_core.api.reasons import Reason
 from rose_core.devices.capabilities import first_missing
 from rose_core.devices.drivers import refusal

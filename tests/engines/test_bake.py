@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.host import kernel_caches
+from rose_agent.host.users import kernel_caches
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_engines.bake import ARCHITECTURES
 

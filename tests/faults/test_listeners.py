@@ -274,7 +274,7 @@ async def test_each_verb_of_each_process_opens_to_whom_the_table_says(short_dir:
 LISTEN = {
     "agent/rose_agent/guard/main.py": Listener.AGENT,
     "agent/rose_agent/host/main.py": Listener.HOST,
-    "agent/rose_agent/host/proxy.py": Listener.HOST,
+    "agent/rose_agent/host/route/proxy.py": Listener.HOST,
     "operator/rose_operator/app.py": Listener.OPERATOR,
     "router/rose_router/http/app.py": Listener.ROUTER,
     "router/rose_router/main.py": Listener.ROUTER,

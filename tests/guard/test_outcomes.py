@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rose_agent.guard.outcomes import Outcomes
-from rose_agent.guard.pools import PoolState
-from rose_agent.guard.recorder import Recorder
+from rose_agent.guard.flight.recorder import Recorder
+from rose_agent.guard.replicas.outcomes import Outcomes
+from rose_agent.guard.replicas.pools import PoolState
 from rose_agent.metrics import REGISTRY
 from rose_core.guard.certificate import CHUNK_DIVISORS
 from rose_core.guard.crossover import Schedule

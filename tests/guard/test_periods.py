@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rose_agent.guard.loop import TICK_SECONDS
-from rose_agent.host import enforcer
+from rose_agent.host.enforcement import enforcer
 from rose_agent.tap import parser
 from rose_core.guard.freezing import Grace
 from rose_core.guard.gate import GateLimits, ReplicaFacts, judge

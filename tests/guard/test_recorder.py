@@ -9,13 +9,14 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from rose_agent.guard import blackbox, metrics
-from rose_agent.guard.blackbox import BlackBox, dumps
+from rose_agent.guard import metrics
+from rose_agent.guard.flight import blackbox
+from rose_agent.guard.flight.blackbox import BlackBox, dumps
+from rose_agent.guard.flight.perfetto import perfetto
+from rose_agent.guard.flight.recorder import Recorder
+from rose_agent.guard.flight.timeline import timeline
+from rose_agent.guard.inspection.node_verbs import recent
 from rose_agent.guard.main import main
-from rose_agent.guard.perfetto import perfetto
-from rose_agent.guard.recorder import Recorder
-from rose_agent.guard.timeline import timeline
-from rose_agent.guard.trace import recent
 from rose_core.guard.reasons import GateReason
 
 MS = 1_000_000

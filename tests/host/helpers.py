@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 
 from rose_agent.host import main
-from rose_agent.host.arguments import parser
+from rose_agent.host.options.arguments import parser
 from rose_agent.os.freezers import Freezer
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import (

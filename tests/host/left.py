@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from rose_agent.errors import NoLimits
-from rose_agent.host.repair import repair
+from rose_agent.host.processes.repair import repair
 from rose_agent.os import freezers
 from rose_agent.os.limits import Limiter, Limits
 from rose_engines.node.rundir import RunDir

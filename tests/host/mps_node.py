@@ -18,8 +18,8 @@ from rose_agent.devices.mps import fake as fake_mps
 from rose_agent.devices.mps.control import MpsControl, Pipes
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner
-from rose_agent.host.mps import MpsNode
-from rose_agent.host.sharing import SharingMeans
+from rose_agent.host.sharing.mps import MpsNode
+from rose_agent.host.sharing.sharing import SharingMeans
 from rose_agent.os.groups import wait_for
 from rose_core.identity import GpuUuid, PodUid, SlotUid
 from rose_core.wire.host import EnsureEngine

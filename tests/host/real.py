@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rose_agent.host import main
-from rose_agent.host.arguments import parser
+from rose_agent.host.options.arguments import parser
 from rose_agent.os import freezers
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rose_agent.errors import BadEngine
-from rose_agent.host import process
-from rose_agent.host.accounts import COUNT, Account, Accounts
-from rose_agent.host.launchers import EngineProgram
+from rose_agent.host.processes import process
+from rose_agent.host.processes.launchers import EngineProgram
+from rose_agent.host.users.accounts import COUNT, Account, Accounts
 from rose_agent.os.freezers import detect
 from rose_engines.node.permit import Permit
 from rose_engines.node.rundir import RunDir, SlotDir, write_json

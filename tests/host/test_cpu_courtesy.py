@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rose_agent.errors import GroupError
-from rose_agent.host.cpu_throttle import CpuThrottle, ThrottledEngine, is_busy_quota
-from rose_agent.host.enforcement import TreeState
-from rose_agent.host.lifecycle import EngineLife
+from rose_agent.host.enforcement.tree import TreeState
+from rose_agent.host.slots.cpu_throttle import CpuThrottle, ThrottledEngine, is_busy_quota
+from rose_agent.host.slots.lifecycle import EngineLife
 from rose_agent.os import freezers
 from rose_agent.os.limits import CgroupBase, Limiter, Limits
 from rose_core.wire.host import EngineState

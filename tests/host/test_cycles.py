@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rose_agent.host import engine_process, main
-from rose_agent.host.accounts import Accounts
-from rose_agent.host.engine_host import GONE_KEPT
-from rose_agent.host.launchers import EngineOrder, EngineProgram
+from rose_agent.host import main
+from rose_agent.host.processes.launchers import EngineOrder, EngineProgram
+from rose_agent.host.slots import engine_process
+from rose_agent.host.slots.engine_host import GONE_KEPT
+from rose_agent.host.users.accounts import Accounts
 from rose_agent.os import freezers
 from rose_core.wire.host import EngineState, HostStatusRequest
 from rose_engines.fake.__main__ import load_weights

@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rose_agent.guard.routerlink import update_of
+from rose_agent.guard.links.routerlink import update_of
 from rose_agent.host import main
-from rose_agent.host.arguments import parser
-from rose_agent.host.data_certificate import OVERLAP_SECONDS, RENEWED_SECONDS, DataCertificate
-from rose_agent.host.proxy import DataProxy, Target
+from rose_agent.host.options.arguments import parser
+from rose_agent.host.route.data_certificate import OVERLAP_SECONDS, RENEWED_SECONDS, DataCertificate
+from rose_agent.host.route.proxy import DataProxy, Target
 from rose_agent.os.freezers import detect
 from rose_core.rollouts.transcripts.transcript import StreamEvent
 from rose_core.wire.host import HostStatusRequest

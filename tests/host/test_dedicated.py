@@ -18,9 +18,9 @@ from yarl import URL
 
 from rose_agent.errors import BadInput
 from rose_agent.host import dedicated, main
-from rose_agent.host.arguments import encrypts, parser
-from rose_agent.host.classes import LAUNCHERS
-from rose_agent.host.dedicated_file import DedicatedFile
+from rose_agent.host.options.arguments import encrypts, parser
+from rose_agent.host.options.dedicated_file import DedicatedFile
+from rose_agent.host.processes.classes import LAUNCHERS
 from rose_agent.os.freezers import detect
 from rose_core.wire.host import HostStatusRequest
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote

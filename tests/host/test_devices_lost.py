@@ -9,9 +9,10 @@ import pytest
 
 from rose_agent.devices import access
 from rose_agent.devices.nvml import NvmlDriver
-from rose_agent.host import capabilities, main
-from rose_agent.host.capabilities import Capabilities
-from rose_agent.host.sharing import SharingMeans
+from rose_agent.host import main
+from rose_agent.host.discovery import capabilities
+from rose_agent.host.discovery.capabilities import Capabilities
+from rose_agent.host.sharing.sharing import SharingMeans
 from rose_dev.gpu.state import State
 from tests.host.helpers import guarding, order, running, serving, stop
 

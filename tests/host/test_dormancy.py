@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from rose_agent.host import main
-from rose_agent.host.enforcement import TreeState
+from rose_agent.host.enforcement.tree import TreeState
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import (
     EngineState,

@@ -16,9 +16,9 @@ from rose_agent.devices.driver_limit import MIB, LimitSeen, SmiLimits
 from rose_agent.devices.fake_limits import WHOLE_MIB
 from rose_agent.errors import QueryFailed
 from rose_agent.host import main
-from rose_agent.host.classes import fake
-from rose_agent.host.launchers import EngineOrder, EngineProgram
-from rose_agent.host.sharing import SharingMeans
+from rose_agent.host.processes.classes import fake
+from rose_agent.host.processes.launchers import EngineOrder, EngineProgram
+from rose_agent.host.sharing.sharing import SharingMeans
 from rose_agent.os import freezers
 from rose_core.devices.memory import limit_refusal
 from rose_core.wire.host import EngineState, EnsureEngine

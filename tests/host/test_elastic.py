@@ -15,9 +15,9 @@ import pytest
 
 from rose_agent.devices.elastic import KvcachedSegment
 from rose_agent.host import main
-from rose_agent.host.capabilities import Capabilities
-from rose_agent.host.elastic import Elastic
-from rose_agent.host.sharing import SharingMeans, segment_name
+from rose_agent.host.discovery.capabilities import Capabilities
+from rose_agent.host.memory.elastic import Elastic
+from rose_agent.host.sharing.sharing import SharingMeans, segment_name
 from rose_core.devices.elastic import FIRST_PERMILLE, ElasticLimits
 from rose_core.host_reasons import HostReason
 from rose_core.identity import SlotUid
@@ -139,7 +139,7 @@ async def test_an_idle_engine_gives_back_what_it_had_only_cached(
 async def test_an_engine_without_kvcached_is_ended_although_it_answers_well(
     rundir: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose_agent.host.elastic._APPEAR_SECONDS", 0.5)
+    monkeypatch.setattr("rose_agent.host.memory.elastic._APPEAR_SECONDS", 0.5)
     async with running(rundir, models) as host:
         with guarding(rundir):
             await host.host.ensure(elastic_order(kvcached="absent"))

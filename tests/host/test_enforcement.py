@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rose_agent.errors import GroupError
-from rose_agent.host.enforcement import Action, EngineTree, RunConditions, TreeState, decide
-from rose_agent.host.enforcer import PATIENCE, EnforcedEngine, Enforcer
+from rose_agent.host.enforcement.enforcer import PATIENCE, EnforcedEngine, Enforcer
+from rose_agent.host.enforcement.tree import Action, EngineTree, RunConditions, TreeState, decide
 from rose_agent.os.groups import wait_for
 from rose_core.guard.freezing import Activity, Grace
 from rose_core.guard.standstill import StandstillPatience

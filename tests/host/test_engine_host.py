@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from rose_agent.errors import NoFreezer
-from rose_agent.host.classes import LAUNCHERS
-from rose_agent.host.launchers import EngineOrder, EngineProgram
+from rose_agent.host.processes.classes import LAUNCHERS
+from rose_agent.host.processes.launchers import EngineOrder, EngineProgram
 from rose_agent.os import freezers
 from rose_agent.os.processes import start_ticks
 from rose_core.identity import SlotKey, SlotUid

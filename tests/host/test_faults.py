@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from rose_agent.errors import NoFreezer
-from rose_agent.host.repair import repair, thaw_all
+from rose_agent.host.processes.repair import repair, thaw_all
 from rose_agent.os import freezers
 from rose_agent.os.find_group import find_group
 from rose_agent.os.processes import start_ticks

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rose_agent.errors import BrokenEngine
-from rose_agent.host.footprints import Footprints, engine_version
-from rose_agent.host.launchers import EngineProgram
-from rose_agent.host.sharing import Sharing, SharingMeans
+from rose_agent.host.memory.footprints import Footprints, engine_version
+from rose_agent.host.processes.launchers import EngineProgram
+from rose_agent.host.sharing.sharing import Sharing, SharingMeans
 from rose_core.devices.footprint import MARGIN_BYTES, Footprint, promised
 from rose_core.devices.memory import GIB, EngineSize, Lendable
 from rose_core.host_reasons import HostReason

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from rose_agent.errors import GroupError, NoFreezer
-from rose_agent.host import exec_engine
+from rose_agent.host.processes import exec_engine
 from rose_agent.os import freezers
 from rose_agent.os.groups import SignalGroup, V1Group, V2Group, end, wait_for
 from rose_agent.os.mounts import locate, parse_membership, parse_mountinfo

@@ -15,9 +15,7 @@ import pytest
 from rose_agent.devices.driver import DriverVersion
 from rose_agent.devices.static import StaticDriver
 from rose_agent.errors import DeviceError, GroupError, HostError, QueryFailed
-from rose_agent.host import kernel_caches, privilege_split, process
-from rose_agent.host.accounts import COUNT, Account, Accounts
-from rose_agent.host.arguments import limiter_of, limits_of, parser
+from rose_agent.host import privilege_split
 from rose_agent.host.assembly import HostPrivileges, NodeFacts
 from rose_agent.host.helper.client import HelpedAccounts, HelpedKvFolders, Helper
 from rose_agent.host.helper.messages import (
@@ -32,8 +30,12 @@ from rose_agent.host.helper.messages import (
     Steer,
     Take,
 )
-from rose_agent.host.launchers import EngineProgram
-from rose_agent.host.repair import forget_slot
+from rose_agent.host.options.arguments import limiter_of, limits_of, parser
+from rose_agent.host.processes import process
+from rose_agent.host.processes.launchers import EngineProgram
+from rose_agent.host.processes.repair import forget_slot
+from rose_agent.host.users import kernel_caches
+from rose_agent.host.users.accounts import COUNT, Account, Accounts
 from rose_agent.os import freezers, processes
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import end, wait_for

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rose_agent.host import main, privilege_split
-from rose_agent.host.arguments import parser
+from rose_agent.host.options.arguments import parser
 from rose_agent.os.freezers import detect
 
 FILE = """
@@ -133,7 +133,7 @@ def test_the_word_to_end_is_heard_before_anything_is_loaded(
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("not heard")
 
-    monkeypatch.setattr("rose_agent.host.arguments.parser", told)
+    monkeypatch.setattr("rose_agent.host.options.arguments.parser", told)
     with pytest.raises(SystemExit) as ended:
         privilege_split.main([])
     assert ended.value.code == 0

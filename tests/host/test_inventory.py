@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rose_agent.host.inventory import Inventory
+from rose_agent.host.discovery.inventory import Inventory
 from rose_core.wire.sync import MOST_MODELS, NodeModel
 
 

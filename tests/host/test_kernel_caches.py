@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.host import kernel_caches
-from rose_agent.host.accounts import Account, Accounts
+from rose_agent.host.users import kernel_caches
+from rose_agent.host.users.accounts import Account, Accounts
 from rose_engines.node.rundir import RunDir
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="giving users needs root")

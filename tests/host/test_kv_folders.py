@@ -14,11 +14,13 @@ import pytest
 from msgspec.structs import replace
 
 from rose_agent.errors import BadEngine, BadInput, NoMemory
-from rose_agent.host import exec_engine, kv_folders, main
-from rose_agent.host.accounts import COUNT
-from rose_agent.host.arguments import parser
-from rose_agent.host.engine_host import EngineHost
-from rose_agent.host.kv_folders import KvFolders
+from rose_agent.host import main
+from rose_agent.host.options.arguments import parser
+from rose_agent.host.processes import exec_engine
+from rose_agent.host.slots.engine_host import EngineHost
+from rose_agent.host.users import kv_folders
+from rose_agent.host.users.accounts import COUNT
+from rose_agent.host.users.kv_folders import KvFolders
 from rose_agent.os.freezers import Freezer
 from rose_core.wire.host import EngineState, StopEngine
 from rose_dev.waiting import until, wait_until

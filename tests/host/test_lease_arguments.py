@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.helper.rights import MODULES
-from rose_agent.host.launchers import EngineOrder
+from rose_agent.host.processes.classes import LAUNCHERS
+from rose_agent.host.processes.launchers import EngineOrder
 from rose_core.api import RolloutLease
 from rose_core.api.arguments import ALLOWED, refusals
 from rose_core.api.rolloutlease import LeaseSpec

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from rose_agent.errors import NoLimits
-from rose_agent.host import main, process
-from rose_agent.host.arguments import limiter_of, parser
-from rose_agent.host.classes import fake
-from rose_agent.host.launchers import EngineOrder, EngineProgram
+from rose_agent.host import main
+from rose_agent.host.options.arguments import limiter_of, parser
+from rose_agent.host.processes import process
+from rose_agent.host.processes.classes import fake
+from rose_agent.host.processes.launchers import EngineOrder, EngineProgram
 from rose_agent.os import freezers, processes
 from rose_agent.os.groups import end, wait_for
 from rose_agent.os.limits import PROCESSES, CgroupBase, Limiter, Limits

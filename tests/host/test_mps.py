@@ -12,11 +12,12 @@ import msgspec
 import psutil
 import pytest
 
-from rose_agent.host import enforcer, main
-from rose_agent.host.capabilities import Capabilities
-from rose_agent.host.classes import fake
-from rose_agent.host.enforcement import TreeState
-from rose_agent.host.launchers import EngineOrder, EngineProgram
+from rose_agent.host import main
+from rose_agent.host.discovery.capabilities import Capabilities
+from rose_agent.host.enforcement import enforcer
+from rose_agent.host.enforcement.tree import TreeState
+from rose_agent.host.processes.classes import fake
+from rose_agent.host.processes.launchers import EngineOrder, EngineProgram
 from rose_core.guard.standstill import StandstillPatience
 from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState, EngineStatus

@@ -19,9 +19,9 @@ import pytest
 import rose_core
 import rose_engines
 import rose_wire
-from rose_agent.host.accounts import Accounts
-from rose_agent.host.classes import fake
-from rose_agent.host.launchers import EngineOrder, EngineProgram
+from rose_agent.host.processes.classes import fake
+from rose_agent.host.processes.launchers import EngineOrder, EngineProgram
+from rose_agent.host.users.accounts import Accounts
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers
 from rose_core.wire.host import EngineState, SetDormant

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose_agent.host import exec_engine, process
-from rose_agent.host.lifecycle import backoff_seconds
+from rose_agent.host.processes import exec_engine, process
+from rose_agent.host.slots.lifecycle import backoff_seconds
 from rose_agent.os import processes
 from rose_agent.os.groups import wait_for
 

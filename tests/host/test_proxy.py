@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rose_agent.host.proxy import LONGEST_BODY, DataProxy, Target, request_ids
+from rose_agent.host.route.proxy import LONGEST_BODY, DataProxy, Target, request_ids
 from rose_engines.weights.calls import Answer, Call, Draft, Drafted, Refused
 from rose_engines.weights.control import ControlServer
 from tests.host.helpers import BEARER, TOKEN, body, until

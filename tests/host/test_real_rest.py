@@ -13,10 +13,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from rose_agent.host import enforcer
-from rose_agent.host.classes import sglang_cpu
-from rose_agent.host.enforcement import Action, TreeState, decide
-from rose_agent.host.launchers import EngineOrder, EngineProgram
+from rose_agent.host.enforcement import enforcer
+from rose_agent.host.enforcement.tree import Action, TreeState, decide
+from rose_agent.host.processes.classes import sglang_cpu
+from rose_agent.host.processes.launchers import EngineOrder, EngineProgram
 from rose_core.guard.freezing import Activity
 from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose_agent.host.enforcement import RunConditions
+from rose_agent.host.enforcement.tree import RunConditions
 from rose_core.api.reasons import Reason
 from rose_core.devices.mps import MpsRefusal
 from rose_core.guard.reasons import GateReason, slot_word

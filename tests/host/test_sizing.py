@@ -12,10 +12,10 @@ import pytest
 
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.errors import BadEngine, NoMemory
-from rose_agent.host.classes import LAUNCHERS
-from rose_agent.host.footprints import Footprints
-from rose_agent.host.launchers import EngineOrder
-from rose_agent.host.sizing import Sizer, engine_size, vocabulary
+from rose_agent.host.memory.footprints import Footprints
+from rose_agent.host.memory.sizing import Sizer, engine_size, vocabulary
+from rose_agent.host.processes.classes import LAUNCHERS
+from rose_agent.host.processes.launchers import EngineOrder
 from rose_core.devices.footprint import MARGIN_BYTES, Footprint, estimate
 from rose_core.identity import GpuUuid
 from rose_core.wire.sync import AdapterSpec, EngineSpec, Sharing

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.host.tokenizer_files import tokenizer_frame
+from rose_agent.host.route.tokenizer_files import tokenizer_frame
 
 
 def test_a_folder_that_becomes_a_link_while_it_is_read_gives_nothing_away(

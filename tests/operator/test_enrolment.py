@@ -14,7 +14,7 @@ import pytest
 from cryptography import x509
 from lightkube import AsyncClient, KubeConfig
 
-from rose_agent.guard.identity import Identity
+from rose_agent.guard.sync.identity import Identity
 from rose_core.api import RolloutLease
 from rose_core.rotation import SPREAD_SECONDS
 from rose_core.wire.enrolment import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rose_agent.host.proxy import DataProxy, Target
+from rose_agent.host.route.proxy import DataProxy, Target
 from rose_core.rollouts.engines.drafts import CONTEXT
 from rose_dev.waiting import until
 from rose_engines.weights.calls import Answer, Call, Draft, Drafted

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from bench.fire.poison import poisoned
-from rose_agent.host.sizing import vocabulary
+from rose_agent.host.memory.sizing import vocabulary
 from rose_core.rollouts.capacity.admission import QueueLimits
 from rose_core.wire.routing import EngineKind
 from rose_dev.engine_testing import RealEngine, start_engine

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rose_agent.host.main import RunningHost
-from rose_agent.host.repair import forget_slot
+from rose_agent.host.processes.repair import forget_slot
 from rose_agent.weightsync.follower import FollowedRun, Follower, Options
 from rose_agent.weightsync.main import Followers
 from rose_agent.weightsync.plugin import Plugin

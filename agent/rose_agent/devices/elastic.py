@@ -11,7 +11,7 @@ is not a plain one of that user's is no segment. Several pools in one engine (hy
 a segment each, of which we would steer the first alone, so that counts as unknown.
 
 ``rose_engines.fake.kvcached`` is the other side without a GPU. Next step:
-``rose_agent.host.elastic``.
+``rose_agent.host.memory.elastic``.
 """
 
 from __future__ import annotations

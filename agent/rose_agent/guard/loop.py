@@ -38,19 +38,20 @@ from pathlib import Path
 
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.watch import DeviceWatch
-from rose_agent.guard import metrics, report, state
-from rose_agent.guard.blackbox import BlackBox
-from rose_agent.guard.gpus import look_at
-from rose_agent.guard.groups import Groups
-from rose_agent.guard.hostlink import HostLink
-from rose_agent.guard.leading import Leading
-from rose_agent.guard.outcomes import Outcomes
-from rose_agent.guard.pools import Pools
-from rose_agent.guard.recorder import Recorder
-from rose_agent.guard.replica import GuardedReplica
-from rose_agent.guard.slot import GuardedSlot
-from rose_agent.guard.taplink import TapLink
-from rose_agent.guard.whole import WholeReplicas
+from rose_agent.guard import metrics, state
+from rose_agent.guard.devices.gpus import look_at
+from rose_agent.guard.flight.blackbox import BlackBox
+from rose_agent.guard.flight.recorder import Recorder
+from rose_agent.guard.groups.groups import Groups
+from rose_agent.guard.groups.leading import Leading
+from rose_agent.guard.links.hostlink import HostLink
+from rose_agent.guard.links.taplink import TapLink
+from rose_agent.guard.replicas.outcomes import Outcomes
+from rose_agent.guard.replicas.pools import Pools
+from rose_agent.guard.replicas.replica import GuardedReplica
+from rose_agent.guard.replicas.whole import WholeReplicas
+from rose_agent.guard.slots.slot import GuardedSlot
+from rose_agent.guard.sync import report
 from rose_agent.pods.kubernetes import KubernetesPods
 from rose_agent.pods.model import PodSource, ServingPod
 from rose_agent.pods.processes import Watcher

@@ -24,11 +24,12 @@ from aiohttp import web
 
 from rose_agent.devices.opening import open_or_idle
 from rose_agent.errors import AgentError, BadConfiguration, DeviceError
-from rose_agent.guard import devices_access, node_verbs
-from rose_agent.guard.inspect import inspection
+from rose_agent.guard.devices import devices_access
+from rose_agent.guard.inspection import node_verbs
+from rose_agent.guard.inspection.pages import inspection
+from rose_agent.guard.links.sandboxlink import SandboxLink
 from rose_agent.guard.loop import Guard, Settings
-from rose_agent.guard.sandboxlink import SandboxLink
-from rose_agent.guard.sync import OperatorLink
+from rose_agent.guard.sync.operator_link import OperatorLink
 from rose_agent.metrics import REGISTRY
 from rose_agent.pods.claims import Claims, KubeletClaims, WrittenClaims, known, own_namespace
 from rose_agent.pods.kubernetes import Access, KubernetesPods
@@ -45,7 +46,7 @@ from rose_wire.serving import Server
 from rose_wire.token_file import TokenFile
 
 if TYPE_CHECKING:
-    from rose_agent.guard.identity import Identity
+    from rose_agent.guard.sync.identity import Identity
 
 _log = logging.getLogger("rose.agent")
 _CERTIFICATE_SECONDS = 1.0
@@ -264,7 +265,7 @@ def _identity(options: argparse.Namespace) -> Identity | None:
             f"--enrol needs --identity-token-file, and {tls.IDENTITY} to name a folder"
         )
     flags.token(options.identity_token_file)
-    from rose_agent.guard.identity import Identity  # noqa: PLC0415  # 9 MB, needed by few
+    from rose_agent.guard.sync.identity import Identity  # noqa: PLC0415  # 9 MB, needed by few
 
     return Identity(options.node, options.enrol, options.identity_token_file, Path(folder))
 

@@ -1,12 +1,13 @@
 """Engine host: runs rollout engines as its children and stops them when their permit lapses.
 
-- ``main``: ``rose engine-host``; read this first. ``assembly``: what its slots share.
-- ``engine_host``: the slots. ``dual_share``: a slot's engines. ``lifecycle``: one of them.
-- ``engine_process``, ``process``, ``launchers``, ``classes``: what is run, and how it is contained.
-- ``enforcer``, ``enforcement``: stop an engine whose permit lapses. ``rose_agent.os``: how.
-- ``accounts``, ``cpu_throttle``: its user, and what it may take of the node.
-- ``sharing``, ``mps``, ``mps_trees``, ``elastic``, ``sizing``, ``dormancy``: its GPU and memory.
-- ``proxy``, ``tokens``: the data route. ``dedicated``: an engine without a guard.
-- ``repair``: leftovers of an earlier host. ``vacancy``: who may still hold a GPU.
+Read ``main`` first: ``rose engine-host``. ``privilege_split`` is its entry, ``assembly`` puts
+together what its slots share, ``dedicated`` orders an engine without a guard. Below, by floors:
+
+- ``slots``: ``engine_host`` has them all, ``lifecycle`` is one engine, ``dual_share`` a pair.
 - ``helper``: the small process that stays root for a host that is not.
+- ``enforcement``: stop an engine whose permit lapses. ``rose_agent.os``: how.
+- ``sharing``: MPS and limits by the driver. ``discovery``: what this node offers.
+- ``options``: what the host is told. ``vacancy``: who may still hold a GPU.
+- ``processes``: what is run, how it is contained, what an earlier host left.
+- ``memory``: device memory of engines. ``users``: whose they are. ``route``: the data route.
 """

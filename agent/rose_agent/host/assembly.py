@@ -22,19 +22,19 @@ from rose_agent.devices.static import StaticDriver
 from rose_agent.devices.usage import meter_for
 from rose_agent.errors import DeviceError, NoDevices
 from rose_agent.host import metrics
-from rose_agent.host.accounts import Accounts
-from rose_agent.host.arguments import kv_folders_of, limiter_of, limits_of
-from rose_agent.host.classes import LAUNCHERS
-from rose_agent.host.enforcer import Enforcer
-from rose_agent.host.footprints import Footprints
+from rose_agent.host.enforcement.enforcer import Enforcer
 from rose_agent.host.helper.client import HelpedAccounts, HelpedKvFolders, Helper
-from rose_agent.host.kernel_caches import UNKNOWN, made_by
-from rose_agent.host.kv_folders import KvFolders
-from rose_agent.host.mps import MpsNode
-from rose_agent.host.repair import forget_slot, repair
-from rose_agent.host.sharing import SharingMeans, free_leftovers, out_of_reach
-from rose_agent.host.site import Site
-from rose_agent.host.sizing import Sizer
+from rose_agent.host.memory.footprints import Footprints
+from rose_agent.host.memory.sizing import Sizer
+from rose_agent.host.options.arguments import kv_folders_of, limiter_of, limits_of
+from rose_agent.host.processes.classes import LAUNCHERS
+from rose_agent.host.processes.repair import forget_slot, repair
+from rose_agent.host.sharing.mps import MpsNode
+from rose_agent.host.sharing.sharing import SharingMeans, free_leftovers, out_of_reach
+from rose_agent.host.slots.site import Site
+from rose_agent.host.users.accounts import Accounts
+from rose_agent.host.users.kernel_caches import UNKNOWN, made_by
+from rose_agent.host.users.kv_folders import KvFolders
 from rose_agent.os.freezers import Freezer, own_base
 from rose_agent.os.limits import Limiter
 from rose_engines.node.rundir import RunDir, SlotDir

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from rose_agent.host.dedicated_file import DedicatedFile
-from rose_agent.host.engine_host import EngineHost
+from rose_agent.host.options.dedicated_file import DedicatedFile
+from rose_agent.host.slots.engine_host import EngineHost
 from rose_core.wire.host import EngineState, EnsureEngine, HostStatusRequest
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_wire import flags

@@ -21,19 +21,22 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from rose_agent.errors import DeviceError, HostError
-from rose_agent.host import capabilities, dedicated, inputs, vacancy
-from rose_agent.host.arguments import encrypts, parser
+from rose_agent.host import dedicated
 from rose_agent.host.assembly import HostPrivileges, NodeFacts, site_of
-from rose_agent.host.capabilities import Capabilities
-from rose_agent.host.cpu_throttle import CpuThrottle
-from rose_agent.host.data_certificate import DataCertificate
-from rose_agent.host.enforcer import Enforcer
-from rose_agent.host.engine_host import EngineHost
+from rose_agent.host.discovery import capabilities
+from rose_agent.host.discovery.capabilities import Capabilities
+from rose_agent.host.discovery.inventory import Inventory
+from rose_agent.host.enforcement.enforcer import Enforcer
 from rose_agent.host.helper.client import Helper
-from rose_agent.host.inventory import Inventory
-from rose_agent.host.proxy import DataProxy
-from rose_agent.host.repair import thaw_all
-from rose_agent.host.site import Site
+from rose_agent.host.options import inputs
+from rose_agent.host.options.arguments import encrypts, parser
+from rose_agent.host.processes.repair import thaw_all
+from rose_agent.host.route.data_certificate import DataCertificate
+from rose_agent.host.route.proxy import DataProxy
+from rose_agent.host.slots.cpu_throttle import CpuThrottle
+from rose_agent.host.slots.engine_host import EngineHost
+from rose_agent.host.slots.site import Site
+from rose_agent.host.vacancy import holders
 from rose_agent.metrics import REGISTRY
 from rose_agent.os.freezers import Freezer, detect
 from rose_core.devices.capabilities import Capability
@@ -194,7 +197,7 @@ async def _pages(host: EngineHost, site: Site, port: int) -> tuple[web.AppRunner
         host="0.0.0.0",  # noqa: S104  # the kubelet probes by the node's address
         port=port,
         health=health,
-        more=[probe("/readyz", readiness), vacancy.page(host.holdings)],
+        more=[probe("/readyz", readiness), holders.page(host.holdings)],
     )
 
 

@@ -28,8 +28,8 @@ def main(argv: list[str]) -> int:
         The host's exit code; 2 when what was given is wrong.
     """
     signal.signal(signal.SIGTERM, _leave)  # before all that takes long, imports included
-    from rose_agent.host import inputs  # noqa: PLC0415
-    from rose_agent.host.arguments import parser  # noqa: PLC0415
+    from rose_agent.host.options import inputs  # noqa: PLC0415
+    from rose_agent.host.options.arguments import parser  # noqa: PLC0415
 
     arguments = parser().parse_args(argv)
     if problem := inputs.problem(arguments, argv):

@@ -1,7 +1,7 @@
 """Frames on the node's ``tap.sock``: a length and a MessagePack list of messages.
 
 The guard sends ``Watch`` and ``Unwatch``; the tap sends lists of ``rose_core.telemetry.events``.
-Next step: ``parser`` at the tap's end, ``rose_agent.guard.taplink`` at the guard's.
+Next step: ``parser`` at the tap's end, ``rose_agent.guard.links.taplink`` at the guard's.
 """
 
 from __future__ import annotations

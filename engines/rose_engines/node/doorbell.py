@@ -2,7 +2,8 @@
 
 A permit is a word in shared memory: storing it wakes nobody. Whoever opens or closes one rings
 afterwards. A ring that is lost costs time only, because the listener looks by itself at every
-deadline and every few milliseconds besides. Next step: ``rose_agent.host.enforcer`` listens.
+deadline and every few milliseconds besides. Next step: ``rose_agent.host.enforcement.enforcer``
+listens.
 """
 
 from __future__ import annotations

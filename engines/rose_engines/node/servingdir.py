@@ -8,7 +8,8 @@
 
 The last folder is the only one that a serving pod sees: its owner mounts it and lets the readiness
 probe fail while the file exists. Where nobody mounts it, it does not exist, and nothing is drained.
-Next step: ``rose_agent.guard.whole`` writes orders, ``rose_agent.sleeper.sleepers`` follows them.
+Next step: ``rose_agent.guard.replicas.whole`` writes orders, ``rose_agent.sleeper.sleepers``
+follows them.
 """
 
 from __future__ import annotations

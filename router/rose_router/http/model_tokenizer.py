@@ -9,7 +9,8 @@
 | brought | no engine has that digest any more, and one has another | brought anew |
 
 A text that comes before the tokenizer waits for it, as turns wait for engines. Next step:
-``rose_agent.host.proxy`` answers, ``rose_core.wire.tokenizer_files`` bounds what it may answer.
+``rose_agent.host.route.proxy`` answers, ``rose_core.wire.tokenizer_files`` bounds what it may
+answer.
 """
 
 from __future__ import annotations

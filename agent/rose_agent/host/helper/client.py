@@ -27,8 +27,6 @@ from pathlib import Path
 import msgspec
 
 from rose_agent.errors import GroupError, HostError
-from rose_agent.host import kernel_caches
-from rose_agent.host.accounts import Account, Accounts
 from rose_agent.host.helper.messages import (
     LARGEST,
     Answer,
@@ -46,8 +44,10 @@ from rose_agent.host.helper.messages import (
     Steer,
     Take,
 )
-from rose_agent.host.kv_folders import KvFolder, KvFolders
-from rose_agent.host.process import Root
+from rose_agent.host.processes.process import Root
+from rose_agent.host.users import kernel_caches
+from rose_agent.host.users.accounts import Account, Accounts
+from rose_agent.host.users.kv_folders import KvFolder, KvFolders
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import ProcessGroup, wait_for
 from rose_agent.os.limits import CgroupBase, Limiter, Limits

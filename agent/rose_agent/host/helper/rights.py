@@ -28,9 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rose_agent.errors import BadEngine, GroupError
-from rose_agent.host import kernel_caches
-from rose_agent.host.accounts import COUNT
-from rose_agent.host.exec_engine import become
 from rose_agent.host.helper.messages import (
     NAME,
     Answer,
@@ -47,7 +44,10 @@ from rose_agent.host.helper.messages import (
     Steer,
     Take,
 )
-from rose_agent.host.kv_folders import KvFolders
+from rose_agent.host.processes.exec_engine import become
+from rose_agent.host.users import kernel_caches
+from rose_agent.host.users.accounts import COUNT
+from rose_agent.host.users.kv_folders import KvFolders
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import ProcessGroup
 from rose_agent.os.limits import Limiter

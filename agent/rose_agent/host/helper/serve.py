@@ -21,11 +21,11 @@ from pathlib import Path
 import msgspec
 
 from rose_agent.errors import BadEngine, GroupError, HostError
-from rose_agent.host.accounts import COUNT
-from rose_agent.host.arguments import check_users, kv_folders_of, limiter_of, parser
 from rose_agent.host.helper.messages import LARGEST, Answer, Ready, Request
 from rose_agent.host.helper.rights import Rights
-from rose_agent.host.repair import leftovers
+from rose_agent.host.options.arguments import check_users, kv_folders_of, limiter_of, parser
+from rose_agent.host.processes.repair import leftovers
+from rose_agent.host.users.accounts import COUNT
 from rose_agent.os.freezers import Freezer, detect
 from rose_agent.os.groups import ProcessGroup, end
 from rose_core.unreadable import UNREADABLE

@@ -1,0 +1,1 @@
+"""Replicas over several nodes: guards that follow the guard whose pod takes the requests."""

@@ -1,0 +1,1 @@
+"""For people: the pages of a running guard, and the verbs that read them."""

@@ -1,0 +1,1 @@
+"""Connections to the node's neighbours: tap, engine host, routers, sandbox host."""

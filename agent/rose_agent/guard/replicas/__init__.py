@@ -1,0 +1,1 @@
+"""Serving replicas: what is seen of them, what finished requests teach, what a pool shares."""

@@ -1,0 +1,296 @@
+"""One serving replica as the guard knows it: the tap's book, polled figures, outcomes of requests.
+
+It only gathers. Next step: ``facts`` is what ``rose_core.guard.gate`` judges; ``loop`` makes
+and forgets replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field, replace
+
+from rose_agent.devices.watch import ReplicaGpus
+from rose_agent.guard import metrics
+from rose_agent.guard.replicas.outcomes import Outcomes
+from rose_agent.pods.model import ServingPod
+from rose_agent.signals import verify
+from rose_agent.signals.reader import Reader, Readers
+from rose_agent.tap.frames import Watch
+from rose_core.devices.memory import LEAST_ENGINE_BYTES
+from rose_core.guard.compute import Compute
+from rose_core.guard.crossover import RELATIVE, Schedule
+from rose_core.guard.following import HeldWord
+from rose_core.guard.gate import GateLimits, ReplicaFacts
+from rose_core.guard.regime import Gaps
+from rose_core.telemetry import signal as signals
+from rose_core.telemetry.book import Book
+from rose_core.telemetry.dialects import Figures
+from rose_core.telemetry.events import TapEvent
+from rose_core.telemetry.signal import Limits, Reading, ServingSignal
+from rose_core.telemetry.verify import Verification
+from rose_core.wire.sync import PoolPolicy, SignalSource
+
+_LASTING_NS = 5_000_000_000
+# Usable idle shares between which tokens become interesting, well before a replica is never idle.
+_HARDLY_IDLE, _IDLE_ENOUGH = 0.2, 0.4
+
+
+@dataclass
+class GuardedReplica:
+    """One replica.
+
+    Attributes:
+        gone: a serving process has exited and no new one has settled.
+        lent: a rollout engine serves beside this replica; before that there is nothing to
+            withhold and nothing to compare.
+        gaps: idle time that could be used lately.
+        view: its GPUs, as last looked at; at ``looked_ns``, 0 = never.
+        shown: whether the metrics say that the state is known.
+        closely: lending may be paced by tokens, so the tap reports them sooner.
+        compute: what rollouts have had of its GPUs lately, against the owner's limit.
+    """
+
+    pod: ServingPod
+    policy: PoolPolicy
+    outcomes: Outcomes
+    schedule: Schedule
+    limits: Limits
+    book: Book
+    gaps: Gaps
+    reader: Reader
+    readings: dict[SignalSource, Reading] = field(default_factory=dict)
+    verification: Verification = field(default_factory=Verification)
+    gone: bool = False
+    gone_since_ns: int = 0
+    exited: set[int] = field(default_factory=set)
+    settled: bool = True
+    source: SignalSource | None = None
+    known_ns: int = 0
+    lent: bool = False
+    view: ReplicaGpus | None = None
+    looked_ns: int = 0
+    shown: bool | None = None
+    closely: bool = False
+    compute: Compute = field(default_factory=Compute)
+
+    @classmethod
+    def create(
+        cls,
+        pod: ServingPod,
+        policy: PoolPolicy,
+        *,
+        outcomes: Outcomes,
+        schedule: Schedule,
+        gate: GateLimits,
+        readers: Readers,
+    ) -> GuardedReplica:
+        """Begin to follow a replica that has just been found."""
+        reader = readers.of(pod, policy.engine)
+        now_ns = time.monotonic_ns()
+        gaps = Gaps(now_ns, reopen_ns=gate.reopen_ns, window_ns=gate.regime_ns)
+        return cls(pod, policy, outcomes, schedule, Limits(), Book(now_ns), gaps, reader)
+
+    def update(self, pod: ServingPod, policy: PoolPolicy) -> None:
+        """Take the present state of the pod and the policy of its pool."""
+        moved = pod.address != self.pod.address or policy.engine != self.policy.engine
+        if moved:
+            self.verification = Verification()
+        if moved or pod.pids != self.pod.pids:
+            self.reader.aim(pod, policy.engine)
+        self.pod, self.policy = pod, policy
+
+    def watch(self) -> Watch:
+        """What the tap should follow: closely where lending may be paced by tokens."""
+        pod, objective = self.pod, self.outcomes.objective(self.policy)
+        border = _IDLE_ENOUGH if self.closely else _HARDLY_IDLE
+        self.closely = objective.given and self.gaps.share(time.monotonic_ns()) < border
+        return Watch(pod.uid, pod.pid, pod.port, interfaces=pod.interfaces, closely=self.closely)
+
+    def note_known(self, *, known: bool) -> None:
+        """Show in the metrics whether the state is known."""
+        if known is not self.shown:
+            self.shown = known
+            metrics.SIGNAL_KNOWN.labels(self.pod.name).set(known)
+
+    def note_compute(self, until_ns: int, now_ns: int) -> None:
+        """A permit beside serving that is awake is open from now until then; 0 = none is."""
+        if self.policy.max_compute_percent:
+            self.compute = self._limited().opened(until_ns, now_ns)
+            metrics.COMPUTE_SHARE.labels(self.pod.name).set(self.compute.share(now_ns))
+
+    def _limited(self) -> Compute:
+        percent = self.policy.max_compute_percent
+        same = self.compute.percent == percent
+        return self.compute if same else replace(self.compute, percent=percent)
+
+    @property
+    def full(self) -> bool:
+        """It has no memory that an engine could use, and its owner allows it to sleep instead."""
+        return (
+            self.policy.sleep is not None
+            and self.view is not None
+            and self.view.lendable.bytes is not None
+            and self.view.lendable.bytes < LEAST_ENGINE_BYTES
+        )
+
+    @property
+    def unplaced(self) -> bool:
+        """It is one of several pods, as controller or engine say, and nobody says which."""
+        size = max(self.pod.group_size, self.reader.machines or 1)
+        return size > (self.pod.place.size if self.pod.place is not None else 1)
+
+    def signal(self, now_ns: int) -> ServingSignal:
+        """What all sources together say about the requests under way."""
+        merged = signals.merge(
+            self.book,
+            self.verification.verified,
+            tuple(self.readings.values()),
+            allowed=self.policy.allowed_signals,
+            limits=self.limits,
+            now_ns=now_ns,
+        )
+        if merged.source is not None:
+            self.source, self.known_ns = merged.source, now_ns
+        return merged
+
+    def lasting_source(self, now_ns: int) -> SignalSource | None:
+        """The source for the operator, which is not told of doubts that last less than 5 s."""
+        fresh = self.known_ns and now_ns - self.known_ns < _LASTING_NS
+        return self.source if fresh else None
+
+    def busy_ns(self, source: SignalSource | None, now_ns: int) -> int:
+        """Total time with a request under way, as this source counts; 0 if it never answered."""
+        if source is SignalSource.WIRE_TAP:
+            return self.book.busy_ns(now_ns)
+        reading = self.readings.get(source) if source is not None else None
+        return reading.worked_ns if reading is not None else 0
+
+    @property
+    def windows(self) -> Schedule:
+        """Which windows are withheld: by the guard's flag, else as a relative limit needs."""
+        wanted = not self.schedule.seconds and self.policy.max_increase_percent
+        return RELATIVE if wanted else self.schedule
+
+    def facts(
+        self,
+        now_ns: int,
+        *,
+        stop_pressed: bool,
+        whole_chunks: bool = False,
+        following: HeldWord | None = None,
+    ) -> ReplicaFacts:
+        """What the gate needs to know.
+
+        Args:
+            now_ns: the time.
+            stop_pressed: nothing may be lent on this node.
+            whole_chunks: an engine beside it cannot shorten its prefill chunks.
+            following: words of the guard whose gate it follows; None = it follows none.
+        """
+        return ReplicaFacts(
+            signal=self.signal(now_ns),
+            stop_requested=stop_pressed or self.pod.stopped,
+            lending=self.policy.mode == "Lend",
+            gone=self.gone,
+            ready=self.pod.ready,
+            settled=self.settled,
+            memory_pressure=self.view is not None and self.view.budget.pressure,
+            device_unfit=self.view is not None and bool(self.view.refusal),
+            breaker_open=self.outcomes.pool.breaker.open(now_ns),
+            # A follower's windows are its leader's, where requests are counted: it closes in them.
+            withheld=self.lent and following is None and self.windows.withheld(now_ns / 1e9),
+            idle_share=self.gaps.share(now_ns),
+            cool_down_ns=self.gaps.cool_down_ns,
+            compute=self._limited(),
+            objective=self.outcomes.objective(self.policy),
+            predictor=self.outcomes.predictor,
+            following=following,
+            certificate=self.outcomes.certificate(self.policy, whole=whole_chunks),
+        )
+
+    def take(self, event: TapEvent, now_ns: int) -> None:
+        """Apply one event of the tap."""
+        done = self.book.apply(event, now_ns)
+        self.gaps.note(busy=bool(self.book.live), now_ns=now_ns)
+        self.outcomes.hear(event, now_ns)
+        if done is not None:
+            others = len(self.book.live)
+            self.outcomes.record(done, self.policy, self.windows, lent=self.lent, others=others)
+
+    def forget(self, now_ns: int) -> None:
+        """The tap is gone: nothing is known any more."""
+        self.book.forget(now_ns)
+        self.gaps.note(busy=False, now_ns=now_ns)
+        self.outcomes.forget()
+
+    # --- serving processes that come and go
+
+    def note_gone(self, pid: int) -> None:
+        """A serving process has exited (its pid), or the container was restarted (0)."""
+        self.gone, self.gone_since_ns = True, time.monotonic_ns()
+        self.exited |= {pid} if pid else set()
+
+    def check_return(self, settle_seconds: float) -> None:
+        """Take serving for back once new processes have been Ready for the settling time."""
+        waited_s = (time.monotonic_ns() - self.gone_since_ns) / 1e9
+        fresh = not self.exited & set(self.pod.pids)
+        if self.gone and self.pod.ready and fresh and waited_s >= settle_seconds:
+            self.gone, self.exited = False, set()
+
+    # --- polled sources
+
+    def note_figures(self, source: SignalSource, figures: Figures, now_ns: int) -> None:
+        """Add one answer of a polled source."""
+        self.readings[source] = signals.advance(self.readings.get(source), source, figures, now_ns)
+
+    async def poll(self) -> None:
+        """Read ``/v1/loads`` and compare counters until cancelled."""
+        compared = 0.0
+        while True:
+            tapped = self.signal(time.monotonic_ns()).source is SignalSource.WIRE_TAP
+            uses_tap = SignalSource.WIRE_TAP in self.policy.allowed_signals
+            if SignalSource.LOADS in self.policy.allowed_signals:
+                figures = await self.reader.loads()
+                if figures.running is not None:
+                    self.note_figures(SignalSource.LOADS, figures, time.monotonic_ns())
+            period = 5.0 if self.verification.verified else 1.0
+            if uses_tap and time.monotonic() - compared >= period and await self.compare():
+                compared = time.monotonic()
+            settled = tapped and not self.book.outstanding
+            await asyncio.sleep(1.0 if settled else 0.2 if uses_tap else 0.05)
+
+    async def compare(self) -> bool:
+        """One comparison of the tap's and the engine's counts; False when it could not be made."""
+        made = await verify.compare(self.reader, self.book, self.verification)
+        if made is None:
+            return False
+        self.verification, figures = made
+        if figures is not None:
+            self.note_figures(SignalSource.METRICS, figures, time.monotonic_ns())
+        metrics.VERIFIED.labels(self.pod.name).set(bool(self.verification.verified))
+        if self.verification.missed > 0:
+            metrics.MISSED_REQUESTS.labels(self.pod.name).inc(self.verification.missed)
+        return True
+
+    async def snapshots(self) -> None:
+        """Read the load snapshot where there is one; often only where it decides alone."""
+        while True:
+            figures = self.reader.snapshot()
+            if figures.running is not None:
+                self.note_figures(SignalSource.LOAD_SNAPSHOT, figures, time.monotonic_ns())
+            tapped = self.lasting_source(time.monotonic_ns()) is SignalSource.WIRE_TAP
+            self.reader.watch(0.2 if tapped else 0.02)
+            await asyncio.sleep(1.0 if figures.running is None else 0.2 if tapped else 0.02)
+
+    async def run(self) -> None:
+        """Read every polled source until cancelled."""
+        tasks = [asyncio.create_task(self.poll()), asyncio.create_task(self.snapshots())]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,210 @@
+"""Replicas lent whole on this node: the sleeper's orders and permits, the gate of their slots.
+
+``rose_core.guard.whole`` decides; this carries out, twice a second. The sleeper keeps serving
+asleep only while its permit is extended: once that has not happened for ``_GRANT_NS``, it wakes
+serving, whatever has become of the guard. Next step: ``rose sleeper``
+(``rose_agent.sleeper.sleepers``) follows what is written here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose_agent.guard import metrics
+from rose_agent.guard.flight.recorder import Recorder
+from rose_agent.guard.replicas.replica import GuardedReplica
+from rose_agent.os.processes import start_ticks
+from rose_agent.sleeper.sleeper import SleeperRecord
+from rose_core.api.reasons import Reason
+from rose_core.devices.sleeper import Stage
+from rose_core.guard.gate import GateVerdict, ReplicaFacts
+from rose_core.guard.grants import GrantBook
+from rose_core.guard.whole import Phase, Whole, WholeLimits, WholeSeen, decide, judge
+from rose_core.identity import PodUid
+from rose_core.wire.sync import SleepTerms
+from rose_engines.node.permit import BadPermit, Permit
+from rose_engines.node.rundir import read_json, write_json
+from rose_engines.node.servingdir import ServingDir, ServingDirs, SleepOrder
+
+_log = logging.getLogger(__name__)
+_GRANT_NS = 5_000_000_000
+_ALIVE_NS = 5_000_000_000
+_QUIET_NS = 2_000_000_000
+_HEARD_SECONDS = 15.0
+
+
+@dataclass
+class _SleepyReplica:
+    """A replica of a pool that lets its replicas sleep."""
+
+    folder: ServingDir
+    name: str = ""
+    whole: Whole = field(default_factory=Whole)
+    permit: Permit | None = None
+    order: SleepOrder | None = None
+
+
+class WholeReplicas:
+    """Every replica of the node that may be lent whole.
+
+    Args:
+        root: the run directory.
+        recorder: flight recorder.
+    """
+
+    def __init__(self, root: Path, recorder: Recorder) -> None:
+        self._dirs = ServingDirs(root)
+        self._recorder = recorder
+        self._known: dict[PodUid, _SleepyReplica] = {}
+        self._started_s = time.monotonic()
+
+    def match(
+        self, replicas: Mapping[PodUid, GuardedReplica], grants: GrantBook, *, stop: bool
+    ) -> None:
+        """Take one step with every replica that may sleep."""
+        now_s = time.monotonic()
+        whole = {grant.pod_uid for grant in grants.alive(now_s).values() if grant.whole}
+        unheard = not grants.complete_replies and now_s - self._started_s < _HEARD_SECONDS
+        for folder in self._dirs.ordered():  # a guard before this one left it
+            left = PodUid(folder.uid)
+            if left not in replicas and left not in self._known:
+                self._known[left] = _SleepyReplica(folder)
+                self.forget(left)
+        for uid, replica in replicas.items():
+            if replica.policy.sleep is None and uid not in self._known:
+                continue
+            one = self._known.setdefault(uid, _SleepyReplica(self._dirs.of(uid), replica.pod.name))
+            granted: bool | None = uid in whole and _allowed(replica, stop=stop)
+            if not granted and unheard:
+                granted = None
+            try:
+                self._step(one, replica, granted, now_s)
+            except (OSError, BadPermit) as error:
+                _log.error("pod %s is not lent whole: %s", replica.pod.name, error)
+
+    def judge(self, uid: PodUid, facts: ReplicaFacts) -> GateVerdict:
+        """The gate of a whole slot on this replica."""
+        one = self._known.get(uid)
+        return judge(facts, one.whole.phase if one else Phase.OFF)
+
+    def refusal(self, replica: GuardedReplica) -> Reason | None:
+        """Why this replica cannot be lent whole; None = nothing speaks against it."""
+        one = self._known.get(replica.pod.uid)
+        if one is None:
+            return None
+        word = one.whole.refusal(_limits(replica.policy.sleep), time.monotonic())
+        # What has memory to lend is lent beside serving, and needs no sleep.
+        if one.whole.phase is not Phase.OFF or not replica.full:
+            return word if one.whole.phase is Phase.RETURNING else None
+        lives = word is not None or self._sleeper_lives()
+        return word if lives else Reason.SLEEPER_UNAVAILABLE
+
+    def forget(self, uid: PodUid) -> None:
+        """The pod is gone: take its order back, because there is nothing to wake."""
+        one = self._known.pop(uid, None)
+        if one is None:
+            return
+        one.folder.order.unlink(missing_ok=True)
+        if one.permit is not None:
+            one.permit.close_now()
+            one.permit.detach()
+        for gauge in (metrics.SERVING_ASLEEP, metrics.SERVING_WAKING):
+            with contextlib.suppress(KeyError):
+                gauge.remove(one.name)
+
+    def _step(
+        self, one: _SleepyReplica, replica: GuardedReplica, granted: bool | None, now_s: float
+    ) -> None:
+        now_ns = time.monotonic_ns()
+        signal = replica.signal(now_ns)
+        since = signal.empty_since_ns
+        seen = WholeSeen(
+            granted=granted,
+            told=self._told(one),
+            ready=replica.pod.ready,
+            quiet=signal.running == 0 and since is not None and now_ns - since >= _QUIET_NS,
+            busy=bool(signal.running),
+        )
+        limits = _limits(replica.policy.sleep)
+        before, one.whole = one.whole, decide(one.whole, seen, limits, now_s)
+        if one.whole.phase is not before.phase or one.whole.word is not before.word:
+            self._note(one, replica, now_ns)
+        self._order(one, replica)
+        self._extend(one, now_ns)
+        finished = one.whole.phase is Phase.OFF and seen.told is Stage.AWAKE
+        if finished and granted is False:
+            one.folder.order.unlink(missing_ok=True)
+            one.order = None
+
+    def _told(self, one: _SleepyReplica) -> Stage | None:
+        if not self._sleeper_lives():
+            return None
+        record = read_json(one.folder.record, SleeperRecord)
+        return Stage.AWAKE if record is None else record.sleeper.stage
+
+    def _sleeper_lives(self) -> bool:
+        try:
+            permit = Permit.attach(self._dirs.alive, writable=False)
+        except (OSError, BadPermit):
+            return False
+        try:
+            age = permit.host_age_ns(time.monotonic_ns())
+        finally:
+            permit.detach()
+        return age is not None and age < _ALIVE_NS
+
+    def _order(self, one: _SleepyReplica, replica: GuardedReplica) -> None:
+        if one.whole.phase is Phase.OFF:
+            return
+        pod, terms = replica.pod, replica.policy.sleep
+        if terms is None:  # the owner has taken it back: the old order says how to wake serving
+            terms = SleepTerms(one.order.release_bytes if one.order else 0)
+        wanted = SleepOrder(
+            replica.policy.engine,
+            pod.url,
+            tuple((pid, start_ticks(pid)) for pid in pod.pids),
+            pod.gpu_uuids,
+            terms.release_bytes,
+            terms.wake_seconds,
+            drained=one.whole.drained,
+        )
+        if wanted != one.order or not one.folder.order.exists():
+            one.folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_json(one.folder.order, wanted)
+            one.order = wanted
+
+    def _extend(self, one: _SleepyReplica, now_ns: int) -> None:
+        if not one.whole.asks:
+            if one.permit is not None:
+                one.permit.close_now()
+                one.permit.detach()
+                one.permit = None
+            return
+        if one.permit is None or not one.folder.permit.exists():
+            one.permit = Permit.create(one.folder.permit)
+        one.permit.extend(now_ns + _GRANT_NS)
+
+    def _note(self, one: _SleepyReplica, replica: GuardedReplica, now_ns: int) -> None:
+        whole, name = one.whole, replica.pod.name
+        _log.info("%s, lent whole: %s %s", name, whole.phase, whole.word or "")
+        self._recorder.note(now_ns, name, "whole", phase=whole.phase, word=whole.word or "")
+        metrics.SERVING_ASLEEP.labels(name).set(whole.phase is Phase.ASLEEP)
+        metrics.SERVING_WAKING.labels(name).set(whole.phase is Phase.RETURNING)
+        metrics.WHOLE_PHASES.labels(whole.phase.value, whole.word or "").inc()
+
+
+def _allowed(replica: GuardedReplica, *, stop: bool) -> bool:
+    """Whether serving may sleep: whatever forbids lending wakes it."""
+    policy, now_ns = replica.policy, time.monotonic_ns()
+    if stop or replica.pod.stopped or replica.gone or policy.sleep is None:
+        return False
+    return policy.mode == "Lend" and not replica.outcomes.pool.breaker.open(now_ns)
+
+
+def _limits(terms: SleepTerms | None) -> WholeLimits:
+    return WholeLimits() if terms is None else WholeLimits(terms.drain_seconds)

@@ -1,0 +1,147 @@
+"""A slot's calls to the engine host, and whether it holds the engine: asked, confirmed, corrected.
+
+The guard repeats an order until it sees the effect. A repetition that comes while the call before
+it is still unanswered starts nothing. A hold is the one kind of call that a change of mind cancels:
+the host answers a hold only once every thread stands still, which may take long on a busy core. The
+guard does not wait for that.
+
+| state | seen | next | call |
+|---|---|---|---|
+| any | an order for the other side | Asked | the unanswered call is cancelled, a new one made |
+| Asked | the answer to what is wanted now | Confirmed | |
+| Asked | the call failed | Asked | made again at the next order |
+| any, no call under way | the host's list, newer than the last answer | Confirmed: as listed | |
+| any | ``forget``: another permit, an engine ordered anew | Asked | made again at the next order |
+
+Should an answer cross a change of mind, the host's list puts it right. Next step: ``slot`` orders,
+``hostlink`` makes the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rose_wire.errors import WireError
+
+_KIND = "hold"
+
+
+class Calls:
+    """The calls of one slot.
+
+    Args:
+        ended: called after every call that came to its end, with what went wrong; empty if nothing.
+    """
+
+    def __init__(self, ended: Callable[[str], None]) -> None:
+        self._ended = ended
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def tasks(self) -> tuple[asyncio.Task[None], ...]:
+        """The last call of each kind, whether it is under way or not."""
+        return tuple(self._tasks.values())
+
+    def is_under_way(self, kind: str) -> bool:
+        """A call of this kind has not been answered yet."""
+        task = self._tasks.get(kind)
+        return task is not None and not task.done()
+
+    def start(self, kind: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Start a call, unless one of its kind is under way; returns at once."""
+        if not self.is_under_way(kind):
+            self._tasks[kind] = asyncio.create_task(self._run(kind, work))
+
+    def cancel(self, kind: str) -> None:
+        """Stop waiting for the answer; the host may carry the call out all the same."""
+        task = self._tasks.pop(kind, None)
+        if task is not None:
+            task.cancel()
+
+    async def _run(self, kind: str, work: Callable[[], Awaitable[None]]) -> None:
+        problem = ""
+        try:
+            await work()
+        except WireError as error:
+            problem = f"{kind}: {error}"
+        self._ended(problem)
+
+
+@dataclass(frozen=True)
+class ConfirmedHold:
+    """A hold that the host has confirmed; nanoseconds of CLOCK_MONOTONIC.
+
+    Attributes:
+        arrival_ns: first segment of the request that it was ordered for.
+        confirmed_ns: when the answer came.
+        paused_us: how long the host took until every thread stood still, microseconds.
+    """
+
+    arrival_ns: int
+    confirmed_ns: int
+    paused_us: int
+
+    @property
+    def after_ns(self) -> int:
+        """From the arrival to the answer."""
+        return self.confirmed_ns - self.arrival_ns
+
+
+class Hold:
+    """The guard's hold on one slot's engine; single-threaded.
+
+    Args:
+        calls: the slot's calls.
+        ask: asks the host to hold (True) or to let go; returns how long the tree took to stand
+            still, microseconds. Raises ``WireError``.
+        stopped: called when a hold that a request has caused is confirmed.
+
+    Attributes:
+        confirmed: the host holds the engine (True) or does not (False); None = not known.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        ask: Callable[[bool], Awaitable[int]],
+        stopped: Callable[[ConfirmedHold], None],
+    ) -> None:
+        self.confirmed: bool | None = None
+        self._calls, self._ask, self._stopped = calls, ask, stopped
+        self._wanted: bool | None = None
+        self._arrival_ns = 0
+        self._answered_ns = 0
+
+    @property
+    def asked(self) -> bool:
+        """The host was asked to hold and has not answered: it may hold the engine by now."""
+        return self.confirmed is None and self._wanted is True
+
+    def order(self, *, hold: bool, arrival_ns: int = 0) -> None:
+        """Hold the engine, or let go; ``arrival_ns`` is the request that caused it, 0 = none."""
+        if self._wanted is not hold:
+            self._wanted, self._arrival_ns, self.confirmed = hold, arrival_ns, None
+            self._calls.cancel(_KIND)
+        self._calls.start(_KIND, self._until_confirmed)
+
+    def believe(self, *, held: bool, asked_ns: int) -> None:
+        """Take what the host's list says, if it was asked for after the last answer."""
+        if not self._calls.is_under_way(_KIND) and asked_ns > self._answered_ns:
+            self.confirmed = self._wanted = held
+
+    def forget(self) -> None:
+        """Ask again before believing anything: the host may be another one."""
+        self.confirmed = None
+
+    async def _until_confirmed(self) -> None:
+        while self._wanted is not None and self.confirmed is not self._wanted:
+            wanted, arrival_ns = self._wanted, self._arrival_ns
+            paused_us = await self._ask(wanted)
+            now_ns = time.monotonic_ns()
+            if wanted is self._wanted:
+                self.confirmed, self._answered_ns = wanted, now_ns
+            if wanted and arrival_ns:
+                self._stopped(ConfirmedHold(arrival_ns, now_ns, paused_us))

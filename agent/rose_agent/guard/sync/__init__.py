@@ -1,0 +1,1 @@
+"""The operator's side: this node's certificate, what is reported, what comes back."""

@@ -1,0 +1,1 @@
+"""What this node offers: ways to share its GPUs, models on its disk."""

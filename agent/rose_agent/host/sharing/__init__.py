@@ -1,0 +1,1 @@
+"""How an engine shares its GPU beside time-slicing: MPS, limits by the driver."""

@@ -1,0 +1,1 @@
+"""The host's slots and the life of each one's engines."""
