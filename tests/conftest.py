@@ -47,7 +47,7 @@ def room_for_routers() -> Iterator[None]:
     Beyond a part of that it takes no turn, which is tested on routers in processes of their own.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rose_router.http.memory.DEFAULT_BYTES", 64 << 30)
+        patch.setattr("rose_router.http.admission.memory.DEFAULT_BYTES", 64 << 30)
         yield
 
 

@@ -24,10 +24,11 @@ from rose_router.engines.engine_client import EngineClient, HttpEngineClient, se
 from rose_router.enrolment import enrolled
 from rose_router.errors import BadRequest, LoopEnded
 from rose_router.flags import parser, settings
-from rose_router.http import app, bearer, forward
-from rose_router.http.memory import limit_of_process
-from rose_router.http.model_tokenizer import ModelTokenizer, over_http
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http import app, forward
+from rose_router.http.admission import bearer
+from rose_router.http.admission.memory import limit_of_process
+from rose_router.http.tokenizer.model_tokenizer import ModelTokenizer, over_http
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.listener import HEAD_BYTES, ConnectionLimiter, listening
 from rose_router.replicas import relay
 from rose_router.replicas.peers import Peers

@@ -24,7 +24,7 @@ from rose_dev.environments import cache_folder
 from rose_dev.models import Recipe, scripted_recipe
 from rose_dev.scripted import Script, is_mark, words
 from rose_dev.waiting import until
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from tests.clients.alone import join
 from tests.router.conftest import Stage
 from tests.router.scripts import Follows, call, folder

@@ -46,10 +46,10 @@ from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.tracker import Tracker
 from rose_core.wire.sync import PoolPolicy
 from rose_router.errors import RouterError
-from rose_router.http.bodies import json_object
+from rose_router.http.admission.bodies import json_object
+from rose_router.http.admission.memory import held_by
 from rose_router.http.dialects import chat, completions, sglang, vllm
 from rose_router.http.dialects.terms import MOST_ANSWERS
-from rose_router.http.memory import held_by
 from rose_weights import methods as weight_plane
 from rose_weights.errors import WeightsError
 from rose_weights.serve.responses import run_of

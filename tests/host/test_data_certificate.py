@@ -26,7 +26,7 @@ from rose_router.engines import engine_client
 from rose_router.engines.connections import Connections
 from rose_router.engines.engine_client import HttpEngineClient
 from rose_router.errors import LegLost
-from rose_router.http.model_tokenizer import over_http
+from rose_router.http.tokenizer.model_tokenizer import over_http
 from tests.agent.test_guard import GRANT
 from tests.host.helpers import TOKEN, guarding, order, serving
 

@@ -11,7 +11,7 @@ from rose_core.rollouts.capacity.router_size import (
     kept,
     size_of,
 )
-from rose_router.http.memory import MemoryLimiter, held_by
+from rose_router.http.admission.memory import MemoryLimiter, held_by
 from rose_router.turns.request import TurnRequest
 from tests.router import test_flood
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rose_dev.models import Recipe, make_model, scripted_recipe, successors
 from rose_dev.scripted import Script
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 
 
 def call(name: str, arguments: str) -> str:

@@ -32,7 +32,7 @@ from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_engines.node.rundir import EngineFile, RunDir, read_json
 from rose_router.config import Settings
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.main import RunningRouter, running
 from tests.host import helpers
 from tests.router.conftest import LEASE, VERSION

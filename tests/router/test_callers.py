@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from rose_core.wire.enrolment import RouterCaller
 from rose_router.callers import NamedCallers
-from rose_router.http.bearer import CONTROL, Tokens
+from rose_router.http.admission.bearer import CONTROL, Tokens
 from rose_wire.service_accounts import ServiceAccounts
 from tests.router.conftest import Stage
 from tests.router.scripts import folder

@@ -12,9 +12,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.errors import BadRequest
-from rose_router.http.conversation import begun, messages_of
+from rose_router.http.conversations.conversation import begun, messages_of
 from rose_router.http.dialects import chat
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 
 CALL = {"name": "look", "arguments": '{"at": [1, 2]}'}
 # The part of Qwen 2.5's own template that writes calls of tools.

@@ -22,7 +22,7 @@ from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_router.http.dialects import chat
 from rose_router.http.dialects.common import Hints, deadline
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from tests.router.conftest import VERSION, Fake, Stage
 from tests.router.test_http import events
 

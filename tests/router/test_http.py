@@ -19,7 +19,7 @@ from rose_dev.owners import owner
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_router import metrics
-from rose_router.http.handlers import _takes_long
+from rose_router.http.routes.turns import _takes_long
 from rose_wire.errors import Refused
 from tests.router.conftest import LEASE, VERSION, Stage
 

@@ -13,7 +13,7 @@ import pytest
 
 from rose_core.rollouts.capacity.admission import QueueLimits
 from rose_dev.waiting import until
-from rose_router.http.bearer import Tokens
+from rose_router.http.admission.bearer import Tokens
 from tests.router.conftest import Stage
 from tests.router.test_http import ask
 

@@ -22,7 +22,7 @@ from rose_dev.waiting import until
 from rose_router import metrics
 from rose_router.engines.connections import Connections
 from rose_router.engines.engine_client import HttpEngineClient, Target
-from rose_router.http.bearer import Tokens
+from rose_router.http.admission.bearer import Tokens
 from rose_router.listener import ConnectionLimits
 from tests.router.conftest import Stage
 from tests.router.test_http import ask

@@ -14,9 +14,9 @@ import pytest
 
 from rose_dev.models import scripted_recipe
 from rose_dev.scripted import Script
-from rose_router.http.locality import ITERATORS
-from rose_router.http.templates import _FILTERS, Template
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.locality import ITERATORS
+from rose_router.http.tokenizer.templates import _FILTERS, Template
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from tests.router.conftest import Stage
 from tests.router.scripts import Follows, folder
 

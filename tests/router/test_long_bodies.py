@@ -25,8 +25,8 @@ from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
 from rose_core.rollouts.requests.fields import NOTHING_SAID, Bounds
 from rose_router.engines.engine_client import _encoded
 from rose_router.errors import TooLarge
-from rose_router.http import bodies
-from rose_router.http.bodies import (
+from rose_router.http.admission import bodies
+from rose_router.http.admission.bodies import (
     BODY_SECONDS,
     LARGE_BODIES,
     MOST_HISTORY,
@@ -37,10 +37,10 @@ from rose_router.http.bodies import (
     json_object,
     read_body,
 )
+from rose_router.http.admission.loop_share import LoopShare
+from rose_router.http.admission.memory import MemoryLimiter, MemoryReservation
 from rose_router.http.dialects.common import token_ids
-from rose_router.http.loop_share import LoopShare
-from rose_router.http.memory import MemoryLimiter, MemoryReservation
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from tests.router.conftest import Stage
 from tests.router.scripts import Follows, folder
 

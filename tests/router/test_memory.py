@@ -8,7 +8,7 @@ import pytest
 
 from rose_core.rollouts.capacity.router_size import MIB
 from rose_router.errors import Overloaded, TooLarge
-from rose_router.http.memory import MemoryLimiter, held_by
+from rose_router.http.admission.memory import MemoryLimiter, held_by
 from rose_router.turns.request import TurnRequest
 
 LIMIT = 1024 * MIB

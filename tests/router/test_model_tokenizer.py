@@ -21,7 +21,7 @@ from rose_core.wire.tokenizer_files import (
 from rose_router.engines.engine_client import Target
 from rose_router.engines.fleet import Fleet
 from rose_router.errors import Overloaded
-from rose_router.http.model_tokenizer import ModelTokenizer
+from rose_router.http.tokenizer.model_tokenizer import ModelTokenizer
 from tests.router.scripts import folder
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]

@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 
 from rose_engines.fake.model import continuation
-from rose_router.http.replies import text_of
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.replies.parts import text_of
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from tests.router.world import SimEngine, V, over, started, world
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]

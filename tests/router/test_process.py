@@ -14,7 +14,7 @@ import pytest
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
 from rose_router.flags import parser, settings
-from rose_router.http.bearer import RunningRequests
+from rose_router.http.admission.bearer import RunningRequests
 from rose_router.main import main
 from rose_router.turns.supervisor import Supervisor
 

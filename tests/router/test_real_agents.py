@@ -22,7 +22,7 @@ from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.owners import owner
 from rose_dev.waiting import until
 from rose_router.config import Settings
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.main import RunningRouter, running
 from tests.router.scripts import BASH, RECIPE, folder
 from tests.router.test_real_engines import VERSION, update_of

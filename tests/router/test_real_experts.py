@@ -27,7 +27,7 @@ from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.models import make_named
 from rose_dev.owners import Owner
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.main import RunningRouter
 from tests.router.real_fleet import before_two
 from tests.router.test_real_engines import PROMPT, VERSION

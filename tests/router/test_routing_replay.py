@@ -15,8 +15,8 @@ from rose_core.rollouts.conversations.message_tree import Routing
 from rose_core.rollouts.transcripts.transcript import Leg, StreamEvent, Transcript
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until
-from rose_router.http.history import routing_of
-from rose_router.http.replies import sglang
+from rose_router.http.conversations.history import routing_of
+from rose_router.http.replies.parts import sglang
 from rose_router.turns.request import TurnRequest
 from rose_router.turns.turn import Turn, TurnState
 from tests.router.conftest import Stage

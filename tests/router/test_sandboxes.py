@@ -27,7 +27,7 @@ from rose_core.sandboxes.heartbeats import Heartbeats
 from rose_dev.waiting import until
 from rose_router.errors import Conflict
 from rose_router.flags import parser, settings
-from rose_router.http.branches import Branches, _Turns
+from rose_router.http.routes.branches import Branches, _Turns
 from rose_router.turns.sandbox_hosts import LONG_SECONDS, SandboxHosts
 from rose_router.turns.service import Service
 from rose_router.turns.turn import Turn

@@ -11,7 +11,7 @@ import pytest
 from rose_core.rollouts.conversations import message_tree
 from rose_dev.models import scripted_recipe
 from rose_dev.scripted import Script
-from rose_router.http.templates import Template
+from rose_router.http.tokenizer.templates import Template
 from tests.router.conftest import Stage
 from tests.router.scripts import Follows, call, folder
 

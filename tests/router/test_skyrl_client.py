@@ -21,7 +21,7 @@ import pytest
 
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_trainer.adapters import skyrl
 from rose_trainer.publisher import Publisher
 from tests.router.conftest import VERSION, Fake, Stage

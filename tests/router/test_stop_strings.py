@@ -18,8 +18,8 @@ from rose_core.rollouts.requests.stops import Stops
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until as sooner
 from rose_engines.fake.model import continuation
-from rose_router.http.replies import text_of
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.replies.parts import text_of
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns import runner
 from rose_router.turns.turn import Turn
 from tests.router.conftest import VERSION, Fake, Stage

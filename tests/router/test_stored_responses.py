@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rose_router.errors import NotFound
-from rose_router.http.stored_responses import StoredResponses
+from rose_router.http.conversations.stored_responses import StoredResponses
 
 TALK = [{"role": "user", "content": "x" * 100}]
 

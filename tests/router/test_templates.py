@@ -8,8 +8,8 @@ import time
 import pytest
 
 from rose_router.errors import BadRequest
-from rose_router.http import templates
-from rose_router.http.templates import Template
+from rose_router.http.tokenizer import templates
+from rose_router.http.tokenizer.templates import Template
 
 MESSAGES = [{"role": "user", "content": "hello\nthere"}]
 DOUBLING = "{% set ns = namespace(a='xxxxxxxx') %}{% for i in range(60) %}"

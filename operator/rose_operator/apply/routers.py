@@ -351,8 +351,8 @@ def _container(lease: RolloutLease, settings: Settings, large: RouterSize) -> di
         },
         "resources": {
             "requests": {"cpu": "100m", "memory": "128Mi"},
-            # A router refuses what would not fit (``rose_router.http.memory``); the limit is for
-            # what it does not foresee. A template may set another; the router reads its own.
+            # A router refuses what would not fit (``rose_router.http.admission.memory``); the limit
+            # is for what it does not foresee. A template may set another; the router reads its own.
             "limits": {"memory": f"{large.memory_bytes // MIB}Mi"},
         },
         "securityContext": {

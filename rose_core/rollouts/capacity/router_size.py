@@ -5,9 +5,10 @@
 | requests (``PART``) | prompts, and what is sampled beside them up to the lease's context |
 | the rest | the process, connections, what nobody foresees |
 
-The same figures say what a request takes (``rose_router.http.memory``) and how large a router is,
-so one that is as large as its lease takes all turns that the lease's slots run at full context.
-What waits in the queue beyond that is refused with ``Retry-After`` once it does not fit. Pure.
+The same figures say what a request takes (``rose_router.http.admission.memory``) and how large a
+router is, so one that is as large as its lease takes all turns that the lease's slots run at full
+context. What waits in the queue beyond that is refused with ``Retry-After`` once it does not fit.
+Pure.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Messages are compared by what they say (``fingerprint``): harnesses trim words, 
 calls with other spaces and leave out what a model thought. Two turns may have said the same; then
 the one counts whose id stands in a call's, else the last.
 
-Next step: ``rose_router.http.history`` asks ``find`` before a turn and tells ``note`` after it;
-``rows`` is what a trainer learns from.
+Next step: ``rose_router.http.conversations.history`` asks ``find`` before a turn and calls ``note``
+after it; ``rows`` is what a trainer learns from.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ plugin has vLLM do the same (``rose_engines.vllm.logprobs``), so turns may move 
 | anything else, or nothing | ``unknown`` |
 
 Legs whose engines differ are told apart token by token (``mixed``), never averaged into one word.
-Next step: ``rose_router.http.replies`` puts it into every reply.
+Next step: ``rose_router.http.replies.parts`` puts it into every reply.
 """
 
 from __future__ import annotations

@@ -40,31 +40,30 @@ from rose_core.rollouts.errors import (
 )
 from rose_router import metrics
 from rose_router.errors import REASON, EngineRefused, RouterError
-from rose_router.http import (
-    batches,
-    bearer,
-    branches,
-    engine_metrics,
-    facade,
-    memory,
-    pages,
-    rows,
-    trajectories,
-    virtual,
-)
-from rose_router.http.bodies import (
+from rose_router.http.admission import bearer, memory
+from rose_router.http.admission.bodies import (
     BODY_SECONDS,
     LARGE_BODIES,
     LargeBodies,
     known_length,
     pass_by,
 )
-from rose_router.http.handlers import TurnHandlers
-from rose_router.http.memory import MemoryLimiter, limit_of_process
-from rose_router.http.message_replies import error_json
-from rose_router.http.model_tokenizer import ModelTokenizer
-from rose_router.http.response_replies import error_json as response_error_json
-from rose_router.http.stored_responses import StoredResponses
+from rose_router.http.admission.memory import MemoryLimiter, limit_of_process
+from rose_router.http.conversations.stored_responses import StoredResponses
+from rose_router.http.replies.message_replies import error_json
+from rose_router.http.replies.response_replies import error_json as response_error_json
+from rose_router.http.routes import (
+    batches,
+    branches,
+    engine_metrics,
+    facade,
+    pages,
+    rows,
+    trajectories,
+    virtual,
+)
+from rose_router.http.routes.turns import TurnHandlers
+from rose_router.http.tokenizer.model_tokenizer import ModelTokenizer
 from rose_router.listener import ConnectionLimiter
 from rose_router.turns.barrier import Barrier
 from rose_router.turns.service import Service

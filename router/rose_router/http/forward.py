@@ -31,10 +31,10 @@ from multidict import CIMultiDict
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.unreadable import UNREADABLE
 from rose_router.errors import NotFound, draining
-from rose_router.http import virtual
-from rose_router.http.bodies import raw_body, read_body
-from rose_router.http.branches import TOLD
+from rose_router.http.admission.bodies import raw_body, read_body
 from rose_router.http.dialects.common import Hints
+from rose_router.http.routes import virtual
+from rose_router.http.routes.branches import TOLD
 from rose_router.replicas import relay
 from rose_router.replicas.peers import Peer, Peers
 

@@ -15,13 +15,13 @@ from typing import Annotated, Any, NoReturn
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_router.http.conversation import Message, begun, messages_of
+from rose_router.http.conversations.conversation import Message, begun, messages_of
+from rose_router.http.conversations.history import Conversation, History
 from rose_router.http.dialects import openai
 from rose_router.http.dialects.common import Count, Hints, Rank, Rid, read_as, token_ids
+from rose_router.http.dialects.forced_calls import calls_of, forced_by, schema_of
 from rose_router.http.dialects.terms import Answers, ParsedRequest, PromptTerms
-from rose_router.http.forced_calls import calls_of, forced_by, schema_of
-from rose_router.http.history import Conversation, History
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 
 TOOL_BEGINS = "<tool_call>"
 TOOL_ENDS = "</tool_call>"

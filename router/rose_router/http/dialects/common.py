@@ -12,8 +12,8 @@ import msgspec
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.trajectories.prospects import NO_HINT, Deadline, Hint
 from rose_core.rollouts.versions import NO_PIN, Pin, read_pin
-from rose_router.http.bodies import MOST_HISTORY, too_long
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.admission.bodies import MOST_HISTORY, too_long
+from rose_router.http.tokenizer.tokenization import Tokenizer
 
 # Header names of the trainers' session keys, first match wins.
 SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key", "X-Rose-Session")

@@ -26,7 +26,7 @@ from rose_router.http.dialects.common import (
     token_ids,
 )
 from rose_router.http.dialects.terms import MOST_ANSWERS, Answers, ParsedRequest, PromptTerms
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 

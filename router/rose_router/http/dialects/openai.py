@@ -21,7 +21,7 @@ import msgspec
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.requests.splice import SAMPLING
 from rose_router.http.dialects.common import SESSION_FIELDS, WITHOUT_EFFECT, read_as
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 
 _RENAMED: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",

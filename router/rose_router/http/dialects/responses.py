@@ -21,7 +21,7 @@ import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.requests.shown import shown
-from rose_router.http.conversation import Message
+from rose_router.http.conversations.conversation import Message
 from rose_router.http.dialects.common import ours, read_as, without_nulls
 
 CUSTOM_INPUT = "input"

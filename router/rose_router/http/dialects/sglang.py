@@ -29,7 +29,7 @@ from rose_router.http.dialects.terms import (
     Sampling,
     streamed,
 )
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns.request import TurnRequest
 
 # Read here; everything else of a request asks something of the engine.

@@ -10,9 +10,9 @@ import msgspec
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.requests import fields, splice
 from rose_core.rollouts.requests.stops import Stops
+from rose_router.http.conversations.history import Conversation
 from rose_router.http.dialects.common import Hints, Whole, read_as
-from rose_router.http.history import Conversation
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns.request import TurnRequest
 
 MOST_ANSWERS = 4096

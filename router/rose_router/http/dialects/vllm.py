@@ -10,7 +10,7 @@ import msgspec
 from rose_router.http.dialects import openai
 from rose_router.http.dialects.common import Count, Hints, Rank, Rid, Whole, read_as, token_ids
 from rose_router.http.dialects.terms import Answers, ParsedRequest, PromptTerms, streamed
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 
 _DEFAULT_TOKENS = 16
 """Where nobody has said how long an answer may become: ``SamplingParams``' own default in vLLM."""

@@ -14,7 +14,7 @@ from aiohttp import web
 from rose_core.unreadable import UNREADABLE
 from rose_core.wire.routing import EngineKind
 from rose_router.errors import BadRequest
-from rose_router.http.bearer import caller_of
+from rose_router.http.admission.bearer import caller_of
 from rose_router.turns.service import Service
 
 

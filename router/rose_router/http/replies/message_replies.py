@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rose_router.http.conversation import Message
-from rose_router.http.model_output import Beside, ModelOutput, OutputReader, Part
-from rose_router.http.replies import cut_short
+from rose_router.http.conversations.conversation import Message
+from rose_router.http.replies.model_output import Beside, ModelOutput, OutputReader, Part
+from rose_router.http.replies.parts import cut_short
 from rose_router.turns.turn import Turn
 
 ERRORS: Mapping[int, str] = {

@@ -14,10 +14,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from rose_router.errors import NotFound, Overloaded
-from rose_router.http.bearer import caller_of
+from rose_router.http.admission.bearer import caller_of
 
 TENANT = "X-Rose-Tenant"
-PREFIXES = ("/v1/files", "/v1/batches")
 _KEPT = frozenset({"content-type", "content-length", "content-disposition", "accept", "range"})
 _PIECE = 1 << 16
 _SILENT_SECONDS, _CONNECT_SECONDS = 60.0, 2.0

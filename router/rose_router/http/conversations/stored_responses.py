@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rose_router.errors import NotFound
-from rose_router.http.conversation import Message
+from rose_router.http.conversations.conversation import Message
 
 _PART = 8
 """One conversation may have an eighth of it."""

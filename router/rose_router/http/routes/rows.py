@@ -15,9 +15,9 @@ from aiohttp import web
 
 from rose_core.rollouts.conversations.message_tree import MessageTree, Routing, TrainingRow
 from rose_router.errors import NotFound
-from rose_router.http.bearer import caller_of
+from rose_router.http.admission.bearer import caller_of
 from rose_router.http.dialects.common import Hints
-from rose_router.http.replies import spans_json
+from rose_router.http.replies.parts import spans_json
 from rose_router.turns.service import Service
 
 

@@ -27,7 +27,7 @@ from rose_core.wire.tokenizer_files import MOST_BYTES, BadTokenizerFiles, digest
 from rose_router.engines.engine_client import Target
 from rose_router.engines.fleet import Engine, Fleet
 from rose_router.errors import BadRequest, Overloaded
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 
 LOG = logging.getLogger(__name__)
 

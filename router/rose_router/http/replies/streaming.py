@@ -5,7 +5,7 @@ from the engine: engines send the tokens of a whole batch at once, and an event 
 another task's turn would wait for all the others of its batch. Only what cannot go out at once (the
 head, the end, a caller that has not taken what was written before) is left to the caller's task.
 
-Next step: the events come from ``handlers`` and the modules named ``..._replies``.
+Next step: the events come from ``routes.turns`` and the modules named ``..._replies``.
 """
 
 from __future__ import annotations

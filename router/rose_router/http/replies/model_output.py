@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from rose_router.http import replies
-from rose_router.http.conversation import Message
+from rose_router.http.conversations.conversation import Message
 from rose_router.http.dialects import chat
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.replies import parts
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns.turn import Turn
 
 Beside = Callable[[], dict[str, Any]]
@@ -101,7 +101,7 @@ class OutputReader:
             return self._whole
         turn = self._turn
         over = turn.is_over
-        text = replies.text_of(turn, turn.shown(), self._tokenizer)
+        text = parts.text_of(turn, turn.shown(), self._tokenizer)
         thoughts, rest = split_thoughts(text, opened=self._opened, over=over)
         if not over:
             # A character that is not whole yet will look different in the next event.

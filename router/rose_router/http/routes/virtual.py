@@ -32,7 +32,7 @@ from aiohttp import web
 
 from rose_core.identity import WeightVersion
 from rose_router.errors import BadRequest, NotHere
-from rose_router.http.bodies import read_body
+from rose_router.http.admission.bodies import read_body
 from rose_router.http.dialects.common import Whole, read_as
 from rose_router.turns.barrier import Barrier
 from rose_router.turns.service import Service

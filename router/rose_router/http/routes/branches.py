@@ -30,8 +30,8 @@ from rose_core.rollouts.conversations import saved_turns
 from rose_core.rollouts.conversations.message_tree import MessageTree, TurnNode
 from rose_core.unreadable import UNREADABLE
 from rose_router.errors import BadRequest, NotHere
-from rose_router.http.bearer import caller_of
-from rose_router.http.bodies import read_body
+from rose_router.http.admission.bearer import caller_of
+from rose_router.http.admission.bodies import read_body
 from rose_router.http.dialects.common import Hints, Whole, read_as
 from rose_router.turns.request import named
 from rose_router.turns.service import Service

@@ -30,7 +30,7 @@ from aiohttp import hdrs, web
 from rose_core.rollouts.requests.fields import Bounds, check_context
 from rose_core.unreadable import UNREADABLE
 from rose_router.errors import BadRequest, SlowCaller, TooLarge
-from rose_router.http.loop_share import LoopShare
+from rose_router.http.admission.loop_share import LoopShare
 
 BODY_SECONDS = web.AppKey("body_seconds", float)
 

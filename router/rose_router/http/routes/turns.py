@@ -18,25 +18,25 @@ from rose_core.rollouts.conversations.message_tree import KnownDigests, Match, M
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router import metrics
 from rose_router.errors import BadRequest, Forbidden, TurnLost
-from rose_router.http import replies
-from rose_router.http.bearer import caller_of
-from rose_router.http.bodies import LARGE_BODIES, raw_body, read_body
-from rose_router.http.chat_replies import ChatReplies
-from rose_router.http.completion_replies import CompletionReplies
-from rose_router.http.conversation import Message, messages_of
+from rose_router.http.admission.bearer import caller_of
+from rose_router.http.admission.bodies import LARGE_BODIES, raw_body, read_body
+from rose_router.http.admission.memory import ROOM, held_by
+from rose_router.http.conversations.conversation import Message, messages_of
+from rose_router.http.conversations.history import Find, History
+from rose_router.http.conversations.stored_responses import StoredResponses
 from rose_router.http.dialects import chat, completions, messages, responses, sglang, vllm
 from rose_router.http.dialects.common import Hints, encoded, token_ids
 from rose_router.http.dialects.terms import ParsedRequest
-from rose_router.http.history import Find, History
-from rose_router.http.memory import ROOM, held_by
-from rose_router.http.message_replies import MessageReplies
-from rose_router.http.model_output import OutputReader
-from rose_router.http.model_tokenizer import ModelTokenizer
-from rose_router.http.replies import TokenNames
-from rose_router.http.response_replies import ResponseReplies
-from rose_router.http.stored_responses import StoredResponses
-from rose_router.http.streaming import NAMED, PLAIN, Events, Framing, MergedStream, Stream
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.replies import parts
+from rose_router.http.replies.chat_replies import ChatReplies
+from rose_router.http.replies.completion_replies import CompletionReplies
+from rose_router.http.replies.message_replies import MessageReplies
+from rose_router.http.replies.model_output import OutputReader
+from rose_router.http.replies.parts import TokenNames
+from rose_router.http.replies.response_replies import ResponseReplies
+from rose_router.http.replies.streaming import NAMED, PLAIN, Events, Framing, MergedStream, Stream
+from rose_router.http.tokenizer.model_tokenizer import ModelTokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns.request import TurnRequest
 from rose_router.turns.service import Service, random_rid
 from rose_router.turns.turn import Turn, TurnState, typed_abort
@@ -144,7 +144,7 @@ class TurnHandlers:
         ask = await self._read_chat(request, body)
         with self._turns(request, ask) as (turn,):
             reader = OutputReader(turn, tokenizer, body)
-            beside = partial(replies.conversation_json, turn, ask)
+            beside = partial(parts.conversation_json, turn, ask)
             answering = MessageReplies(self._service.settings.model, turn, reader, beside)
             return await self._agent(request, ask, turn, answering)
 
@@ -168,7 +168,7 @@ class TurnHandlers:
         ask = await self._read_chat(request, read.chat)
         with self._turns(request, ask) as (turn,):
             reader = OutputReader(turn, tokenizer, read.chat)
-            beside = partial(replies.conversation_json, turn, ask, read.not_shown)
+            beside = partial(parts.conversation_json, turn, ask, read.not_shown)
             identity = f"resp_{secrets.token_hex(16)}"  # nobody else's can be guessed
             model = self._service.settings.model
             answering = ResponseReplies(model, read, identity, turn, reader=reader, beside=beside)
@@ -343,7 +343,7 @@ class TurnHandlers:
         if ask.conversation is None or history is None:
             return
         owner = turn.request.job, ask.session or turn.request.rid
-        semantics = replies.rose_json(turn, turn.shown().spans)["logprob_semantics"]
+        semantics = parts.rose_json(turn, turn.shown().spans)["logprob_semantics"]
         history.note(ask.conversation, owner, turn, answer, semantics)
         metrics.HISTORY_TURNS.set(len(self._tree))
         metrics.HISTORY_FORGOTTEN.set(self._tree.forgotten)
@@ -404,12 +404,12 @@ class TurnHandlers:
 
     def _sglang_events(self, turn: Turn) -> Events:
         while not turn.is_over:
-            yield replies.sglang(turn, self._tokenizer)
+            yield parts.sglang(turn, self._tokenizer)
         yield self._sglang_answer(turn)
 
     def _sglang_answer(self, turn: Turn) -> dict[str, Any]:
         typed_abort(turn)
-        return replies.sglang(turn, self._tokenizer)
+        return parts.sglang(turn, self._tokenizer)
 
 
 def _says_words(body: Mapping[str, Any]) -> bool:
@@ -442,7 +442,7 @@ def _vllm_events(turn: Turn) -> Events:
     while not over:
         over = turn.is_over
         typed_abort(turn)
-        choice = replies.vllm_choice(turn, 0, tokens)
+        choice = parts.vllm_choice(turn, 0, tokens)
         tokens += len(choice["token_ids"])
         yield {"request_id": turn.request.rid, "choices": [choice]}
 
@@ -450,7 +450,7 @@ def _vllm_events(turn: Turn) -> Events:
 def _vllm_answer(turns: list[Turn]) -> dict[str, Any]:
     for turn in turns:
         typed_abort(turn)
-    choices = [replies.vllm_choice(turn, index) for index, turn in enumerate(turns)]
+    choices = [parts.vllm_choice(turn, index) for index, turn in enumerate(turns)]
     return {"request_id": turns[0].request.rid, "choices": choices, "prompt_logprobs": None}
 
 

@@ -10,7 +10,7 @@ there:
 | ``tool_calls[].function.arguments`` as JSON in a text | the object; what is no object stays |
 | parts that are no text | a refusal: a turn is continued from its token ids |
 
-Next step: ``text.Tokenizer.chat``.
+Next step: ``tokenization.Tokenizer.chat``.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from rose_router.errors import BadRequest
-from rose_router.http.locality import is_local
+from rose_router.http.tokenizer.locality import is_local
 
 _SECONDS = 5.0
 """Of the thread's processor time; 1,000 messages take 0.05."""

@@ -13,7 +13,7 @@ those stands the second limit, on what the process really holds.
 | is large, while large ones hold ``LARGE_PART`` | the same: a last part is for small ones |
 | comes while the process holds more than ``_FULL`` of its memory | the same |
 
-Next step: ``app`` puts ``middleware`` before every route; ``handlers`` say what turns hold.
+Next step: ``app`` puts ``middleware`` before every route; ``routes.turns`` says what turns hold.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from rose_core.rollouts.capacity.router_size import (
 )
 from rose_router import metrics
 from rose_router.errors import Overloaded, TooLarge
-from rose_router.http import batches
-from rose_router.http.bodies import MOST_HISTORY, known_length, too_long
+from rose_router.http.admission.bodies import MOST_HISTORY, known_length, too_long
 from rose_router.turns.request import TurnRequest
 
+BATCH_PATHS = ("/v1/files", "/v1/batches")
+"""What is passed on as it comes, and so takes none of this memory."""
 _SMALL_PART = 1 / 32
 """Of what requests may take: one that takes less is small. Of 1 GiB that is 1.4 MB of JSON."""
 _FULL = 0.85
@@ -189,7 +190,7 @@ def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
     async def check(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if not request.body_exists or request.path.startswith(batches.PREFIXES):
+        if not request.body_exists or request.path.startswith(BATCH_PATHS):
             return await handler(request)  # what is passed on in pieces is never held
         length, most = known_length(request), most_body
         if request.path in CONVERSATIONS:

@@ -29,8 +29,8 @@ from rose_core.rollouts.trajectories.inclusion import Inclusion, InclusionCell, 
 from rose_core.rollouts.trajectories.prospects import Prospects
 from rose_core.stats import Share
 from rose_router import metrics
-from rose_router.http.bearer import caller_of
-from rose_router.http.bodies import read_body
+from rose_router.http.admission.bearer import caller_of
+from rose_router.http.admission.bodies import read_body
 from rose_router.http.dialects.common import Hints
 from rose_router.turns.request import named
 from rose_router.turns.service import Service

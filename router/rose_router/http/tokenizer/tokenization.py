@@ -19,7 +19,7 @@ from rose_core.wire.tokenizer_files import MOST_OF, TOKENIZER
 from rose_router.errors import BadRequest
 
 if TYPE_CHECKING:
-    from rose_router.http.templates import Template
+    from rose_router.http.tokenizer.templates import Template
 
 # Tokens whose text is remembered: log-probs name the same ones again and again.
 _MOST_WORDS = 1 << 16
@@ -290,7 +290,7 @@ class Tokenizer:
             text = next((one.get("template") for one in text if _is_default(one)), None)
         if not isinstance(text, str):
             return None
-        from rose_router.http.templates import Template  # noqa: PLC0415  # jinja, where asked for
+        from rose_router.http.tokenizer.templates import Template  # noqa: PLC0415  # jinja, where asked for
 
         return Template(text)
 

@@ -17,9 +17,9 @@ from rose_core.rollouts.transcripts.detokenize import IncrementalDetokenizer
 from rose_core.rollouts.transcripts.spans import Kv, Span
 from rose_core.rollouts.transcripts.transcript import PER_TOKEN
 from rose_router.errors import TurnLost
+from rose_router.http.conversations.history import EXPERTS, routing_of
 from rose_router.http.dialects.terms import ParsedRequest
-from rose_router.http.history import EXPERTS, routing_of
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns.turn import Turn, TurnMove, VisibleOutput, typed_abort
 
 # Facts about one leg that would be wrong for a turn of several, or that the router answers itself.

@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rose_router.http import replies
 from rose_router.http.dialects import chat
 from rose_router.http.dialects.terms import ParsedRequest
-from rose_router.http.replies import TokenNames
-from rose_router.http.streaming import Events
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.replies import parts
+from rose_router.http.replies.parts import TokenNames
+from rose_router.http.replies.streaming import Events
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns.turn import Turn, VisibleOutput, typed_abort
 
 
@@ -44,7 +44,7 @@ class ChatReplies:
         """The whole answer."""
         choices = [self._choice(turn, index) for index, turn in enumerate(turns)]
         body = self._frame(turns[0], "chat.completion", choices)
-        body["usage"] = replies.usage(turns)
+        body["usage"] = parts.usage(turns)
         return body
 
     def events(self, turn: Turn, index: int = 0) -> Events:
@@ -69,12 +69,12 @@ class ChatReplies:
             tokens, words = len(shown.tokens), max(words, len(text))
             piece = self._frame(turn, "chat.completion.chunk", [choice])
             alone = over and len(self._ask.turns) == 1  # several are counted together
-            yield piece | ({"usage": replies.usage([turn])} if alone else {})
+            yield piece | ({"usage": parts.usage([turn])} if alone else {})
 
     def counted(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """The last event of a stream of several answers."""
         whole = self._frame(turns[0], "chat.completion.chunk", [])
-        return whole | {"usage": replies.usage(turns)}
+        return whole | {"usage": parts.usage(turns)}
 
     def message(self, turn: Turn) -> dict[str, Any]:
         """The answer of a turn that is over, as a message of the conversation."""
@@ -89,30 +89,30 @@ class ChatReplies:
         return choice | {"index": index, "message": message, "finish_reason": finish}
 
     def _message(self, turn: Turn, shown: VisibleOutput) -> dict[str, Any]:
-        text = replies.text_of(turn, shown, self._tokenizer)
+        text = parts.text_of(turn, shown, self._tokenizer)
         return chat.message_of(text, self._body, turn.request.rid)
 
     def _words(self, turn: Turn, shown: VisibleOutput, message: Mapping[str, Any]) -> str:
         if message:
             return str(message["content"] or "")
-        text = replies.text_of(turn, shown, self._tokenizer)
+        text = parts.text_of(turn, shown, self._tokenizer)
         # A character that is not whole yet will look different in the next event.
         return chat.shown_words(text, self._body).rstrip("\ufffd")
 
     @staticmethod
     def _finish(turn: Turn, message: Mapping[str, Any]) -> str | None:
-        word = replies.finish_word(turn.finish)
+        word = parts.finish_word(turn.finish)
         return "tool_calls" if word == "stop" and message.get("tool_calls") else word
 
     def _beside(self, turn: Turn, shown: VisibleOutput, since: int) -> dict[str, Any]:
         ids = shown.tokens[since:]
         asked = bool(self._body.get("logprobs"))  # a training row has them in any case
         return {
-            "logprobs": replies.token_logprobs(shown, since, self._names) if asked else None,
+            "logprobs": parts.token_logprobs(shown, since, self._names) if asked else None,
             "token_ids": ids,
             "response_token_ids": ids,
-            **replies.stop_reasons(turn.finish),
-            **replies.conversation_json(turn, self._ask, shown=shown),
+            **parts.stop_reasons(turn.finish),
+            **parts.conversation_json(turn, self._ask, shown=shown),
         }
 
     def _frame(self, turn: Turn, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

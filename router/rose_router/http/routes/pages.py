@@ -10,7 +10,7 @@ from aiohttp import web
 
 from rose_core.rollouts import versions
 from rose_router.engines.fleet import Engine
-from rose_router.http.bearer import caller_of
+from rose_router.http.admission.bearer import caller_of
 from rose_router.http.dialects.common import Hints
 from rose_router.turns.ledger import summary
 from rose_router.turns.request import named

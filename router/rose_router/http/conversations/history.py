@@ -24,8 +24,8 @@ from rose_core.rollouts.conversations.message_tree import (
     root_of,
 )
 from rose_core.rollouts.errors import InvalidTurn
-from rose_router.http.conversation import Message
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.conversations.conversation import Message
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns.turn import Turn
 
 _NOT_TOLD = frozenset({"", "abort"})

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from rose_router.http.conversation import Message
+from rose_router.http.conversations.conversation import Message
 from rose_router.http.dialects.responses import CUSTOM_INPUT, ReadResponses
-from rose_router.http.model_output import Beside, ModelOutput, OutputReader, Part, Piece
-from rose_router.http.replies import cut_short
+from rose_router.http.replies.model_output import Beside, ModelOutput, OutputReader, Part, Piece
+from rose_router.http.replies.parts import cut_short
 from rose_router.turns.turn import Turn
 
 Event = dict[str, Any]

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rose_router.http import replies
-from rose_router.http.replies import TokenNames
-from rose_router.http.streaming import Events
-from rose_router.http.tokenization import Tokenizer
+from rose_router.http.replies import parts
+from rose_router.http.replies.parts import TokenNames
+from rose_router.http.replies.streaming import Events
+from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns.turn import Turn, typed_abort
 
 
@@ -32,8 +32,8 @@ class CompletionReplies:
         choices = []
         for index, turn in enumerate(turns):
             typed_abort(turn)
-            choices.append(replies.openai_choice(turn, index, self._tokenizer, names=self._names))
-        return self._frame(turns[0], choices) | {"usage": replies.usage(turns)}
+            choices.append(parts.openai_choice(turn, index, self._tokenizer, names=self._names))
+        return self._frame(turns[0], choices) | {"usage": parts.usage(turns)}
 
     def events(self, turn: Turn, index: int = 0) -> Events:
         """Pieces as they come; they add up to the answer."""
@@ -42,7 +42,7 @@ class CompletionReplies:
         while not over:
             over = turn.is_over
             typed_abort(turn)
-            choice = replies.openai_choice(
+            choice = parts.openai_choice(
                 turn,
                 index,
                 self._tokenizer,
@@ -56,7 +56,7 @@ class CompletionReplies:
 
     def counted(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """The last event of a stream whose caller asks for it (``stream_options``)."""
-        return self._frame(turns[0], []) | {"usage": replies.usage(turns)}
+        return self._frame(turns[0], []) | {"usage": parts.usage(turns)}
 
     def _frame(self, turn: Turn, choices: list[dict[str, Any]]) -> dict[str, Any]:
         spans = choices[0]["weight_versions"] if choices else []

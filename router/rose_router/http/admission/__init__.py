@@ -1,0 +1,1 @@
+"""What stands before every route: who calls, how long bodies are, how much memory they take."""

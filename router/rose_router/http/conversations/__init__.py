@@ -1,0 +1,1 @@
+"""What stands behind a request's messages: conversations, and the tokens sampled under them."""

@@ -1,0 +1,1 @@
+"""Answers of turns, plain and streamed, in each dialect."""

@@ -1,0 +1,1 @@
+"""The model's tokenizer and chat template, where requests and answers need text."""
