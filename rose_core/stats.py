@@ -190,17 +190,29 @@ class Clustered:
         self._open: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._hits2 = self._both = self._counts2 = 0
 
+    def __copy__(self) -> Clustered:
+        """Another with the same members."""
+        made = Clustered(self._most)
+        vars(made).update(vars(self), _open=self._open.copy())
+        return made
+
     def add(self, group: str, *, hit: bool) -> None:
         """One member."""
         hits, count = self._open.pop(group, (0, 0))
-        self.groups += not count
-        self._hits2 += (2 * hits + 1) * hit
-        self._both += (hits + hit) * (count + 1) - hits * count
+        self.count += 1
         self._counts2 += 2 * count + 1
-        self.hits, self.count = self.hits + hit, self.count + 1
-        self._open[group] = (hits + hit, count + 1)
-        if len(self._open) > self._most:
-            self._open.popitem(last=False)
+        if hit:
+            self.hits += 1
+            self._hits2 += 2 * hits + 1
+            self._both += hits + count + 1
+            hits += 1
+        else:
+            self._both += hits
+        self._open[group] = hits, count + 1
+        if not count:
+            self.groups += 1
+            if len(self._open) > self._most:
+                self._open.popitem(last=False)
 
     def share(self) -> Share:
         """With its 95 % interval; one group alone says nothing of others."""

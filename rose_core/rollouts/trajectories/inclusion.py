@@ -28,6 +28,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -90,6 +91,17 @@ class TrajectoryOutcome:
     stale: int | None = None
     moves: int = 0
 
+    def kind(self) -> tuple[object, ...]:
+        """What its strata and arm follow from: there are a few hundred kinds at most."""
+        reward, stale, moves = self.reward, self.stale, self.moves
+        return (
+            self.arm,
+            length_bucket(self.tokens),
+            reward if reward is None else reward > 0,
+            stale if stale is None or stale < 3 else 3,
+            min(3, moves),
+        )
+
     def strata(self) -> Iterator[tuple[str, str]]:
         """(dimension, stratum) pairs it belongs to."""
         yield "all", "all"
@@ -102,17 +114,37 @@ class TrajectoryOutcome:
 
 
 class InclusionCell:
-    """The trajectories of one stratum and arm."""
+    """The trajectories of one stratum and arm.
+
+    Attributes:
+        borrowed: how many of them met a borrowed engine.
+    """
 
     def __init__(self) -> None:
-        self._known, self._least, self._most = Clustered(), Clustered(), Clustered()
+        # What is known, and the same with what is lost counted as dropped, and as trained: one
+        # until something is lost, for each turn may end a trajectory.
+        self._known = self._least = self._most = Clustered()
+        self.borrowed = 0
 
-    def add(self, group: str, fate: Fate) -> None:
+    def add(self, group: str, fate: Fate, *, borrowed: bool = False) -> None:
         """One trajectory's end."""
-        if fate is not Fate.LOST:
-            self._known.add(group, hit=fate is Fate.TRAINED)
-        self._least.add(group, hit=fate is Fate.TRAINED)
-        self._most.add(group, hit=fate is not Fate.DROPPED)
+        self.borrowed += borrowed
+        if fate is Fate.LOST:
+            if self._least is self._known:
+                self._least, self._most = copy(self._known), copy(self._known)
+            self._least.add(group, hit=False)
+            self._most.add(group, hit=True)
+            return
+        hit = fate is Fate.TRAINED
+        self._known.add(group, hit=hit)
+        if self._least is not self._known:
+            self._least.add(group, hit=hit)
+            self._most.add(group, hit=hit)
+
+    @property
+    def count(self) -> int:
+        """How many trajectories there are."""
+        return self._least.count
 
     @property
     def trained(self) -> int:
@@ -173,17 +205,24 @@ class Inclusion:
     """Counts outcomes."""
 
     _cells: dict[tuple[str, str, Arm], InclusionCell] = field(default_factory=dict)
-    _met: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    _alike: dict[tuple[object, ...], list[InclusionCell]] = field(default_factory=dict)
 
     def add(self, outcome: TrajectoryOutcome) -> None:
         """One trajectory's end."""
-        for key in outcome.strata():
-            place = (*key, outcome.arm)
-            cell = self._cells.get(place)
-            if cell is None:  # no ``setdefault``: it would make one for every outcome
-                cell = self._cells[place] = InclusionCell()
-            cell.add(outcome.group, outcome.fate)
-            self._met.setdefault(key, [0, 0])[not outcome.borrowed] += 1
+        kind = outcome.kind()
+        cells = self._alike.get(kind)
+        if cells is None:
+            cells = self._alike[kind] = [self._cell(key, outcome.arm) for key in outcome.strata()]
+        group, fate, borrowed = outcome.group, outcome.fate, outcome.borrowed
+        for cell in cells:
+            cell.add(group, fate, borrowed=borrowed)
+
+    def _cell(self, key: tuple[str, str], arm: Arm) -> InclusionCell:
+        place = (*key, arm)
+        cell = self._cells.get(place)
+        if cell is None:  # no ``setdefault``: it would make one for every outcome
+            cell = self._cells[place] = InclusionCell()
+        return cell
 
     def rows(self) -> list[InclusionRow]:
         """Every stratum seen, in order."""
@@ -202,8 +241,10 @@ class Inclusion:
 
     def _contacts(self, dimension: str, stratum: str) -> tuple[int, int]:
         """How many of the stratum met a borrowed engine, and how many did not."""
-        met, alone = self._met.get((dimension, stratum), (0, 0))
-        return met, alone
+        found = [self._cells.get((dimension, stratum, arm)) for arm in Arm]
+        cells = [cell for cell in found if cell is not None]
+        met = sum(cell.borrowed for cell in cells)
+        return met, sum(cell.count for cell in cells) - met
 
     def _row(self, dimension: str, stratum: str) -> InclusionRow:
         some = self._cells.get((dimension, stratum, Arm.ANY), InclusionCell())

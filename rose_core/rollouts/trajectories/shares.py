@@ -6,10 +6,13 @@ fade with every turn, so the shares follow the last few hundred. Next: ``guards`
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from rose_core.wire.routing import EngineKind
 
 _LEAST = 8.0  # a share of fewer turns says nothing
 _LENGTHS = (1_000, 4_000, 16_000)
+_BUCKETS = ("<1k", "<4k", "<16k", "16k+")
 
 
 def stratum(total_tokens: float, publishes_left: float) -> str:
@@ -26,12 +29,12 @@ def stratum(total_tokens: float, publishes_left: float) -> str:
 
 def length_buckets() -> tuple[str, ...]:
     """All of them, from short to long."""
-    return tuple(length_bucket(limit - 1) for limit in (*_LENGTHS, _LENGTHS[-1] + 2))
+    return _BUCKETS
 
 
 def length_bucket(tokens: float) -> str:
     """``<1k``, ``<4k``, ``<16k`` or ``16k+``."""
-    return next((f"<{limit // 1000}k" for limit in _LENGTHS if tokens < limit), "16k+")
+    return _BUCKETS[bisect_right(_LENGTHS, tokens)]
 
 
 class ContactShares:
