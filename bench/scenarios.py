@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rose_simulate.model.scenario import Scenario
+from rose_simulate.files.reading import read_material, read_scenario
+from rose_simulate.model.scenarios.scenario import Scenario
 from rose_simulate.model.simulation import SimulationInputs
-from rose_simulate.reading import read_material, read_scenario
-from rose_simulate.studies import SCENARIOS
+from rose_simulate.verbs.studies import SCENARIOS
 
 
 def scenario(name: str, folder: Path = SCENARIOS) -> tuple[Scenario, SimulationInputs]:

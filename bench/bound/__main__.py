@@ -20,11 +20,11 @@ from bench.record import Figure, figure, record
 from bench.scenarios import scenario
 from rose_core.guard.certificate import CertificateCount
 from rose_core.stats import mixture_sequence, quantile
-from rose_simulate.model.curves import Lender, ReplicaBench, ReplicaYield, poisson
-from rose_simulate.model.scenario import Regime, RolloutJob, Scenario, Service
+from rose_simulate.files.reading import read_arrivals
+from rose_simulate.model.fleets.curves import Lender, ReplicaBench, ReplicaYield, poisson
+from rose_simulate.model.scenarios.scenario import Regime, RolloutJob, Scenario, Service
 from rose_simulate.model.simulation import SimulationInputs
-from rose_simulate.reading import read_arrivals
-from rose_simulate.studies import SCENARIOS
+from rose_simulate.verbs.studies import SCENARIOS
 
 TRACES = ("conv", "code")
 LOADS = {"conv": (0.25, 0.5, 1.0, 2.0), "code": (1.0, 2.0, 4.0)}

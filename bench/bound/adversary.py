@@ -18,9 +18,7 @@ from functools import cached_property
 
 from rose_core.guard.certificate import LendingCost
 from rose_core.guard.chunk import prefill_chunk
-from rose_simulate.model.batch import PREFILL_CHUNK
-from rose_simulate.model.costs import costs, kv_tokens, pairs
-from rose_simulate.model.curves import (
+from rose_simulate.model.fleets.curves import (
     USUAL_CONTEXT,
     WARM_S,
     Lender,
@@ -28,7 +26,10 @@ from rose_simulate.model.curves import (
     ReplicaYield,
     Row,
 )
-from rose_simulate.model.scenario import (
+from rose_simulate.model.gpus.batch import PREFILL_CHUNK
+from rose_simulate.model.jobs.workload import Episode
+from rose_simulate.model.scenarios.costs import costs, kv_tokens, pairs
+from rose_simulate.model.scenarios.scenario import (
     Contexts,
     Delays,
     Interference,
@@ -36,7 +37,6 @@ from rose_simulate.model.scenario import (
     RolloutJob,
     Service,
 )
-from rose_simulate.model.workload import Episode
 
 PROMPTS = (16, 200, 1500, 4000, 8191)
 """Tokens: from nothing to the longest that alone does not exceed a batch."""

@@ -30,7 +30,7 @@ from rose_engines.node.permit import Permit
 _TICK_SECONDS = 0.004
 _PERMIT_NS = 30_000_000
 PERIOD_NS = 100_000_000
-# rose_simulate.model.paper has the sections of the paper these come from.
+# rose_simulate.model.gpus.paper has the sections of the paper these come from.
 _WATERMARK = 0.8
 
 Rule = Callable[[int], int]

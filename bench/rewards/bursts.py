@@ -31,7 +31,7 @@ from rose_engines.fake.server import FakeServer
 from rose_engines.weights.session import WeightSession
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.scenario import Regime
+from rose_simulate.model.scenarios.scenario import Regime
 from rose_simulate.model.simulation import Simulation
 from tests.batches.helpers import Caller
 from tests.batches.processes import COMPLETIONS, ask, check_answers, pair, token_file

@@ -2,8 +2,8 @@
 
 The simulator plays the same job with rewards that take no time and with rewards that take
 ``REWARD_S``, paired by seed; long and short rounds count by their shares in the long run. A step of
-a job is the sum of its parts (``rose_simulate.model.job.StepParts``), so what is added is told by
-part, and not guessed.
+a job is the sum of its parts (``rose_simulate.model.jobs.job.StepParts``), so what is added is
+measured part by part, and not guessed.
 
 | a trainer | begins with a group | begins the next step's rollouts |
 |---|---|---|
@@ -31,9 +31,9 @@ from bench.record import Figure, figure
 from bench.scenarios import scenario
 from rose_core.stats import mean_of
 from rose_simulate.model.clock import SECOND
-from rose_simulate.model.job import JobCounts, StepParts
+from rose_simulate.model.jobs.job import JobCounts, StepParts
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.scenario import Regime
+from rose_simulate.model.scenarios.scenario import Regime
 from rose_simulate.model.simulation import Simulation
 
 REWARD_S: Final = 10.0

@@ -21,7 +21,7 @@ from bench.rollouts.steps import (
 )
 from bench.scenarios import scenario
 from rose_simulate.model.outcome import paired_ratio
-from rose_simulate.model.scenario import Scenario
+from rose_simulate.model.scenarios.scenario import Scenario
 from rose_simulate.model.simulation import SimulationInputs
 
 FOLDER = Path(__file__).parent
@@ -32,7 +32,7 @@ NOTES = (
     "virtual time, measured cost model, modelled interference; "
     "requests, episodes and gates are the same for every policy",
     "rose-paper, rose-paper-dedicated: two readings of the paper's order, cut turns begun anew "
-    "after 2 s; where each parameter is from: simulate/rose_simulate/model/paper.py",
+    "after 2 s; where each parameter is from: simulate/rose_simulate/model/gpus/paper.py",
     "bound: the longest trajectory of each step, were it alone on an engine that is never shut; "
     "the parts of a step are of the trajectory that ends it",
     "reward (drawn): right or wrong by a draw with a chance of 0.8 less a twentieth per thousand "

@@ -25,9 +25,9 @@ from itertools import accumulate
 
 from rose_core.rollouts.terms import Policies
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import Costs, pairs, time_of
-from rose_simulate.model.router import Router, RouterOptions
-from rose_simulate.model.turns import Engine, Leg, Turn
+from rose_simulate.model.routing.router import Router, RouterOptions
+from rose_simulate.model.routing.turns import Engine, Leg, Turn
+from rose_simulate.model.scenarios.costs import Costs, pairs, time_of
 
 
 @dataclass(slots=True)

@@ -19,12 +19,12 @@ from rose_core.rollouts.placement.selection import PolicyName
 from rose_core.rollouts.trajectories.shares import length_bucket
 from rose_core.stats import Clustered, Share, newcombe
 from rose_simulate.model.clock import SECOND
-from rose_simulate.model.costs import costs
-from rose_simulate.model.job import Fate
-from rose_simulate.model.paper import STALL_S
+from rose_simulate.model.gpus.paper import STALL_S
+from rose_simulate.model.jobs.job import Fate
 from rose_simulate.model.regimes import RULES, RegimeRules
-from rose_simulate.model.router import Ends
-from rose_simulate.model.scenario import Failure, Regime, Scenario
+from rose_simulate.model.routing.router import Ends
+from rose_simulate.model.scenarios.costs import costs
+from rose_simulate.model.scenarios.scenario import Failure, Regime, Scenario
 from rose_simulate.model.simulation import Simulation, SimulationInputs
 
 _LOOK_S = 10.0

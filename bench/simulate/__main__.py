@@ -14,15 +14,15 @@ import msgspec
 from bench.record import Figure, figure, record
 from bench.scenarios import scenario
 from bench.simulate.growth import growth
-from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import costs, kv_tokens
+from rose_simulate.model.gpus.batch import BatchEngine, Sequence
 from rose_simulate.model.outcome import Interval
 from rose_simulate.model.run import run
-from rose_simulate.model.scenario import Regime, Scenario
+from rose_simulate.model.scenarios.costs import costs, kv_tokens
+from rose_simulate.model.scenarios.scenario import Regime, Scenario
 from rose_simulate.model.simulation import SimulationInputs
-from rose_simulate.studies import SCENARIOS
-from rose_simulate.study import Row, study
+from rose_simulate.runs.study import Row, study
+from rose_simulate.verbs.studies import SCENARIOS
 
 DERATES = (0.4, 0.5, 0.7)
 MODEL = "Qwen3-14B"

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from bench.record import Figure, figure
-from rose_simulate.fleets import alone_of, curves_of, run_bins
-from rose_simulate.model.curves import Curve
-from rose_simulate.model.fleet_scenario import FleetScenario
-from rose_simulate.model.scenario import Regime
+from rose_simulate.files.reading import read_material, read_scenario
+from rose_simulate.model.fleets.curves import Curve
+from rose_simulate.model.scenarios.fleet_scenario import FleetScenario
+from rose_simulate.model.scenarios.scenario import Regime
 from rose_simulate.model.simulation import SimulationInputs
-from rose_simulate.reading import read_material, read_scenario
+from rose_simulate.runs.fleets import alone_of, curves_of, run_bins
 
 LIMIT_S: Final = 120.0
 LIMIT_MIB: Final = 2048.0

@@ -16,7 +16,7 @@ from rose_core.accounting.cost import MICRO, Prices
 from rose_core.accounting.ledger import GpuTime, Ledger, ServingImpact, Tier, Trajectories
 from rose_demo.records import Recording
 from rose_demo.statistics import LENT_WINDOWS, WITHHELD_WINDOWS, Attainment, growth
-from rose_simulate.statement_page import table
+from rose_simulate.pages.statement_page import table
 
 # The demo's parts: two serving replicas, of which one lends, a dedicated engine and the trainer.
 REPLICAS: Final = 2

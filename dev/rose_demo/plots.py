@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from rose_simulate.charts import ticks
+from rose_simulate.pages.charts import ticks
 
 Point = tuple[float, float]
 

@@ -11,7 +11,7 @@ from html import escape
 
 from rose_demo.plots import Point, label
 from rose_demo.spans import MOVE, REWARD, SYNC, TRAJECTORY, SpanEvent, SpanRecord
-from rose_simulate.charts import ticks
+from rose_simulate.pages.charts import ticks
 
 CAPTION = (
     "One trajectory, drawn from the spans that the lease's router exported. Pale: a turn waits in "

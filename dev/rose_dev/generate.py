@@ -29,7 +29,7 @@ from rose_core.api.crd import KINDS, Kind, definition
 from rose_core.api.reasons import MEANING
 from rose_core.api.schema import structural
 from rose_dev import chart_readme, dashboards
-from rose_simulate import fields
+from rose_simulate.files import fields
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = Path("helm/rose")

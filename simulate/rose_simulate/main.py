@@ -16,18 +16,18 @@ from pathlib import Path
 
 import msgspec
 
-from rose_simulate import calibrate, reserve, studies, sweeps
-from rose_simulate.fleets import FleetResult, fleet_table, run_fleet
+from rose_simulate.files.overrides import changed
+from rose_simulate.files.reading import read_material, read_scenario
+from rose_simulate.files.timings import measured
 from rose_simulate.model.errors import SimulationError
-from rose_simulate.model.fleet import FleetOutcome
-from rose_simulate.model.fleet_scenario import FleetScenario
+from rose_simulate.model.fleets.fleet import FleetOutcome
 from rose_simulate.model.outcome import RunOutcome
-from rose_simulate.model.scenario import Regime, Scenario
+from rose_simulate.model.scenarios.fleet_scenario import FleetScenario
+from rose_simulate.model.scenarios.scenario import Regime, Scenario
 from rose_simulate.model.simulation import SimulationInputs
-from rose_simulate.overrides import changed
-from rose_simulate.reading import read_material, read_scenario
-from rose_simulate.study import Result, study, table
-from rose_simulate.timings import measured
+from rose_simulate.runs.fleets import FleetResult, fleet_table, run_fleet
+from rose_simulate.runs.study import Result, study, table
+from rose_simulate.verbs import calibrate, reserve, studies, sweeps
 
 OTHERS: Mapping[str, Callable[[list[str]], int]] = {
     "study": studies.main,

@@ -14,7 +14,7 @@ from rose_simulate.advice.errors import TelemetryError, TooLittle
 from rose_simulate.advice.estimate import Assumed, estimate
 from rose_simulate.advice.recommend import Goal, recommend
 from rose_simulate.advice.telemetry import Telemetry
-from rose_simulate.advise import PERCENTS, main, read
+from rose_simulate.verbs.advise import PERCENTS, main, read
 
 HOUR = 3600.0
 GOAL = Goal("prod", "chat", {"app": "chat"}, ttft_ms=500, tpot_ms=150)

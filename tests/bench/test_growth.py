@@ -6,8 +6,8 @@ import pytest
 
 from bench.simulate import growth
 from bench.simulate.growth import SIZES, Size, sized
-from rose_simulate.model.fleet_scenario import FleetScenario
-from rose_simulate.reading import read_scenario
+from rose_simulate.files.reading import read_scenario
+from rose_simulate.model.scenarios.fleet_scenario import FleetScenario
 
 FLEET = Path(__file__).parents[2] / "simulate" / "scenarios" / "fleet.yaml"
 

@@ -4,8 +4,8 @@ import pytest
 
 from bench.simulate.__main__ import AIM, headline
 from rose_simulate.model.outcome import Interval
-from rose_simulate.model.scenario import Regime
-from rose_simulate.study import Row
+from rose_simulate.model.scenarios.scenario import Regime
+from rose_simulate.runs.study import Row
 
 BELOW, ABOVE = 0.9 * AIM, 1.1 * AIM
 

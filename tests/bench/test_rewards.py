@@ -5,7 +5,7 @@ import pytest
 from bench.rewards import steps
 from bench.rewards.scaling import fixed, followed, lengths, smallest
 from bench.rewards.steps import compared, usual
-from rose_simulate.model.job import JobCounts, StepParts
+from rose_simulate.model.jobs.job import JobCounts, StepParts
 
 BURST = [0.0] * 40 + [600.0] * 40
 TAKES = [10.0] * 80

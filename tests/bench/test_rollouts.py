@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench.rollouts import __main__ as rollouts
-from rose_simulate.model.scenario import Scenario
+from rose_simulate.model.scenarios.scenario import Scenario
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rose_cli.ops.usage import idle_reserves, statements, summed, usage_rows, us
 from rose_core.accounting.cost import Prices
 from rose_core.accounting.leases import OutsideLeases, ledger_of
 from rose_core.api import RolloutLease, ServingPool
-from rose_simulate.statement_page import html
+from rose_simulate.pages.statement_page import html
 from tests.api.objects import POOL, changed
 from tests.cli.test_views import lease, pool
 

@@ -9,17 +9,17 @@ from bench.simulate.__main__ import STUDIES as JUDGED
 from rose_core.rollouts.placement.selection import PolicyName
 from rose_core.rollouts.terms import LeaseTerms, policies_of
 from rose_core.wire.routing import EngineKind
-from rose_simulate.model.batch import BatchEngine
+from rose_simulate.files.reading import read_scenario
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import costs
-from rose_simulate.model.possible import impossible
+from rose_simulate.model.gpus.batch import BatchEngine
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.router import Ends, Router, RouterOptions
-from rose_simulate.model.scenario import Link, Regime, RolloutJob, Scenario
+from rose_simulate.model.routing.router import Ends, Router, RouterOptions
+from rose_simulate.model.routing.turns import Engine, Turn
+from rose_simulate.model.scenarios.costs import costs
+from rose_simulate.model.scenarios.possible import impossible
+from rose_simulate.model.scenarios.scenario import Link, Regime, RolloutJob, Scenario
 from rose_simulate.model.simulation import Simulation
-from rose_simulate.model.turns import Engine, Turn
-from rose_simulate.reading import read_scenario
-from rose_simulate.studies import SCENARIOS, STUDIES
+from rose_simulate.verbs.studies import SCENARIOS, STUDIES
 from tests.simulate.worlds import MATERIAL, scenario
 
 END_S = 90

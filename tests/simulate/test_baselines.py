@@ -7,11 +7,11 @@ import pytest
 import rose_core.rollouts.placement.dispatch
 import rose_core.rollouts.placement.residency
 import rose_core.rollouts.terms
-from rose_simulate.model import router
-from rose_simulate.model.possible import impossible
 from rose_simulate.model.regimes import RULES
+from rose_simulate.model.routing import router
 from rose_simulate.model.run import run
-from rose_simulate.model.scenario import Failure, Load, Regime, Scenario
+from rose_simulate.model.scenarios.possible import impossible
+from rose_simulate.model.scenarios.scenario import Failure, Load, Regime, Scenario
 from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import MATERIAL, scenario
 

@@ -1,8 +1,8 @@
 import pytest
 
-from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import Costs, costs, kv_tokens, pairs, steps_in, time_of
+from rose_simulate.model.gpus.batch import BatchEngine, Sequence
+from rose_simulate.model.scenarios.costs import Costs, costs, kv_tokens, pairs, steps_in, time_of
 
 COSTS = costs("H100", "Qwen3-8B", 0.5)
 

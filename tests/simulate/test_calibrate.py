@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from rose_simulate.calibrate import calibrate
-from rose_simulate.levels import chosen, levels
+from rose_simulate.files.levels import chosen, levels
+from rose_simulate.files.timings import MEDIANS, QUIET
 from rose_simulate.main import main
 from rose_simulate.model.errors import ScenarioError
-from rose_simulate.studies import SCENARIOS
-from rose_simulate.timings import MEDIANS, QUIET
+from rose_simulate.verbs.calibrate import calibrate
+from rose_simulate.verbs.studies import SCENARIOS
 
 # Medians (permit closed, every thread stopped, first token), milliseconds, and their samples.
 CONV = (0.93, 4.8, 13.9)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rose_simulate.cost import main
 from rose_simulate.main import write
-from rose_simulate.model.scenario import Regime
-from rose_simulate.study import study
+from rose_simulate.model.scenarios.scenario import Regime
+from rose_simulate.runs.study import study
+from rose_simulate.verbs.cost import main
 from tests.simulate.worlds import MATERIAL, scenario
 
 LEASE: dict[str, Any] = {

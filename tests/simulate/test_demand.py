@@ -16,11 +16,11 @@ from rose_operator.plan.snapshot import lease_of as snapshot_lease
 from rose_router.turns.demand import DemandFeed
 from rose_router.turns.ledger import Totals
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.demand import Demands
-from rose_simulate.model.planner import lease_of
+from rose_simulate.model.cluster.planner import lease_of
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.router import Router
-from rose_simulate.model.scenario import Regime, RolloutJob, Scenario
+from rose_simulate.model.routing.demand import Demands
+from rose_simulate.model.routing.router import Router
+from rose_simulate.model.scenarios.scenario import Regime, RolloutJob, Scenario
 from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import MATERIAL, scenario
 

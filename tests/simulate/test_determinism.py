@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rose_simulate.studies import SCENARIOS, STUDIES
+from rose_simulate.verbs.studies import SCENARIOS, STUDIES
 
 BINS = {"fleet", "fortnight", "shared"}  # ``test_fleet`` repeats those
 NAMES = sorted(set(STUDIES) - BINS)

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import costs
-from rose_simulate.model.device import Device, Sharing
+from rose_simulate.model.gpus.batch import BatchEngine, Sequence
+from rose_simulate.model.gpus.device import Device, Sharing
+from rose_simulate.model.scenarios.costs import costs
 
 MPS = Sharing(serving_slowdown=1.5, rollout_slowdown=1.66, rollout_alone=1.66)
 SLICES = Sharing(serving_slowdown=2.0, rollout_slowdown=2.0)

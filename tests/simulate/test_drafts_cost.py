@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import costs
-from rose_simulate.model.curves import dedicated_tokens_per_s
-from rose_simulate.model.scenario import RolloutJob
-from rose_simulate.model.workload import Turn
+from rose_simulate.model.fleets.curves import dedicated_tokens_per_s
+from rose_simulate.model.gpus.batch import BatchEngine, Sequence
+from rose_simulate.model.jobs.workload import Turn
+from rose_simulate.model.scenarios.costs import costs
+from rose_simulate.model.scenarios.scenario import RolloutJob
 from tests.simulate.worlds import scenario
 
 PLAIN = costs("H100", "Qwen3-8B", 1.0)

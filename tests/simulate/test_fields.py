@@ -6,9 +6,9 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from rose_simulate import fields
-from rose_simulate.model import fleet_scenario, scenario
-from rose_simulate.model.scenario import Strict
+from rose_simulate.files import fields
+from rose_simulate.model.scenarios import fleet_scenario, scenario
+from rose_simulate.model.scenarios.scenario import Strict
 
 
 def test_every_part_of_a_scenario_has_its_section() -> None:

@@ -6,17 +6,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose_simulate import fleets
-from rose_simulate.fleets import against, run_fleet
-from rose_simulate.model.curves import Curve, Lender, by_itself, curve, dedicated_tokens_per_s
+from rose_simulate.files.reading import read_material, read_scenario
 from rose_simulate.model.errors import Impossible
-from rose_simulate.model.fleet import Fleet, FleetOutcome
-from rose_simulate.model.fleet_scenario import FleetScenario
+from rose_simulate.model.fleets.curves import (
+    Curve,
+    Lender,
+    by_itself,
+    curve,
+    dedicated_tokens_per_s,
+)
+from rose_simulate.model.fleets.fleet import Fleet, FleetOutcome
 from rose_simulate.model.run import run
-from rose_simulate.model.scenario import Load, Regime, Scenario
+from rose_simulate.model.scenarios.fleet_scenario import FleetScenario
+from rose_simulate.model.scenarios.scenario import Load, Regime, Scenario
 from rose_simulate.model.simulation import SimulationInputs
-from rose_simulate.pages import page
-from rose_simulate.reading import read_material, read_scenario
+from rose_simulate.pages.study_page import page
+from rose_simulate.runs import fleets
+from rose_simulate.runs.fleets import against, run_fleet
 
 FLEET = Path(__file__).parents[2] / "simulate" / "scenarios" / "fleet.yaml"
 

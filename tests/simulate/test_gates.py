@@ -10,15 +10,15 @@ from rose_core.guard.chunk import prefill_chunk
 from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, judge
 from rose_core.guard.ladder import LadderLimits
 from rose_core.guard.reasons import GateReason
-from rose_simulate.model import guarded
-from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import costs_of
-from rose_simulate.model.gates import ServingRequest
-from rose_simulate.model.guarded import GuardedGate
-from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
+from rose_simulate.model.cluster.lent import LentReplica, ReplicaCallbacks
+from rose_simulate.model.gpus import guarded
+from rose_simulate.model.gpus.batch import BatchEngine, Sequence
+from rose_simulate.model.gpus.gates import ServingRequest
+from rose_simulate.model.gpus.guarded import GuardedGate
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.scenario import Regime
+from rose_simulate.model.scenarios.costs import costs_of
+from rose_simulate.model.scenarios.scenario import Regime
 from tests.simulate.worlds import scenario
 
 

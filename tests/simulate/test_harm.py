@@ -5,9 +5,9 @@ import pytest
 from rose_core.accounting.cost import break_even_lent_hour
 from rose_simulate.model.outcome import RunOutcome
 from rose_simulate.model.run import ledger, run
-from rose_simulate.model.scenario import Interference, Load, Regime, Scenario
-from rose_simulate.pages import page
-from rose_simulate.study import PRICES, Result, study
+from rose_simulate.model.scenarios.scenario import Interference, Load, Regime, Scenario
+from rose_simulate.pages.study_page import page
+from rose_simulate.runs.study import PRICES, Result, study
 from tests.simulate.worlds import MATERIAL, scenario
 
 BAND = (

@@ -1,12 +1,12 @@
 """Keys that outlive the engine that made them: what is fetched, and what is computed again."""
 
-from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import costs
-from rose_simulate.model.kept import KeptKeys
+from rose_simulate.model.gpus.batch import BatchEngine, Sequence
+from rose_simulate.model.gpus.kept import KeptKeys
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.run import run
-from rose_simulate.model.scenario import Regime
+from rose_simulate.model.scenarios.costs import costs
+from rose_simulate.model.scenarios.scenario import Regime
 from tests.simulate.worlds import MATERIAL, scenario
 
 COSTS = costs("H100", "Qwen3-8B", 0.5)

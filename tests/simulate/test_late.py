@@ -3,9 +3,9 @@
 import pytest
 
 from rose_simulate.model.clock import SECOND
-from rose_simulate.model.job import JobCounts
+from rose_simulate.model.jobs.job import JobCounts
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.scenario import Regime, RolloutJob
+from rose_simulate.model.scenarios.scenario import Regime, RolloutJob
 from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import MATERIAL, scenario
 

@@ -7,7 +7,7 @@ import pytest
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.run import run
-from rose_simulate.model.scenario import Load, Regime, Scenario
+from rose_simulate.model.scenarios.scenario import Load, Regime, Scenario
 from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import MATERIAL, scenario
 

@@ -8,12 +8,12 @@ import pytest
 from rose_core.guard.predictor import Profile
 from rose_core.wire.routing import EngineKind
 from rose_simulate.model.clock import SECOND
-from rose_simulate.model.machines import Machine, fill
 from rose_simulate.model.outcome import RunOutcome
-from rose_simulate.model.possible import impossible
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.run import run
-from rose_simulate.model.scenario import Nodes, Regime, Scenario
+from rose_simulate.model.scenarios.machines import Machine, fill
+from rose_simulate.model.scenarios.possible import impossible
+from rose_simulate.model.scenarios.scenario import Nodes, Regime, Scenario
 from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import MATERIAL, scenario
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from rose_simulate.files.reading import read_scenario
 from rose_simulate.main import main
+from rose_simulate.model.jobs.workload import sessions
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.scenario import Load, Regime, Scenario
+from rose_simulate.model.scenarios.scenario import Load, Regime, Scenario
 from rose_simulate.model.simulation import Simulation
-from rose_simulate.model.workload import sessions
-from rose_simulate.reading import read_scenario
-from rose_simulate.reserve import Felt, LoadLevel, admitted, table, worth
-from rose_simulate.studies import SCENARIOS
+from rose_simulate.verbs.reserve import Felt, LoadLevel, admitted, table, worth
+from rose_simulate.verbs.studies import SCENARIOS
 from tests.simulate.worlds import EPISODES, MATERIAL, scenario
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.outcome import RunOutcome, paired_ratio
-from rose_simulate.model.possible import impossible
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.run import ledger, run
-from rose_simulate.model.scenario import Regime, Scenario
+from rose_simulate.model.scenarios.possible import impossible
+from rose_simulate.model.scenarios.scenario import Regime, Scenario
 from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import MATERIAL, scenario
 

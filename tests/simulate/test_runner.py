@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 import rose_simulate.model
-from rose_simulate import runner
-from rose_simulate.model.scenario import Regime
-from rose_simulate.runner import Case, Runner
-from rose_simulate.study import study
+from rose_simulate.model.scenarios.scenario import Regime
+from rose_simulate.runs import runner
+from rose_simulate.runs.runner import Case, Runner
+from rose_simulate.runs.study import study
 from tests.simulate.worlds import MATERIAL, scenario
 
 SHORT = scenario(seeds=(1, 2), seconds=30, regimes=(Regime.FIXED, Regime.OURS))

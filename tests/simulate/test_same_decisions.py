@@ -22,13 +22,16 @@ import rose_core.rollouts.placement.watch
 import rose_core.rollouts.training.rounds
 from rose_core.lending import LendingPlan, Snapshot, plan
 from rose_core.rollouts.placement.warming import Warm, WarmOutcome, to_warm
-from rose_simulate.model import gates, guarded, job, planner, router, warming
 from rose_simulate.model.clock import SECOND
+from rose_simulate.model.cluster import planner
+from rose_simulate.model.gpus import gates, guarded
+from rose_simulate.model.jobs import job
+from rose_simulate.model.jobs.workload import Turn
 from rose_simulate.model.regimes import RULES
+from rose_simulate.model.routing import router, warming
 from rose_simulate.model.run import run
-from rose_simulate.model.scenario import Regime
+from rose_simulate.model.scenarios.scenario import Regime
 from rose_simulate.model.simulation import Simulation
-from rose_simulate.model.workload import Turn
 from tests.simulate.worlds import MATERIAL, scenario
 
 ROOT = Path(__file__).parents[2]

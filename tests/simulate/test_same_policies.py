@@ -20,8 +20,8 @@ from rose_router.config import Settings
 from rose_router.flags import parser, settings
 from rose_router.turns.service import Service
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.router import Router
-from rose_simulate.model.scenario import Regime
+from rose_simulate.model.routing.router import Router
+from rose_simulate.model.scenarios.scenario import Regime
 from rose_simulate.model.simulation import Simulation
 from tests.router.world import SimClient
 from tests.simulate.worlds import MATERIAL, scenario

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rose_simulate.files.reading import read_arrivals, read_material, read_scenario
 from rose_simulate.main import main
 from rose_simulate.model.errors import Impossible, ScenarioError, TraceError
-from rose_simulate.model.workload import (
+from rose_simulate.model.jobs.workload import (
     ALIKE,
     Arrival,
     Episode,
@@ -17,7 +18,6 @@ from rose_simulate.model.workload import (
     group,
     replay,
 )
-from rose_simulate.reading import read_arrivals, read_material, read_scenario
 from tests.simulate.worlds import EPISODES
 
 SCENARIOS = Path(__file__).parents[2] / "simulate" / "scenarios"

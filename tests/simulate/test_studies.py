@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from rose_core.stats import paired_ratio
-from rose_simulate.charts import Line, Row, intervals, lines, ticks
-from rose_simulate.model.scenario import Nodes, Regime
-from rose_simulate.pages import page
-from rose_simulate.reading import read_scenario
-from rose_simulate.studies import SCENARIOS, STUDIES, main
-from rose_simulate.study import Result, study
+from rose_simulate.files.reading import read_scenario
+from rose_simulate.model.scenarios.scenario import Nodes, Regime
+from rose_simulate.pages.charts import Line, Row, intervals, lines, ticks
+from rose_simulate.pages.study_page import page
+from rose_simulate.runs.study import Result, study
+from rose_simulate.verbs.studies import SCENARIOS, STUDIES, main
 from tests.simulate.worlds import MATERIAL, scenario
 
 

@@ -7,10 +7,10 @@ import pytest
 from rose_core.stats import mean_of
 from rose_simulate.main import main
 from rose_simulate.model.outcome import RunOutcome
-from rose_simulate.model.scenario import Load, Regime
-from rose_simulate.runner import Runner
-from rose_simulate.studies import SCENARIOS
-from rose_simulate.sweeps import bursts, frontier_table, loans, slots_table
+from rose_simulate.model.scenarios.scenario import Load, Regime
+from rose_simulate.runs.runner import Runner
+from rose_simulate.verbs.studies import SCENARIOS
+from rose_simulate.verbs.sweeps import bursts, frontier_table, loans, slots_table
 from tests.simulate.worlds import MATERIAL, scenario
 
 

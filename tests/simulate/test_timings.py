@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from rose_simulate import timings
+from rose_simulate.files import timings
+from rose_simulate.files.timings import measured
 from rose_simulate.main import main
 from rose_simulate.model.errors import ScenarioError
-from rose_simulate.model.scenario import Delays
-from rose_simulate.studies import SCENARIOS
-from rose_simulate.timings import measured
+from rose_simulate.model.scenarios.scenario import Delays
+from rose_simulate.verbs.studies import SCENARIOS
 
 
 def _result(path: Path, others: float = 0.01, **changes: float | None) -> Path:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from rose_simulate.model.clock import SECOND
-from rose_simulate.model.costs import Costs, costs, kv_tokens
-from rose_simulate.model.possible import impossible
+from rose_simulate.model.jobs.widths import MARGIN, RoundSeen, Width, Written, decide, seconds
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.scenario import Nodes, Regime, Scenario
+from rose_simulate.model.scenarios.costs import Costs, costs, kv_tokens
+from rose_simulate.model.scenarios.possible import impossible
+from rose_simulate.model.scenarios.scenario import Nodes, Regime, Scenario
 from rose_simulate.model.simulation import Simulation
-from rose_simulate.model.widths import MARGIN, RoundSeen, Width, Written, decide, seconds
 from tests.simulate.worlds import MATERIAL, scenario
 
 GPUS = 8

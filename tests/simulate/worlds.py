@@ -1,8 +1,8 @@
 """Small worlds for tests: seconds of virtual time, a few replicas."""
 
-from rose_simulate.model.scenario import Load, Regime, RolloutJob, Scenario, Service
+from rose_simulate.model.jobs.workload import Arrival, Turn
+from rose_simulate.model.scenarios.scenario import Load, Regime, RolloutJob, Scenario, Service
 from rose_simulate.model.simulation import SimulationInputs
-from rose_simulate.model.workload import Arrival, Turn
 
 EPISODES = (
     (Turn(2000, 120, 0.0), Turn(300, 200, 0.5), Turn(100, 80, 0.2)),

@@ -27,7 +27,7 @@ from rose_core.api.common import ReplicaVerdict
 from rose_core.devices.memory import MemorySum, in_gib
 from rose_simulate.advice.errors import AdviceError
 from rose_simulate.advice.memory import Engine, changes
-from rose_simulate.advise_memory import fp8_weights, rollout_of, serving_of, show_changes
+from rose_simulate.verbs.advise_memory import fp8_weights, rollout_of, serving_of, show_changes
 from rose_wire.flags import amount, count
 
 KINDS: dict[str, type[RolloutLease | ServingPool]] = {"lease": RolloutLease, "pool": ServingPool}

@@ -39,7 +39,7 @@ from rose_core.accounting.cost import MICRO, Prices
 from rose_core.accounting.leases import OutsideLeases
 from rose_core.accounting.statement import Statement
 from rose_core.api import RolloutLease
-from rose_simulate.statement_page import html
+from rose_simulate.pages.statement_page import html
 from rose_wire.flags import amount
 
 _HOUR_MS = 3_600_000

@@ -5,6 +5,6 @@
 - ``recommend``: the limits to begin with, as a ServingPool.
 - ``memory``: what serving's memory setting makes lendable, and its price.
 
-``docs/advisor.md`` derives every figure. The shell, which reads files, is ``rose_simulate.advise``
-and ``rose_simulate.advise_memory``.
+``docs/advisor.md`` derives every figure. The shell, which reads files, is
+``rose_simulate.verbs.advise`` and ``rose_simulate.verbs.advise_memory``.
 """

@@ -8,7 +8,7 @@ An engine with a static pool holds, from its start to its end,
 and its KV pool is what of that is neither weights nor besides (SGLang's fraction is of the memory
 that is free when it loads, and covers weights and pools alone; vLLM's covers all). What is left of
 the GPU, less the headroom, is what a rollout engine may have (``rose_core.devices.memory``). Next
-step: ``rose_simulate.advise_memory`` reads the models and prints the table.
+step: ``rose_simulate.verbs.advise_memory`` reads the models and prints the table.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Serving and rollouts on virtual time, with the decisions that production imports. Pure; no I/O.
 
-- ``clock``: events in order. ``costs``: measured times. ``batch``: an engine that batches.
-- ``device``: two engines on one replica's GPUs; interference, modelled.
-- ``gates``, ``guarded``, ``paper``: who lets rollouts work; ``guarded`` asks ``rose_core.guard``.
-- ``router``: calls ``rose_core.rollouts``. ``planner``: calls ``rose_core.lending``.
-- ``workload``, ``job``: what arrives, and the trainer.
-- ``curves``, ``fleet``: thousands of GPUs in bins, from what one replica does event by event.
-- ``scenario``, ``fleet_scenario``: what is told.
-- ``simulation``, ``run``, ``outcome``: one run and what it gave.
+- ``run``, ``outcome``: a world run to its end, and what it gave.
+- ``simulation``: one run of single events. ``fleets``: thousands of GPUs in bins.
+- ``cluster``: replicas, machines, the planner (asks ``rose_core.lending``).
+- ``jobs``: what arrives, and the trainer. ``regimes``: what each regime is made of.
+- ``routing``: asks ``rose_core.rollouts``.
+- ``gpus``: engines, devices, and the gates; ``guarded`` asks ``rose_core.guard``.
+- ``scenarios``: what is told. ``clock``: events in order.
 
 Read ``run`` first. The shell, which reads files, stands one floor above.
 """

@@ -37,9 +37,9 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from rose_core.rollouts.placement.selection import PolicyName
-from rose_simulate.model.paper import STALL_S
-from rose_simulate.model.router import Ends
-from rose_simulate.model.scenario import Regime
+from rose_simulate.model.gpus.paper import STALL_S
+from rose_simulate.model.routing.router import Ends
+from rose_simulate.model.scenarios.scenario import Regime
 
 
 class LendingMode(Enum):

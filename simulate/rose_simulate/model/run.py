@@ -19,10 +19,10 @@ from rose_core.accounting.ledger import (
 from rose_core.stats import quantile
 from rose_core.wire.routing import EngineKind
 from rose_simulate.model.clock import SECOND
-from rose_simulate.model.gates import ServingRequest
+from rose_simulate.model.gpus.gates import ServingRequest
 from rose_simulate.model.outcome import JobOutcome, RunOutcome, ServingOutcome, percentile_ms
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.scenario import Regime, Scenario, Service
+from rose_simulate.model.scenarios.scenario import Regime, Scenario, Service
 from rose_simulate.model.simulation import Simulation, SimulationInputs
 
 SHARE = 0.9

@@ -17,25 +17,25 @@ from rose_core.rollouts.placement.watch import LegPatience
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
 from rose_core.wire.routing import EngineKind
 from rose_core.wire.sync import SignalSource
-from rose_simulate.model.balancer import Balancer
-from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.costs import costs
-from rose_simulate.model.demand import Demands
-from rose_simulate.model.gates import ServingRequest
-from rose_simulate.model.job import Job, JobFacts
-from rose_simulate.model.kept import KeptKeys
-from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
-from rose_simulate.model.nodes import Nodes
-from rose_simulate.model.own_engines import USUAL_CONTEXT, OwnEngines
-from rose_simulate.model.paper import PaperGate
-from rose_simulate.model.planner import Planner, PlannerInputs, lend_once
+from rose_simulate.model.cluster.balancer import Balancer
+from rose_simulate.model.cluster.lent import LentReplica, ReplicaCallbacks
+from rose_simulate.model.cluster.nodes import Nodes
+from rose_simulate.model.cluster.own_engines import USUAL_CONTEXT, OwnEngines
+from rose_simulate.model.cluster.planner import Planner, PlannerInputs, lend_once
+from rose_simulate.model.cluster.whole import WholeLender
+from rose_simulate.model.gpus.batch import BatchEngine, Sequence
+from rose_simulate.model.gpus.gates import ServingRequest
+from rose_simulate.model.gpus.kept import KeptKeys
+from rose_simulate.model.gpus.paper import PaperGate
+from rose_simulate.model.jobs.job import Job, JobFacts
+from rose_simulate.model.jobs.workload import Arrival, Episode, Shape, bursts, replay, sessions
 from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
-from rose_simulate.model.router import Router, RouterOptions
-from rose_simulate.model.scenario import Failure, RolloutJob, Scenario, Service
-from rose_simulate.model.turns import Engine
-from rose_simulate.model.whole import WholeLender
-from rose_simulate.model.workload import Arrival, Episode, Shape, bursts, replay, sessions
+from rose_simulate.model.routing.demand import Demands
+from rose_simulate.model.routing.router import Router, RouterOptions
+from rose_simulate.model.routing.turns import Engine
+from rose_simulate.model.scenarios.costs import costs
+from rose_simulate.model.scenarios.scenario import Failure, RolloutJob, Scenario, Service
 
 _LOOK_S = 10.0  # the paper's choice of GPUs needs some recent KV use
 

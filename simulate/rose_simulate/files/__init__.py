@@ -1,0 +1,1 @@
+"""What is read: scenarios, traces, the guard's benchmark; and the reference of scenario files."""

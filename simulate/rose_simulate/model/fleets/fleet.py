@@ -1,0 +1,368 @@
+"""A fleet of thousands of GPUs in bins of seconds: curves instead of events, production's planner.
+
+| what | how |
+|---|---|
+| load of a replica | the trace's counts per bin over their mean, a phase per service |
+| live requests of a replica | Poisson per bin; the planner and the counts see these |
+| what a replica gives, which requests are late | ``curves`` at the load; they hold its randomness |
+| which replicas are lent | ``rose_core.lending.plan``, for all pools, every ``plan_s`` |
+| what a lease wants | its job's turns by bin, as its router says (``rollouts.training.rhythm``) |
+| rollouts of a job | ``fluid_job``: trajectories that all progress alike; no turn is placed |
+
+Against the event level its throughput is checked in ``tests/simulate/test_fleet.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_core.identity import LeaseUid, PodUid, SlotUid
+from rose_core.lending import Lease, Memory, Policy, Pool, Replica, Slot, Snapshot, plan
+from rose_core.lending.demand import ReceivedNote, together
+from rose_core.rollouts.training.rhythm import Rhythm, Traffic, note, observe
+from rose_core.wire.sync import SignalSource
+from rose_simulate.model.cluster.planner import lease_of
+from rose_simulate.model.fleets.curves import USUAL_CONTEXT, Curve
+from rose_simulate.model.fleets.fluid_job import (
+    EngineSupply,
+    Floats,
+    FluidJob,
+    FluidWork,
+    active_share,
+)
+from rose_simulate.model.jobs.workload import Arrival, Episode, Shape
+from rose_simulate.model.regimes import RULES, LendingMode
+from rose_simulate.model.scenarios.costs import costs_of, kv_tokens
+from rose_simulate.model.scenarios.fleet_scenario import FleetScenario
+from rose_simulate.model.scenarios.scenario import Regime
+
+_SOURCE = SignalSource.WIRE_TAP.value
+
+
+class FleetOutcome(msgspec.Struct, frozen=True):
+    """One run over a fleet; tokens are of finished work, per second over all jobs.
+
+    Attributes:
+        violations_alone: expected of all services with nothing lent.
+        added_violations: expected of lent replicas: late when lent, and not alone.
+        added_inside: those of them in bins in which serving alone keeps its SLO.
+        spared_violations: expected of lent replicas: late alone, and not when lent.
+        lent_hours: GPU-hours that leases held.
+    """
+
+    regime: str
+    seed: int
+    gpus: int
+    seconds: float
+    tokens_per_s: float
+    finished: int
+    accepted: int
+    dropped: int
+    steps: int
+    requests: int
+    violations_alone: float
+    added_violations: float
+    lent_share: float
+    open_share: float
+    hourly_tokens: tuple[float, ...] = ()
+    derate: float = 0.0
+    added_inside: float = 0.0
+    spared_violations: float = 0.0
+    lent_hours: float = 0.0
+
+
+@dataclass
+class _Lent:
+    """One service's replicas: what came by bin, and what the planner has made of them.
+
+    Attributes:
+        rates: by bin, requests per second and replica that are to be expected.
+        loads: by replica and bin, those that came.
+    """
+
+    rates: Floats
+    loads: Floats
+    since: Floats
+    job: NDArray[np.int64]
+    kind: int
+
+
+@dataclass
+class _JobDemand:
+    """What one job's router has seen of its turns, and what it says now."""
+
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    heard: ReceivedNote | None = None
+
+    def look(self, seen: Traffic, version: int, now: float) -> None:
+        """Once per bin."""
+        self.rhythm = observe(self.rhythm, seen.turns, str(version), now)
+        self.heard = ReceivedNote(note(self.rhythm, seen, now, now), now)
+
+
+class Fleet:
+    """One run.
+
+    Args:
+        curves: per kind of service what a replica gives.
+        dedicated: tokens per second of one dedicated engine with a full batch.
+    """
+
+    def __init__(
+        self,
+        told: FleetScenario,
+        regime: Regime,
+        seed: int,
+        *,
+        curves: Rows[Curve],
+        dedicated: float,
+        traces: Mapping[str, Rows[Arrival]],
+        episodes: Rows[Episode],
+        shapes: Mapping[str, Shape] | None = None,
+    ) -> None:
+        self._shapes = shapes or {}
+        self._hours: list[float] = [0.0] * (int(told.seconds // 3600) + 1)
+        self._told, self._regime, self._seed = told, regime, seed
+        self._draw = np.random.default_rng(seed)
+        self._curves, self._dedicated = curves, dedicated
+        self._bins = round(told.seconds / told.bin_s)
+        self._services = [
+            self._service(kind, traces)
+            for kind, one in enumerate(told.services)
+            for _ in range(one.count)
+        ]
+        job = told.jobs.job
+        lengths = np.array([sum(t.output for t in one) for one in episodes], dtype=float)
+        own = costs_of(job, job.device, job.gpus_per_engine, told.derate)
+        work = FluidWork(job, own, lengths, active_share(episodes, job))
+        self._tanks = [FluidJob(work, self._draw) for _ in range(told.jobs.count)]
+        self._sums = dict.fromkeys(
+            ("requests", "alone", "added", "inside", "spared", "lent", "open", "hours"), 0.0
+        )
+        room = kv_tokens(job.device, job.model, 0.9, job.gpus_per_engine)
+        self._own_slots = max(1, min(job.dedicated_cap, room // USUAL_CONTEXT))
+        lender = told.services[0].service
+        share, gpus = lender.rollout_memory_share, lender.gpus_per_replica
+        room = kv_tokens(lender.device, job.model, share, gpus)
+        self._lent_slots = max(1, min(job.cap, room // USUAL_CONTEXT))
+        self._demand = [_JobDemand() for _ in self._tanks]
+        self._leases = [self._lease(number) for number in range(told.jobs.count)]
+        self._slots: dict[str, Slot] = {}
+        self._memory = Memory()
+        self._names = frozenset(one.name for one in self._reports(0))
+
+    def _service(self, kind: int, traces: Mapping[str, Rows[Arrival]]) -> _Lent:
+        service = self._told.services[kind].service
+        trace = traces[service.load.trace]
+        bin_s = self._told.bin_s
+        period = max(1, int(trace[-1].at_s / bin_s))
+        counts = np.bincount(
+            [min(period - 1, int(row.at_s / bin_s)) for row in trace], minlength=period
+        )
+        shape = counts / counts.mean()
+        phase = int(self._draw.integers(period))
+        mean = (service.load.requests_per_s or 1.0) / service.replicas * bin_s
+        means = mean * shape[(np.arange(self._bins) + phase) % period]
+        if service.load.shape:
+            means *= self._trend(self._shapes[service.load.shape])
+        loads = self._draw.poisson(means, size=(service.replicas, self._bins)) / bin_s
+        size = service.replicas
+        return _Lent(
+            means / bin_s, loads, np.full(size, np.inf), np.full(size, -1, dtype=np.int64), kind
+        )
+
+    def _trend(self, shape: Shape) -> Floats:
+        """The shape by bin, mean 1 over its own length."""
+        times, rates = np.array(shape, dtype=float).T
+        seconds = np.arange(self._bins) * self._told.bin_s
+        trend: Floats = np.interp(seconds, times, rates) / rates.mean()
+        return trend
+
+    def run(self) -> FleetOutcome:
+        """Work through the bins."""
+        told = self._told
+        every = max(1, round(told.plan_s / told.bin_s))
+        for index in range(self._bins):
+            now = index * told.bin_s
+            if RULES[self._regime].lends is not LendingMode.NOTHING and index % every == 0:
+                self._plan(now, index)
+            given, engines = self._give(index, now)
+            before = sum(tank.tokens for tank in self._tanks)
+            for number, tank in enumerate(self._tanks):
+                supply = self._supply(float(given[number]), float(engines[number]))
+                tank.advance(supply, now, told.bin_s)
+                carried = told.jobs.job.dedicated * (self._own_slots // 2)
+                seen = Traffic(tank.turns, dedicated_turns=carried)
+                self._demand[number].look(seen, tank.version, now)
+            made = sum(tank.tokens for tank in self._tanks) - before
+            self._hours[int(now // 3600)] += made / 3600
+        return self._outcome()
+
+    # --- lending
+
+    def _plan(self, now: float, index: int) -> None:
+        """Production's planner, once for all pools and leases."""
+        snapshot = Snapshot(
+            pools=tuple(self._pool(number) for number in range(len(self._services))),
+            replicas=tuple(self._reports(index)),
+            leases=tuple(self._wants(lease, now) for lease in self._leases),
+            slots=tuple(self._slots.values()),
+            reporting=self._names,
+            memory=self._memory,
+            policy=Policy(by_gain=RULES[self._regime].by_gain),
+        )
+        answer = plan(snapshot, now)
+        self._memory = answer.memory
+        for release in answer.releases:
+            one, number = self._at(self._slots.pop(release.slot).replica)
+            one.job[number], one.since[number] = -1, np.inf
+        for loan in answer.lends:
+            name, pool = loan.replica, loan.replica.partition("/")[0]
+            self._slots[name] = Slot(
+                name,
+                SlotUid(name),
+                loan.lease,
+                LeaseUid(loan.lease),
+                pool,
+                name,
+                name,
+                (name,),
+                now,
+            )
+            one, number = self._at(name)
+            one.job[number], one.since[number] = int(loan.lease), now
+
+    def _pool(self, number: int) -> Pool:
+        service = self._told.services[self._services[number].kind].service
+        percent, unlent = service.max_replicas_percent, service.min_unlent_replicas
+        return Pool(str(number), percent, unlent, frozenset({_SOURCE}))
+
+    def _reports(self, index: int) -> Iterator[Replica]:
+        for pool, one in enumerate(self._services):
+            used = np.minimum(1000, one.loads[:, index] * 100).astype(int).tolist()
+            for number, permille in enumerate(used):
+                yield _report(str(pool), number, permille)
+
+    def _at(self, replica: str) -> tuple[_Lent, int]:
+        pool, _, number = replica.partition("/")
+        return self._services[int(pool)], int(number)
+
+    def _lease(self, number: int) -> Lease:
+        """The job's lease, over the services whose turn it is."""
+        jobs = self._told.jobs
+        first = number * jobs.pools
+        named = [str((first + one) % len(self._services)) for one in range(jobs.pools)]
+        job = jobs.job.model_copy(update={"name": str(number), "borrows_from": named[0]})
+        return replace(
+            lease_of(job),
+            created=float(number),
+            max_slots=jobs.job.borrowed * jobs.pools,
+            more_pools=tuple(named[1:]),
+        )
+
+    def _wants(self, lease: Lease, now: float) -> Lease:
+        """The lease with what its router says, where the regime's planner hears it."""
+        heard, rules = self._demand[int(lease.key)].heard, RULES[self._regime]
+        if heard is None or not rules.by_demand or rules.lends is not LendingMode.PLANNER:
+            return lease
+        return replace(lease, demand=together([heard], now))
+
+    def _give(self, index: int, now: float) -> tuple[Floats, Floats]:
+        """Tokens per second and number of borrowed engines, by job, in this bin."""
+        count = self._told.jobs.count
+        given, engines = np.zeros(count), np.zeros(count)
+        for one in self._services:
+            came, seen = one.loads[:, index] * self._told.bin_s, self._curves[one.kind]
+            at = _At.of(seen, one.rates[index])
+            self._sums["requests"] += float(came.sum())
+            self._sums["alone"] += float(came.sum()) * at.late_alone
+            lent = float((one.job >= 0).sum())
+            self._sums["lent"] += lent
+            gpus = self._told.services[one.kind].service.gpus_per_replica
+            self._sums["hours"] += lent * gpus * self._told.bin_s / 3600
+            works = (one.job >= 0) & (now - one.since >= self._told.start_s)
+            exposed, service = float(came[works].sum()), self._told.services[one.kind].service
+            self._sums["added"] += exposed * at.late_added
+            self._sums["spared"] += exposed * at.late_spared
+            if at.late_alone <= 1 - service.percentile / 100:
+                self._sums["inside"] += exposed * at.late_added
+            self._sums["open"] += float(works.sum()) * at.open_share
+            np.add.at(given, one.job[works], at.tokens_per_s)
+            np.add.at(engines, one.job[works], 1.0)
+        return given, engines
+
+    def _supply(self, borrowed: float, engines: float) -> EngineSupply:
+        dedicated = self._told.jobs.job.dedicated
+        return EngineSupply(
+            borrowed + dedicated * self._dedicated,
+            engines * self._lent_slots + dedicated * self._own_slots,
+            engines + dedicated,
+        )
+
+    def _outcome(self) -> FleetOutcome:
+        told, sums, tanks = self._told, self._sums, self._tanks
+        replicas = sum(one.count * one.service.replicas for one in told.services)
+        gpus = sum(
+            one.count * one.service.replicas * one.service.gpus_per_replica for one in told.services
+        )
+        gpus += told.jobs.count * told.jobs.job.dedicated * told.jobs.job.gpus_per_engine
+        return FleetOutcome(
+            regime=self._regime.value,
+            seed=self._seed,
+            gpus=gpus,
+            seconds=told.seconds,
+            tokens_per_s=sum(tank.tokens for tank in tanks) / told.seconds,
+            finished=sum(tank.finished for tank in tanks),
+            accepted=sum(tank.accepted for tank in tanks),
+            dropped=sum(tank.dropped for tank in tanks),
+            steps=sum(tank.steps for tank in tanks),
+            requests=round(sums["requests"]),
+            violations_alone=sums["alone"],
+            added_violations=sums["added"],
+            lent_share=sums["lent"] / self._bins / replicas,
+            open_share=sums["open"] / max(1e-9, sums["lent"]),
+            hourly_tokens=tuple(self._hours[: int(told.seconds // 3600)]),
+            derate=told.derate,
+            added_inside=sums["inside"],
+            spared_violations=sums["spared"],
+            lent_hours=sums["hours"],
+        )
+
+
+@dataclass(frozen=True)
+class _At:
+    """A curve at one load."""
+
+    tokens_per_s: float
+    open_share: float
+    late_alone: float
+    late_added: float
+    late_spared: float
+
+    @classmethod
+    def of(cls, seen: Curve, load: float) -> _At:
+        late = seen.late_alone, seen.late_added, seen.late_spared
+        rows = seen.tokens_per_s, seen.open_share, *late
+        return cls(*(float(np.interp(load, seen.loads, row)) for row in rows))
+
+
+def _report(pool: str, number: int, used: int) -> Replica:
+    name = f"{pool}/{number}"
+    return Replica(
+        uid=PodUid(name),
+        name=name,
+        node=name,
+        pool=pool,
+        gpus=(name,),
+        ready=True,
+        stopped=False,
+        signal=_SOURCE,
+        verified=True,
+        kv_permille=used,
+    )

@@ -1,0 +1,1 @@
+"""What arrives: serving's requests, and RL jobs with their trainer and widths."""

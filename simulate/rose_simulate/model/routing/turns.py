@@ -1,0 +1,108 @@
+"""What the router of a simulation keeps: engines, turns, legs, counts. Next step: ``router``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rose_core.rollouts.engines.estimates import Hazard, Speed
+from rose_core.rollouts.placement.selection import TurnView
+from rose_core.wire.routing import EngineKind
+from rose_simulate.model.clock import Event
+from rose_simulate.model.gpus.batch import BatchEngine, Sequence
+
+
+@dataclass(eq=False)
+class Engine:
+    """An engine attached to the router.
+
+    Attributes:
+        version: publishes it has; None before its first weights are attested.
+        gate_ns: when the gate last moved.
+        ready_s: when everything that was sent to it so far is applied.
+    """
+
+    name: str
+    kind: EngineKind
+    batch: BatchEngine | None
+    version: int | None
+    gate_open: bool
+    cap: int
+    gate_ns: int = 0
+    legs: list[Leg] = field(default_factory=list)
+    speed: Speed | None = None
+    hazard: Hazard = field(default_factory=Hazard)
+    look: Event | None = None
+    reclaims: int = 0
+    full_cap: int = 0
+    ready_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """A cap that was cut may come back."""
+        self.full_cap = self.cap
+
+
+_NOTHING = TurnView(0, 0)
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One turn of a trajectory; ``held`` of its ``output`` tokens cannot be lost any more.
+
+    Attributes:
+        born: number of its trajectory, counted as they began.
+        withdrawn: nobody wants it any more.
+        warmed: where its prefix was warmed before it came; empty = nowhere.
+        view, since: how placement saw it when it began to wait, and when that was (seconds).
+    """
+
+    session: str
+    context: int
+    output: int
+    number: int
+    done: Callable[[], None]
+    group: str = ""
+    born: int = 0
+    held: int = 0
+    home: str = ""
+    cached: int = 0
+    home_version: int = 0
+    avoid: str = ""
+    losses: int = 0
+    versions: list[int] = field(default_factory=list)
+    view: TurnView = _NOTHING
+    since: float = 0.0
+    withdrawn: bool = False
+    warmed: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Leg:
+    """A turn on an engine."""
+
+    turn: Turn
+    engine: Engine
+    sequence: Sequence
+    began_ns: int
+    first_ns: int = 0
+
+
+@dataclass
+class Counts:
+    """What the router counts.
+
+    Attributes:
+        new_tokens: of prompts, that were in no earlier turn of their trajectory.
+        fetched_tokens: whose keys came from the job's tier.
+    """
+
+    turns: int = 0
+    new_tokens: int = 0
+    fetched_tokens: int = 0
+    moves: int = 0
+    redone_tokens: int = 0
+    again_prefilled: int = 0
+    borrowed_prefilled: int = 0
+    borrowed_tokens: int = 0
+    tokens: int = 0
+    queue_s: float = 0.0

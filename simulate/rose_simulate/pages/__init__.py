@@ -1,0 +1,1 @@
+"""Results as HTML pages with plots, each of which stands alone."""

@@ -1,0 +1,1 @@
+"""Runs of scenarios and fleets: every regime, seed and derate, none of them twice."""

@@ -1,0 +1,158 @@
+"""A fleet scenario: curves first, from single events, then the bins; and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from rose_simulate.model.fleets.curves import (
+    Alone,
+    Curve,
+    Lender,
+    by_itself,
+    curve,
+    dedicated_tokens_per_s,
+)
+from rose_simulate.model.fleets.fleet import Fleet, FleetOutcome
+from rose_simulate.model.outcome import Interval, paired_ratio
+from rose_simulate.model.regimes import RULES, RegimeRules
+from rose_simulate.model.scenarios.fleet_scenario import FleetScenario
+from rose_simulate.model.scenarios.scenario import Regime
+from rose_simulate.model.simulation import SimulationInputs
+
+# Requests per second and replica at which a replica is simulated event by event: up to what the
+# densest bin of the traces shipped brings (code, 26 times a mean of 0.5).
+LOADS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
+
+
+class FleetResult(msgspec.Struct, frozen=True):
+    """Everything of one fleet scenario; holds no time and no machine."""
+
+    scenario: str
+    outcomes: tuple[FleetOutcome, ...]
+
+
+def run_fleet(
+    told: FleetScenario,
+    material: SimulationInputs,
+    progress: Callable[[FleetOutcome], None],
+    derates: Sequence[float] = (),
+    loads: Sequence[float] = (),
+) -> FleetResult:
+    """Every derate (empty: the scenario's), regime and seed.
+
+    Args:
+        told: the fleet.
+        material: traces.
+        progress: told of every run that is over.
+        derates: empty = the scenario's.
+        loads: requests per second at which a replica is simulated by events; empty = ``LOADS``.
+    """
+    outcomes: list[FleetOutcome] = []
+    for derate in derates or (told.derate,):
+        here = told.model_copy(update={"derate": derate})
+        alone = {seed: alone_of(here, material, seed, loads) for seed in told.seeds}
+        known: dict[tuple[RegimeRules, int], tuple[Curve, ...]] = {}
+        for regime in told.regimes:
+            # A replica that is lent gives the same whoever decided to lend it.
+            rules = replace(RULES[regime], by_demand=True)
+            for seed in told.seeds:
+                if (rules, seed) not in known:
+                    known[rules, seed] = curves_of(
+                        here, regime, material, seed, alone=alone[seed], loads=loads
+                    )
+                outcomes.append(run_bins(here, regime, seed, material, known[rules, seed]))
+                progress(outcomes[-1])
+    return FleetResult(told.name, tuple(outcomes))
+
+
+def run_bins(
+    told: FleetScenario,
+    regime: Regime,
+    seed: int,
+    material: SimulationInputs,
+    curves: tuple[Curve, ...],
+) -> FleetOutcome:
+    """One run, whose replicas give what the curves say."""
+    fleet = Fleet(
+        told,
+        regime,
+        seed,
+        curves=curves,
+        dedicated=dedicated_tokens_per_s(told.jobs.job, told.derate, material.episodes, seed),
+        traces=material.traces,
+        episodes=material.episodes,
+        shapes=material.shapes,
+    )
+    return fleet.run()
+
+
+def against(result: FleetResult, one: FleetOutcome, regime: Regime) -> Interval | None:
+    """Tokens of a regime relative to another's at the same derate, paired by seed."""
+    ours, base = (
+        [o.tokens_per_s for o in result.outcomes if (o.regime, o.derate) == (name, one.derate)]
+        for name in (one.regime, regime.value)
+    )
+    if one.regime == regime or len(ours) != len(base) or not all((*ours, *base)):
+        return None
+    return paired_ratio(ours, base)
+
+
+def alone_of(
+    told: FleetScenario, material: SimulationInputs, seed: int, loads: Sequence[float] = ()
+) -> list[Alone]:
+    """Each kind of service with nothing lent."""
+    return [
+        by_itself(
+            Lender(one.service, told.jobs.job, Regime.FIXED, told.derate),
+            loads=loads or LOADS,
+            trace=material.traces[one.service.load.trace],
+            seed=seed,
+        )
+        for one in told.services
+    ]
+
+
+def curves_of(
+    told: FleetScenario,
+    regime: Regime,
+    material: SimulationInputs,
+    seed: int,
+    *,
+    alone: list[Alone],
+    loads: Sequence[float] = (),
+) -> tuple[Curve, ...]:
+    """Each kind of service when lent; drawn with the run's seed, as they hold its randomness."""
+    return tuple(
+        curve(
+            Lender(one.service, told.jobs.job, regime, told.derate),
+            loads=loads or LOADS,
+            trace=material.traces[one.service.load.trace],
+            pool=material.episodes,
+            seed=seed,
+            alone=known,
+        )
+        for one, known in zip(told.services, alone, strict=True)
+    )
+
+
+def fleet_table(result: FleetResult) -> str:
+    """The outcomes as text."""
+    head = (
+        "derate  regime            seed  GPUs    rollout tok/s  trajectories  dropped  steps  "
+        "lent   open   added violations (inside, spared)  alone"
+    )
+    lines = [
+        f"{one.derate:<7g} {one.regime:<17} {one.seed:<5} {one.gpus:<7} {one.tokens_per_s:>13.0f}  "
+        f"{one.finished:>12}  {one.dropped:>7}  {one.steps:>5}  {one.lent_share:<6.1%} "
+        f"{one.open_share:<6.1%} {_added(one):<34}  "
+        f"{one.violations_alone:.0f}/{one.requests}"
+        for one in result.outcomes
+    ]
+    return "\n".join([head, *lines])
+
+
+def _added(one: FleetOutcome) -> str:
+    return f"{one.added_violations:.0f} ({one.added_inside:.0f}, {one.spared_violations:.0f})"

@@ -1,0 +1,1 @@
+"""What ``rose simulate``, ``rose advise`` and ``rose cost`` do, a verb each, and the studies."""
