@@ -25,6 +25,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +40,8 @@ from rose_dev.parts import HELM_PART, RELEASE
 from rose_dev.shell import run, succeeds
 
 ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "helm" / "rose"
+CHART = Path("helm") / "rose"
+"""In the tree that is released."""
 SBOM_IN_IMAGE = "opt/rose/sbom.json"
 TARGETS = ("operator", "router", "agent", "weights", "sandbox", "rewards", "engine")
 """Of the Dockerfile: what the chart can name."""
@@ -92,34 +94,21 @@ class ImageBuilder:
             "folder of docker archives (docs/images.md)"
         )
 
-    def build(self, targets: Sequence[str], checkout: Path, commit: str) -> Iterator[Path]:
+    def build(self, targets: Sequence[str], tree: Path) -> Iterator[Path]:
         """A docker archive ``TARGET.tar`` of each, one after the other; the next takes its room.
 
-        They are built from what the commit holds: for hours somebody may work in the checkout, and
-        files that git ignores lie in its folders.
+        Args:
+            targets: of the Dockerfile.
+            tree: what they are built from.
 
         Raises:
             CommandFailed: it could not be built.
         """
         with tempfile.TemporaryDirectory(prefix="rose-release-") as scratch:
-            context = Path(scratch) / "source"
-            whole = Path(scratch) / "source.tar"
-            git = [
-                "git",
-                "-C",
-                str(checkout),
-                "archive",
-                "--format=tar",
-                f"--output={whole}",
-                commit,
-            ]
-            run(git, seconds=_STEP_SECONDS)
-            with tarfile.open(whole) as source:
-                source.extractall(context, filter="data")
             for target in targets:
                 archive = Path(scratch) / f"{target}.tar"
                 for command in self.commands(target, archive):
-                    run(command, seconds=_BUILD_SECONDS, cwd=context)
+                    run(command, seconds=_BUILD_SECONDS, cwd=tree)
                 yield archive
                 archive.unlink()
 
@@ -139,6 +128,26 @@ class ImageBuilder:
 
 
 _BUILDERS = ("docker", "podman", "buildah")
+
+
+@contextmanager
+def committed(checkout: Path, commit: str) -> Iterator[Path]:
+    """A folder of what the commit holds, and nothing else.
+
+    Images take hours in which somebody may work in the checkout, and files that git ignores lie in
+    its folders: neither belongs to what the provenance names.
+
+    Raises:
+        CommandFailed: git knows no such commit there.
+    """
+    with tempfile.TemporaryDirectory(prefix="rose-release-") as scratch:
+        tree, whole = Path(scratch) / "source", Path(scratch) / "source.tar"
+        archive = ["archive", "--format=tar", f"--output={whole}", commit]
+        run(["git", "-C", str(checkout), *archive], seconds=_STEP_SECONDS)
+        with tarfile.open(whole) as source:
+            source.extractall(tree, filter="data")
+        whole.unlink()
+        yield tree
 
 
 @dataclass(frozen=True)
@@ -175,15 +184,14 @@ class Releaser:
     tools: dict[str, Path]
     plain_http: bool = False
 
-    def chart(self, folder: Path = CHART) -> Released:
-        """Package the chart and push it.
+    def chart(self, folder: Path) -> Released:
+        """Package the chart of this folder and push it.
 
         Raises:
             ReleaseFailed: this version is there already.
             CommandFailed: helm failed.
         """
-        version = yaml.safe_load((folder / "Chart.yaml").read_text())["version"]
-        name = f"{self.registry}/charts/{folder.name}:{version}"
+        name = f"{self.registry}/charts/{folder.name}:{released_version(folder)}"
         self._refuse_again(name)
         with tempfile.TemporaryDirectory() as scratch:
             self._helm("package", str(folder), f"--destination={scratch}")
@@ -204,14 +212,18 @@ class Releaser:
         self._crane("push", str(archive), name, seconds=_PUSH_SECONDS)
         return Released(name, _digest(self._crane("digest", name), name))
 
-    def refuse_again(self, targets: Sequence[str]) -> None:
+    def refuse_again(self, targets: Sequence[str], chart: Path) -> None:
         """Before hours of building: neither these images nor the chart are there in its version.
+
+        Args:
+            targets: of the images.
+            chart: its folder.
 
         Raises:
             ReleaseFailed: one is there already.
         """
-        version = released_version()
-        for place in (*(f"rose-{target}" for target in targets), f"charts/{CHART.name}"):
+        version = released_version(chart)
+        for place in (*(f"rose-{target}" for target in targets), f"charts/{chart.name}"):
             self._refuse_again(f"{self.registry}/{place}:{version}")
 
     def bill_of(self, image: Released) -> dict[str, Any]:
@@ -266,9 +278,9 @@ class Releaser:
         run([self.tools["cosign"], *words], seconds=_STEP_SECONDS)
 
 
-def released_version() -> str:
+def released_version(chart: Path) -> str:
     """The chart's, which its images share."""
-    version: str = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
+    version: str = yaml.safe_load((chart / "Chart.yaml").read_text())["version"]
     return version
 
 
@@ -350,10 +362,11 @@ def _sha256(content: str) -> dict[str, str]:
 def release(
     releaser: Releaser,
     archives: Iterable[Path],
+    chart: Path,
     source: Source,
     builder: str,
-    clock: Callable[[], datetime] = _now,
     *,
+    clock: Callable[[], datetime] = _now,
     arguments: Sequence[str] = (),
 ) -> Iterator[Released]:
     """Push the images, then the chart that names them, and vouch for each as it comes.
@@ -361,6 +374,7 @@ def release(
     Args:
         releaser: where to.
         archives: of the images; what is built as it is asked for belongs to its image's time.
+        chart: its folder.
         source: what they were made of.
         builder: who made them, as a URI.
         clock: UTC.
@@ -370,7 +384,7 @@ def release(
         ReleaseFailed: one is there already, or an image has no SBOM.
         CommandFailed: a tool failed; what came before stays in the registry.
     """
-    version = released_version()
+    version = released_version(chart)
     images: dict[str, str] = {}
     began = clock()
     for archive in archives:
@@ -382,11 +396,11 @@ def release(
         images[image.name] = image.digest
         yield image
         began = clock()
-    chart = releaser.chart()
-    parameters = {"chart": CHART.name, "version": version}
+    packaged = releaser.chart(chart)
+    parameters = {"chart": chart.name, "version": version}
     made = provenance(source, parameters, builder, (began, clock()))
-    releaser.vouch(chart, bill_of_chart(CHART, version, images), made)
-    yield chart
+    releaser.vouch(packaged, bill_of_chart(chart, version, images), made)
+    yield packaged
 
 
 def source_of(checkout: Path) -> Source:
@@ -438,8 +452,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _checked(given: argparse.Namespace) -> tuple[Iterable[Path], Source]:
-    """The archives to release, and what of; with ``--build`` each is made when it is asked for.
+def _checked(given: argparse.Namespace) -> tuple[ImageBuilder | list[Path], Source]:
+    """What makes the images, or their archives, and what of.
 
     Raises:
         ReleaseFailed: something is missing; says what.
@@ -454,9 +468,7 @@ def _checked(given: argparse.Namespace) -> tuple[Iterable[Path], Source]:
     if wrong := [one for one in given.build_arg if "=" not in one]:
         raise ReleaseFailed(f"--build-arg {wrong[0]}: give it a value, NAME=VALUE")
     if given.build:
-        builder = ImageBuilder.named(given.build, given.build_arg)
-        source = source_of(ROOT)
-        return builder.build(given.targets, ROOT, source.commit), source
+        return ImageBuilder.named(given.build, given.build_arg), source_of(ROOT)
     archives = sorted(given.images.glob("*.tar")) if given.images else []
     if given.images and not archives:
         raise ReleaseFailed(f"--images {given.images}: there is no TARGET.tar")
@@ -467,20 +479,28 @@ def main(argv: list[str]) -> int:
     """0 released, 1 something is wrong, which is said."""
     given = _parser().parse_args(argv)
     try:
-        # Bad input is told before tools are built, which takes minutes the first time.
-        archives, source = ([], None) if given.parts else _checked(given)
-        tools = build((HELM_PART, *RELEASE))
-        if source is None:
-            for name, path in tools.items():
+        if given.parts:
+            for name, path in build((HELM_PART, *RELEASE)).items():
                 print(f"{name}: {path}")
             return 0
+        # Bad input is told before tools are built, which takes minutes the first time.
+        images, source = _checked(given)
+        tools = build((HELM_PART, *RELEASE))
         releaser = Releaser(
             given.registry.removeprefix("oci://").rstrip("/"), given.key, tools, given.plain_http
         )
-        if given.build:
-            releaser.refuse_again(given.targets)
-        for one in release(releaser, archives, source, given.builder, arguments=given.build_arg):
-            print(f"{one.name} {one.digest}", flush=True)
+        with committed(ROOT, source.commit) as tree:
+            chart = tree / CHART
+            if isinstance(images, ImageBuilder):
+                releaser.refuse_again(given.targets, chart)
+                archives: Iterable[Path] = images.build(given.targets, tree)
+            else:
+                archives = images
+            made = release(
+                releaser, archives, chart, source, given.builder, arguments=given.build_arg
+            )
+            for one in made:
+                print(f"{one.name} {one.digest}", flush=True)
     except DevelopmentError as error:
         sys.stderr.write(f"release: {error}\n")
         return 1

@@ -85,7 +85,7 @@ def chart() -> Iterator[tuple[str, ...]]:
     crane, helm = found
     with registry(crane) as place:
         made = Releaser(f"{place}/rose", Path(), {"crane": crane, "helm": helm}, plain_http=True)
-        name, _, version = made.chart().name.rpartition(":")
+        name, _, version = made.chart(CHART).name.rpartition(":")
         yield f"oci://{name}", f"--version={version}", "--plain-http"
 
 

@@ -17,12 +17,13 @@ import pytest
 
 from rose_dev import parts, release
 from rose_dev.errors import CommandFailed, ReleaseFailed
-from rose_dev.release import CHART, Released, Releaser, Source
+from rose_dev.release import Released, Releaser, Source
 from rose_dev.shell import run
 from rose_dev.waiting import wait_until
 from rose_wire.ports import free_port
 
 TOOLS = {part.name: parts.find(part) for part in (parts.HELM_PART, *parts.RELEASE)}
+CHART = Path(__file__).parents[2] / "helm" / "rose"
 SOURCE = Source("https://example.com/rose.git", "c" * 40)
 BUILDER = "https://example.com/releaser"
 BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -108,7 +109,7 @@ def test_a_release_is_pulled_back_and_everything_in_it_verified(
 ) -> None:
     archive = an_archive(tmp_path, "router", {release.SBOM_IN_IMAGE: json.dumps(BILL).encode()})
     ours = releaser(registry, keys, "whole")
-    image, chart = release.release(ours, [archive], SOURCE, BUILDER, clock=lambda: BEGAN)
+    image, chart = release.release(ours, [archive], CHART, SOURCE, BUILDER, clock=lambda: BEGAN)
     assert image.name.startswith(f"{registry}/whole/rose-router:")
 
     place, _, version = chart.name.rpartition(":")
@@ -135,7 +136,7 @@ def test_what_somebody_else_signed_or_pushed_is_not_taken_for_ours(
     registry: str, keys: Path, tmp_path: Path
 ) -> None:
     ours = releaser(registry, keys, "foreign")
-    *_, chart = release.release(ours, [], SOURCE, BUILDER)
+    *_, chart = release.release(ours, [], CHART, SOURCE, BUILDER)
     with pytest.raises(CommandFailed, match="invalid signature"):
         verify(keys, chart.name, key="theirs")
     layer = tmp_path / "evil.layer"
@@ -150,16 +151,16 @@ def test_what_somebody_else_signed_or_pushed_is_not_taken_for_ours(
 @needs_tools
 def test_a_version_is_released_once(registry: str, keys: Path, tmp_path: Path) -> None:
     ours = releaser(registry, keys, "twice")
-    ours.refuse_again(release.TARGETS)
+    ours.refuse_again(release.TARGETS, CHART)
     archive = an_archive(tmp_path, "router", {})
-    ours.image(archive, release.released_version())
+    ours.image(archive, release.released_version(CHART))
     with pytest.raises(ReleaseFailed, match=r"rose-router.* is there already"):
-        ours.refuse_again(release.TARGETS)
-    before = ours.chart()
+        ours.refuse_again(release.TARGETS, CHART)
+    before = ours.chart(CHART)
     with pytest.raises(ReleaseFailed, match="there already"):
-        ours.chart()
+        ours.chart(CHART)
     with pytest.raises(ReleaseFailed, match=r"charts/rose.* is there already"):
-        ours.refuse_again([])
+        ours.refuse_again([], CHART)
     digest = tool("crane", "digest", "--insecure", before.name).strip()
     assert digest == before.digest
 
@@ -170,7 +171,7 @@ def test_an_image_without_a_bill_of_materials_is_not_vouched_for(
 ) -> None:
     archive = an_archive(tmp_path, "agent", {"etc/motd": b"hello"})
     with pytest.raises(ReleaseFailed, match="sbom"):
-        next(release.release(releaser(registry, keys, "bare"), [archive], SOURCE, BUILDER))
+        next(release.release(releaser(registry, keys, "bare"), [archive], CHART, SOURCE, BUILDER))
 
 
 @pytest.mark.parametrize(
@@ -210,24 +211,32 @@ def test_each_builder_makes_the_target_and_writes_a_docker_archive(
     ]
 
 
-def test_images_are_built_from_the_commit_and_not_from_what_lies_beside_it(tmp_path: Path) -> None:
+def test_what_is_released_is_the_commits_and_not_what_lies_beside_it(tmp_path: Path) -> None:
+    """Images and chart, however long the images take."""
     checkout = tmp_path / "checkout"
-    checkout.mkdir()
+    chart = checkout / release.CHART
+    chart.mkdir(parents=True)
     (checkout / "code.py").write_text("as committed")
+    (chart / "Chart.yaml").write_text("version: 1.2.3")
     author = ("-c", "user.name=a", "-c", "user.email=a@example.com")
     for words in (("init", "--quiet"), ("add", "."), (*author, "commit", "--quiet", "-m", "One")):
         run(["git", "-C", checkout, *words], seconds=30)
     commit = run(["git", "-C", checkout, "rev-parse", "HEAD"], seconds=30).stdout.strip()
     (checkout / "code.py").write_text("edited while it was built")
+    (chart / "Chart.yaml").write_text("version: 9.9.9")
     (checkout / "secret").touch()
+    (chart / "secret").touch()
     tool = tmp_path / "docker"
     tool.write_text('#!/bin/sh\n[ "$1" = build ] || cp code.py "${2#--output=}"; [ ! -e secret ]\n')
     tool.chmod(0o755)
-    made = release.ImageBuilder(tool).build(["agent", "router"], checkout, commit)
-    assert [(one.name, one.read_text()) for one in made] == [
-        ("agent.tar", "as committed"),
-        ("router.tar", "as committed"),
-    ]
+    with release.committed(checkout, commit) as tree:
+        made = release.ImageBuilder(tool).build(["agent", "router"], tree)
+        assert [(one.name, one.read_text()) for one in made] == [
+            ("agent.tar", "as committed"),
+            ("router.tar", "as committed"),
+        ]
+        assert release.released_version(tree / release.CHART) == "1.2.3"
+        assert [path.name for path in (tree / release.CHART).iterdir()] == ["Chart.yaml"]
 
 
 def test_without_any_builder_a_release_says_what_to_install(
