@@ -195,6 +195,16 @@ def test_a_policy_that_would_keep_engine_hosts_from_every_store_is_refused() -> 
     assert {"to": [STORE]} in rendered.one("NetworkPolicy", "rose-engine-host")["spec"]["egress"]
 
 
+def test_the_relay_opens_no_other_store() -> None:
+    """Its egress is known; that of engine hosts to what stands beside it is not."""
+    further = {
+        **EVERYTHING,
+        "stores": [{"name": "further", "address": "weights.example:7446"}],
+    }
+    with pytest.raises(CommandFailed, match=r"\(further\).*networkPolicy\.stores"):
+        Rendered(further)
+
+
 def test_on_openshift_the_name_service_has_a_port_of_its_own() -> None:
     openshift = {
         **EVERYTHING,
