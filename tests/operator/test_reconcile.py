@@ -369,6 +369,16 @@ async def settled(bench: Bench) -> None:
     await bench.turn()
 
 
+async def test_a_leases_scale_selects_the_pods_of_its_router() -> None:
+    """An autoscaler that sets ``slots.max`` reads their figures."""
+    bench = await running()
+    selector = bench.api.objects[Kind.LEASE, "default/grpo"]["status"]["selector"]
+    (router,) = bench.api.all(Kind.DEPLOYMENT)
+    wanted = dict(one.split("=") for one in selector.split(","))
+    assert wanted
+    assert wanted.items() <= router["spec"]["template"]["metadata"]["labels"].items()
+
+
 async def test_a_lease_says_why_its_slots_do_not_start() -> None:
     bench = await running()
     await bench.ready_routers()
