@@ -419,6 +419,11 @@ def test_a_lease_is_scaled_between_its_bounds_and_no_further(existing: Client) -
     assert dict(existing.get(lease, "grpo", namespace="default"))["spec"]["slots"]["max"] == 4
     with pytest.raises(ApiError, match="less than or equal to 1024"):
         scale(1025)
+    # Autoscalers ask for the pods that they watch by this selector, and refuse a scale without one.
+    said = {"status": {"slotsGranted": 2, "selector": "app.kubernetes.io/name=rose-router"}}
+    existing.patch(lease.Status, "grpo", said, namespace="default", patch_type=PatchType.MERGE)
+    found = existing.get(lease.Scale, "grpo", namespace="default").status
+    assert (found.replicas, found.selector) == (2, "app.kubernetes.io/name=rose-router")
 
 
 def test_every_rule_has_an_accept_and_a_reject_case() -> None:

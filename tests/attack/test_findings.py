@@ -11,8 +11,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 FINDINGS = yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text())
 NAMED = [(one["finding"], test) for one in FINDINGS for test in one["tests"]]
-# The dozen, at the least, is not only named but was seen to fail.
-LEAST_SEEN = 12
+# Each whose fault can be put back without other machines was seen to fail.
+LEAST_SEEN = 54
 
 
 @pytest.mark.parametrize(("finding", "test"), NAMED)

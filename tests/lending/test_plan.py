@@ -108,9 +108,11 @@ def test_naming_a_lent_gpu_takes_back_no_slot_and_lends_none() -> None:
         thief = replica("b", gpus=("G",), node="n", pool="s/evil")
         pools, one = [pool(), pool(key="s/evil")], lease("x")
         evil = lease("evil", pool="s/evil", priority=1000)
-        snapshot = world([owner, thief], [one, evil], [slot(one, owner)], pools=pools)
-        later = NOW + 10_000
-        assert (lent(snapshot, later), released(snapshot, later)) == ([], {})
+        held = slot(one, owner)
+        # A replica that is unfit loses its slot only where it has been so for a while.
+        memory = Memory(unfit_since={held.uid: NOW - 1000})
+        snapshot = world([owner, thief], [one, evil], [held], pools=pools, memory=memory)
+        assert (lent(snapshot), released(snapshot)) == ([], {})
 
 
 def test_a_contest_does_not_hide_that_a_replica_is_unfit() -> None:
