@@ -24,7 +24,7 @@ from rose_router.engines.engine_client import EngineClient, HttpEngineClient, se
 from rose_router.enrolment import enrolled
 from rose_router.errors import BadRequest, LoopEnded
 from rose_router.flags import parser, settings
-from rose_router.http import app, forward
+from rose_router.http import app
 from rose_router.http.admission import bearer
 from rose_router.http.admission.memory import limit_of_process
 from rose_router.http.tokenizer.model_tokenizer import ModelTokenizer, over_http
@@ -34,7 +34,6 @@ from rose_router.replicas import relay
 from rose_router.replicas.peers import Peers
 from rose_router.turns.barrier import Barrier, HttpIngest
 from rose_router.turns.demand import DemandFeed
-from rose_router.turns.drafting import Drafter
 from rose_router.turns.sandbox_hosts import SandboxHosts
 from rose_router.turns.service import Service
 from rose_router.turns.turn_clock import TurnClock
@@ -102,11 +101,6 @@ def _sandbox_hosts(
     return hosts
 
 
-def _drafter(service: Service, connections: Connections) -> Drafter:
-    send = partial(send_drafts, connections)
-    return Drafter(service.fleet, lambda: service.ledger, send, service.clock)
-
-
 def _tracing(config: Settings) -> Tracing | None:
     if not config.traces:
         return None
@@ -155,8 +149,12 @@ async def running(
     ):
         connections = Connections()
         tracing = _tracing(config)
-        service = Service(config, client or HttpEngineClient(connections), tracing=tracing)
-        service.drafter = _drafter(service, connections)
+        service = Service(
+            config,
+            client or HttpEngineClient(connections),
+            tracing=tracing,
+            send=partial(send_drafts, connections),
+        )
         memory = config.memory_bytes or limit_of_process()
         words = ModelTokenizer(service.fleet, tokenizer, over_http(fresh), memory_bytes=memory)
         ours = (config.operator_ca, config.link.authority if config.link else None)
@@ -171,7 +169,7 @@ async def running(
         doors = ConnectionLimiter(config.limits)
         barrier = Barrier(
             service.fleet,
-            service.room,
+            service.queue,
             HttpIngest(fresh, config.ingest_url, config.ingest_token, config.quorum.seconds),
             config.quorum,
             labels=service.labels,
@@ -184,8 +182,7 @@ async def running(
             doors,
             barrier,
             hosts=hosts,
-            forwarding=forward.middleware(peers, kept) if peers else None,
-            tell=forward.labels_to(peers, kept) if peers else None,
+            peers=peers,
             session=kept,
         )
         runner = web.AppRunner(

@@ -84,14 +84,14 @@ async def test_rollouts_go_before_lines(stage: Staging, tmp_path: Path) -> None:
         engine = await s.engine(cap=1, token_seconds=0.02)
         team = Caller(s.url, http, {})
         name = await team.begin(token_file(12), endpoint=COMPLETIONS)
-        await until(lambda: len(s.router.service.room) >= 5)
+        await until(lambda: len(s.router.service.queue) >= 5)
         body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}, "rid": "rollout"}
         async with s.post("/generate", {**body, "rose": {"job": "training"}}) as reply:
             assert reply.status == 200
         ended = [turn["id"] for turn in s.router.service.ledger.recent]
         # One line held the engine's only place; every other that waited still does.
         assert ended.index("rollout") <= 1 + sum(one.startswith("batch_") for one in ended[:2])
-        assert len(s.router.service.room) >= 4
+        assert len(s.router.service.queue) >= 4
         await team.ended(name)
         assert engine.scheduler is not None
 

@@ -95,8 +95,8 @@ class Fire:
         self._w.tell(engine)
 
     def hold(self, _engine: SimEngine) -> None:
-        self._w.service.room.hold()
-        self._later(self._chance.uniform(0.1, 1), self._w.service.room.release)
+        self._w.service.queue.hold()
+        self._later(self._chance.uniform(0.1, 1), self._w.service.queue.release)
 
     def commit(self, engine: SimEngine) -> None:
         self._head += self._chance.random() < 0.2
@@ -203,7 +203,7 @@ async def burn(chance: random.Random, *, commits: bool) -> None:
 
 def nothing_is_left(w: World) -> None:
     service = w.service
-    assert len(service.ledger) == len(service.room) == 0
+    assert len(service.ledger) == len(service.queue) == 0
     assert all(not engine.legs and engine.reserved == 0 for engine in service.fleet)
     assert all(not trajectory.live for trajectory in service.prospects._trajectories.values())
     rids = [body["rid"] for engine in w.engines.values() for body in engine.seen]

@@ -403,7 +403,7 @@ async def test_a_forced_call_runs_under_a_grammar_where_it_need_not_move(
     async with stage(tokenizer=folder(recipe)) as s:
         lent = await s.engine("lent", script=Follows(recipe))
         asked = asyncio.create_task(ask(s, path, body))
-        await until(lambda: len(s.router.service.room) == 1)
+        await until(lambda: len(s.router.service.queue) == 1)
         own = await s.engine("own", EngineKind.DEDICATED, script=Follows(recipe))
         answer = await asked
         told = await events(s, path, body)

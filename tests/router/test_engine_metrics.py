@@ -37,7 +37,7 @@ async def test_a_lease_tells_its_turns_and_its_kv_tokens_as_one_engine(stage: St
         idle = await told(s)
         body = {"input_ids": list(range(100)), "sampling_params": {"max_new_tokens": 50}}
         asking = [asyncio.create_task(_ask(s, body)) for _ in range(3)]
-        await until(lambda: len(s.router.service.room) == 2 and len(s.router.service.ledger) == 3)
+        await until(lambda: len(s.router.service.queue) == 2 and len(s.router.service.ledger) == 3)
         busy = await told(s)
         await asyncio.gather(*asking)
         done = await told(s)

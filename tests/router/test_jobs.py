@@ -123,7 +123,7 @@ async def test_a_flood_does_not_make_another_job_wait_for_its_end(
             ended.append(job)
 
         flood = [asyncio.create_task(one("train")) for _ in range(30)]
-        await until(lambda: len(s.router.service.room) >= 29)
+        await until(lambda: len(s.router.service.queue) >= 29)
         await asyncio.gather(*(one("eval") for _ in range(3)))
         before = ended.count("train")
         await asyncio.gather(*flood)
@@ -136,13 +136,13 @@ async def test_a_queue_that_one_job_has_filled_takes_the_others_turns(
 ) -> None:
     async with stage(turn_token_file=tokens, queue=QueueLimits(most=4)) as s:
         flood = [asyncio.create_task(generate(s, "train")) for _ in range(4)]
-        await until(lambda: len(s.router.service.room) == 4)
+        await until(lambda: len(s.router.service.queue) == 4)
         async with s.post("/generate", ask(), headers=bearing("train")) as reply:
             assert reply.status == 429
             assert "4 of them of job train" in await reply.text()
             assert int(reply.headers["Retry-After"]) >= 1
         other = asyncio.create_task(generate(s, "eval"))
-        await until(lambda: len(s.router.service.room) == 5)
+        await until(lambda: len(s.router.service.queue) == 5)
         await s.engine()
         await asyncio.gather(other, *flood)
 

@@ -77,7 +77,7 @@ async def test_a_turn_that_vllm_refuses_waits_for_an_sglang(engines: Engines) ->
         owners[0].say(refuses=tuple(NOT_IN_VLLM))
         await until(lambda: any(one.update.refuses for one in router.service.fleet))
         asked = asyncio.create_task(json_of(http.post(url, json=body)))
-        await until(lambda: len(router.service.room) == 1)
+        await until(lambda: len(router.service.queue) == 1)
         owners[1].say(gate_open=True)
         answer = await asked
     assert [leg["engine"] for leg in answer["meta_info"]["rose"]["engines"]] == ["second"]

@@ -173,10 +173,10 @@ async def test_aborts_and_pauses_reach_every_replica(
         assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
         async with one.post("/pause_generation", {"mode": "keep"}) as reply:
             assert reply.status == 200
-        assert two.router.service.room.held
+        assert two.router.service.queue.held
         async with two.post("/continue_generation", {}) as reply:
             assert reply.status == 200
-        assert not one.router.service.room.held
+        assert not one.router.service.queue.held
 
 
 async def test_a_replica_that_is_leaving_passes_everything_on_and_gets_nothing(

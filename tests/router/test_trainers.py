@@ -136,7 +136,7 @@ async def test_prime_rl_updates_in_flight_by_configuration_alone(
         await until(lambda: any(len(one.output) > 5 for one in ours.scheduler.running))
         await prime.pauses()
         late = asyncio.create_task(json_of(generate(s, 3)))
-        await until(lambda: len(s.router.service.room) == 1)
+        await until(lambda: len(s.router.service.queue) == 1)
         await prime.updates(tmp_path)
         assert not late.done()
         await prime.resumes()

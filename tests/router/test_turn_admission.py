@@ -129,7 +129,7 @@ async def test_answers_that_do_not_fit_are_refused_with_what_would(
     engines = SimEngine("a", cap=2), SimEngine("b", cap=3, gate_open=False)
     async with world(*engines, queue=QueueLimits(most=4, seconds=100)) as w:
         await asyncio.sleep(0.1)
-        room = w.service.room
+        room = w.service.queue
         if refusal is None:
             room.check_room(more=answers)
         else:
@@ -221,11 +221,11 @@ async def test_the_time_for_which_turns_are_held_is_none_of_that_minute(held: in
     async with world(SimEngine("a")) as w:
         turn = w.ask(5, dedicated_because=STOPS)
         await asyncio.sleep(30)
-        w.service.room.hold()
+        w.service.queue.hold()
         await asyncio.sleep(held / 2)
-        w.service.room.hold()  # a trainer may ask twice
+        w.service.queue.hold()  # a trainer may ask twice
         await asyncio.sleep(held / 2)
-        w.service.room.release()
+        w.service.queue.release()
         await over(turn)
         assert isinstance(turn.error, Unprocessable)
         assert 60 + held <= turn.ended - turn.began < 65 + held

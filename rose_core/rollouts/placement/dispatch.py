@@ -104,7 +104,7 @@ def next_turn(
         sort = filter_key(turn)
         if (sort, turn.begins) in hopeless:
             continue
-        until = _patience(one, able, scene) if turn.cached else None
+        until = _patience(turn, one.since, able, scene) if turn.cached else None
         if until is not None:
             again = until if again is None else min(again, until)
             continue
@@ -118,14 +118,28 @@ def next_turn(
     return None, again
 
 
-def _patience(one: WaitingTurn, able: Sequence[EngineView], scene: DispatchState) -> float | None:
+def at_once(turn: TurnView, scene: DispatchState) -> Placement | None:
+    """The placement of a turn that comes while none waits; ``next_turn`` would say the same.
+
+    ``None`` where it must wait, for its home or for any engine.
+    """
+    able = [engine for engine in scene.engines if _has_room(engine, scene.now)]
+    if not able or (turn.cached and _patience(turn, scene.now, able, scene) is not None):
+        return None
+    found = sort_out(turn, scene.engines, scene.head, scene.policy, scene.now)
+    answer = anywhere(turn, found, scene)
+    return answer if isinstance(answer, Placement) else None
+
+
+def _patience(
+    turn: TurnView, since: float, able: Sequence[EngineView], scene: DispatchState
+) -> float | None:
     """Until when the turn, which has keys at its home, waits for it; None when it need not."""
-    turn = one.view
     home = next((engine for engine in scene.engines if engine.name == turn.home), None)
     if home is None or _has_room(home, scene.now):
         return None
     price = min(engine.speed.prefill_seconds_per_token * (1 + engine.live) for engine in able)
-    until = one.since + min(turn.cached, turn.context) * price
+    until = since + min(turn.cached, turn.context) * price
     passing = obstacle(turn, home, scene.head, scene.policy, scene.now) in _PASSING
     return until if passing and scene.now < until else None
 

@@ -40,6 +40,7 @@ from rose_core.rollouts.errors import (
 )
 from rose_router import metrics
 from rose_router.errors import REASON, EngineRefused, RouterError
+from rose_router.http import forward
 from rose_router.http.admission import bearer, memory
 from rose_router.http.admission.bodies import (
     BODY_SECONDS,
@@ -65,6 +66,7 @@ from rose_router.http.routes import (
 from rose_router.http.routes.turns import TurnHandlers
 from rose_router.http.tokenizer.model_tokenizer import ModelTokenizer
 from rose_router.listener import ConnectionLimiter
+from rose_router.replicas.peers import Peers
 from rose_router.turns.barrier import Barrier
 from rose_router.turns.service import Service
 from rose_wire.observability import pages as process_pages
@@ -84,11 +86,19 @@ def create(
     barrier: Barrier | None = None,
     *,
     hosts: branches.Hosts | None = None,
-    forwarding: Middleware | None = None,
-    tell: virtual.Tell | None = None,
+    peers: Peers | None = None,
     session: aiohttp.ClientSession | None = None,
 ) -> web.Application:
     """The application; run it with handler cancellation, so that hung-up callers are noticed.
+
+    Args:
+        service: runs turns.
+        words: the model's tokenizer; by default what engines bring.
+        doors: counts connections.
+        barrier: pushes weights, where they are pushed.
+        hosts: of agents' sandboxes.
+        peers: the lease's other routers; ``None`` = it is alone.
+        session: to reach those and ``rose batches``.
 
     Raises:
         OSError: the file of tokens cannot be read.
@@ -114,7 +124,7 @@ def create(
             _outermost(doors, service),
             bearer.middleware(tokens, running),
             memory.middleware(room, settings.max_body_bytes),
-            *([forwarding] if forwarding else []),
+            *([forward.middleware(peers, session)] if peers and session else []),
         ],
     )
     app.cleanup_ctx.append(running.watch)
@@ -129,6 +139,7 @@ def create(
     app.add_routes(pages.routes(service))
     app.add_routes(facade.routes(service))
     if barrier is not None:
+        tell = forward.labels_to(peers, session) if peers and session else None
         app.add_routes(virtual.routes(service, barrier, tell))
     app.add_routes(trajectories.routes(service))
     app.add_routes(rows.routes(tree, service))

@@ -77,7 +77,7 @@ class DemandFeed:
         """What stands now."""
         service, turns = self._service, len(self._service.ledger)
         seen = Traffic(
-            turns, len(service.room), service.room.waiting_tokens, half_full(service.fleet)
+            turns, len(service.queue), service.queue.waiting_tokens, half_full(service.fleet)
         )
         now, totals = service.clock(), service.ledger.totals
         return msgspec.structs.replace(

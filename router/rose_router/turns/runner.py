@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from msgspec.structs import replace
 
-from rose_core.rollouts.conversations.prefixes import Prefixes
 from rose_core.rollouts.engines.suspects import GATE_SECONDS
 from rose_core.rollouts.errors import BrokenStream, RolloutError
 from rose_core.rollouts.placement.selection import TurnView
 from rose_core.rollouts.placement.watch import MoveReason
-from rose_core.rollouts.trajectories.prospects import Prospects
-from rose_core.rollouts.transcripts.transcript import Leg
+from rose_core.rollouts.requests.stops import Crossing
+from rose_core.rollouts.transcripts.transcript import Leg, StreamEvent
 from rose_router import metrics
-from rose_router.config import Settings
-from rose_router.engines.engine_client import EngineClient, Target
-from rose_router.engines.fences import Fences
+from rose_router.engines.engine_client import Target
 from rose_router.engines.fleet import Clock, Engine, Fleet, LiveLeg
 from rose_router.errors import EngineRefused, LegLost, RouterError, TurnLost, Unprocessable
-from rose_router.turns.ledger import Ledger
-from rose_router.turns.leg_reader import LegReader
-from rose_router.turns.sessions import Home, Sessions
+from rose_router.turns.sessions import Home
+from rose_router.turns.state import RouterState
 from rose_router.turns.turn import Turn, TurnMove, TurnState
-from rose_router.turns.turn_queue import TurnQueue
 
 LOG = logging.getLogger(__name__)
 
@@ -41,45 +37,24 @@ _LAST_WORD_SECONDS = 2.0  # for an engine to say what it knows of a turn that is
 _MOST_MOVES = 64
 CANARY_SECONDS = 2.0
 """An engine that computes answers one token sooner, and whoever waits for it waits for this."""
+# Looked up once: finding a metric by its labels costs more than counting.
+_COMPUTED, _CACHED, _FETCHED = map(metrics.PROMPT_TOKENS.labels, ("computed", "cached", "fetched"))
+_PROMPT_META = ("prompt_tokens", "cached_tokens", "input_token_logprobs", "input_top_logprobs")
 
 
 class TurnRunner:
     """Runs turns.
 
     Args:
-        new_rid: makes request ids of legs; all of one length, as engines match them by prefix.
+        state: of the router.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        fleet: Fleet,
-        room: TurnQueue,
-        *,
-        fences: Fences,
-        client: EngineClient,
-        ledger: Ledger,
-        prospects: Prospects,
-        prefixes: Prefixes,
-        clock: Clock,
-        new_rid: Callable[[], str],
-    ) -> None:
-        self._settings = settings
-        self._fleet = fleet
-        self._room = room
-        self._fences = fences
-        self._client = client
-        self._ledger = ledger
-        self._prospects = prospects
-        self._prefixes = prefixes
-        self._clock = clock
-        self._new_rid = new_rid
-        self._sessions = Sessions()
-
-    @property
-    def sessions(self) -> Sessions:
-        """Where trajectories have their homes."""
-        return self._sessions
+    def __init__(self, state: RouterState) -> None:
+        self._settings, self._fleet, self._queue = state.settings, state.fleet, state.queue
+        self._fences, self._ledger, self._prospects = state.fences, state.ledger, state.prospects
+        self._prefixes, self._sessions = state.prefixes, state.sessions
+        self._clock = state.clock
+        self._client, self._new_rid = state.outside.client, state.outside.new_rid
 
     def next_view(self, turn: Turn) -> TurnView:
         """What would come after a turn that has ended, were it to come now with no new prompt."""
@@ -118,7 +93,7 @@ class TurnRunner:
         turn.state = TurnState.WAITING
         view = self.view(turn)
         try:
-            engine = await self._room.place(
+            engine = await self._queue.place(
                 view,
                 holds_tokens=held > 0,
                 priority=turn.request.priority,
@@ -138,7 +113,7 @@ class TurnRunner:
         finally:
             holds = turn.held
             context, more = len(turn.transcript.prompt) + holds, holds - held - view.expected
-            self._room.leave(engine, turn.request.session, context, turn.request.job, more)
+            self._queue.leave(engine, turn.request.session, context, turn.request.job, more)
         self._after(turn, engine, move)
 
     def view(self, turn: Turn) -> TurnView:
@@ -190,7 +165,12 @@ class TurnRunner:
     async def _outcome(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> MoveReason:
         """Why reading the leg ended, if it was not by its last event."""
         try:
-            return await self._judged(turn, engine, leg, handle)
+            try:
+                await self._read(turn, engine, leg, handle)
+            except (BrokenStream, LegLost) as error:
+                return await self._judged(turn, engine, leg, error)
+            else:
+                return MoveReason.ABORTED if leg.aborted else MoveReason.UNPLACED
         except asyncio.CancelledError:
             # One of its cancellations is the verdict's; any other ends the turn.
             if handle.verdict is None or (handle.task is not None and handle.task.uncancel()):
@@ -199,20 +179,16 @@ class TurnRunner:
                 engine.back_off(self._clock())
             return handle.verdict
 
-    async def _judged(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> MoveReason:
-        """Read the leg; whose fault it is when that ends early."""
-        try:
-            await self._read(turn, engine, leg, handle)
-        except BrokenStream as error:
-            LOG.info("leg %s on %s: %s", leg.rid, engine.name, error)
-        except LegLost as error:
-            LOG.info("leg %s on %s: %s", leg.rid, engine.name, error)
+    async def _judged(
+        self, turn: Turn, engine: Engine, leg: Leg, error: BrokenStream | LegLost
+    ) -> MoveReason:
+        """Whose fault it is that reading the leg ended early."""
+        LOG.info("leg %s on %s: %s", leg.rid, engine.name, error)
+        if isinstance(error, LegLost):
             if error.refused:
                 return await self._refused(engine, leg, error)
             if not error.unsent:
                 await self._lost(turn, engine, leg)
-        else:
-            return MoveReason.ABORTED if leg.aborted else MoveReason.UNPLACED
         engine.back_off(self._clock())
         return MoveReason.LOST
 
@@ -339,7 +315,7 @@ class TurnRunner:
     def _elsewhere(self, turn: Turn, engine: Engine) -> bool:
         view = self.view(turn)
         others = frozenset({engine.name})
-        return not turn.request.dedicated_because and self._room.is_possible(view, others)
+        return not turn.request.dedicated_because and self._queue.is_possible(view, others)
 
     @staticmethod
     def _finish(turn: Turn, finish: Any) -> None:  # noqa: ANN401  # SGLang's JSON
@@ -385,3 +361,143 @@ def _raise_refusal(leg: Leg) -> None:
         raise LegLost(text, refused=True, doubtful=True)
     if status == 503:  # it says something of the engine now: it waits, or has lost the run
         raise LegLost(text, refused=True)
+
+
+class LegReader:
+    """Takes what an engine says in answer to one leg: holds it, learns from it, tells who listens.
+
+    The client calls ``take`` in the moment in which a piece of the engine's stream arrives, without
+    a task in between, and ``streaming`` writes what follows from it to the caller in that moment.
+
+    Args:
+        turn: whose leg it is.
+        engine: who answers.
+        leg: what was said so far.
+        handle: the leg as the supervisor watches it.
+        fleet: learns how fast the engine works.
+        clock: monotonic seconds.
+
+    Attributes:
+        wants_last_word: of the engine, also where a stop string ends the turn before it: experts of
+            all tokens come with it.
+    """
+
+    def __init__(
+        self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg, *, fleet: Fleet, clock: Clock
+    ) -> None:
+        self._turn, self._engine, self._leg, self._handle = turn, engine, leg, handle
+        self._fleet, self._clock = fleet, clock
+        self._crossing = _crossing(turn)
+        self._over = False
+        wanted = turn.request.passed.get("return_routed_experts")
+        self.wants_last_word = bool(wanted) and self._crossing is not None
+
+    def take(self, events: Iterable[StreamEvent], halt: Callable[[], None] | None = None) -> bool:
+        """Take events that came together; listeners are told once.
+
+        Args:
+            events: in their order.
+            halt: has the engine say its last word, called where the turn ends before it; ``None`` =
+                no more is wanted then.
+
+        Returns:
+            False when no more is wanted.
+
+        Raises:
+            BrokenStream: tokens are missing, or the engine counts backwards.
+        """
+        now, before, turn = self._clock(), self._leg.placed, self._turn
+        try:
+            for event in events:
+                if not self._took(event, now, halt):
+                    return False
+        finally:
+            if self._leg.placed > before:
+                if turn.record.must_be_alone():
+                    self._clear()
+                if not turn.first_token_at:
+                    turn.first_token_at = now
+                    metrics.FIRST_TOKEN_SECONDS.observe(now - turn.began)
+                turn.changed.fire()
+        return True
+
+    def _took(self, event: StreamEvent, now: float, halt: Callable[[], None] | None) -> bool:
+        leg, handle = self._leg, self._handle
+        if self._over:
+            if event.finish is not None:
+                leg.meta, leg.ended = event.meta, True
+            return True
+        new = leg.take(event)
+        if self._turn.trace is not None and leg.spans:
+            self._turn.trace.see_version(leg.spans[-1].version)
+        self._learn(event, new, now)
+        if self._engine.failures:
+            self._engine.note_success()
+        handle.last_event, handle.tokens = now, len(leg.ids)
+        if leg.offset == 0:
+            meta, kept = event.meta, self._turn.prompt_meta
+            for name in _PROMPT_META:
+                if name in meta:
+                    kept[name] = meta[name]
+        if self._crossing is None or not _stopped(leg, self._crossing):
+            return True
+        if halt is None or leg.ended:
+            return False
+        self._over = True
+        halt()
+        return True
+
+    def _clear(self) -> None:
+        """Tokens came where an engine had died before: others may run beside the turn again."""
+        record = self._turn.record
+        record.note_tokens(self._turn.held + self._leg.placed)
+        if not record.must_be_alone():
+            self._engine.solo = False
+            self._fleet.changed.fire()
+
+    def _learn(self, event: StreamEvent, new: int, now: float) -> None:
+        engine, handle = self._engine, self._handle
+        kind = engine.update.device_class
+        uncached = event.meta.get("prompt_tokens", 0) - event.meta.get("cached_tokens", 0)
+        if new and not handle.tokens:
+            _count_prompt(event.meta, uncached)
+        if new and kind:
+            metrics.CLASS_TOKENS.labels(kind, "written").inc(new)
+            if not handle.tokens:
+                metrics.CLASS_TOKENS.labels(kind, "read").inc(max(0, uncached))
+        if not new or engine.gate_since > handle.last_event:
+            return  # the gap holds a pause of the gate
+        if handle.tokens:
+            step, live = (now - handle.last_event) / new, engine.occupied
+            self._fleet.learn_speed(engine, methodcaller("saw_step", step, live=live))
+            return
+        waited = now - handle.began
+        self._fleet.learn_speed(engine, methodcaller("saw_first_token", waited, uncached))
+
+
+def _count_prompt(meta: Mapping[str, Any], uncached: int) -> None:
+    """Where what an engine began with came from; it says so with its first token."""
+    found = meta.get("cached_tokens", 0)
+    fetched = (meta.get("cached_tokens_details") or {}).get("storage") or 0
+    # Nothing is counted for nothing: each costs a lock.
+    if uncached > 0:
+        _COMPUTED.inc(uncached)
+    if found > fetched:
+        _CACHED.inc(found - fetched)
+    if fetched:
+        _FETCHED.inc(fetched)
+
+
+def _crossing(turn: Turn) -> Crossing | None:
+    """Who looks for stop strings that the next leg's engine cannot see whole."""
+    stops = turn.request.stops
+    return Crossing(stops, turn.transcript.tokens) if stops is not None and turn.held else None
+
+
+def _stopped(leg: Leg, crossing: Crossing) -> bool:
+    """Whether a stop string has ended the turn; the leg then ends with it."""
+    found = crossing.match(leg.ids)
+    if found is None or leg.placed < found.count:
+        return False
+    leg.end(found.count, found.finish)
+    return True

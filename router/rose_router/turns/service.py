@@ -10,14 +10,11 @@ import itertools
 import random
 import secrets
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rose_core.rollouts.capacity.reply_time import Queue, reply_seconds
-from rose_core.rollouts.conversations.prefixes import Prefixes
 from rose_core.rollouts.errors import UnknownVersion, VersionGone
-from rose_core.rollouts.placement.guards import RolloutOutlook
 from rose_core.rollouts.requests.fields import (
     NOTHING_SAID,
     Bounds,
@@ -28,18 +25,16 @@ from rose_core.rollouts.transcripts.transcript import Transcript
 from rose_router import metrics
 from rose_router.config import Settings
 from rose_router.engines.engine_client import EngineClient
-from rose_router.engines.fences import Fences
-from rose_router.engines.fleet import Clock, Fleet
+from rose_router.engines.fleet import Clock
 from rose_router.errors import BadRequest, Conflict, draining
-from rose_router.turns.drafting import Drafter
-from rose_router.turns.ledger import Ledger
+from rose_router.turns.drafting import Drafter, Send
 from rose_router.turns.request import TurnRequest
 from rose_router.turns.runner import TurnRunner
 from rose_router.turns.sessions import Home
+from rose_router.turns.state import Outside, RouterState
 from rose_router.turns.supervisor import Supervisor
 from rose_router.turns.turn import Turn
 from rose_router.turns.turn_clock import Listener, Nobody
-from rose_router.turns.turn_queue import TurnQueue
 from rose_router.turns.warming import Warmer
 
 if TYPE_CHECKING:
@@ -86,6 +81,7 @@ class Service:
         new_rid: makes ids of legs, all of one length.
         dice: random numbers from 0 to 1, for exploration.
         tracing: makes spans of turns; ``None`` = nobody wants them.
+        send: brings engines what they draft from; ``None`` = nobody does.
 
     Attributes:
         leaving: callers should go elsewhere; who comes all the same is served.
@@ -105,20 +101,18 @@ class Service:
         new_rid: Callable[[], str] = random_rid,
         dice: Callable[[], float] = random.random,
         tracing: Tracing | None = None,
+        send: Send | None = None,
     ) -> None:
         self.tracing = tracing
-        self.settings = settings
+        self.settings, self.policies = settings, settings.policies
         self.clock = clock
-        self._dice = dice
-        self.policies = policies = settings.policies
-        self.fleet = Fleet(clock, policies.patience.pause_seconds)
-        self.ledger = Ledger(settings.replay_seconds)
-        self.prefixes = Prefixes()
-        self.prospects = policies.memory()
-        self.room = TurnQueue(
-            self.fleet, policies.placement, settings.queue, clock, outlook=self._outlook
-        )
-        self.room.finish_rate = self._finish_rate
+        self._state = state = RouterState(settings, Outside(client, clock, new_rid, dice))
+        self.fleet, self.queue, self.ledger = state.fleet, state.queue, state.ledger
+        self.prospects, self.prefixes = state.prospects, state.prefixes
+        self._runner = TurnRunner(state)
+        self._supervisor = Supervisor(state)
+        self._warmer = Warmer(state, self._runner.next_view)
+        self.drafter = Drafter(state.fleet, lambda: state.ledger, send, clock) if send else None
         self.leaving = False
         self.draining = False
         self.asked_at = 0.0
@@ -126,43 +120,7 @@ class Service:
         self.labels: dict[str, str] = {}
         self.on_turn: Callable[[], None] = _nothing
         self.sandboxes: Listener = Nobody()
-        self._fences = Fences(self.fleet, client)
-        self._runner = TurnRunner(
-            settings,
-            self.fleet,
-            self.room,
-            fences=self._fences,
-            client=client,
-            ledger=self.ledger,
-            prospects=self.prospects,
-            prefixes=self.prefixes,
-            clock=clock,
-            new_rid=new_rid,
-        )
-        self._supervisor = Supervisor(
-            self.fleet,
-            self.room,
-            self._fences,
-            policies.patience,
-            self.prospects,
-            forget_seconds=settings.forget_seconds,
-            clock=clock,
-        )
-        self._warmer = Warmer(
-            policies.placement,
-            self.fleet,
-            self.room,
-            fences=self._fences,
-            client=client,
-            sessions=self._runner.sessions,
-            view=self._runner.next_view,
-            outlook=self._outlook,
-            clock=clock,
-            new_rid=new_rid,
-        )
-        self.drafter: Drafter | None = None
         self.loops: list[asyncio.Task[None]] = []
-        self._ends: deque[float] = deque(maxlen=64)
 
     async def start(self) -> None:
         """Begin to watch."""
@@ -181,7 +139,7 @@ class Service:
             loop.cancel()
         await asyncio.gather(*self.loops, return_exceptions=True)
         await self._warmer.close()
-        await self._fences.close()
+        await self._state.fences.close()
 
     async def drain(self, passed_on: Callable[[], Awaitable[None]] | None = None) -> None:
         """Send callers elsewhere; return when every live turn has ended or the time is over.
@@ -255,7 +213,7 @@ class Service:
             Busy: they do not fit into the queue.
             UnsafeTurn: no engine attached could bear one of them.
         """
-        self.room.check_room(requests[0].job, len(requests))
+        self.queue.check_room(requests[0].job, len(requests))
         if len(requests) == 1:
             return
         bounds, seen = self.bounds(), None
@@ -306,16 +264,16 @@ class Service:
         shut = 0.0
         if able and not any(one.gate_open for one in able):
             shut = min(now - one.gate_since for one in able)
-        queue = Queue(len(self.room), self._finish_rate(), shut)
+        queue = Queue(len(self.queue), self._state.finished.per_second(), shut)
         return reply_seconds(self._runner.view(turn), self.fleet.views(), queue)
 
     def home_of(self, trajectory: str) -> Home | None:
         """Where the keys of a trajectory are."""
-        return self._runner.sessions.home(trajectory)
+        return self._state.sessions.home(trajectory)
 
     def settle(self, trajectory: str, home: Home) -> None:
         """Let a trajectory's next turn find keys there."""
-        self._runner.sessions.settle(trajectory, home)
+        self._state.sessions.settle(trajectory, home)
 
     def end_sandbox(self, session: str) -> None:
         """Tell who has its sandbox that a trajectory will ask for no more turns."""
@@ -366,18 +324,10 @@ class Service:
             asyncio.get_running_loop().call_soon(turn.task.cancel)
 
     def _note_end(self, turn: Turn) -> None:
-        self._ends.append(self.clock())
+        self._state.finished.note_end()
         self._warmer.end_turn(turn)
         if self.drafter is not None:
             self.drafter.end_turn(turn)
         self.sandboxes.end_turn(turn)
         if turn.abandoned:  # one that is answered has no listener any more when this is called
             metrics.UNDELIVERED.inc(turn.held)
-
-    def _outlook(self) -> RolloutOutlook:
-        return self.prospects.outlook(self.fleet.processes, self._dice(), self.clock())
-
-    def _finish_rate(self) -> float:
-        if len(self._ends) < 2:
-            return 0.0
-        return len(self._ends) / max(self.clock() - self._ends[0], 0.001)

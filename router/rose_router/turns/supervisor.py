@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 
 from rose_core.rollouts import versions
-from rose_core.rollouts.placement.watch import LegPatience, LegView, MoveReason, judge
-from rose_core.rollouts.trajectories.prospects import Prospects
+from rose_core.rollouts.placement.watch import LegView, MoveReason, judge
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
-from rose_router.engines.fences import Fences
-from rose_router.engines.fleet import Clock, Engine, Fleet, LiveLeg
-from rose_router.turns.turn_queue import TurnQueue
+from rose_router.engines.fleet import Engine, LiveLeg
+from rose_router.turns.state import RouterState
 
 TICK_SECONDS = 0.25
 
@@ -27,30 +25,14 @@ class Supervisor:
     """The watch.
 
     Args:
-        patience: how long a leg may stand still.
-        prospects: memory of trajectories, told of time and heads.
-        forget_seconds: how long an engine without owner is remembered.
-        clock: monotonic seconds.
+        state: of the router.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        room: TurnQueue,
-        fences: Fences,
-        patience: LegPatience,
-        prospects: Prospects,
-        *,
-        forget_seconds: float,
-        clock: Clock,
-    ) -> None:
-        self._fleet = fleet
-        self._room = room
-        self._fences = fences
-        self._patience = patience
-        self._prospects = prospects
-        self._forget_seconds = forget_seconds
-        self._clock = clock
+    def __init__(self, state: RouterState) -> None:
+        self._fleet, self._queue, self._fences = state.fleet, state.queue, state.fences
+        self._prospects, self._clock = state.prospects, state.clock
+        self._patience = state.settings.policies.patience
+        self._forget_seconds = state.settings.forget_seconds
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -76,7 +58,7 @@ class Supervisor:
             if engine.legs and not self._at_ease(engine, now):
                 spare -= self._judge(engine, spare)
         self._fences.deliver()
-        self._room.look()
+        self._queue.look()
         self._show()
 
     def _at_ease(self, engine: Engine, now: float) -> bool:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from rose_core.rollouts.capacity.admission import QueueLimits, has_room, rank, retry_after
 from rose_core.rollouts.capacity.fairness import FairShares, work
 from rose_core.rollouts.errors import UnknownVersion, UnsafeTurn, VersionGone
-from rose_core.rollouts.placement.dispatch import DispatchState, next_turn
+from rose_core.rollouts.placement.dispatch import DispatchState, at_once, next_turn
 from rose_core.rollouts.placement.guards import NOTHING_KNOWN, RolloutOutlook
 from rose_core.rollouts.placement.selection import (
     Obstacle,
@@ -72,8 +72,9 @@ class TurnQueue:
     Args:
         fleet: the engines.
         policy, queue: knobs.
-        outlook: what is known of all trajectories together, asked at every choice.
         clock: monotonic seconds.
+        outlook: what is known of all trajectories together, asked at every choice.
+        finish_rate: turns that have ended in a second lately, for who is told to come back.
     """
 
     def __init__(
@@ -82,20 +83,22 @@ class TurnQueue:
         policy: Policy,
         queue: QueueLimits,
         clock: Clock,
+        *,
         outlook: Callable[[], RolloutOutlook] = lambda: NOTHING_KNOWN,
+        finish_rate: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._fleet = fleet
         self._policy = policy
         self._queue = queue
         self._clock = clock
         self._outlook = outlook
+        self._finish_rate = finish_rate
         self._arrivals = itertools.count()
         self._waiting: list[Waiter] = []
         self._again: asyncio.TimerHandle | None = None
         self._shares = FairShares()
         self._keeps = False  # an engine free
         self._held_at: float | None = None
-        self.finish_rate: Callable[[], float] = lambda: 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -195,11 +198,15 @@ class TurnQueue:
             Unprocessable: it could not move, and for a minute no engine attached is dedicated.
         """
         began = self._clock()
+        self._shares.join(job)
+        engine = self._place_at_once(view, session, job, began)
+        if engine is not None:
+            metrics.QUEUE_SECONDS.observe(0.0)
+            return engine
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         arrived = next(self._arrivals)
         key = rank(holds_tokens, priority, arrived if born is None else born)
         waiter = Waiter(key, view, session, began, future, job, because)
-        self._shares.join(job)
         insort(self._waiting, waiter, key=lambda one: one.key)
         self.pump()
         try:
@@ -215,6 +222,15 @@ class TurnQueue:
             metrics.QUEUE_SECONDS.observe(self._clock() - began)
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
+
+    def _place_at_once(self, view: TurnView, session: str, job: str, now: float) -> Engine | None:
+        """The usual case: nobody waits, and some engine has room; ``None`` = see ``pump``."""
+        if self._waiting or self._held_at is not None or view.alone or self._keeps:
+            return None
+        if self._policy.name is not PolicyName.JOINT or not self._fleet.has_room():
+            return None
+        chosen = at_once(view, self._scene(now))
+        return None if chosen is None else self._reserve(view, session, job, chosen)
 
     def _check_room_without(self, waiter: Waiter) -> None:
         self._waiting.remove(waiter)
@@ -322,14 +338,7 @@ class TurnQueue:
     def _dispatch(self) -> None:
         again: float | None = None
         while self._waiting:
-            scene = DispatchState(
-                self._fleet.views(),
-                self._fleet.head,
-                self._policy,
-                self._clock(),
-                self._outlook(),
-                self._fleet.residents,
-            )
+            scene = self._scene(self._clock())
             order = self._shares.order(self._waiting)
             chosen, again = next_turn(order, scene)
             if chosen is None:
@@ -339,6 +348,12 @@ class TurnQueue:
             self._give(waiter, chosen[1])
         if again is not None:
             self._pump_at(again)
+
+    def _scene(self, now: float) -> DispatchState:
+        fleet = self._fleet
+        return DispatchState(
+            fleet.views(), fleet.head, self._policy, now, self._outlook(), fleet.residents
+        )
 
     def _pump_at(self, moment: float) -> None:
         if self._again is not None:
@@ -357,18 +372,20 @@ class TurnQueue:
         )
 
     def _give(self, waiter: Waiter, placement: Placement) -> None:
+        waiter.future.set_result(self._reserve(waiter.view, waiter.session, waiter.job, placement))
+
+    def _reserve(self, view: TurnView, session: str, job: str, placement: Placement) -> Engine:
         engine = self._fleet.get(placement.engine)
         if engine is None:
             message = f"placement chose {placement.engine}, which is not in the fleet"
             raise RuntimeError(message)
         engine.reserved += 1
-        view = waiter.view
         engine.solo = view.alone
         at_home = view.cached if view.home == engine.name else 0
-        self._shares.charge(waiter.job, work(view.context - at_home, view.expected))
+        self._shares.charge(job, work(view.context - at_home, view.expected))
         needed = view.context + view.expected
-        self._fleet.residents.begin_turn(engine.name, waiter.session, needed)
-        waiter.future.set_result(engine)
+        self._fleet.residents.begin_turn(engine.name, session, needed)
+        return engine
 
     def _fail_if_gone(self, waiter: Waiter) -> None:
         """End a turn that no waiting helps.
@@ -419,4 +436,4 @@ class TurnQueue:
         raise Overloaded("QueueTimeout", message, retry_after=self._retry_after())
 
     def _retry_after(self) -> int:
-        return retry_after(len(self._waiting), self.finish_rate())
+        return retry_after(len(self._waiting), self._finish_rate())

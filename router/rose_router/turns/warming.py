@@ -16,8 +16,7 @@ from msgspec.structs import replace
 
 from rose_core.rollouts.errors import BrokenStream
 from rose_core.rollouts.placement.dispatch import DispatchState
-from rose_core.rollouts.placement.guards import RolloutOutlook
-from rose_core.rollouts.placement.selection import Policy, PolicyName, TurnView
+from rose_core.rollouts.placement.selection import PolicyName, TurnView
 from rose_core.rollouts.placement.warming import (
     LOOK_SECONDS,
     Resting,
@@ -28,13 +27,12 @@ from rose_core.rollouts.placement.warming import (
 )
 from rose_core.rollouts.transcripts.transcript import StreamEvent
 from rose_router import metrics
-from rose_router.engines.engine_client import EngineClient, Target
-from rose_router.engines.fences import Fences
-from rose_router.engines.fleet import Clock, Engine, Fleet
+from rose_router.engines.engine_client import Target
+from rose_router.engines.fleet import Engine
 from rose_router.errors import EngineRefused, LegLost
-from rose_router.turns.sessions import Home, Sessions
+from rose_router.turns.sessions import Home
+from rose_router.turns.state import RouterState
 from rose_router.turns.turn import Turn, TurnState
-from rose_router.turns.turn_queue import TurnQueue
 
 _MOST_ASKED = 256  # trajectories looked at in one go, the newest; a look must not hold up streams
 
@@ -56,30 +54,16 @@ class Warmer:
     """Warms prefixes.
 
     Args:
-        sessions: where trajectories have their homes.
-        view: a turn as placement sees it.
-        outlook: what is known of all trajectories together.
-        new_rid: makes request ids, of the same length as those of legs.
+        state: of the router.
+        view: a turn as placement would see its trajectory's next one.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        fleet: Fleet,
-        room: TurnQueue,
-        *,
-        fences: Fences,
-        client: EngineClient,
-        sessions: Sessions,
-        view: Callable[[Turn], TurnView],
-        outlook: Callable[[], RolloutOutlook],
-        clock: Clock,
-        new_rid: Callable[[], str],
-    ) -> None:
-        self._policy, self._fleet, self._room = policy, fleet, room
-        self._fences, self._client, self._sessions = fences, client, sessions
-        self._view, self._outlook = view, outlook
-        self._clock, self._new_rid = clock, new_rid
+    def __init__(self, state: RouterState, view: Callable[[Turn], TurnView]) -> None:
+        self._policy = state.settings.policies.placement
+        self._fleet, self._queue, self._fences = state.fleet, state.queue, state.fences
+        self._sessions, self._outlook, self._clock = state.sessions, state.outlook, state.clock
+        self._client, self._new_rid = state.outside.client, state.outside.new_rid
+        self._view = view
         self._bound, self._returns = WarmBound(), ReturnRates()
         self._resting: dict[str, _Rest] = {}
         self._came: dict[Turn, str] = {}
@@ -139,7 +123,7 @@ class Warmer:
         """Begin what is worth it now."""
         now = self._clock()
         self._forget(now)
-        if not self._resting or self._room.held:
+        if not self._resting or self._queue.held:
             return
         newest = islice(reversed(self._resting.values()), _MOST_ASKED)
         still = [self._told(rest) for rest in newest if rest.task is None]
@@ -148,7 +132,7 @@ class Warmer:
             still,
             self._scene(now),
             self._returns,
-            waiting=len(self._room),
+            waiting=len(self._queue),
             warming=busy,
             bound=self._bound,
         )

@@ -79,7 +79,7 @@ def engines_json(service: Service) -> dict[str, Any]:
         "lease": service.settings.lease,
         "head": str(head) if head else None,
         "unready": service.unready(),
-        "queued": len(service.room),
+        "queued": len(service.queue),
         "engines": [_engine(service, engine) for engine in service.fleet],
     }
 
