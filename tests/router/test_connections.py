@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from rose_dev.waiting import until
-from rose_router.engines.connections import Connection, Connections, Place, Stage, _context
+from rose_router.engines.connections import Connection, Connections, Place, Stage, Take, _context
 from rose_router.errors import Unreachable
+from rose_wire.certificates import fingerprint, make_own
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
@@ -37,10 +40,16 @@ class Engine:
             writer.close()
 
 
+async def fine(writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD + b"1\r\nx\r\n" + END)
+
+
 @asynccontextmanager
-async def engine(answer: Answer) -> AsyncIterator[tuple[Engine, Connections, Place]]:
+async def engine(
+    answer: Answer, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[Engine, Connections, Place]]:
     made, connections = Engine(answer), Connections()
-    server = await asyncio.start_server(made, "127.0.0.1", 0)
+    server = await asyncio.start_server(made, "127.0.0.1", 0, ssl=tls)
     try:
         yield made, connections, ("127.0.0.1", server.sockets[0].getsockname()[1], False, ())
     finally:
@@ -50,8 +59,8 @@ async def engine(answer: Answer) -> AsyncIterator[tuple[Engine, Connections, Pla
         server.close()
 
 
-async def asked(connections: Connections, place: Place) -> Connection:
-    return await connections.ask(place, b"POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
+async def asked(connections: Connections, place: Place, take: Take | None = None) -> Connection:
+    return await connections.ask(place, b"POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n", take)
 
 
 async def whole(connection: Connection) -> bytes:
@@ -144,6 +153,26 @@ async def test_an_idle_connection_that_the_engine_closes_is_forgotten() -> None:
         await until(lambda: not connections._idle)
         await whole(await asked(connections, place))
         assert len(made.writers) == 2
+
+
+async def test_a_connection_to_an_engines_host_outlives_the_pause_that_ends_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("rose_router.engines.connections.IDLE_SECONDS", 0.01)
+    key, certificate = make_own("host", dt.timedelta(hours=1), dt.datetime.now(dt.UTC))
+    (tmp_path / "both.pem").write_bytes(key + certificate)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "both.pem")
+    async with engine(fine) as (_, _, plain), engine(fine, tls) as (host, connections, made):
+        place = (*made[:2], True, (fingerprint(certificate),))
+        kept, other = await asked(connections, place), await asked(connections, plain)
+        assert [await whole(one) for one in (kept, other)] == [b"x", b"x"]
+        kept.leave()
+        other.leave()
+        await until(lambda: other.stage is Stage.LOST)
+        assert await asked(connections, place) is kept
+        assert len(host.writers) == 1
+        kept.hang_up()
 
 
 async def test_who_closes_awaits_no_more_ends_of_answers() -> None:

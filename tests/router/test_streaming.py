@@ -64,12 +64,10 @@ async def test_pieces_are_handed_on_as_they_come_and_until_no_more_is_wanted() -
         return data != until
 
     async with engine(pieces) as (_, connections, place):
-        connection = await asked(connections, place)
-        await connection.each(take)
+        connection = await asked(connections, place, take)
         assert taken == [b"one", b"two", b"end"]
         connection.leave()
-        again = await asked(connections, place)
-        await again.each(lambda data: take(data, until=b"two"))
+        again = await asked(connections, place, lambda data: take(data, until=b"two"))
         assert taken[3:] == [b"one", b"two"]
         again.hang_up()
 
@@ -82,10 +80,9 @@ async def test_what_taking_a_piece_raises_comes_out_where_it_is_awaited() -> Non
         writer.write(b"1\r\nx\r\n")
 
     async with engine(piece) as (_, connections, place):
-        connection = await asked(connections, place)
         with pytest.raises(ZeroDivisionError):
-            await connection.each(lambda _: bool(1 / 0))
-        connection.hang_up()
+            await asked(connections, place, lambda _: bool(1 / 0))
+        await until(lambda: not connections.open)
 
 
 # --- callers

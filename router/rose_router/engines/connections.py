@@ -6,7 +6,8 @@ one write, and an answer is a status and bytes as they come. States of a connect
     asking    --head--> answering --end of message--> idle --asked again--> asking
     answering --left before the end--> ending --end of message--> idle
     any       --closed, garbage, ``hang_up``--> lost
-    idle      --``IDLE_SECONDS``--> lost       ending --``END_SECONDS``--> lost
+    idle      --``IDLE_SECONDS``, ``PINNED_IDLE_SECONDS``--> lost
+    ending    --``END_SECONDS``--> lost
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from rose_router.errors import Unreachable
 
 # Idle connections end before SGLang's own server closes them (5 s).
 IDLE_SECONDS = 2.0
+# At the other end of one with a pinned certificate is an engine's host, which keeps idle ones for
+# an hour. A handshake costs this process what four turns do, and tools and trainers often pause
+# turns for longer than two seconds.
+PINNED_IDLE_SECONDS = 60.0
 # Time for what follows the last event; an engine may be stopped just there.
 END_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
@@ -116,8 +121,10 @@ class Connection(asyncio.Protocol):
             await self._news()
         return self._come()
 
-    async def each(self, take: Take) -> None:
-        """Hand on what comes, in the moment in which it does, until the end of the message.
+    async def answer(self, take: Take) -> None:
+        """Hand on the body of an answer with status 200, in the moment in which it comes.
+
+        Head and body are waited for in one go. Of any other answer it waits for the head alone.
 
         Args:
             take: false when no more is wanted; what it raises is raised here.
@@ -125,9 +132,9 @@ class Connection(asyncio.Protocol):
         Raises:
             ConnectionResetError: the connection ended before the message did.
         """
-        more = self._handed(take)
-        while more:
-            more = await self._news(take)
+        while await self._news(take):
+            if self.status not in {0, 200}:
+                return
 
     def _handed(self, take: Take) -> bool:
         """Whether more will come and is wanted, after all that has come."""
@@ -178,8 +185,11 @@ class Connection(asyncio.Protocol):
         try:
             if take is None or self.stage is Stage.LOST:
                 waiter.set_result(True)
-            elif not self._handed(take):
-                waiter.set_result(False)
+            elif self.status == 200:
+                if not self._handed(take):
+                    waiter.set_result(False)
+            elif self.status:
+                waiter.set_result(True)
         except Exception as error:  # noqa: BLE001  # the waiter's own, not the connection's
             waiter.set_exception(error)
 
@@ -187,7 +197,8 @@ class Connection(asyncio.Protocol):
         if not self._reusable:
             self.hang_up()
             return
-        self._set_timer(IDLE_SECONDS, Stage.IDLE)
+        pinned = bool(self.place[3])
+        self._set_timer(PINNED_IDLE_SECONDS if pinned else IDLE_SECONDS, Stage.IDLE)
         self._pool.give_back(self)
 
     def _set_timer(self, seconds: float, stage: Stage) -> None:
@@ -286,24 +297,30 @@ class Connections:
         self.open: set[Connection] = set()
         self._idle: dict[Place, list[Connection]] = {}
 
-    async def ask(self, place: Place, request: bytes) -> Connection:
-        """Send a request and wait for the answer's status.
+    async def ask(self, place: Place, request: bytes, take: Take | None = None) -> Connection:
+        """Send a request and wait for the answer's status, or for all of it.
 
         A request whose kept connection turns out to be closed, with not one byte received, is sent
         once more on a fresh one: whoever sits at the other end now has not seen it.
 
+        Args:
+            place: where to.
+            request: head and body.
+            take: is given the body of an answer with status 200, see ``Connection.answer``; without
+                it the caller reads the body.
+
         Raises:
             Unreachable: nobody takes connections there, or somebody else does.
-            ConnectionResetError: the connection ended before the status came.
+            ConnectionResetError: the connection ended before the status came, or the body had.
         """
         kept = self._take(place)
         if kept is not None:
             try:
-                return await _asked(kept, request)
+                return await _asked(kept, request, take)
             except ConnectionResetError:
                 if not kept.silent:
                     raise
-        return await _asked(await self._open(place), request)
+        return await _asked(await self._open(place), request, take)
 
     def give_back(self, connection: Connection) -> None:
         """It may be used again."""
@@ -371,10 +388,13 @@ def _shown(transport: asyncio.BaseTransport) -> str:
     return hashlib.sha256(certificate or b"").hexdigest()
 
 
-async def _asked(connection: Connection, request: bytes) -> Connection:
+async def _asked(connection: Connection, request: bytes, take: Take | None) -> Connection:
     connection.ask(request)
     try:
-        await connection.head()
+        if take is None:
+            await connection.head()
+        else:
+            await connection.answer(take)
     except BaseException:  # also when cancelled, and raised again
         connection.hang_up()
         raise

@@ -108,12 +108,12 @@ class HttpEngineClient:
             EngineRefused: the engine says that the request is wrong.
             LegLost: anything else that ends the leg before its last event.
         """
+        events = _Events(take)
         try:
-            connection = await self._ask(target, "/generate", await _encoded(body))
+            connection = await self._ask(target, "/generate", await _encoded(body), events.feed)
             try:
-                await _check_status(connection)
-                events = _Events(take)
-                await connection.each(events.feed)
+                if connection.status != 200:
+                    await _raise_status(connection)
                 if events.ended:
                     connection.leave()
             finally:
@@ -143,11 +143,13 @@ class HttpEngineClient:
         except (OSError, TimeoutError):
             return False
 
-    async def _ask(self, target: Target, path: str, body: bytes) -> Connection:
+    async def _ask(
+        self, target: Target, path: str, body: bytes, take: Callable[[bytes], bool] | None = None
+    ) -> Connection:
         place, head = _head(target.url, target.token, target.certificates, path)
         trace = f"traceparent: {target.traceparent}\r\n" if target.traceparent else ""
         whole = b"%b%d\r\n%b\r\n%b" % (head, len(body), trace.encode("ascii"), body)
-        return await self._connections.ask(place, whole)
+        return await self._connections.ask(place, whole, take)
 
 
 async def _encoded(body: Mapping[str, Any]) -> bytes:
@@ -203,9 +205,8 @@ def _head(url: str, token: str, certificates: tuple[str, ...], path: str) -> tup
     return (host, port, secure, certificates), head.encode("ascii")
 
 
-async def _check_status(connection: Connection) -> None:
-    if connection.status == 200:
-        return
+async def _raise_status(connection: Connection) -> NoReturn:
+    """Raises what a status other than 200 means."""
     text = (await _beginning(connection)).decode(errors="replace")[:500]
     if connection.status == 502:  # its host found it gone, before or after it saw the request
         raise LegLost(f"HTTP 502: {text}", unsent=_error_type(text) == UNSENT)

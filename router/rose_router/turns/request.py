@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from propcache.api import cached_property
 
 from rose_core.rollouts.requests import splice
+from rose_core.rollouts.requests.fields import asked_with
+from rose_core.rollouts.requests.logprobs import LogprobTerms, terms_of
 from rose_core.rollouts.requests.stops import Stops
 from rose_core.rollouts.trajectories.prospects import NO_HINT, Hint
 from rose_core.rollouts.versions import NO_PIN, Pin
@@ -19,6 +21,35 @@ from rose_core.rollouts.versions import NO_PIN, Pin
 def named(job: str, name: str) -> str:
     """A caller's name for something of its own, told apart from what other jobs call so."""
     return f"{job}/{name}" if job and name else name
+
+
+class Parameters(msgspec.Struct, frozen=True, dict=True):
+    """What a turn asks of its engine beside its tokens, and all that follows from that alone.
+
+    Turns share it where they ask for the same, so none of it may be changed.
+
+    Attributes:
+        sampling: SGLang's ``sampling_params``.
+        passed: fields of the request that go to the engine as they are.
+    """
+
+    sampling: Mapping[str, Any]
+    passed: Mapping[str, Any]
+
+    @cached_property
+    def most_tokens(self) -> int:
+        """The most output tokens the turn may have."""
+        return splice.most_tokens(self.sampling)
+
+    @cached_property
+    def logprob_terms(self) -> LogprobTerms:
+        """What they make of the turn's log-probs; asked for in every event."""
+        return terms_of(self.sampling, self.passed)
+
+    @cached_property
+    def refusable(self) -> frozenset[str]:
+        """Those that some engine refuses."""
+        return asked_with(self.sampling, self.passed)
 
 
 class TurnRequest(msgspec.Struct, frozen=True, dict=True):
@@ -40,6 +71,7 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
         stops: strings that end the turn, to be looked for across a move; ``None`` = nothing to do.
         traceparent: of the caller's span, where turns are traced; empty = it has none.
         operation: what the caller does, in OpenTelemetry's words.
+        parameters: ``sampling`` and ``passed`` as others have them too; ``None`` = nobody has.
     """
 
     rid: str
@@ -59,6 +91,7 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
     stops: Stops | None = None
     traceparent: str = ""
     operation: str = "text_completion"
+    parameters: Parameters | None = None
 
     def but(self, **changes: Any) -> TurnRequest:  # noqa: ANN401  # values of fields
         """The same request with other values."""
@@ -77,9 +110,17 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
         return self.session or named(self.job, self.rid)
 
     @cached_property
+    def asks(self) -> Parameters:
+        """What it asks of its engine."""
+        shared = self.parameters
+        if shared and shared.sampling is self.sampling and shared.passed is self.passed:
+            return shared
+        return Parameters(self.sampling, self.passed)
+
+    @property
     def most_tokens(self) -> int:
         """The most output tokens the turn may have."""
-        return splice.most_tokens(self.sampling)
+        return self.asks.most_tokens
 
     @property
     def name(self) -> tuple[str, str]:

@@ -17,13 +17,11 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 import msgspec
-from propcache.api import cached_property
 
 from rose_core.rollouts.engines.suspects import Record
 from rose_core.rollouts.placement.selection import TurnView
 from rose_core.rollouts.placement.watch import MoveReason
-from rose_core.rollouts.requests.fields import Bounds, asked_with, check_within
-from rose_core.rollouts.requests.logprobs import LogprobTerms, terms_of
+from rose_core.rollouts.requests.fields import Bounds, check_within
 from rose_core.rollouts.transcripts.detokenize import IncrementalDetokenizer
 from rose_core.rollouts.transcripts.spans import Span, covers, cut, joined, shifted
 from rose_core.rollouts.transcripts.transcript import Leg, Transcript
@@ -140,16 +138,6 @@ class Turn:
             return None
         return self.labels.get(spans[-1].version, spans[-1].version)
 
-    @cached_property
-    def logprob_terms(self) -> LogprobTerms:
-        """What the request itself makes of its log-probs; asked for in every event."""
-        return terms_of(self.request.sampling, self.request.passed)
-
-    @cached_property
-    def asked(self) -> frozenset[str]:
-        """Parameters of it that some engine refuses."""
-        return asked_with(self.request.sampling, self.request.passed)
-
     @property
     def held(self) -> int:
         """Output tokens that no loss can take away any more."""
@@ -180,7 +168,7 @@ class Turn:
             cached=cached,
             losses=self.losses,
             alone=self.record.must_be_alone(),
-            asked=self.asked,
+            asked=request.asks.refusable,
         )
 
     def shown(self) -> VisibleOutput:

@@ -68,6 +68,8 @@ async def raw_body(request: web.Request) -> bytes:
         return kept
     try:
         if request.content.is_eof():  # the usual case: it came with the head
+            if (whole := _came_with_head(request)) is not None:
+                return whole
             return await _received(request)
         async with asyncio.timeout(request.app.get(BODY_SECONDS, 60.0)) as limit:
             return await _received(request, limit)
@@ -82,6 +84,18 @@ async def raw_body(request: web.Request) -> bytes:
 def known_length(request: web.Request) -> int | None:
     """Bytes of a body that is still to come; ``None`` where it may become any number of them."""
     return None if hdrs.CONTENT_ENCODING in request.headers else request.content_length
+
+
+def _came_with_head(request: web.Request) -> bytes | None:
+    """A body that is all here and may be decoded at once; ``None`` where it is not.
+
+    aiohttp's own way to it goes through a loop, a copy and two coroutines.
+    """
+    length = known_length(request)
+    if length is None or length > min(_WHOLE, request.client_max_size):
+        return None
+    whole = request[_ARRIVED] = request.content.read_nowait()
+    return whole
 
 
 async def _received(request: web.Request, limit: asyncio.Timeout | None = None) -> bytes:

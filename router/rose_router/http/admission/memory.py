@@ -87,6 +87,7 @@ class MemoryLimiter:
     def __init__(self, limit: int, resident: Callable[[], int] = resident_bytes) -> None:
         self.limit = limit
         self.budget = int(limit * PART)
+        self._small, self._of_large = self.budget * _SMALL_PART, int(self.budget * LARGE_PART)
         self.taken = 0
         self._resident = resident
         self._seen, self._looked = 0, -math.inf
@@ -110,9 +111,7 @@ class MemoryLimiter:
 
     def take(self, more: int, whole: int) -> None:
         """Count bytes more as taken by a request that then holds ``whole``; see ``room_for``."""
-        most = self.budget
-        if whole > self.budget * _SMALL_PART:
-            most = int(self.budget * LARGE_PART)
+        most = self.budget if whole <= self._small else self._of_large
         if whole > most:
             message = (
                 f"the request would take {whole // MIB} MiB of this router's memory, and all "
@@ -133,10 +132,6 @@ class MemoryLimiter:
         if now - self._looked > _LOOK_SECONDS:
             self._seen, self._looked = self._resident(), now
         return self._seen > _FULL * self.limit
-
-    def give(self, bytes_: int) -> None:
-        """Count bytes as free again."""
-        self.taken -= bytes_
 
 
 class MemoryReservation:
@@ -165,7 +160,7 @@ class MemoryReservation:
         if more > 0:
             self._memory.take(more, bytes_)
         else:
-            self._memory.give(-more)
+            self._memory.taken += more
         self.bytes = bytes_
 
 

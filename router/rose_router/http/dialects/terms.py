@@ -13,7 +13,7 @@ from rose_core.rollouts.requests.stops import Stops
 from rose_router.http.conversations.history import Conversation
 from rose_router.http.dialects.common import Hints, Whole, read_as
 from rose_router.http.tokenizer.tokenization import Tokenizer
-from rose_router.turns.request import TurnRequest
+from rose_router.turns.request import Parameters, TurnRequest
 
 MOST_ANSWERS = 4096
 Answers = Annotated[int, msgspec.Meta(ge=1, le=MOST_ANSWERS)]
@@ -71,15 +71,7 @@ class PromptTerms:
         priority: int,
         tokenizer: Tokenizer | None,
     ) -> None:
-        # What would go wrong only when the turn is continued is refused now.
-        asked, most = read_as(sampling, Sampling), splice.most_tokens(sampling)
-        if (asked.min_new_tokens or 0) > most:
-            message = f"min_new_tokens: expected at most {most}, as max_new_tokens says"
-            raise InvalidTurn(message)
-        self._stops = _stops(asked.stop, tokenizer)
-        emulated = ("stop",) if self._stops else ()
-        self._because = splice.dedicated_because(sampling, passed, emulated)
-        self._sampling, self._passed = fields.admitted(sampling, passed)
+        self._checked = _checked(sampling, passed, tokenizer)
         self._hints, self._priority = hints, priority
 
     def turn(
@@ -100,13 +92,13 @@ class PromptTerms:
             session: where the caller names none.
             keyed: its trajectory needs not be recognized by its prompt.
         """
-        hints = self._hints
+        hints, checked = self._hints, self._checked
         return TurnRequest(
             rid=rid,
             prompt=prompt,
-            sampling=self._sampling,
+            sampling=checked.parameters.sampling,
             own_rid=own_rid,
-            passed=self._passed,
+            passed=checked.parameters.passed,
             session=hints.session or session,
             keyed=bool(hints.session) or keyed,
             job=hints.job,
@@ -114,8 +106,9 @@ class PromptTerms:
             pin=hints.pin,
             expected=hints.expected,
             priority=self._priority,
-            dedicated_because=self._because,
-            stops=self._stops,
+            dedicated_because=checked.because,
+            stops=checked.stops,
+            parameters=checked.parameters,
         )
 
     def turns(
@@ -126,6 +119,55 @@ class PromptTerms:
             self.turn(rid, prompt, own_rid=own_rid, session=session, keyed=bool(session))
             for rid, prompt in asked
         ]
+
+
+class _Checked(msgspec.Struct, frozen=True, gc=False):
+    """Parameters of a turn that may be sent, and what follows from them."""
+
+    parameters: Parameters
+    because: tuple[str, ...]
+    stops: Stops | None
+
+
+_KNOWN: dict[bytes, _Checked] = {}
+_MOST_KNOWN, _MOST_BYTES = 1024, 1024
+_encode = msgspec.json.Encoder().encode
+
+
+def _checked(
+    sampling: Mapping[str, Any], passed: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> _Checked:
+    """Parameters, checked once: a trainer sends the same with all its turns.
+
+    They are told apart by their JSON: as Python's values 1, 1.0 and true would be equal.
+    """
+    if sampling.get("stop"):
+        return _check(sampling, passed, tokenizer)
+    try:
+        key = _encode((sampling, passed))
+    except (msgspec.MsgspecError, OverflowError, RecursionError, TypeError, ValueError):
+        return _check(sampling, passed, tokenizer)
+    found = _KNOWN.get(key)
+    if found is None:
+        found = _check(sampling, passed, tokenizer)
+        if len(key) <= _MOST_BYTES:
+            if len(_KNOWN) >= _MOST_KNOWN:
+                _KNOWN.clear()
+            _KNOWN[key] = found
+    return found
+
+
+def _check(
+    sampling: Mapping[str, Any], passed: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> _Checked:
+    # What would go wrong only when the turn is continued is refused now.
+    asked, most = read_as(sampling, Sampling), splice.most_tokens(sampling)
+    if (asked.min_new_tokens or 0) > most:
+        message = f"min_new_tokens: expected at most {most}, as max_new_tokens says"
+        raise InvalidTurn(message)
+    stops = _stops(asked.stop, tokenizer)
+    because = splice.dedicated_because(sampling, passed, ("stop",) if stops else ())
+    return _Checked(Parameters(*fields.admitted(sampling, passed)), because, stops)
 
 
 def _stops(given: str | list[str] | None, tokenizer: Tokenizer | None) -> Stops | None:

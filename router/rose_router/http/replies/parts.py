@@ -49,6 +49,7 @@ def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
     if turn.leg is not None:
         legs = [*legs, turn.leg]
     scales = [(leg.offset, leg.meta.get(SCALE, "")) for leg in legs if leg.placed]
+    terms = turn.request.asks.logprob_terms
     own = all([span.kv is Kv.OWN for span in spans])  # noqa: C419  # a generator costs twice that
     return {
         "borrowed": turn.borrowed,
@@ -58,7 +59,7 @@ def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
         "kv": Kv.OWN if own else Kv.MIXED,
         "queue_seconds": round(turn.queue_seconds, 6),
         "exact_text": turn.transcript.exact_text,
-        "logprob_semantics": semantics(scales, spans[-1].end if spans else 0, turn.logprob_terms),
+        "logprob_semantics": semantics(scales, spans[-1].end if spans else 0, terms),
     }
 
 

@@ -30,6 +30,7 @@ from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.http.replies import parts
 from rose_router.http.replies.chat_replies import ChatReplies
 from rose_router.http.replies.completion_replies import CompletionReplies
+from rose_router.http.replies.json_reply import JsonReply
 from rose_router.http.replies.message_replies import MessageReplies
 from rose_router.http.replies.model_output import OutputReader
 from rose_router.http.replies.parts import TokenNames
@@ -148,7 +149,7 @@ class TurnHandlers:
             answering = MessageReplies(self._service.settings.model, turn, reader, beside)
             return await self._agent(request, ask, turn, answering)
 
-    async def count_tokens(self, request: web.Request) -> web.Response:
+    async def count_tokens(self, request: web.Request) -> JsonReply:
         """Anthropic's ``/v1/messages/count_tokens``."""
         body = await self._aside(request, partial(messages.chat_of, await self._read(request)))
         tokenizer = self._words()
@@ -178,7 +179,7 @@ class TurnHandlers:
                 self._stored.keep(job, identity, [*said, answering.message()])
             return reply
 
-    async def tokenize(self, request: web.Request) -> web.Response:
+    async def tokenize(self, request: web.Request) -> JsonReply:
         """``/tokenize``: text (``prompt``) or a conversation (``messages``) as token ids."""
         body = await self._read(request)
         if body.get("messages") is not None:
@@ -198,7 +199,7 @@ class TurnHandlers:
             }
         )
 
-    async def detokenize(self, request: web.Request) -> web.Response:
+    async def detokenize(self, request: web.Request) -> JsonReply:
         """``/detokenize``: token ids (``tokens``) as text, special ones included."""
         body = await self._read(request)
         tokens, most = body.get("tokens"), self._service.bounds().context
@@ -515,6 +516,5 @@ def _prompt_text(body: dict[str, Any]) -> str:
     return words
 
 
-def _json(body: object) -> web.Response:
-    encoded = msgspec.json.encode(body)
-    return web.Response(body=encoded, content_type="application/json")
+def _json(body: object) -> JsonReply:
+    return JsonReply(msgspec.json.encode(body))

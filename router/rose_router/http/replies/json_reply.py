@@ -1,0 +1,77 @@
+"""A JSON answer that is whole: head and body in one write.
+
+aiohttp's response can be compressed, chunked, prepared by signals and given cookies, and asks about
+each of them for every answer. A turn's has none of that, and what its head says is known; so this
+one does without, and takes a tenth of the interpreter's steps. Errors and pages stay aiohttp's.
+"""
+
+from __future__ import annotations
+
+from aiohttp import HttpVersion11, web
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import SERVER_SOFTWARE
+
+_HEAD = (
+    "HTTP/%d.%d 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+    f"Date: %s\r\nServer: {SERVER_SOFTWARE}\r\n%s\r\n"
+)
+
+
+class JsonReply(web.StreamResponse):
+    """Status 200 with a body.
+
+    Args:
+        body: JSON.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__()
+        self._json = body
+        self._closes = False
+        self._stays = False
+        self._request: web.BaseRequest | None = None
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection is used again."""
+        return self._stays
+
+    @property
+    def prepared(self) -> bool:
+        """Whether it is known whom it answers."""
+        return self._request is not None
+
+    def force_close(self) -> None:
+        """Have the caller come over another connection the next time."""
+        self._closes = True
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Answer that request; nothing is written yet."""
+        if self._request is None:
+            self._request, self._stays = request, request.keep_alive and not self._closes
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Write all of it; once, as callers of aiohttp's own may call twice.
+
+        Raises:
+            ConnectionResetError: the caller has hung up.
+        """
+        request, body = self._request, self._json + data
+        if request is None:
+            message = "an answer is prepared before it is written"
+            raise RuntimeError(message)
+        if not body:
+            return
+        self._json = b""
+        transport, version, said = request.transport, request.version, ""
+        if transport is None or transport.is_closing():
+            message = "the caller hung up before the answer was written"
+            raise ConnectionResetError(message)
+        if not self._stays and version >= HttpVersion11:
+            said = "Connection: close\r\n"
+        elif self._stays and version < HttpVersion11:
+            said = "Connection: keep-alive\r\n"
+        head = _HEAD % (*version, len(body), rfc822_formatted_time(), said)
+        transport.write(head.encode("ascii") + body)
+        if request.protocol.writing_paused:  # a caller that does not read is waited for
+            await request.writer.drain()
