@@ -168,6 +168,15 @@ def test_shares_follow_the_last_turns() -> None:
     assert shares.by_stratum() == {"b": 0.0}  # too little is left of the other
 
 
+def test_shares_are_the_same_after_any_number_of_turns() -> None:
+    shares, all_, borrowed = ContactShares(memory_turns=2), 0.0, 0.0
+    for number in range(5000):  # each counts twice as much as the one before: 2**5000 is no float
+        kind = EngineKind.BORROWED if number % 3 else EngineKind.DEDICATED
+        shares.record("a", kind)
+        all_, borrowed = all_ / 2 + 1, borrowed / 2 + (kind is EngineKind.BORROWED)
+        assert shares.overall == pytest.approx(borrowed / all_)
+
+
 def test_strata_join_what_is_about_as_long_and_as_fresh() -> None:
     assert stratum(0, math.inf) == "?/fresh"
     assert stratum(20_000, 0.5) == "16k+/late"

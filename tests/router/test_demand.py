@@ -17,7 +17,7 @@ class Turns:
     def __init__(self) -> None:
         self.now = 0.0
         self.ledger = Turned()
-        self.room = Room()
+        self.queue = Waiting()
         self.fleet = Engines()
         self.on_turn: Callable[[], None] = nothing
 
@@ -40,7 +40,7 @@ class Engines(list[Any]):
     head = ""
 
 
-class Room(list[Any]):
+class Waiting(list[Any]):
     waiting_tokens = 0
 
 

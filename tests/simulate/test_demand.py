@@ -95,7 +95,7 @@ class Same:
 
     @property
     def waiting(self) -> tuple[Turn, ...]:
-        return self.room.waiting
+        return self.queue.waiting
 
     @property
     def engines(self) -> dict[str, Engine]:
@@ -111,7 +111,7 @@ class Same:
         step, within = divmod(max(0, second - late), STEP + TRAIN)
         turns = 60 + 7 * step - within // 3 if within < STEP else 0
         self.moment, self.ledger = float(second), Ledger(turns)
-        self.room = Room((Turn(),) * min(4, turns))
+        self.queue = Room((Turn(),) * min(4, turns))
         self.fleet.head = str(step + (within >= STEP + TRAIN - 2))
 
 

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from rose_core.wire.routing import EngineKind
 
 _LEAST = 8.0  # a share of fewer turns says nothing
+_MOST_WEIGHT = 1e100  # far from where floats end
 _LENGTHS = (1_000, 4_000, 16_000)
 _BUCKETS = ("<1k", "<4k", "<16k", "16k+")
 
@@ -45,18 +46,23 @@ class ContactShares:
     """
 
     def __init__(self, memory_turns: float = 256.0) -> None:
-        self._keep = 1.0 - 1.0 / memory_turns
+        # Counts do not fade with each turn: each counts for more than the one before.
+        self._growth = 1.0 / (1.0 - 1.0 / memory_turns)
+        self._weight = 1.0
         self._all: dict[str, float] = {}
         self._borrowed: dict[str, float] = {}
 
     def record(self, name: str, kind: EngineKind) -> None:
         """Count a turn of that stratum on an engine of that kind."""
-        for counts in (self._all, self._borrowed):
-            for key in counts:
-                counts[key] *= self._keep
-        self._all[name] = self._all.get(name, 0.0) + 1.0
-        taken = float(kind is EngineKind.BORROWED)
-        self._borrowed[name] = self._borrowed.get(name, 0.0) + taken
+        self._weight *= self._growth
+        if self._weight > _MOST_WEIGHT:
+            for counts in (self._all, self._borrowed):
+                for key in counts:
+                    counts[key] /= self._weight
+            self._weight = 1.0
+        self._all[name] = self._all.get(name, 0.0) + self._weight
+        if kind is EngineKind.BORROWED:
+            self._borrowed[name] = self._borrowed.get(name, 0.0) + self._weight
 
     @property
     def overall(self) -> float:
@@ -66,8 +72,9 @@ class ContactShares:
 
     def by_stratum(self) -> dict[str, float]:
         """Borrowed share of every stratum that was seen often enough."""
+        least, borrowed = _LEAST * self._weight, self._borrowed
         return {
-            name: self._borrowed[name] / count
+            name: borrowed.get(name, 0.0) / count
             for name, count in self._all.items()
-            if count >= _LEAST
+            if count >= least
         }

@@ -10,6 +10,7 @@ import msgspec
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.requests import fields, splice
 from rose_core.rollouts.requests.stops import Stops
+from rose_core.unreadable import UNREADABLE
 from rose_router.http.conversations.history import Conversation
 from rose_router.http.dialects.common import Hints, Whole, read_as
 from rose_router.http.tokenizer.tokenization import Tokenizer
@@ -145,7 +146,7 @@ def _checked(
         return _check(sampling, passed, tokenizer)
     try:
         key = _encode((sampling, passed))
-    except (msgspec.MsgspecError, OverflowError, RecursionError, TypeError, ValueError):
+    except (*UNREADABLE, OverflowError, TypeError, ValueError):
         return _check(sampling, passed, tokenizer)
     found = _KNOWN.get(key)
     if found is None:
