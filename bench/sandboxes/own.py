@@ -18,9 +18,10 @@ from typing import TypeVar
 
 from rose_sandbox.runtimes.container import ContainerRuntime
 from rose_sandbox.runtimes.parts import Parts
-from rose_sandbox.runtimes.processes import empty, hierarchies
+from rose_sandbox.runtimes.processes import empty
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runsc import RunscRuntime
+from rose_wire.cgroups import hierarchies
 
 REGISTER = Path("/run/rose-sandbox-register")
 _R = TypeVar("_R", bound=ContainerRuntime)

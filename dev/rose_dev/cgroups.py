@@ -13,18 +13,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path("/sys/fs/cgroup")
+from rose_wire.cgroups import FREEZERS, TOP, hierarchies, signal_all
+from rose_wire.cgroups import members as of
+from rose_wire.cgroups import remove as remove_folder
 
 
-def hierarchies(root: Path = ROOT) -> list[Path]:
-    """Mount points that can hold the node's trees."""
-    if (root / "cgroup.controllers").exists():
-        return [root]
-    found = [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
-    return sorted(path for path in found if (path / "cgroup.procs").exists())
-
-
-def make(name: str, root: Path = ROOT) -> None:
+def make(name: str, root: Path = TOP) -> None:
     """Create the tree ``name`` in every hierarchy, ready to hold pods.
 
     Raises:
@@ -43,7 +37,7 @@ def make(name: str, root: Path = ROOT) -> None:
                 (parent / "cgroup.subtree_control").write_text(text)
 
 
-def trees(name: str, root: Path = ROOT) -> list[Path]:
+def trees(name: str, root: Path = TOP) -> list[Path]:
     """The existing trees of that name."""
     return [path / name for path in hierarchies(root) if (path / name).is_dir()]
 
@@ -54,7 +48,7 @@ def _folders(tree: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def thaw(name: str, root: Path = ROOT) -> int:
+def thaw(name: str, root: Path = TOP) -> int:
     """Thaw everything below the trees, parents first.
 
     Returns:
@@ -63,36 +57,27 @@ def thaw(name: str, root: Path = ROOT) -> int:
     thawed = 0
     for tree in trees(name, root):
         for folder in _folders(tree):
-            for file, frozen, running in (
-                ("freezer.state", "FROZEN", "THAWED"),
-                ("cgroup.freeze", "1", "0"),
-            ):
+            for freezer in FREEZERS:
+                control = folder / freezer.control
                 with suppress(OSError):
-                    if (folder / file).read_text().strip() == frozen:
-                        (folder / file).write_text(running)
+                    if control.read_text().strip() == freezer.freeze:
+                        control.write_text(freezer.thaw)
                         thawed += 1
     return thawed
 
 
-def members(name: str, root: Path = ROOT) -> set[int]:
+def members(name: str, root: Path = TOP) -> set[int]:
     """Processes in any of the trees."""
-    found: set[int] = set()
-    for tree in trees(name, root):
-        for folder in _folders(tree):
-            with suppress(OSError):
-                found.update(int(line) for line in (folder / "cgroup.procs").read_text().split())
-    return found
+    return {pid for tree in trees(name, root) for folder in _folders(tree) for pid in of(folder)}
 
 
-def kill(name: str, root: Path = ROOT) -> None:
+def kill(name: str, root: Path = TOP) -> None:
     """Thaw and kill every process in the trees, once; the caller repeats until none is left."""
     thaw(name, root)
-    for pid in members(name, root) - {0, os.getpid()}:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    signal_all(members(name, root) - {os.getpid()}, signal.SIGKILL)
 
 
-def remove(name: str, *, seconds: float = 20, root: Path = ROOT) -> list[Path]:
+def remove(name: str, *, seconds: float = 20, root: Path = TOP) -> list[Path]:
     """Remove the empty trees; a cgroup whose last task has just died is busy for a moment.
 
     Returns:
@@ -102,8 +87,7 @@ def remove(name: str, *, seconds: float = 20, root: Path = ROOT) -> list[Path]:
     while left := trees(name, root):
         for tree in left:
             for folder in reversed(list(_folders(tree))):
-                with suppress(OSError):
-                    folder.rmdir()
+                remove_folder(folder)
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)

@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 
 from rose_agent.devices import owners
-from rose_agent.os import mounts
 from rose_agent.pods import processes
 from rose_agent.pods.claims import GPU_ANNOTATION, WrittenClaims
 from rose_agent.pods.kubernetes import (
@@ -55,6 +54,7 @@ from rose_weights.errors import WeightsError
 from rose_weights.serve.responses import run_of
 from rose_weights.store.sharded_parts import run_of_part
 from rose_wire import services
+from rose_wire.cgroups import paths_by_controller
 from rose_wire.errors import MalformedMessage
 from rose_wire.method import Method, decode
 
@@ -122,7 +122,7 @@ def pod_processes(data: bytes) -> None:
     owner = owners.parse(cgroup)
     assert len(owner.pod) in {0, len(_POD)}
     assert processes.container_id(cgroup) in {"", *re.findall("[0-9a-f]{64}", cgroup)}
-    for path in mounts.parse_membership(cgroup).values():
+    for path in paths_by_controller(cgroup).values():
         assert str(path)
 
 

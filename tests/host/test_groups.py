@@ -16,8 +16,9 @@ from rose_agent.errors import GroupError, NoFreezer
 from rose_agent.host.processes import exec_engine
 from rose_agent.os import freezers
 from rose_agent.os.groups import SignalGroup, V1Group, V2Group, end, wait_for
-from rose_agent.os.mounts import locate, parse_membership, parse_mountinfo
+from rose_agent.os.mounts import locate, parse_mountinfo
 from rose_agent.os.processes import start_ticks
+from rose_wire.cgroups import paths_by_controller
 
 # Counts in a file, and has a child that does so too.
 COUNTER = """
@@ -217,7 +218,7 @@ def test_a_cgroup_is_found_where_it_is_mounted_here() -> None:
 
 
 def test_membership_is_read_for_both_versions() -> None:
-    paths = parse_membership("6:freezer:/pods/a\n5:cpu,cpuacct:/b\n0::/c:d\nbad\n")
+    paths = paths_by_controller("6:freezer:/pods/a\n5:cpu,cpuacct:/b\n0::/c:d\nbad\n")
     assert paths == {
         "freezer": PurePosixPath("/pods/a"),
         "cpu": PurePosixPath("/b"),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rose_sandbox.runtimes.processes import BESIDE, delegate, empty, group_of, hierarchies
+from rose_sandbox.runtimes.processes import BESIDE, delegate, empty, group_of
+from rose_wire.cgroups import hierarchies
 
 POD = "kubepods.slice/pod-1/container-1"
 

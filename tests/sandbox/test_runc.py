@@ -14,9 +14,9 @@ from bench.sandboxes.own import own_runtime
 from rose_sandbox.errors import BadPath, CannotCheckpoint, RuntimeFailed, SandboxError
 from rose_sandbox.runtimes import btrfs, kernel, volume
 from rose_sandbox.runtimes.parts import Parts
-from rose_sandbox.runtimes.processes import hierarchies
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runtime import Kind, Runtime, SandboxSpec
+from rose_wire.cgroups import hierarchies
 from tests.sandbox.contract import (
     SMALL,
     Contract,

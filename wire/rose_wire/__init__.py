@@ -7,5 +7,6 @@
 - ``bearer``: the word that callers bring; ``tls``: certificates.
 - ``services``: the methods of ROSE's services; read this first.
 - ``observability``: ``/metrics`` and ``/healthz``; ``plainpages``: the same without a library.
-- ``flags``, ``ports``, ``memory``, ``faults``: small things that several processes need.
+- ``flags``, ``ports``, ``memory``, ``faults``, ``cgroups``: what several processes need of Linux
+  and of their command lines.
 """

@@ -19,7 +19,8 @@ from typing import Literal
 from rose_agent.errors import GroupError, NoFreezer
 from rose_agent.os.cgroup_ids import through_the_node
 from rose_agent.os.groups import ProcessGroup, SignalGroup, V1Group, V2Group
-from rose_agent.os.mounts import locate, parse_membership, parse_mountinfo
+from rose_agent.os.mounts import locate, parse_mountinfo
+from rose_wire.cgroups import V1, V2, paths_by_controller
 
 Choice = Literal["auto", "v1", "v2", "signals"]
 
@@ -90,7 +91,7 @@ def group(driver: str, directory: Path | None, leader: int) -> ProcessGroup:
 
 def own_base(version: int, proc: Path = Path("/proc/self")) -> Path | None:
     """Folder of the host's own cgroup, None when it is not mounted here."""
-    paths = parse_membership((proc / "cgroup").read_text(errors="replace"))
+    paths = paths_by_controller((proc / "cgroup").read_text(errors="replace"))
     path = paths.get("freezer" if version == 1 else "")
     if path is None:
         return None
@@ -120,7 +121,7 @@ def _try(driver: str, base: Path, prefix: str) -> str:
                 return f"cannot make a cgroup below {base}: {error.strerror}"
             _remount(base)
     probe = group(driver, directory, 0)
-    control = directory / ("cgroup.freeze" if driver == "v2" else "freezer.state")
+    control = directory / (V2.control if driver == "v2" else V1.control)
     try:
         if not control.exists():
             return f"{control} is missing"

@@ -15,7 +15,6 @@ died belongs to the engine all the same. Next step: ``enforcer`` stops and conti
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from rose_agent.errors import GroupError
+from rose_wire import cgroups
+from rose_wire.cgroups import V1, V2
 
 # Pause between two looks at a tree that is on its way to a state.
 _POLL_SECONDS = 0.001
@@ -111,13 +112,6 @@ def end(group: ProcessGroup, seconds: float) -> bool:
     return True
 
 
-def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
-    for pid in pids:
-        # It ended between the listing and the signal: nothing to do.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
 class _Task(NamedTuple):
     """A line of ``/proc/PID/stat``, as far as it matters here."""
 
@@ -171,28 +165,14 @@ class _Cgroup:
 
     def pids(self) -> tuple[int, ...]:
         """Processes that belong to the cgroup; 0 stands for one of another pid namespace."""
-        try:
-            text = (self._directory / "cgroup.procs").read_text()
-        except OSError:
-            return ()
-        return tuple(int(line) for line in text.split())
+        return cgroups.members(self._directory)
 
     def remove(self) -> None:
         """Remove the folder; on a busy machine the last exit may take the kernel seconds.
 
         What cannot be removed stays as an empty cgroup, which the next host's repair removes.
         """
-
-        def removed() -> bool:
-            try:
-                self._directory.rmdir()
-            except FileNotFoundError:
-                return True
-            except OSError:
-                return False
-            return True
-
-        wait_for(removed, 5.0)
+        wait_for(lambda: cgroups.remove(self._directory), 5.0)
 
     def _write(self, name: str, text: str) -> None:
         path = self._directory / name
@@ -205,10 +185,7 @@ class _Cgroup:
             raise GroupError(message) from error
 
     def _read(self, name: str) -> str:
-        try:
-            return (self._directory / name).read_text()
-        except OSError:
-            return ""
+        return cgroups.text_of(self._directory / name)
 
 
 class V1Group(_Cgroup):
@@ -218,15 +195,15 @@ class V1Group(_Cgroup):
 
     def freeze(self) -> None:
         """Ask for FROZEN."""
-        self._write("freezer.state", "FROZEN")
+        self._write(V1.control, V1.freeze)
 
     def thaw(self) -> None:
         """Ask for THAWED."""
-        self._write("freezer.state", "THAWED")
+        self._write(V1.control, V1.thaw)
 
     def frozen(self) -> bool:
         """Read the state back; FREEZING is not yet."""
-        return self._read("freezer.state").strip() in {"FROZEN", ""}
+        return self._read(V1.state).strip() in {V1.frozen, ""}
 
     def cpu_ns(self) -> int | None:
         """The sum over its processes: the freezer's hierarchy counts no time."""
@@ -234,7 +211,7 @@ class V1Group(_Cgroup):
 
     def kill(self) -> None:
         """SIGKILL first, so that a thawed task has nothing left to run."""
-        _signal_all(self.pids(), signal.SIGKILL)
+        cgroups.signal_all(self.pids(), signal.SIGKILL)
         self.thaw()
 
 
@@ -245,15 +222,15 @@ class V2Group(_Cgroup):
 
     def freeze(self) -> None:
         """Set ``cgroup.freeze``."""
-        self._write("cgroup.freeze", "1")
+        self._write(V2.control, V2.freeze)
 
     def thaw(self) -> None:
         """Clear ``cgroup.freeze``."""
-        self._write("cgroup.freeze", "0")
+        self._write(V2.control, V2.thaw)
 
     def frozen(self) -> bool:
         """Read ``cgroup.events``; an empty cgroup has nothing that could run."""
-        return "frozen 1" in self._read("cgroup.events") or not self.pids()
+        return V2.is_frozen(self._directory) or not self.pids()
 
     def cpu_ns(self) -> int | None:
         """``cpu.stat``, which the unified hierarchy keeps with or without the controller."""
@@ -267,7 +244,7 @@ class V2Group(_Cgroup):
         if (self._directory / "cgroup.kill").exists():
             self._write("cgroup.kill", "1")
         else:
-            _signal_all(self.pids(), signal.SIGKILL)
+            cgroups.signal_all(self.pids(), signal.SIGKILL)
         self.thaw()
 
 
@@ -303,12 +280,12 @@ class SignalGroup:
         """SIGSTOP until a round finds no new member."""
         stopped: set[int] = set()
         while fresh := set(self.pids()) - stopped:
-            _signal_all(fresh, signal.SIGSTOP)
+            cgroups.signal_all(fresh, signal.SIGSTOP)
             stopped |= fresh
 
     def thaw(self) -> None:
         """SIGCONT."""
-        _signal_all(self.pids(), signal.SIGCONT)
+        cgroups.signal_all(self.pids(), signal.SIGCONT)
 
     def frozen(self) -> bool:
         """True when every member is in the stopped state."""
@@ -320,7 +297,7 @@ class SignalGroup:
 
     def kill(self) -> None:
         """SIGKILL; a stopped process does not survive it."""
-        _signal_all(self.pids(), signal.SIGKILL)
+        cgroups.signal_all(self.pids(), signal.SIGKILL)
 
     def remove(self) -> None:
         """Nothing is left of a session."""

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from rose_agent.errors import GroupError, NoLimits
 from rose_agent.os.freezers import HOST_LEAF, own_base
-from rose_agent.os.mounts import locate, parse_membership, parse_mountinfo
+from rose_agent.os.mounts import locate, parse_mountinfo
+from rose_wire.cgroups import paths_by_controller
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class CgroupBase:
 
 def v1_base(controller: str, proc: Path = Path("/proc/self")) -> Path | None:
     """Folder of our own cgroup in a controller's v1 hierarchy; None when it is not mounted."""
-    path = parse_membership((proc / "cgroup").read_text(errors="replace")).get(controller)
+    path = paths_by_controller((proc / "cgroup").read_text(errors="replace")).get(controller)
     if path is None:
         return None
     mounts = parse_mountinfo((proc / "mountinfo").read_text(errors="replace"))

@@ -52,17 +52,6 @@ def parse_mountinfo(text: str) -> tuple[CgroupMount, ...]:
     return tuple(found)
 
 
-def parse_membership(text: str) -> dict[str, PurePosixPath]:
-    """Read ``/proc/PID/cgroup``: controller name -> path; v2 is the empty name."""
-    paths: dict[str, PurePosixPath] = {}
-    for line in text.splitlines():
-        parts = line.split(":", 2)
-        if len(parts) == 3:
-            for controller in parts[1].split(","):
-                paths[controller] = PurePosixPath(parts[2])
-    return paths
-
-
 def hierarchy(
     mounts: Iterable[CgroupMount], version: int, controller: str = "freezer"
 ) -> tuple[CgroupMount, ...]:

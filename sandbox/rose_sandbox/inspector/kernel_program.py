@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose_sandbox.errors import Unavailable
+from rose_wire.cgroups import TOP, is_unified, paths_by_controller
 
 URING, OTHERS_MEMORY, SYSTEM_V, METADATA = range(4)
 RARE = 4
@@ -123,9 +124,8 @@ class KernelProgram:
 
 
 def _own_group() -> Path:
-    top = Path("/sys/fs/cgroup")
-    unified = top if (top / "cgroup.controllers").exists() else top / "unified"
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::"):
-            return unified / line[3:].strip().lstrip("/")
-    raise Unavailable("this process is in no unified control group")
+    unified = TOP if is_unified() else TOP / "unified"
+    path = paths_by_controller(Path("/proc/self/cgroup").read_text()).get("")
+    if path is None:
+        raise Unavailable("this process is in no unified control group")
+    return unified / str(path).lstrip("/")

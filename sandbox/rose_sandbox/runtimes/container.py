@@ -47,7 +47,7 @@ from rose_sandbox.runtimes import images as packed
 from rose_sandbox.runtimes import oci
 from rose_sandbox.runtimes.held import OpenFile, held_with, write_held
 from rose_sandbox.runtimes.parts import Parts, find_parts
-from rose_sandbox.runtimes.processes import empty, group_of, hierarchies
+from rose_sandbox.runtimes.processes import empty, group_of
 from rose_sandbox.runtimes.programs import call
 from rose_sandbox.runtimes.runtime import (
     CheckpointParts,
@@ -60,6 +60,7 @@ from rose_sandbox.runtimes.runtime import (
     check_spec,
 )
 from rose_sandbox.runtimes.volume import VOLUME_BYTES, Volume
+from rose_wire.cgroups import hierarchies, members
 
 FILES, PROCESSES = "files.tar", "processes.tar"
 _T = TypeVar("_T")
@@ -391,11 +392,8 @@ class ContainerRuntime(ABC):
         return [folder / key for folder in self._tops()]
 
     def _pids(self, key: str) -> list[int]:
-        found: set[int] = set()
-        for group in self._groups(key)[:1]:
-            with suppress(OSError):
-                found = {int(pid) for pid in (group / "cgroup.procs").read_text().split()} - {0}
-        return sorted(found)
+        found = {pid for group in self._groups(key)[:1] for pid in members(group)}
+        return sorted(found - {0})
 
     @abstractmethod
     def _first(self, key: str) -> int | None:

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from rose_sandbox.errors import RuntimeFailed
-from rose_sandbox.runtimes.processes import text_of
 from rose_sandbox.runtimes.programs import run
+from rose_wire.cgroups import text_of
 
 # CRIU's: connections inside are saved, none leads out; deleted files up to what a log may have.
 CONFIGURATION = """\

@@ -16,8 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from rose_sandbox.errors import RuntimeFailed
+from rose_wire.cgroups import (
+    FREEZERS,
+    TOP,
+    is_unified,
+    members,
+    paths_by_controller,
+    remove,
+    signal_all,
+    text_of,
+)
 
-TOP = Path("/sys/fs/cgroup")
 BESIDE = "rose-host"
 """The group of a container's own processes, beside those of its sandboxes."""
 _MACHINES_OWN = 0xEFFFFFFC
@@ -28,14 +37,6 @@ EMPTY_SECONDS = 10.0
 """A killed process is gone when what it last asked of the kernel is done; runc waits as long."""
 POLL_SECONDS = (0.002, 0.03)
 """The first and the longest pause between two looks."""
-
-
-def text_of(path: Path) -> str:
-    """A file of text; empty where it cannot be read."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,6 @@ def stop_anew(pids: Sequence[int]) -> None:
                 os.kill(pid, signal.SIGSTOP)
 
 
-def hierarchies(top: Path = TOP) -> list[Path]:
-    """Where groups of this machine lie: one folder, or one for each controller."""
-    if (top / "cgroup.controllers").exists():
-        return [top]
-    return [folder for folder in top.iterdir() if folder.is_dir()]
-
-
 def pid_namespace() -> int | None:
     """The namespace of this process's ids; None: it is the machine's own."""
     found = Path("/proc/self/ns/pid").stat().st_ino
@@ -114,13 +108,10 @@ def own_group() -> str:
     Raises:
         OSError: there is none, or it lies outside of what this process sees.
     """
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::"):
-            found = PurePosixPath(line[3:].strip())
-            if ".." in found.parts:
-                break
-            return str(found).strip("/")
-    raise OSError("this process is in no unified control group that it sees")
+    found = paths_by_controller(Path("/proc/self/cgroup").read_text()).get("")
+    if found is None or ".." in found.parts:
+        raise OSError("this process is in no unified control group that it sees")
+    return str(found).strip("/")
 
 
 def delegate(top: Path = TOP, own: str | None = None, *, contained: bool | None = None) -> str:
@@ -145,7 +136,7 @@ def delegate(top: Path = TOP, own: str | None = None, *, contained: bool | None 
     """
     if contained is None:
         contained = pid_namespace() is not None
-    if not (top / "cgroup.controllers").exists() or not contained:
+    if not is_unified(top) or not contained:
         return ""
     own = own_group() if own is None else own
     if PurePosixPath(own).name == BESIDE:  # an earlier start in this container has moved it
@@ -156,10 +147,10 @@ def delegate(top: Path = TOP, own: str | None = None, *, contained: bool | None 
     if not (group / "cgroup.type").exists():
         return ""  # a machine's own top
     (group / BESIDE).mkdir(exist_ok=True)
-    for pid in text_of(group / "cgroup.procs").split():
-        if pid != "0":  # of another namespace; to write it would move this process
+    for pid in members(group):
+        if pid:  # else of another namespace; to write it would move this process
             with suppress(ProcessLookupError):
-                (group / BESIDE / "cgroup.procs").write_text(pid)
+                (group / BESIDE / "cgroup.procs").write_text(str(pid))
     has = set(text_of(group / "cgroup.controllers").split())
     wanted = sorted({"cpu", "memory", "pids"} & has)
     (group / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in wanted))
@@ -186,27 +177,24 @@ def freeze(groups: Sequence[Path]) -> None:
 
 
 def _stands_still(groups: Sequence[Path]) -> bool:
-    for name, word, seen, still in (
-        ("freezer.state", "FROZEN", "freezer.state", "FROZEN"),
-        ("cgroup.freeze", "1", "cgroup.events", "frozen 1"),
-    ):
-        for group in groups:
-            if (group / name).exists():
-                try:
-                    (group / name).write_text(word)
-                except OSError as error:
-                    raise RuntimeFailed(f"{group / name}: {error.strerror}") from error
-                return still in text_of(group / seen).splitlines()
+    for freezer in FREEZERS:
+        for group in filter(freezer.controls, groups):
+            control = group / freezer.control
+            try:
+                control.write_text(freezer.freeze)
+            except OSError as error:
+                raise RuntimeFailed(f"{control}: {error.strerror}") from error
+            return freezer.is_frozen(group)
     raise RuntimeFailed(f"no group of {', '.join(map(str, groups)) or 'a sandbox'} can be frozen")
 
 
 def thaw(groups: Sequence[Path]) -> None:
     """Let what is in groups go on; those that do not stand still are no error."""
     for group in groups:
-        for name, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+        for freezer in FREEZERS:
             with suppress(OSError):
-                if (group / name).exists():
-                    (group / name).write_text(word)
+                if freezer.controls(group):
+                    (group / freezer.control).write_text(freezer.thaw)
 
 
 def empty(groups: Sequence[Path]) -> None:
@@ -219,15 +207,8 @@ def empty(groups: Sequence[Path]) -> None:
 
 def _empty(group: Path, ends: float) -> None:
     for pause in pauses():
-        pids = text_of(group / "cgroup.procs").split()
-        for pid in map(int, pids):
-            if pid:  # of another namespace it reads as 0, to which a signal is for ourselves
-                with suppress(ProcessLookupError):
-                    os.kill(pid, 9)
-        with suppress(OSError):
-            group.rmdir()
-            return
-        if not group.exists() or time.monotonic() > ends:
+        signal_all(members(group), signal.SIGKILL)
+        if remove(group) or time.monotonic() > ends:
             return
         time.sleep(pause)
 

@@ -38,7 +38,6 @@ from rose_sandbox.runtimes.processes import (
     pauses,
     stat_of,
     stop_anew,
-    text_of,
     thaw,
     ticks,
 )
@@ -53,6 +52,7 @@ from rose_sandbox.runtimes.runtime import (
     check_command,
     cut_output,
 )
+from rose_wire.cgroups import text_of
 
 START_SECONDS = 20.0
 """Until the first process of a sandbox listens; it takes milliseconds on a free machine."""

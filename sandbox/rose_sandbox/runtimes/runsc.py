@@ -37,7 +37,7 @@ from rose_sandbox.runtimes.container import ContainerRuntime
 from rose_sandbox.runtimes.held import OpenFile
 from rose_sandbox.runtimes.kernel import FIRST_ID
 from rose_sandbox.runtimes.parts import GVISOR, Parts
-from rose_sandbox.runtimes.processes import pauses, text_of
+from rose_sandbox.runtimes.processes import pauses
 from rose_sandbox.runtimes.programs import run
 from rose_sandbox.runtimes.runtime import (
     FILE_BYTES,
@@ -51,6 +51,7 @@ from rose_sandbox.runtimes.runtime import (
 )
 from rose_sandbox.runtimes.served import SHORT
 from rose_sandbox.runtimes.volume import VOLUME_BYTES
+from rose_wire.cgroups import text_of
 
 GRACE_SECONDS = 1.0
 """For a session's shell to notice that what it waited for was killed, before it is killed too."""
