@@ -11,8 +11,9 @@ single burst is not enough: serving must have been busy, or calm, for a while.
 | between the two | | stays |
 | gate closed | does not count | stays |
 
-An engine that does not serve is passed over for one that does. Pure; the guard's slot asks at every
-step. Next step: ``rose_agent.guard.slots.slot`` moves the permit.
+An engine that does not serve is passed over for one that does. Experimental: no GPU has run it.
+Pure; only a slot with two engines asks, at every step of the guard. Next step:
+``rose_agent.guard.slots.slot`` moves the permit.
 """
 
 from __future__ import annotations

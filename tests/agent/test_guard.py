@@ -45,11 +45,12 @@ from rose_core.wire.sync import (
     Grant,
     PoolPolicy,
     ReplicaGroup,
+    Sharing,
     SignalSource,
     SyncReply,
     WeightSource,
 )
-from rose_engines.node.permit import BUSY_LANE, Permit
+from rose_engines.node.permit import BUSY_LANE, FIRST_LANE, Permit
 from rose_engines.node.rundir import RunDir, write_json
 from rose_wire.errors import WireError
 
@@ -172,6 +173,10 @@ async def test_the_right_to_compute_moves_to_the_other_engine_through_a_closed_p
     guard: tuple[Guard, Permit],
 ) -> None:
     made, permit = guard
+    two = Sharing("MPS", 50, busy_percent=20)
+    made.slots[KEY.uid].grant = msgspec.structs.replace(
+        GRANT, engine=msgspec.structs.replace(GRANT.engine, sharing=two)
+    )
     made.host.engines = {KEY.uid: EngineStatus(KEY, EngineState.SERVING, lanes=(BUSY_LANE,))}
     made.step_all()
     assert (permit.lane, permit.until_ns) == (BUSY_LANE, 0), "nobody computes for a step"
@@ -180,6 +185,16 @@ async def test_the_right_to_compute_moves_to_the_other_engine_through_a_closed_p
     assert made.slots[KEY.uid].computing(permit.until_ns - 1), "lent, whichever engine it is"
     made.on_tap_lost(time.monotonic_ns())
     assert permit.until_ns == 0
+
+
+async def test_a_slot_with_one_engine_moves_no_permit_whatever_its_host_lists(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, permit = guard
+    made.host.engines = {KEY.uid: EngineStatus(KEY, EngineState.SERVING, lanes=(BUSY_LANE,))}
+    made.step_all()
+    assert permit.lane == FIRST_LANE
+    assert is_open(permit)
 
 
 async def test_short_chunks_reach_the_permit_of_an_engine_that_can_cut_them(

@@ -310,7 +310,8 @@ class GuardedSlot:
         )
         seen = self._see(verdict, now_ns, granted)
         before = self.machine
-        self._lane = lanes.choose(self._lane, verdict, lanes.LaneLimits(), now_ns)
+        if self._has_two_engines:
+            self._lane = lanes.choose(self._lane, verdict, lanes.LaneLimits(), now_ns)
         self.machine, actions = decide(before, seen, self._limits, now_ns)
         self._note(seen, now_ns)
         for action in actions:
@@ -358,9 +359,8 @@ class GuardedSlot:
     def _carry_out(self, action: Action, now_ns: int, arrival_ns: int) -> None:
         order = action.order
         if order is Order.EXTEND:
-            lane = lanes.permitted(self._lane.chosen, self.status.lanes if self.status else None)
             self._chunk_divisor = action.chunk_divisor
-            self._permit.extend(action.until_ns, lane, action.chunk_divisor)
+            self._permit.extend(action.until_ns, self._permitted_lane(), action.chunk_divisor)
             return
         if order is Order.CLOSE:
             self._close(now_ns, arrival_ns)
@@ -384,6 +384,16 @@ class GuardedSlot:
             dormant = order is Order.DORMANT
             work = partial(self._host.set_dormant, self._key(), dormant=dormant)
             self._calls.start("dormant", work)
+
+    @property
+    def _has_two_engines(self) -> bool:
+        """The slot has a second engine, at a share for busy serving (experimental)."""
+        return self.grant is not None and self.grant.engine.sharing.busy_percent > 0
+
+    def _permitted_lane(self) -> int:
+        if not self._has_two_engines:
+            return lanes.WIDE
+        return lanes.permitted(self._lane.chosen, self.status.lanes if self.status else None)
 
     def _close(self, now_ns: int, arrival_ns: int) -> None:
         if self._permit.close() and arrival_ns:

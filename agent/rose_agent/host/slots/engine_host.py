@@ -8,7 +8,7 @@ Serves ``rose_wire.services`` ENSURE, STOP, HOLD, DORMANT, LIMIT and STATUS on `
 - A permit outlives the engine it was made for, and the host's process, until the slot is stopped:
   a guard that has it mapped need not attach again. After ``stop`` it must.
 
-Next step: ``dual_share`` for a slot's engines, ``lifecycle`` for one of them, ``enforcer`` for the
+Next step: ``slot_engine`` for what a slot runs, ``lifecycle`` for one engine, ``enforcer`` for the
 permit, ``proxy`` for the data route.
 """
 
@@ -30,6 +30,7 @@ from rose_agent.host.route.tokenizer_files import tokenizer_frame
 from rose_agent.host.slots.dual_share import DualShareEngine
 from rose_agent.host.slots.lifecycle import EngineLife
 from rose_agent.host.slots.site import Site
+from rose_agent.host.slots.slot_engine import SingleEngine, SlotEngine
 from rose_agent.host.vacancy.holders import GpuHolder
 from rose_core.host_reasons import HostReason
 from rose_core.identity import SlotKey, SlotUid
@@ -74,7 +75,7 @@ class EngineHost:
         self.endpoint = endpoint
         self._rundir = rundir
         self._site = site
-        self._lives: dict[SlotUid, DualShareEngine] = {}
+        self._lives: dict[SlotUid, SlotEngine] = {}
         self._gone: dict[SlotUid, EngineStatus] = {}
         self._generations: dict[SlotUid, int] = {}
         self._locks: dict[SlotUid, asyncio.Lock] = {}
@@ -226,7 +227,7 @@ class EngineHost:
         )
         return all(status.state is EngineState.GONE for status in ended)
 
-    def _again(self, life: DualShareEngine, order: EnsureEngine) -> EngineStatus:
+    def _again(self, life: SlotEngine, order: EnsureEngine) -> EngineStatus:
         if order.engine != life.order.engine or order.gpu_uuids != life.order.gpu_uuids:
             raise Refused(
                 f"slot {order.slot_name} runs another engine under generation "
@@ -243,14 +244,14 @@ class EngineHost:
         except ValueError as error:
             raise Refused(str(error)) from error
         _close_permit(folder)
-        life = DualShareEngine(order, folder, self._site, self._count)
+        life = engine_for(order, folder, self._site, self._count)
         self._generations[uid] = order.slot.generation
         self._gone.pop(uid, None)
         self._lives[uid] = life
         life.start()
         return life.status(self.endpoint_of(uid))
 
-    async def _end(self, life: DualShareEngine, seconds: float, reason: HostReason) -> EngineStatus:
+    async def _end(self, life: SlotEngine, seconds: float, reason: HostReason) -> EngineStatus:
         uid = life.order.slot.uid
         gone = await life.end(seconds=seconds, reason=reason)
         status = life.status("")
@@ -259,11 +260,12 @@ class EngineHost:
             self._gone[uid] = status
             self._forget_oldest()
             life.detach()
-            if reason != HostReason.REPLACED:
-                for name in (life.folder.uid, life.folder.twin.uid):
-                    self._site.kv_folders.close(name)
-            self._site.forget(life.folder, reason != HostReason.REPLACED)
-            self._site.forget(life.folder.twin, True)
+            replaced = reason == HostReason.REPLACED
+            for folder in life.folders:
+                if not replaced:
+                    self._site.kv_folders.close(folder.uid)
+                # Somebody may have the slot's own permit mapped; a second engine's is a link to it.
+                self._site.forget(folder, not replaced or folder is not life.folder)
         self._count()
         return status
 
@@ -275,7 +277,7 @@ class EngineHost:
             if not self._lock(uid).locked():
                 del self._locks[uid]
 
-    def _life(self, slot: SlotKey) -> DualShareEngine:
+    def _life(self, slot: SlotKey) -> SlotEngine:
         life = self._lives.get(slot.uid)
         if life is None or life.order.slot != slot:
             raise Refused(f"no engine for slot {slot.uid}/{slot.generation}")
@@ -300,6 +302,22 @@ class EngineHost:
         counts = Counter(life.state for life in self.engines())
         for state in EngineState:
             metrics.ENGINES.labels(state=state.value).set(counts[state])
+
+
+def engine_for(
+    order: EnsureEngine, folder: SlotDir, site: Site, changed: Callable[[], None]
+) -> SlotEngine:
+    """What a slot runs; two engines only where its pool has a share for busy serving.
+
+    Args:
+        order: what the guard asked for.
+        folder: the slot's folder, with its permit in it.
+        site: what the slots share.
+        changed: called after every change of an engine's state.
+    """
+    if order.engine.sharing.busy_percent:
+        return DualShareEngine(order, folder, site, changed)
+    return SingleEngine(order, folder, site, changed)
 
 
 def _close_permit(folder: SlotDir) -> None:
