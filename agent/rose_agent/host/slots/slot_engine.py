@@ -140,7 +140,7 @@ class SingleEngine:
         self.current.limit_memory(permille, held)
 
     def status(self, endpoint: str) -> EngineStatus:
-        """Its status."""
+        """The slot's status; ``endpoint`` is where routers reach its data route."""
         return self.current.status(endpoint)
 
     async def end(self, *, seconds: float, reason: HostReason) -> bool:
