@@ -111,7 +111,7 @@ async def test_garbage_in_the_feed_is_unknown() -> None:
         assert await subscription.receive() == [b"load", b"0", b"???"]
         subscription.close()
         feed = Feed("127.0.0.1", port)
-        await until(lambda: feed._heard > 0)
+        await until(lambda: feed._received_s > 0)
         assert feed.read() == Figures()
         feed.close()
 
@@ -119,6 +119,6 @@ async def test_garbage_in_the_feed_is_unknown() -> None:
 async def test_a_feed_that_fell_silent_is_unknown() -> None:
     async with speaking(GREETING + b"\x04\x06\x05READY", hang_up=False) as port:
         feed = Feed("127.0.0.1", port)
-        feed._figures, feed._heard = Figures(running=0, waiting=0), -10.0
+        feed._figures, feed._received_s = Figures(running=0, waiting=0), -10.0
         assert feed.read() == Figures()
         feed.close()

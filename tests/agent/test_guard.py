@@ -380,7 +380,7 @@ async def test_a_slot_without_an_engine_rests_though_no_host_was_told_of_its_wei
     """It may not start, so nobody will be told."""
     made, _ = guard
     slot = made.slots[KEY.uid]
-    slot.machine, slot._told_weights = SlotMachine(phase=Phase.PRESENT), None
+    slot.machine, slot._ordered_weights = SlotMachine(phase=Phase.PRESENT), None
     slot._hold.confirmed = True
     assert not slot.at_rest, "an engine has to hear of them"
     slot.machine = SlotMachine()
@@ -437,8 +437,8 @@ async def test_the_router_hears_whether_keys_are_reused(
     engine = msgspec.structs.replace(GRANT.engine, kv_policy=policy)
     slot.grant = msgspec.structs.replace(GRANT, engine=engine, router="127.0.0.1:1")
     slot._tell_router()
-    assert slot._router.told is not None
-    assert slot._router.told.reuses_kv is reuses
+    assert slot._router.last_update is not None
+    assert slot._router.last_update.reuses_kv is reuses
     await slot.detach()
 
 

@@ -117,7 +117,7 @@ async def test_without_a_good_one_nobody_dials(town: Town) -> None:
     task = asyncio.create_task(identity.run())
     async with asyncio.timeout(20):
         await town.refused.wait()
-    assert not identity._there.is_set()
+    assert not identity._enrolled.is_set()
     task.cancel()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rose_agent.guard.groups import followerlink
-from rose_agent.guard.groups.followerlink import Beside, FollowerLink
+from rose_agent.guard.groups.followerlink import FollowerLink, FollowerLoad
 from rose_agent.guard.groups.leading import Leading
 from rose_agent.metrics import REGISTRY
 from rose_core.guard.certificate import FIRST_STOP_S
@@ -99,7 +99,7 @@ class Town:
 
     @contextlib.asynccontextmanager
     async def follows(
-        self, beside: Callable[[], Beside], group: ReplicaGroup | None = None
+        self, load: Callable[[], FollowerLoad], group: ReplicaGroup | None = None
     ) -> AsyncIterator[FollowerLink]:
         """A follower's real link to it."""
         told = group or self.group()
@@ -107,7 +107,7 @@ class Town:
             told,
             told.followers[0].pod,
             name="pod",
-            beside=beside,
+            load=load,
             on_word=lambda _: None,
             token=TOKEN,
             identity=self.of("follower"),
@@ -171,7 +171,7 @@ async def test_a_stream_that_is_opened_anew_is_believed_at_once(town: Town) -> N
 
 
 async def test_a_stop_counts_until_the_follower_says_that_it_stands(town: Town) -> None:
-    computing = Beside(lent=True, computing=True)
+    computing = FollowerLoad(lent=True, computing=True)
     async with town.follows(lambda: computing) as link:
         await until(lambda: town.leading.computing_until_ns(LEADER) > town.now_ns)
         assert town.leading.lent(LEADER)
@@ -195,7 +195,7 @@ async def test_an_opened_gate_is_asked_for_and_told_of_without_waiting_for_the_n
     monkeypatch.setattr(followerlink, "ASK_NS", 10**12)
     monkeypatch.setattr(followerlink, "_SILENT_SECONDS", 1e3)
     town.verdict = SHUT
-    async with town.follows(lambda: Beside(lent=True, computing=link.state.is_open)) as link:
+    async with town.follows(lambda: FollowerLoad(lent=True, computing=link.state.is_open)) as link:
         await until(lambda: link.state.reason is GateReason.SERVING_BUSY)
         town.verdict = OPEN
         town.leading.note(LEADER, OPEN, 0, own=False)
@@ -204,7 +204,7 @@ async def test_an_opened_gate_is_asked_for_and_told_of_without_waiting_for_the_n
 
 
 async def test_a_follower_that_is_lost_counts_as_what_any_death_may_take(town: Town) -> None:
-    computing = Beside(lent=True, computing=True)
+    computing = FollowerLoad(lent=True, computing=True)
     async with town.follows(lambda: computing):
         await until(lambda: town.leading.computing_until_ns(LEADER) > town.now_ns)
         town.leading.note(LEADER, OPEN, 0, own=False)
@@ -268,13 +268,13 @@ async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
         assert word_age() is None
 
 
-async def test_what_computes_beside_a_follower_counts_as_beside_the_leader(
+async def test_what_computes_load_a_follower_counts_as_load_the_leader(
     town: Town, short_dir: Path
 ) -> None:
     led, root = Town(town.root / "led", town.authority, node="node"), short_dir
     led.root.mkdir()
     place: dict[str, Any] = {"group": "llama/0", "index": 0, "size": 2}
-    computing = Beside(lent=True, computing=True)
+    computing = FollowerLoad(lent=True, computing=True)
     async with test_guard.guarding(root, token=TOKEN, **place) as (guard, permit):
         led.leading = guard.leading
         async with led.serves():
@@ -282,7 +282,7 @@ async def test_what_computes_beside_a_follower_counts_as_beside_the_leader(
             group = ReplicaGroup(POD, "node", led.address, follower)
             policies, began_s = (test_guard.POLICY,), time.monotonic()
             guard.on_reply(SyncReply(1, True, (), policies, groups=(group,)), began_s)
-            assert permit.until_ns == 0, "no slot beside the leader itself"
+            assert permit.until_ns == 0, "no slot load the leader itself"
             replica = guard.replicas[POD]
             experience = replica.outcomes.experience
 

@@ -44,7 +44,7 @@ async def crashed(made: Guard, how: EndKind) -> None:
     replica.pod = replace(replica.pod, pids=(PID,))
     replica.outcomes._on_breach = made.blackbox.breach
     co_running(made, how)
-    made._exited(PID)
+    made._note_exit(PID)
     await made.blackbox.settle()
 
 

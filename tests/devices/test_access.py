@@ -162,7 +162,7 @@ async def test_an_idle_guard_says_anew_why_once_the_reason_is_another(
     monkeypatch.delenv(DRIVER_ROOT, raising=False)
     monkeypatch.setattr(devices_access, "PERIOD_SECONDS", 0.01)
     # Another test may have loaded a library of ours in this process.
-    nowhere = partial(diagnose, root=tmp_path, there=lambda: False)
+    nowhere = partial(diagnose, root=tmp_path, is_loadable=lambda: False)
     monkeypatch.setattr(access, "diagnose", nowhere)
     lacks: list[str] = []
     driver = AbsentDriver(nowhere("not found"))

@@ -70,10 +70,10 @@ async def test_a_driver_that_is_too_old_keeps_the_planner_from_lending_and_says_
     host = Capabilities(SharingMeans(), NvmlDriver.open(), 0, python, files=())
     host.compat = tmp_path / "no-such-library"
     await host.look()
-    missing = first_missing(host.said, (), ("GPU-a",))
+    missing = first_missing(host.texts, (), ("GPU-a",))
     assert missing is not None
     assert missing.word == Reason.DRIVER_TOO_OLD
     assert "needs driver 580 or later" in missing.text
     host.compat = tmp_path / "torch/version.py"
     await host.look()
-    assert first_missing(host.said, (), ("GPU-a",)) is None
+    assert first_missing(host.texts, (), ("GPU-a",)) is None

@@ -48,11 +48,11 @@ async def test_the_loss_is_said_with_the_files_and_what_becomes_of_it(
     able: Capabilities, doors: Doors
 ) -> None:
     await able.look()
-    assert "AccessLost" not in able.said["DeviceAccess"]
+    assert "AccessLost" not in able.texts["DeviceAccess"]
     doors.shut = {CONTROL, UVM}
     await able.look()
-    assert able.said["DeviceAccess"].startswith("DeviceAccess: AccessLost: ")
-    assert "/dev/nvidiactl, /dev/nvidia-uvm any more" in able.said["DeviceAccess"]
+    assert able.texts["DeviceAccess"].startswith("DeviceAccess: AccessLost: ")
+    assert "/dev/nvidiactl, /dev/nvidia-uvm any more" in able.texts["DeviceAccess"]
 
 
 async def test_what_was_forbidden_from_the_beginning_is_not_lost(
@@ -70,9 +70,9 @@ async def test_the_host_starts_anew_once_no_engine_serves(
 ) -> None:
     ending = asyncio.Event()
     async with running(rundir, models) as host:
-        host.able = able
+        host.abilities = able
         await able.look()
-        watching = asyncio.create_task(main._without_devices(host, ending))
+        watching = asyncio.create_task(main._stop_without_devices(host, ending))
         with guarding(rundir):
             await host.host.ensure(order())
             await serving(host)

@@ -68,7 +68,7 @@ async def test_a_held_engine_releases_its_memory_and_stands_still_again(
             await host.host.ensure(holding())
             assert (await serving(host)).can_dormant
             life = host.host._lives[SlotUid("slot-1")].current  # the meter's view of it
-            before = life.held_bytes(life.rest.site.meter)
+            before = life.held_bytes(life.dormancy.site.meter)
             guard.close()
             await _hold(host, hold=True)
             channel = connect(f"local:{rundir}/host.sock")

@@ -99,7 +99,7 @@ async def limiting(
     async with running(rundir, models, freezer) as host:
         site = host.host._site  # what the flags would have made of it
         site.launchers = {"fake": launcher}
-        site.ways = SharingMeans(
+        site.means = SharingMeans(
             limits=SmiLimits(lambda: freezers.own_base(2), freezer.prefix, PROGRAM)
         )
         yield host

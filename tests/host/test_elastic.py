@@ -226,7 +226,7 @@ async def test_a_host_says_what_its_engines_lack_for_elastic_memory(tmp_path: Pa
         python.chmod(0o755)
         able = Capabilities(SharingMeans(), None, 0, python, files=())
         await able.look()
-        return able.said["ElasticMemory"]
+        return able.texts["ElasticMemory"]
 
     assert await said("") == ""
     assert "libcuda.so.1" in await said("raise ImportError('libcuda.so.1 not found')")
@@ -234,5 +234,5 @@ async def test_a_host_says_what_its_engines_lack_for_elastic_memory(tmp_path: Pa
     assert "older than 0.1" in await said("", version="0.0.9")
     able = Capabilities(replace(SharingMeans()), None, 0, Path("/usr/bin/python3"), files=())
     await able.look()
-    assert able.said["ElasticMemory"].startswith("ElasticUnavailable: ")
-    assert "No module named 'kvcached'" in able.said["ElasticMemory"]
+    assert able.texts["ElasticMemory"].startswith("ElasticUnavailable: ")
+    assert "No module named 'kvcached'" in able.texts["ElasticMemory"]

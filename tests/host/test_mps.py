@@ -45,7 +45,7 @@ def gpu_node() -> Iterator[Node]:
 @asynccontextmanager
 async def hosting(rundir: Path, models: Path, on: Node) -> AsyncIterator[main.RunningHost]:
     async with running(rundir, models) as host:
-        host.host._site.ways = on.ways  # what the flags would have made of it
+        host.host._site.means = on.ways  # what the flags would have made of it
         yield host
 
 
@@ -193,22 +193,22 @@ async def test_what_the_node_can_share_is_said_with_the_reason(
     ways, driver = gpu_node.ways, gpu_node.ways.mps.driver
     able = Capabilities(ways, driver, 64_000, Path("/usr/bin/python3"), files=())
     await able.look()
-    assert able.said[f"MPS/{GPU}"].startswith("MpsServingOutside: ")
+    assert able.texts[f"MPS/{GPU}"].startswith("MpsServingOutside: ")
     gpu_node.opt_in()
     await able.look()
-    assert able.said == {
+    assert able.texts == {
         "DeviceAccess": "",
         f"MPS/{GPU}": "",
-        "DriverMemoryLimit": able.said["DriverMemoryLimit"],
-        "ElasticMemory": able.said["ElasticMemory"],
+        "DriverMemoryLimit": able.texts["DriverMemoryLimit"],
+        "ElasticMemory": able.texts["ElasticMemory"],
     }
-    assert "--devices nvml" in able.said["DriverMemoryLimit"]
-    assert "build the engine image with it" in able.said["ElasticMemory"]
+    assert "--devices nvml" in able.texts["DriverMemoryLimit"]
+    assert "build the engine image with it" in able.texts["ElasticMemory"]
     gpu_node.gpu.end(gpu_node.serving)
     able.files = (Path("/dev/no-such-device"),)
     await able.look()
-    assert able.said[f"MPS/{GPU}"].startswith("MpsServingOutside: "), "on another GPU of the node"
-    assert "/dev/no-such-device" in able.said["DeviceAccess"]
+    assert able.texts[f"MPS/{GPU}"].startswith("MpsServingOutside: "), "on another GPU of the node"
+    assert "/dev/no-such-device" in able.texts["DeviceAccess"]
 
 
 async def test_a_host_without_daemons_refuses_mps_and_says_what_is_missing(

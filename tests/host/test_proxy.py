@@ -211,14 +211,14 @@ async def test_draining_refuses_new_requests_and_waits_for_old_ones(route: Route
     sent = body(stream=True)
     async with route.client.post(f"{route.url}/generate", json=sent, headers=BEARER) as reply:
         await reply.content.readline()
-        assert not await route.proxy.drained(0.05)
+        assert not await route.proxy.drain(0.05)
         refused = route.client.post(f"{route.url}/generate", json=body(), headers=BEARER)
         async with refused as second:
             assert second.status == 503
             assert second.headers["Retry-After"] == "1"
         route.engine.go_on.set()
         await reply.content.read()
-    assert await route.proxy.drained(30.0)
+    assert await route.proxy.drain(30.0)
 
 
 async def test_abort_requests_pass(route: Route) -> None:

@@ -71,7 +71,7 @@ async def _dormant(host: main.RunningHost) -> int:
     """Hold and release as the guard does; returns what is still held."""
     slot = (await status_of(host)).slot
     life = host.host._lives[SlotUid("slot-1")].current  # the meter's view of it
-    before = life.held_bytes(life.rest.site.meter)
+    before = life.held_bytes(life.dormancy.site.meter)
     await host.host.hold(HoldEngine(slot, Holder.GUARD, hold=True))
     await host.host.set_dormant(SetDormant(slot, dormant=True))
 

@@ -58,7 +58,7 @@ class Kind:
         with guarding(rundir):
             async with running(rundir, models) as host:
                 if self.ways is not None:
-                    host.host._site.ways = self.ways.ways
+                    host.host._site.means = self.ways.ways
                 await host.host.ensure(self.order)
 
                 async def all_serve() -> bool:

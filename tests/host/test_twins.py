@@ -52,7 +52,7 @@ def twin_order() -> EnsureEngine:
 async def two_engines(rundir: Path, models: Path, on: Node) -> AsyncIterator[main.RunningHost]:
     """A host whose slot serves with both engines."""
     async with running(rundir, models) as host:
-        host.host._site.ways = on.ways  # what the flags would have made of it
+        host.host._site.means = on.ways  # what the flags would have made of it
         await host.host.ensure(twin_order())
 
         async def both() -> bool:

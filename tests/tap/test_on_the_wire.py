@@ -228,7 +228,7 @@ def test_other_ports_pass_unseen(inside: Namespace) -> None:
 
 
 def test_segments_that_the_kernel_drops_make_the_state_unknown(wire: Wire) -> None:
-    tap = wire.tap.replica._taps[0].whole
+    tap = wire.tap.replica._taps[0].unsampled
     wire.tap.look()
     tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     began = time.monotonic_ns()
@@ -279,13 +279,13 @@ def test_on_a_mute_socket_hardly_anything_waits(inside: Namespace) -> None:
     (taps,), _ = sockets.open_all(inside.path, PORT, ("lo",))
     with tapped(inside) as tap:
         wire = Wire(inside, tap, "127.0.0.1")
-        sockets.mute(taps.whole, muted=True)
-        sockets.discard(taps.whole)
+        sockets.mute(taps.unsampled, muted=True)
+        sockets.discard(taps.unsampled)
         wire.say(*[b"x"] * 50)
-        assert 1 <= sockets.discard(taps.whole) < 10
-        sockets.mute(taps.whole, muted=False)
+        assert 1 <= sockets.discard(taps.unsampled) < 10
+        sockets.mute(taps.unsampled, muted=False)
         wire.say(*[b"x"] * 50)
-        assert sockets.discard(taps.whole) == 50
+        assert sockets.discard(taps.unsampled) == 50
         wire.close()
     taps.close()
 

@@ -37,7 +37,7 @@ def test_where_the_kernel_counts_the_map_comes_with_the_sockets() -> None:
 def test_the_counting_filter_is_locked_like_the_others() -> None:
     _, handles = opener.answer(WATCH, count=True)
     with kernel_program.loaded(22) as other, pytest.raises(NoKernelCounts, match="permitted"):
-        other.attach(handles.taps[0].whole)
+        other.attach(handles.taps[0].unsampled)
     handles.close()
 
 

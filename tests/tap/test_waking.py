@@ -158,7 +158,7 @@ async def test_tokens_of_others_are_not_looked_at_one_by_one_for_a_first_token(
             streaming.answer(event(1))
             await asyncio.sleep(0)
         assert streaming.tap.replica.tracker.packets == seen, "it rests"
-        streaming.tap.replica._rested()
+        streaming.tap.replica._end_rest()
         waiting.answer(event(0))
         await heard(told, FirstToken, times=2)
         waiting.close()

@@ -152,25 +152,25 @@ def loads() -> bool:
 
 
 def diagnose(
-    said: str,
+    error: str,
     root: Path = Path("/"),
     environment: Mapping[str, str] = os.environ,
-    there: Callable[[], bool] = loads,
+    is_loadable: Callable[[], bool] = loads,
 ) -> Diagnosis:
     """Why NVML did not open.
 
     Args:
-        said: what NVML or its bindings said.
+        error: what NVML or its bindings said.
         root: of the file system in which the node's devices are looked for.
         environment: of this process.
-        there: whether the library itself is here.
+        is_loadable: whether this process can load the library itself.
     """
     mode = environment.get(ACCESS, "")
     where = f" (gpus.access {mode})" if mode else ""
     version = _first_line(root / "proc/driver/nvidia/version")
-    if there():
-        two = _two_drivers(root, version) if _MISMATCH in said else ""
-        return Diagnosis(Missing.NVML_FAILS, f"{two}{said}{where}")
+    if is_loadable():
+        two = _two_drivers(root, version) if _MISMATCH in error else ""
+        return Diagnosis(Missing.NVML_FAILS, f"{two}{error}{where}")
     count = len(list(_gpus_on_bus(root)))
     if version:
         text = (

@@ -134,6 +134,6 @@ class SmiLimits:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise QueryFailed(f"nvidia-smi memory-limits: {error}") from error
         if done.returncode != 0:
-            said = f"{done.stdout} {done.stderr}".strip()
-            raise QueryFailed(f"nvidia-smi memory-limits: {said}")
+            output = f"{done.stdout} {done.stderr}".strip()
+            raise QueryFailed(f"nvidia-smi memory-limits: {output}")
         return done.stdout

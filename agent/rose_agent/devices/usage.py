@@ -32,7 +32,7 @@ class ResidentMeter:
         """Sum over the processes; shared pages are nobody's."""
         del gpu_uuids
         held = [_private_bytes(pid) for pid in pids if pid > 0]
-        known = [one for one in held if one is not None]
+        known = [found for found in held if found is not None]
         return sum(known) if known else None
 
 
@@ -55,17 +55,17 @@ class GpuMeter:
             return None
         try:
             own = [self._own(uuid, frozenset(pids)) for uuid in gpu_uuids]
-            if any(one is not None for one in own):
-                return max(one or 0 for one in own)
+            if any(found is not None for found in own):
+                return max(found or 0 for found in own)
             used = [self._driver.memory(uuid).used_bytes for uuid in gpu_uuids]
         except DeviceError:
             return None
-        return max(one for one in used if one is not None) if None not in used else None
+        return max(found for found in used if found is not None) if None not in used else None
 
     def _own(self, uuid: GpuUuid, pids: frozenset[int]) -> int | None:
         listed = self._driver.processes(uuid) or ()
-        held = [one.used_bytes for one in listed if one.pid in pids]
-        known = [one for one in held if one is not None]
+        held = [process.used_bytes for process in listed if process.pid in pids]
+        known = [found for found in held if found is not None]
         return sum(known) if held and len(known) == len(held) else None
 
 

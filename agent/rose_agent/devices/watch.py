@@ -316,7 +316,7 @@ class DeviceWatch:
         in_time()
         known = {pid: owner for pid, owner in owners.items() if owner is not None}
         commands = {pid: self._command(pid) for pid, owner in known.items() if not owner.pod}
-        used = [one for one in (before, memory.used_bytes) if one is not None]
+        used = [item for item in (before, memory.used_bytes) if item is not None]
         least = min(used) if len(used) == 2 else None
         return GpuReading(began_s, memory, vitals, processes, known, commands, least)
 
@@ -370,7 +370,7 @@ class DeviceWatch:
         for uuid, gpu in zip(uuids, gpus, strict=True):
             fitness.append(_trespass(uuid, gpu, party, now_s))
             fitness.append(self._judge(uuid, gpu, terms, lent, now_s))
-        unfit = next((one for one in fitness if one.refusal), Fitness())
+        unfit = next((item for item in fitness if item.refusal), Fitness())
         room = {
             uuid: self._lendable(gpu, terms, lent, now_s)
             for uuid, gpu in zip(uuids, gpus, strict=True)
@@ -532,7 +532,7 @@ def _tightest(each: Mapping[GpuUuid, Lendable]) -> Lendable:
     """
     if not each:
         return Lendable(None, "no GPU is known")
-    unknown = next((one for one in each.values() if one.bytes is None), None)
+    unknown = next((item for item in each.values() if item.bytes is None), None)
     if unknown is not None:
         return unknown
     uuid, least = min(each.items(), key=lambda pair: pair[1].bytes or 0)

@@ -250,7 +250,7 @@ class Guard:
         self.slots: dict[SlotUid, GuardedSlot] = {}
         self.pollers: dict[PodUid, asyncio.Task[None]] = {}
         self._readers = readers
-        self._watcher = Watcher(self._exited)
+        self._watcher = Watcher(self._note_exit)
         self._history: set[SlotUid] = set()  # slots without grant and engine: looked at once
         self._wall_offset_s = time.time() - time.monotonic()
         self._verdicts: dict[PodUid, GateVerdict] = {}
@@ -335,7 +335,7 @@ class Guard:
         else:
             self._saved = now
 
-    def _exited(self, pid: int) -> None:
+    def _note_exit(self, pid: int) -> None:
         for uid, replica in self.replicas.items():
             if pid in replica.pod.pids:
                 self.mark_gone(replica, "serving-exit", pid)
@@ -384,7 +384,8 @@ class Guard:
         replica.note_known(known=facts.signal.doubt is None or facts.following is not None)
         until_ns, permitted_ns, counters = 0, 0, replica.outcomes.counters
         leads = self.leading.leads(uid)
-        beside = leads and any(s.serves(uid) and s.computing(now_ns) for s in self.slots.values())
+        slots = self.slots.values()
+        computing = leads and any(s.serves(uid) and s.computing(now_ns) for s in slots)
         for slot in self.slots.values():
             if slot.grant is not None and slot.grant.pod_uid == uid:
                 own = self.whole.judge(uid, facts) if slot.grant.whole else verdict
@@ -398,7 +399,7 @@ class Guard:
                     if not slot.grant.whole:
                         permitted_ns = max(permitted_ns, slot.permitted_until_ns)
         if leads:
-            self.leading.note(uid, verdict, arrival_ns, own=beside)
+            self.leading.note(uid, verdict, arrival_ns, own=computing)
             until_ns = max(until_ns, self.leading.computing_until_ns(uid))
         replica.outcomes.open_time.note(until_ns, now_ns)
         replica.note_compute(permitted_ns, now_ns)

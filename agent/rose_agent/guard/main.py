@@ -168,11 +168,11 @@ async def _run(options: argparse.Namespace, factory: socket.socket) -> None:
         if options.guard_address:
             guards.append(partial(_answer_guards, guard, options))
         access = partial(devices_access.keep, guard.on_no_devices, guard.on_devices, devices)
-        beside = [*operator, *guards, *_sandboxes(options, guard.burns)]
-        parts: tuple[Part, ...] = (guard.run, guard.pods.run, readers.run, access, *beside)
+        others = [*operator, *guards, *_sandboxes(options, guard.burns)]
+        parts: tuple[Part, ...] = (guard.run, guard.pods.run, readers.run, access, *others)
         tasks = [asyncio.create_task(part()) for part in parts]
         stack.push_async_callback(_ended, tasks)
-        await _until_told(tasks)
+        await _until_signal(tasks)
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -240,7 +240,7 @@ def _sandboxes(options: argparse.Namespace, burns: Callable[[], bool]) -> list[P
     ]
 
 
-async def _until_told(tasks: list[asyncio.Task[None]]) -> None:
+async def _until_signal(tasks: list[asyncio.Task[None]]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: [task.cancel() for task in tasks])

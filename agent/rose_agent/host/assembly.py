@@ -101,7 +101,7 @@ class HostPrivileges:
     """How this host does what takes root: by itself, or through its helper.
 
     Attributes:
-        ways: how engines can share GPUs.
+        means: how engines can share GPUs.
         limiter: holds engines to what they may take of the node.
         accounts: users that engines run as.
         forget: removes what a slot's engine left.
@@ -109,7 +109,7 @@ class HostPrivileges:
         helper: starts engines in the host's place; None = the host does.
     """
 
-    ways: SharingMeans
+    means: SharingMeans
     limiter: Limiter
     accounts: Accounts
     forget: Callable[[SlotDir, bool], None] = forget_slot
@@ -170,7 +170,7 @@ def site_of(found: NodeFacts, rights: HostPrivileges) -> Site:
         sizer=Sizer(found.devices if found.on_gpus else None, Footprints(rundir.footprints)),
         accounts=rights.accounts,
         limiter=rights.limiter,
-        ways=rights.ways,
+        means=rights.means,
         spawner=rights.helper,
         forget=rights.forget,
         kv_folders=rights.kv_folders,

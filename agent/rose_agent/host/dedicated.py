@@ -60,7 +60,7 @@ class Attachment:
     async def update(self) -> EngineUpdate:
         """What the router must know now."""
         status = await self._host.status(HostStatusRequest())
-        ours = next((one for one in status.engines if one.slot == self._order.slot), None)
+        ours = next((engine for engine in status.engines if engine.slot == self._order.slot), None)
         serving = ours is not None and ours.state is EngineState.SERVING
         stopped = ours is None or bool(ours.reason)
         return EngineUpdate(

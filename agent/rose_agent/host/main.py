@@ -67,8 +67,8 @@ class RunningHost:
     enforcer: Enforcer
     server: Server
     pages: web.AppRunner
-    able: Capabilities
-    looking: asyncio.Future[tuple[None, None, None]]
+    abilities: Capabilities
+    background: asyncio.Future[tuple[None, None, None]]
     data_port: int
     http_port: int
 
@@ -79,9 +79,9 @@ class RunningHost:
             False when an engine could not be killed.
         """
         self.host.drain()
-        self.looking.cancel()
-        await asyncio.wait({self.looking})
-        await self.proxy.drained(drain_seconds)
+        self.background.cancel()
+        await asyncio.wait({self.background})
+        await self.proxy.drain(drain_seconds)
         ended = await self.host.shut_down(_KILL_SECONDS)
         await self.proxy.stop()
         await self.server.stop()
@@ -112,8 +112,8 @@ async def start(
     )
     site = site_of(found, rights)
     host = EngineHost(found.rundir, site)
-    able = await _capabilities(found, rights)
-    host.capabilities = lambda: able.said
+    abilities = await _capabilities(found, rights)
+    host.capabilities = lambda: abilities.texts
     inventory = Inventory(arguments.models)
     await inventory.look()
     host.models = lambda: inventory.found
@@ -124,27 +124,27 @@ async def start(
         site.enforcer.start()
         pages, http_port = await _pages(host, site, arguments.http_port)
         undo.pop_all()  # from here on ``RunningHost.stop`` ends them
-    looking = asyncio.gather(
-        able.keep(), CpuThrottle(site.limiter).keep(host.engines), inventory.keep()
+    background = asyncio.gather(
+        abilities.keep(), CpuThrottle(site.limiter).keep(host.engines), inventory.keep()
     )
     return RunningHost(
-        host, proxy, site.enforcer, server, pages, able, looking, data_port, http_port
+        host, proxy, site.enforcer, server, pages, abilities, background, data_port, http_port
     )
 
 
 async def _capabilities(found: NodeFacts, rights: HostPrivileges) -> Capabilities:
     """What the host can do, looked at once."""
     arguments = found.arguments
-    able = Capabilities(
-        rights.ways,
+    abilities = Capabilities(
+        rights.means,
         found.devices,
         arguments.engine_uid,
         arguments.engine_python,
         found.broken,
-        apart=rights.helper is not None,
+        unprivileged=rights.helper is not None,
     )
-    await able.look()
-    return able
+    await abilities.look()
+    return abilities
 
 
 async def _data_route(
@@ -211,8 +211,8 @@ async def serve(
     """
     stop = stop_signal()
     if helper is not None:
-        asyncio.get_running_loop().add_reader(helper.pidfd, _alone, freezer)
-    running = await _unless(stop, start(arguments, freezer, helper))
+        asyncio.get_running_loop().add_reader(helper.pidfd, _end_without_helper, freezer)
+    running = await _start_unless_stopped(stop, start(arguments, freezer, helper))
     if running is None:
         _log.info("told to end while starting: no engine was started")
         return 0
@@ -224,16 +224,16 @@ async def serve(
         except (HostError, WireError, OSError, ValueError):
             await running.stop(0.0)
             raise
-    losing = asyncio.create_task(_without_devices(running, stop))
+    losing = asyncio.create_task(_stop_without_devices(running, stop))
     await stop.wait()
     losing.cancel()
     if attached is not None:
         await attached.leave()
     ended = await running.stop(arguments.drain_seconds)
-    return 0 if ended and not running.able.lost() else 1
+    return 0 if ended and not running.abilities.lost() else 1
 
 
-async def _without_devices(running: RunningHost, stop: asyncio.Event) -> None:
+async def _stop_without_devices(running: RunningHost, stop: asyncio.Event) -> None:
     """Have the host end, and start anew with its devices, once they are lost and no engine serves.
 
     What runs has its files open and goes on; what starts now could open none.
@@ -241,26 +241,27 @@ async def _without_devices(running: RunningHost, stop: asyncio.Event) -> None:
     while not stop.is_set():
         await asyncio.sleep(capabilities.PERIOD_SECONDS)
         serving = any(engine.state in _STARTED for engine in running.host.engines())
-        lost = await asyncio.to_thread(running.able.lost)
+        lost = await asyncio.to_thread(running.abilities.lost)
         if lost and not serving:
-            _log.error("%s", running.able.said.get(Capability.DEVICE_ACCESS.value, "GPUs are lost"))
+            texts = running.abilities.texts
+            _log.error("%s", texts.get(Capability.DEVICE_ACCESS.value, "GPUs are lost"))
             stop.set()
 
 
-async def _unless(
+async def _start_unless_stopped(
     stop: asyncio.Event, starting: Coroutine[None, None, RunningHost]
 ) -> RunningHost | None:
     """What was started; None when the word to end came first, and what had begun is undone."""
-    begun, told = asyncio.create_task(starting), asyncio.create_task(stop.wait())
-    await asyncio.wait({begun, told}, return_when=asyncio.FIRST_COMPLETED)
-    told.cancel()
-    if not begun.done():
-        begun.cancel()
-        await asyncio.wait({begun})
-    return None if begun.cancelled() else begun.result()
+    started, stopping = asyncio.create_task(starting), asyncio.create_task(stop.wait())
+    await asyncio.wait({started, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not started.done():
+        started.cancel()
+        await asyncio.wait({started})
+    return None if started.cancelled() else started.result()
 
 
-def _alone(freezer: Freezer) -> None:
+def _end_without_helper(freezer: Freezer) -> None:
     """The root helper has ended: its engines are killed, and the next host begins anew.
 
     A killed task that is frozen still lives; what stops it is ours to lift.

@@ -66,15 +66,15 @@ def begin(argv: list[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     Returns:
         The host's end of their socket pair, and the helper's process.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
+    own_end, helper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with helper_end:
         helper = subprocess.Popen(
-            [sys.executable, "-m", _HELPER, str(theirs.fileno()), *argv],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", _HELPER, str(helper_end.fileno()), *argv],
+            pass_fds=[helper_end.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    return ours, helper
+    return own_end, helper
 
 
 def lower(uid: int) -> None:

@@ -80,5 +80,7 @@ def search(top: Path, number: int) -> Path | None:
 
 def _folders(folder: str) -> list[tuple[str, int]]:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        return [(one.path, one.inode()) for one in entries if one.is_dir(follow_symlinks=False)]
+        return [
+            (entry.path, entry.inode()) for entry in entries if entry.is_dir(follow_symlinks=False)
+        ]
     return []

@@ -132,7 +132,11 @@ class KubeletClaims:
         """As the kubelet says; the annotation is not read."""
         kubelet = self._kubelet
         if kubelet.allocations is not None:
-            living = [one for one in kubelet.allocations if one.owner not in asked.ended]
+            living = [
+                allocation
+                for allocation in kubelet.allocations
+                if allocation.owner not in asked.ended
+            ]
             return claim(asked.namespace, asked.name, living, self._known(), self._platform)
         if not kubelet.asked:
             return Claim((), Proof.NONE, UNKNOWN_GPU, kubelet.problem)

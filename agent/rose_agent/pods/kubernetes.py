@@ -115,7 +115,7 @@ class KubernetesPods:
         self._scanned = 0.0
         self._synced = False
         self._version = ""
-        self._told: set[PodUid] = set()
+        self._warned: set[PodUid] = set()
 
     @property
     def synced(self) -> bool:
@@ -207,8 +207,8 @@ class KubernetesPods:
     def _unread(self, pod: Json, policy: PoolPolicy, error: Exception) -> ServingPod:
         """A replica of which nothing is known but that nothing of it is lent."""
         meta, uid = pod["metadata"], _uid(pod)
-        if uid not in self._told:  # asked five times a second
-            self._told.add(uid)
+        if uid not in self._warned:  # asked five times a second
+            self._warned.add(uid)
             _log.error("pod %s cannot be read", _name(pod), exc_info=error)
         return ServingPod(
             uid=uid,
@@ -354,8 +354,8 @@ class _Written:
         fits = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
         if fits and 0 < int(text) <= most:
             return int(text)
-        said = repr(text[:_MOST_QUOTED])
-        self.problem = self.problem or f"annotation {key} is no number from 1 to {most}: {said}"
+        quoted = repr(text[:_MOST_QUOTED])
+        self.problem = self.problem or f"annotation {key} is no number from 1 to {most}: {quoted}"
         return unwritten
 
 
@@ -368,8 +368,8 @@ def _place(labels: Json, size: int) -> GroupPlace | None:
     """The pod's place in a group of several; None where it is one by itself, or nobody says."""
     name, group = labels.get(GROUP_NAME_LABEL, ""), labels.get(GROUP_INDEX_LABEL, "")
     index = labels.get(WORKER_INDEX_LABEL, "")
-    told = name and group.isdecimal() and index.isdecimal() and len(index) < 7
-    return GroupPlace(f"{name}/{group}", int(index), size) if told and size > 1 else None
+    is_valid = name and group.isdecimal() and index.isdecimal() and len(index) < 7
+    return GroupPlace(f"{name}/{group}", int(index), size) if is_valid and size > 1 else None
 
 
 def _instance(status: Json) -> str:

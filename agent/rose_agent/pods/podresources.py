@@ -78,7 +78,7 @@ class PodResources:
             self._socket.stat()
             found = read(await ask(b"", timeout=_TIMEOUT_SECONDS))
         except (grpc.aio.AioRpcError, MalformedAnswer, OSError) as error:
-            self._failed(error)
+            self._note_failure(error)
             return
         changed = found != self.allocations or not self.asked
         if self.problem:
@@ -87,9 +87,9 @@ class PodResources:
         if changed:
             self._on_change()
 
-    def _failed(self, error: Exception) -> None:
-        said = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-        problem = f"the kubelet does not answer at {self._socket}: {said}"
+    def _note_failure(self, error: Exception) -> None:
+        message = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        problem = f"the kubelet does not answer at {self._socket}: {message}"
         if problem != self.problem:
             _log.warning("%s", problem)
         first = not self.asked
@@ -99,7 +99,7 @@ class PodResources:
 
 
 def _holders(allocations: tuple[Allocation, ...]) -> int:
-    return sum(bool(one.devices) for one in allocations)
+    return sum(bool(allocation.devices) for allocation in allocations)
 
 
 def read(answer: bytes) -> tuple[Allocation, ...]:

@@ -55,13 +55,13 @@ def inner_pid(pid: int) -> int:
     """
     descriptor = os.pidfd_open(pid)
     try:
-        told = proc_text("self", f"fdinfo/{descriptor}")
+        status = proc_text("self", f"fdinfo/{descriptor}")
     finally:
         os.close(descriptor)
-    if "NSpid:" not in told:  # Linux before 5.5
-        told = proc_text(pid, "status")
+    if "NSpid:" not in status:  # Linux before 5.5
+        status = proc_text(pid, "status")
     # The last of that name: a process may call itself so.
-    return int(told.rpartition("NSpid:")[2].split("\n")[0].split()[-1])
+    return int(status.rpartition("NSpid:")[2].split("\n")[0].split()[-1])
 
 
 class Processes:
@@ -165,14 +165,14 @@ class Watcher:
                 loop.call_soon(self._on_exit, pid)
                 continue
             self._descriptors[pid] = descriptor
-            loop.add_reader(descriptor, self._ended, pid)
+            loop.add_reader(descriptor, self._note_end, pid)
 
     def close(self) -> None:
         """Watch nothing."""
         for pid in list(self._descriptors):
             self._forget(pid)
 
-    def _ended(self, pid: int) -> None:
+    def _note_end(self, pid: int) -> None:
         self._forget(pid)
         self._on_exit(pid)
 

@@ -74,12 +74,12 @@ def start() -> socket.socket:
     Returns:
         The channel for ``Factory`` orders; it reads as closed once the factory has ended.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own_end, reader_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
-        ours.close()
-        os._exit(serve(theirs))
-    theirs.close()
-    return ours
+        own_end.close()
+        os._exit(serve(reader_end))
+    reader_end.close()
+    return own_end
 
 
 def serve(channel: socket.socket) -> int:
@@ -156,8 +156,8 @@ class _Reader:
         self._channel, self._handover = channel, handover
         self._source: Feed | Snapshot | None = None
         self._every_seconds = begin.every_seconds
-        self._said: Figures | None = None
-        self._said_at = 0.0
+        self._sent: Figures | None = None
+        self._sent_at = 0.0
 
     async def run(self) -> None:
         """Read until the guard hangs up."""
@@ -225,8 +225,8 @@ class _Reader:
         while True:
             if self._source is not None:
                 figures = self._source.read()
-                if figures != self._said or loop.time() - self._said_at >= _AGAIN_SECONDS:
-                    self._said, self._said_at = figures, loop.time()
+                if figures != self._sent or loop.time() - self._sent_at >= _AGAIN_SECONDS:
+                    self._sent, self._sent_at = figures, loop.time()
                     self._send(Latest(WireFigures.of(figures) or WireFigures()))
             await asyncio.sleep(self._every_seconds)
 

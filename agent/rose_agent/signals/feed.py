@@ -30,12 +30,12 @@ class Feed:
     def __init__(self, host: str, port: int) -> None:
         self._where = (host, port)
         self._figures = Figures()
-        self._heard = 0.0
+        self._received_s = 0.0
         self._task = asyncio.create_task(self._run())
 
     def read(self) -> Figures:
         """The newest figures; unknown when none came lately."""
-        fresh = time.monotonic() - self._heard < _SILENT_SECONDS
+        fresh = time.monotonic() - self._received_s < _SILENT_SECONDS
         return self._figures if fresh else Figures()
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class Feed:
                 await self._listen()
             except (OSError, ValueError, asyncio.IncompleteReadError) as error:
                 _log.debug("load feed of %s:%d: %s", *self._where, error)
-            self._heard = 0.0
+            self._received_s = 0.0
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _listen(self) -> None:
@@ -56,6 +56,6 @@ class Feed:
         try:
             while True:
                 message = await subscription.receive()
-                self._figures, self._heard = sglang_feed(message[-1]), time.monotonic()
+                self._figures, self._received_s = sglang_feed(message[-1]), time.monotonic()
         finally:
             subscription.close()

@@ -208,11 +208,11 @@ class ConfinedReader:
         self._every_seconds = 0.2
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Figures | None]] = {}
-        self._figures, self._heard = Figures(), 0.0
+        self._figures, self._received_s = Figures(), 0.0
         self._scrapes_before = 0
         self._channel: socket.socket | None = None
         self._handover: socket.socket | None = None
-        self._again: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
         self._wait_seconds, self._began = _BACK_OFF_SECONDS[0], 0.0
         self._begin()
 
@@ -251,21 +251,21 @@ class ConfinedReader:
 
     def snapshot(self) -> Figures:
         """The newest load snapshot; unknown when there is none or it is old."""
-        fresh = time.monotonic() - self._heard < _STALE_SECONDS
+        fresh = time.monotonic() - self._received_s < _STALE_SECONDS
         return self._figures if fresh else Figures()
 
     def close(self) -> None:
         """End the process; it ends when we hang up."""
         self._hang_up()
-        if self._again is not None:
-            self._again.cancel()
+        if self._retry is not None:
+            self._retry.cancel()
 
     # --- the process
 
     def _begin(self) -> None:
         """Start a process, and say to it what the guard has said so far."""
-        self._again = None
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._retry = None
+        self._channel, reader_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._handover, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
         self._began = time.monotonic()
@@ -273,8 +273,8 @@ class ConfinedReader:
         begin = msgspec.structs.replace(
             confined.begin_of(self._pod, self._engine), every_seconds=self._every_seconds
         )
-        with theirs, its_end:
-            _order(self._factory, pack(begin), [theirs.fileno(), its_end.fileno()])
+        with reader_end, its_end:
+            _order(self._factory, pack(begin), [reader_end.fileno(), its_end.fileno()])
         asyncio.get_running_loop().add_reader(self._channel, self._take)
         self._describe()
         self._open()
@@ -300,7 +300,7 @@ class ConfinedReader:
         if reply is None:
             self._end("it ended")
         elif isinstance(reply, Latest):
-            self._figures, self._heard = reply.figures.plain(), time.monotonic()
+            self._figures, self._received_s = reply.figures.plain(), time.monotonic()
         elif isinstance(reply, Answer):
             self.scrapes = self._scrapes_before + reply.scrapes
             waiting = self._asked.pop(reply.number, None)
@@ -337,10 +337,10 @@ class ConfinedReader:
         self._wait_seconds = shortest if lasted else self._wait_seconds
         pause = self._wait_seconds if wait else 0.0
         self._wait_seconds = min(longest, 2 * self._wait_seconds)
-        self._again = asyncio.get_running_loop().call_later(pause, self._begin)
+        self._retry = asyncio.get_running_loop().call_later(pause, self._begin)
 
     def _hang_up(self) -> None:
-        self._heard = 0.0
+        self._received_s = 0.0
         for waiting in self._asked.values():
             if not waiting.done():
                 waiting.set_result(None)

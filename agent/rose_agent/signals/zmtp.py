@@ -42,10 +42,10 @@ class Subscription:
 
     async def _shake_hands(self, topic: bytes) -> None:
         self._writer.write(_GREETING)
-        theirs = await self._reader.readexactly(len(_GREETING))
-        if theirs[0] != 0xFF or theirs[9] != 0x7F or theirs[10] < 3:
+        greeting = await self._reader.readexactly(len(_GREETING))
+        if greeting[0] != 0xFF or greeting[9] != 0x7F or greeting[10] < 3:
             raise ValueError("the peer does not speak ZMTP 3")
-        if theirs[12:32].rstrip(b"\0") != b"NULL":
+        if greeting[12:32].rstrip(b"\0") != b"NULL":
             raise ValueError("the publisher wants credentials; only the mechanism NULL is known")
         self._send(_COMMAND, _READY)
         flags, body = await self._frame()

@@ -151,7 +151,9 @@ class DeadMan:
             known = bool(idle) and await self._refer()
             return SleeperSeen(granted, idle=idle, reference=known)
         if stage is Stage.FALLING:
-            return SleeperSeen(granted, refused=self._refused, released_bytes=self._released())
+            return SleeperSeen(
+                granted, refused=self._refused, released_bytes=self._released_bytes()
+            )
         if stage is Stage.RECALLED:
             return SleeperSeen(granted, vacated=await self._serving.vacated())
         well = await self._well() if stage in _WAITS_FOR_PROBE else None
@@ -195,7 +197,7 @@ class DeadMan:
         except EngineUnavailable as error:
             _log.warning("no reference for the probe: %s", error)
             return False
-        before = self._held()
+        before = self._held_bytes()
         self._remember(SleeperRecord(self.state, reference, before))
         return True
 
@@ -207,11 +209,11 @@ class DeadMan:
         # Without a reference any answer has to do: nothing is known of what it should be.
         return not self.record.reference or answer == self.record.reference
 
-    def _released(self) -> int | None:
-        before, now = self.record.before_bytes, self._held()
+    def _released_bytes(self) -> int | None:
+        before, now = self.record.before_bytes, self._held_bytes()
         return None if before is None or now is None else max(0, before - now)
 
-    def _held(self) -> int | None:
+    def _held_bytes(self) -> int | None:
         return self._serving.meter.read(self._serving.pids(), self._serving.gpus)
 
     def _remember(self, record: SleeperRecord) -> None:
@@ -248,16 +250,16 @@ def tree(pid: int) -> tuple[int, ...]:
         children = Path(f"/proc/{fresh.pop()}/task").glob("*/children")
         for path in children:
             with contextlib.suppress(OSError):
-                fresh += (born := [int(word) for word in path.read_text().split()])
+                fresh += (born := [int(text) for text in path.read_text().split()])
                 found += born
     return tuple(found)
 
 
 def end_tree(pid: int) -> None:
     """Kill a process and its descendants."""
-    for one in reversed(tree(pid)):
+    for process in reversed(tree(pid)):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
 
 
 def parser() -> argparse.ArgumentParser:

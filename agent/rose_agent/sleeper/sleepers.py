@@ -101,9 +101,9 @@ class Sleepers:
                 await self.step()
                 await asyncio.sleep(_PERIOD_SECONDS)
         finally:
-            for one in self._followed.values():
-                one.task.cancel()
-            tasks = [one.task for one in self._followed.values()]
+            for followed in self._followed.values():
+                followed.task.cancel()
+            tasks = [followed.task for followed in self._followed.values()]
             await asyncio.gather(*tasks, return_exceptions=True)
             self._alive.detach()
 
@@ -125,7 +125,7 @@ class Sleepers:
             self._alive.beat_host(time.monotonic_ns())
 
     def _all_awake(self) -> bool:
-        return all(one.man.state.stage is Stage.AWAKE for one in self._followed.values())
+        return all(followed.man.state.stage is Stage.AWAKE for followed in self._followed.values())
 
     def _follow(self, folder: ServingDir, order: SleepOrder) -> _One:
         limits = SleeperLimits(order.release_bytes, wake_s=order.wake_seconds)
@@ -136,7 +136,7 @@ class Sleepers:
             lambda: _living(self._followed[uid].order),
             lambda: _end(self._followed[uid].order),
             tuple(GpuUuid(name) for name in order.gpus),
-            self._vacated(order.gpus) if self._vacated_url else _unknown,
+            self._vacancy_question(order.gpus) if self._vacated_url else _unknown,
             lambda: self._followed[uid].order.drained,
         )
         if not folder.record.exists():
@@ -145,8 +145,8 @@ class Sleepers:
         man = DeadMan(serving, folder.permit, folder.record, limits)
         return _One(folder, order, man, asyncio.create_task(self._keep(folder, man)))
 
-    def _vacated(self, gpus: tuple[str, ...]) -> _Ask:
-        query = urlencode([("gpu", one) for one in gpus])
+    def _vacancy_question(self, gpus: tuple[str, ...]) -> _Ask:
+        query = urlencode([("gpu", followed) for followed in gpus])
         return vacated_page(self._session, f"{self._vacated_url}?{query}")
 
     async def _keep(self, folder: ServingDir, man: DeadMan) -> None:
@@ -155,7 +155,7 @@ class Sleepers:
                 with contextlib.suppress(OSError):
                     folder.permit.unlink()
             try:
-                _say(folder, stay_away=man.granted or man.state.stage is not Stage.AWAKE)
+                _show_readiness(folder, stay_away=man.granted or man.state.stage is not Stage.AWAKE)
                 await man.step()
             except OSError as error:  # a full folder must not end the watch over serving
                 _log.error("pod %s: %s", folder.uid, error)
@@ -163,13 +163,13 @@ class Sleepers:
 
     def _leave(self, uid: str) -> None:
         """The order is gone: the pod is, or it has been awake."""
-        one = self._followed.pop(uid)
-        one.task.cancel()
-        _say(one.folder, stay_away=False)
-        shutil.rmtree(one.folder.path, ignore_errors=True)
+        followed = self._followed.pop(uid)
+        followed.task.cancel()
+        _show_readiness(followed.folder, stay_away=False)
+        shutil.rmtree(followed.folder.path, ignore_errors=True)
 
 
-def _say(folder: ServingDir, *, stay_away: bool) -> None:
+def _show_readiness(folder: ServingDir, *, stay_away: bool) -> None:
     """Tell the pod's readiness probe, where its owner has mounted the folder."""
     if not stay_away:
         folder.drain.unlink(missing_ok=True)
@@ -180,7 +180,7 @@ def _say(folder: ServingDir, *, stay_away: bool) -> None:
 def _living(order: SleepOrder) -> tuple[int, ...]:
     """Serving's processes and what they have started; none that only has an old one's number."""
     roots = [pid for pid, ticks in order.processes if ticks and start_ticks(pid) == ticks]
-    return tuple(sorted({one for pid in roots for one in tree(pid)}))
+    return tuple(sorted({followed for pid in roots for followed in tree(pid)}))
 
 
 def _end(order: SleepOrder) -> None:

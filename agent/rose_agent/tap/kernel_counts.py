@@ -129,13 +129,13 @@ class KernelCounts:
             stream = self._streams.get(key)
             if stream is None:
                 continue
-            told = self._take(stream, value)
-            events += told
+            fresh = self._take(stream, value)
+            events += fresh
             # Given up, as silent or because there are too many: the reader has to see what comes.
-            if not told and self._tracker.position(stream.client) is None:
+            if not fresh and self._tracker.position(stream.client) is None:
                 self._withdraw(key, stream)
         self._note_counted()
-        for client in [one for one in self._fruitless if self._tracker.position(one) is None]:
+        for client in [lost for lost in self._fruitless if self._tracker.position(lost) is None]:
             del self._fruitless[client]
         return events
 

@@ -56,20 +56,20 @@ def loaded(port: int) -> Iterator[Program]:
     opened = lib.bpf_object__open_file(os.fsencode(path), None) if path.exists() else None
     if not opened:
         raise NoKernelCounts(f"{path} is no BPF object: `make tap` compiles it")
-    whole = ctypes.c_void_p(opened)
+    loaded = ctypes.c_void_p(opened)
     try:
-        constants = _found(lib.bpf_object__find_map_by_name(whole, b".rodata"), "its constants")
+        constants = _found(lib.bpf_object__find_map_by_name(loaded, b".rodata"), "its constants")
         value = struct.pack("=H", port)
         if lib.bpf_map__set_initial_value(constants, value, ctypes.c_size_t(len(value))):
             raise NoKernelCounts(f"{path} has other constants than a port: `make tap`")
-        if lib.bpf_object__load(whole):
+        if lib.bpf_object__load(loaded):
             reason = os.strerror(ctypes.get_errno())
             raise NoKernelCounts(f"the kernel refuses the program: {reason}")
-        program = _found(lib.bpf_object__find_program_by_name(whole, b"tokens"), "its program")
-        streams = _found(lib.bpf_object__find_map_by_name(whole, b"streams"), "its streams")
+        program = _found(lib.bpf_object__find_program_by_name(loaded, b"tokens"), "its program")
+        streams = _found(lib.bpf_object__find_map_by_name(loaded, b"streams"), "its streams")
         yield Program(lib.bpf_program__fd(program), lib.bpf_map__fd(streams))
     finally:
-        lib.bpf_object__close(whole)
+        lib.bpf_object__close(loaded)
 
 
 def _found(pointer: int | None, what: str) -> ctypes.c_void_p:

@@ -68,14 +68,14 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         _log.error("%s", flags.complaint(error, argv))  # for people, no trace
         return 1
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own_end, parser_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()
     if child == 0:
-        mine.close()
-        os._exit(_parse(options, theirs, listener, http))
-    for unused in (theirs, listener, http):
+        own_end.close()
+        os._exit(_parse(options, parser_end, listener, http))
+    for unused in (parser_end, listener, http):
         unused.close()
-    return _open(mine, child, own=options.sidecar, count=options.tokens == "kernel")
+    return _open(own_end, child, own=options.sidecar, count=options.tokens == "kernel")
 
 
 def _open(channel: socket.socket, child: int, *, own: bool, count: bool) -> int:

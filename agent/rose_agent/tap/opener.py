@@ -51,13 +51,13 @@ class Handles:
 
     def descriptors(self) -> list[int]:
         """In the order of ``Opened``."""
-        sockets = [tap.fileno() for one in self.taps for tap in one.all]
+        sockets = [tap.fileno() for taps in self.taps for tap in taps.all]
         return sockets if self.streams is None else [*sockets, self.streams]
 
     def close(self) -> None:
         """Close them here; whoever was handed them keeps his."""
-        for one in self.taps:
-            one.close()
+        for taps in self.taps:
+            taps.close()
         if self.streams is not None:
             os.close(self.streams)
 
@@ -75,7 +75,7 @@ def answer(watch: Watch, *, count: bool) -> tuple[Opened, Handles]:
         handles.close()
         problem = f"no interface to tap in {netns or 'here'}"
         return Opened(watch.replica, error=problem), Handles([])
-    names = tuple(one.interface for one in handles.taps)
+    names = tuple(taps.interface for taps in handles.taps)
     return Opened(watch.replica, names, addresses, uncounted=uncounted), handles
 
 

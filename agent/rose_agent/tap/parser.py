@@ -96,7 +96,7 @@ class Parser:
         try:
             while True:
                 for command in await frames.read(reader, frames.commands):
-                    self._obey(command)
+                    self._apply(command)
         except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
             _log.info("guard has gone: %s", error)
         finally:
@@ -104,7 +104,7 @@ class Parser:
                 self._guard = None
             writer.close()
 
-    def _obey(self, command: frames.Command) -> None:
+    def _apply(self, command: frames.Command) -> None:
         known = self._replicas.get(command.replica)
         relay = self._relays.get(command.replica)
         if relay is not None:
@@ -164,8 +164,8 @@ class Parser:
         streams = [kernel_counts.streams(descriptor) for descriptor in descriptors[number:]]
         watch = self._pending.pop(reply.replica, None)
         if watch is None or reply.error:
-            for one in taps:
-                one.close()
+            for tap in taps:
+                tap.close()
             for given in streams:
                 given.close()
             if watch is not None:
@@ -184,21 +184,21 @@ class Parser:
     @staticmethod
     def _usable(watch: Watch, streams: list[HashMap], reason: str) -> HashMap | None:
         """The kernel's map, where this process may use it; the log says who counts tokens."""
-        for one in streams:
+        for stream in streams:
             try:
-                one.get(bytes(kernel_counts.KEY_BYTES))
+                stream.get(bytes(kernel_counts.KEY_BYTES))
             except OSError as error:  # before Linux 5.19
-                one.close()
+                stream.close()
                 reason = f"a map without a capability: {error}"
             else:
                 _log.info("%s: the kernel counts tokens", watch.replica)
-                return one
+                return stream
         _log.info("%s: tokens are counted packet by packet: %s", watch.replica, reason)
         return None
 
     def _gauge(self) -> None:
         metrics.REPLICAS.set(len(self._replicas))
-        metrics.COUNTING.set(sum(one.counting for one in self._replicas.values()))
+        metrics.COUNTING.set(sum(replica.counting for replica in self._replicas.values()))
 
     def _drop(self, replica: TappedReplica) -> None:
         replica.close()

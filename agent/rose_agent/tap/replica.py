@@ -89,7 +89,7 @@ class TappedReplica:
         self._progress: dict[int, Progress] = {}
         self._ends: list[TapEvent] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._rest: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None
         self._buffer = memoryview(bytearray(bpf.SNAP))
         self._used = 0
         self._lost_ns = 0
@@ -98,12 +98,12 @@ class TappedReplica:
         self._rate = 0.0
         self._rate_base = (time.monotonic_ns(), 0)
         self._packets_then = 0
-        self._much = False
+        self._is_crowded = False
 
     @property
     def restless(self) -> bool:
         """Frequent heartbeats are wanted: somebody paces by tokens, or much gathers between two."""
-        return self.watch.closely or self._much
+        return self.watch.closely or self._is_crowded
 
     @property
     def counting(self) -> bool:
@@ -123,8 +123,8 @@ class TappedReplica:
 
     def close(self) -> None:
         """Close the sockets."""
-        if self._rest is not None:
-            self._rest.cancel()
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
         self._listen_no_more()
         for taps in self._taps:
             taps.close()
@@ -136,7 +136,7 @@ class TappedReplica:
         if self._loop is None:
             return
         for taps in self._taps:
-            tap = self._chosen(taps)
+            tap = self._choose(taps)
             if self._by_bell:
                 self._loop.add_reader(taps.bell, self._on_bell, taps)
             else:
@@ -146,10 +146,10 @@ class TappedReplica:
         if self._loop is None:
             return
         for taps in self._taps:
-            self._loop.remove_reader(taps.bell if self._by_bell else self._chosen(taps))
+            self._loop.remove_reader(taps.bell if self._by_bell else self._choose(taps))
 
-    def _chosen(self, taps: Taps) -> socket.socket:
-        return taps.sampled if self._sampled else taps.whole
+    def _choose(self, taps: Taps) -> socket.socket:
+        return taps.sampled if self._sampled else taps.unsampled
 
     # --- packets
 
@@ -160,7 +160,7 @@ class TappedReplica:
             sockets.discard(taps.bell)
         except OSError as error:
             self.problem = f"packet socket failed: {error}"
-        self._empty(self._chosen(taps), events)
+        self._empty(self._choose(taps), events)
         self._pass_on(events)
 
     def _on_readable(self, tap: socket.socket) -> None:
@@ -172,11 +172,11 @@ class TappedReplica:
 
     def _rest_a_while(self) -> None:
         """Only others' tokens came: rest, and tell a first token a little later."""
-        if self._loop is not None and self._rest is None and not self.tracker.ends_unmarked:
-            self._rest = self._loop.call_later(_REST_SECONDS, self._rested)
+        if self._loop is not None and self._rest_timer is None and not self.tracker.ends_unmarked:
+            self._rest_timer = self._loop.call_later(_REST_SECONDS, self._end_rest)
 
-    def _rested(self) -> None:
-        self._rest = None
+    def _end_rest(self) -> None:
+        self._rest_timer = None
         self._adapt([])
 
     def _pass_on(self, events: list[TapEvent]) -> None:
@@ -246,11 +246,11 @@ class TappedReplica:
         now = time.monotonic_ns()
         events: list[TapEvent] = self._waiting()
         for taps in self._taps:
-            self._catch_up(self._chosen(taps), events, now)
+            self._catch_up(self._choose(taps), events, now)
         self._count(now, events)
         # The last packets do not wait there for the next.
         self._buffer[: self._used], self._used = _BLANK[: self._used], 0
-        self._much = self.tracker.packets - self._packets_then > _MUCH
+        self._is_crowded = self.tracker.packets - self._packets_then > _MUCH
         self._packets_then = self.tracker.packets
         self._check(now)
         self._measure(now, events)
@@ -294,7 +294,7 @@ class TappedReplica:
     def _check(self, now_ns: int) -> None:
         try:
             for taps in self._taps:
-                dropped = sockets.drops(self._chosen(taps))
+                dropped = sockets.drops(self._choose(taps))
                 if dropped:
                     metrics.DROPPED.inc(dropped)
                     self._lost_ns = now_ns
@@ -340,7 +340,7 @@ class TappedReplica:
     def _needs_waking(self) -> bool:
         """Whether to look at each segment as it comes, because it may be one to tell at once."""
         tracker = self.tracker
-        first_soon = self.watch.closely and self._rest is None
+        first_soon = self.watch.closely and self._rest_timer is None
         return tracker.ends_unmarked or (first_soon and tracker.needs_every_segment)
 
     def _switch(self, events: list[TapEvent]) -> None:
@@ -348,12 +348,12 @@ class TappedReplica:
         self._listen_no_more()
         self._count(time.monotonic_ns(), events, last=True)  # the sample shows those as well
         for taps in self._taps:
-            now, then = self._chosen(taps), taps.whole if self._sampled else taps.sampled
-            sockets.mute(then, muted=False)
-            sockets.discard(then)
-            sockets.drops(then)
-            self._catch_up(now, events, time.monotonic_ns())
-            sockets.mute(now, muted=True)
+            chosen, other = self._choose(taps), taps.unsampled if self._sampled else taps.sampled
+            sockets.mute(other, muted=False)
+            sockets.discard(other)
+            sockets.drops(other)
+            self._catch_up(chosen, events, time.monotonic_ns())
+            sockets.mute(chosen, muted=True)
         self._sampled = not self._sampled
         if self._counts is not None and not self._sampled:
             self._counts.go_on()

@@ -43,13 +43,13 @@ class Taps:
 
     interface: str
     bell: socket.socket
-    whole: socket.socket
+    unsampled: socket.socket
     sampled: socket.socket
 
     @property
     def all(self) -> tuple[socket.socket, ...]:
         """In the order of the fields."""
-        return self.bell, self.whole, self.sampled
+        return self.bell, self.unsampled, self.sampled
 
     def close(self) -> None:
         """Close them."""
@@ -191,9 +191,9 @@ def alive(taps: Taps) -> bool:
 
     A removed interface unbinds the socket; one that goes down leaves ENETDOWN on it.
     """
-    if taps.whole.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+    if taps.unsampled.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         return False
     try:
-        return taps.interface == ANY or bool(taps.whole.getsockname()[0])
+        return taps.interface == ANY or bool(taps.unsampled.getsockname()[0])
     except OSError:
         return False

@@ -286,7 +286,7 @@ class Follower:
         self._write(engine, step.error)
         if store is not None:
             await self._report(store, now)
-            self._truth.follow(store, self._served())
+            self._truth.follow(store, self._probe_subject())
         if step.action is Action.WAIT or engine is None:
             return step.wait_seconds
         try:
@@ -348,9 +348,9 @@ class Follower:
 
     async def _report(self, store: WeightsClient, now: float) -> None:
         """Tell the store what is served, attested; a trainer may be waiting for it."""
-        at, said = self._reported
+        at, reported = self._reported
         version = published(self._written.version) if self._written.attested else None
-        if version is None or (said == self._written.version and now < at + _REPORT_SECONDS):
+        if version is None or (reported == self._written.version and now < at + _REPORT_SECONDS):
             return
         try:
             await store.attested(version, self._written.digest)
@@ -359,7 +359,7 @@ class Follower:
             return
         self._reported = (now, self._written.version)
 
-    def _served(self) -> ProbedCommit | None:
+    def _probe_subject(self) -> ProbedCommit | None:
         """What is to be probed: what engine host and router may use."""
         version = published(self._written.version) if self._written.attested else None
         return ProbedCommit(version, self._written.digest, self._commits) if version else None
@@ -472,7 +472,7 @@ class Follower:
 
     def _write(self, engine: Engine | None, error: str) -> None:
         """Replace ``weights.json`` when it would say something new."""
-        known = self._known(engine)
+        known = self._live_weights(engine)
         served = known.version if known.attested else ""
         content = WeightsFile(
             version=known.version,
@@ -504,7 +504,7 @@ class Follower:
         own = engine.label == BASE_LABEL and self._heads.none_published
         return own and self._progress.quarantined
 
-    def _known(self, engine: Engine | None) -> WeightsFile:
+    def _live_weights(self, engine: Engine | None) -> WeightsFile:
         """Version, digest and whether they are attested, of what is live."""
         if self._progress.quarantined or (engine is not None and engine.broken):
             return WeightsFile()

@@ -160,13 +160,13 @@ async def serve(arguments: argparse.Namespace) -> int:
         port=arguments.http_port,
     )
     _log.info("ready: pages on port %d", port)
-    task, told = asyncio.create_task(followers.run()), asyncio.create_task(stop.wait())
+    task, stopping = asyncio.create_task(followers.run()), asyncio.create_task(stop.wait())
     # Who follows nothing any more must not look healthy: the kubelet starts another.
-    await asyncio.wait({task, told}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
     broken = task.done()
-    for each in (task, told):
-        each.cancel()
-    outcomes = await asyncio.gather(task, told, return_exceptions=True)
+    for pending in (task, stopping):
+        pending.cancel()
+    outcomes = await asyncio.gather(task, stopping, return_exceptions=True)
     await pages.cleanup()
     if broken:
         _log.error("following ended: %s", outcomes[0])

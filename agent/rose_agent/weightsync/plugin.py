@@ -114,7 +114,7 @@ class Plugin:
         Raises:
             EngineUnavailable: the engine is starting, hangs or is gone, or has no slot left.
         """
-        client = await self._connected()
+        client = await self._connect()
         if self._bound:
             status = await self._status(client)
         else:  # also where it has a slot: that may be about to be taken away
@@ -145,7 +145,7 @@ class Plugin:
         Raises:
             EngineUnavailable: the engine is starting, hangs or is gone.
         """
-        client = await self._connected()
+        client = await self._connect()
         try:
             held = (await self._ask(client.status(), ANSWER_SECONDS)).runs
             for run in set(held) - set(runs):
@@ -161,7 +161,7 @@ class Plugin:
         Raises:
             CommitRefused, EngineUnavailable: as ``ControlClient.stage``.
         """
-        client = await self._connected()
+        client = await self._connect()
         return await self._ask(client.stage(bundle), STAGE_SECONDS)
 
     async def commit(self, version: str) -> Committed:
@@ -170,7 +170,7 @@ class Plugin:
         Raises:
             CommitRefused, EngineUnavailable: as ``ControlClient.commit``.
         """
-        client = await self._connected()
+        client = await self._connect()
         await self.gate.wait_open()
         return await self._ask(client.commit(version, COMMIT_SECONDS), 4 * COMMIT_SECONDS)
 
@@ -180,7 +180,7 @@ class Plugin:
         Raises:
             EngineUnavailable: as ``ControlClient.attest``.
         """
-        client = await self._connected()
+        client = await self._connect()
         return await self._ask(client.attest(), STAGE_SECONDS)
 
     async def close(self) -> None:
@@ -189,7 +189,7 @@ class Plugin:
         if client is not None:
             await client.close()
 
-    async def _connected(self) -> ControlClient:
+    async def _connect(self) -> ControlClient:
         if self._client is None:
             self._client = await ControlClient.connect(self._socket, self._run)
         return self._client

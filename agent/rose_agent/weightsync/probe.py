@@ -109,12 +109,14 @@ class TruthMeter:
         while True:
             try:
                 answer = answer or await self._ask(str(subject.version))
-                said = await store.compare(subject.version, subject.digest, answer)
+                compared = await store.compare(subject.version, subject.digest, answer)
             except (EngineError, WeightsError, WireError) as error:
                 _log.debug("%s: %s was not probed: %s", self._slot.uid, subject.version, error)
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            if self._judged(subject, judge(answer, said.trainer, said.others, self._limit)):
+            if self._is_settled(
+                subject, judge(answer, compared.trainer, compared.others, self._limit)
+            ):
                 return
             await asyncio.sleep(_AGAIN_SECONDS)
 
@@ -130,7 +132,7 @@ class TruthMeter:
             raise EngineRefused(f"it answered with {by}, {version} was asked for")
         return answer
 
-    def _judged(self, subject: ProbedCommit, verdict: ProbeVerdict) -> bool:
+    def _is_settled(self, subject: ProbedCommit, verdict: ProbeVerdict) -> bool:
         """Whether it is settled."""
         metrics.PROBES.labels(outcome=verdict.outcome).inc()
         if verdict.difference is not None:

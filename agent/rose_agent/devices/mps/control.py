@@ -166,10 +166,10 @@ class MpsControl:
         except OSError as error:
             raise MpsError(f"MPS at {self._pipes.pipe}: {asked}: {error}") from error
         lines = tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
-        said = " ".join((*lines, done.stderr.strip())).strip()
-        refused = any(word in said.lower() for word in _REFUSALS)
+        output = " ".join((*lines, done.stderr.strip())).strip()
+        refused = any(word in output.lower() for word in _REFUSALS)
         if done.returncode != 0 or refused:
-            raise MpsError(f"MPS at {self._pipes.pipe}: {asked}: {said or 'no answer'}")
+            raise MpsError(f"MPS at {self._pipes.pipe}: {asked}: {output or 'no answer'}")
         return lines
 
     def servers(self) -> tuple[Server, ...]:

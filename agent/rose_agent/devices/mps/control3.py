@@ -35,12 +35,12 @@ Run = Callable[[Sequence[str]], tuple[str, ...]]
 
 def speaks(words: Sequence[str], environment: Sequence[str] = ()) -> bool:
     """Whether a daemon with this command line and environment speaks protocol 3."""
-    told = [one.partition("=")[2] for one in environment if one.startswith(f"{_VARIABLE}=")]
-    if told:
-        return told[-1] == "3"
+    values = [entry.partition("=")[2] for entry in environment if entry.startswith(f"{_VARIABLE}=")]
+    if values:
+        return values[-1] == "3"
     pairs = itertools.pairwise(words)
-    apart = any(flag in {"-p", "--protocol"} and value == "3" for flag, value in pairs)
-    return apart or "--protocol=3" in words or "-p3" in words
+    by_flag = any(flag in {"-p", "--protocol"} and value == "3" for flag, value in pairs)
+    return by_flag or "--protocol=3" in words or "-p3" in words
 
 
 def servers(run: Run, *, multi_user: bool | None) -> tuple[Server, ...]:

@@ -100,7 +100,7 @@ def end(
     """
     ordered_s: float | None = None
     while True:
-        server = next((one for one in control.servers() if pid in one.clients), None)
+        server = next((each for each in control.servers() if pid in each.clients), None)
         waited_s = clock() - ordered_s if ordered_s is not None else 0.0
         step = next_end_step(
             listed=server is not None, ordered=ordered_s is not None, waited_s=waited_s

@@ -34,8 +34,8 @@ def look_at(
     """Give every replica the view of its GPUs, and its slots their budget."""
     now_ns = time.monotonic_ns()
     for uid, replica in replicas.items():
-        beside = [s for s in slots.values() if s.grant and s.grant.pod_uid == uid]
-        engines = [slot.status for slot in beside if slot.status is not None]
+        neighbours = [s for s in slots.values() if s.grant and s.grant.pod_uid == uid]
+        engines = [slot.status for slot in neighbours if slot.status is not None]
         lent = LentState(
             frozenset(slots),
             tuple(engine.residue_bytes or 0 for engine in engines),
@@ -54,10 +54,10 @@ def look_at(
             terms.shared_faults,
         )
         replica.view = devices.look(claim, party, terms, lent, kv_permille)
-        for slot in beside:
+        for slot in neighbours:
             _tell(slot, replica.view)
             slot.reserve = _reserve(slot, replica.view, terms)
-        _note_unlent(replica, beside, now_ns)
+        _note_unlent(replica, neighbours, now_ns)
 
 
 def _reserve(slot: GuardedSlot, view: ReplicaGpus, terms: PoolGpuTerms) -> MemorySum | None:
@@ -65,11 +65,11 @@ def _reserve(slot: GuardedSlot, view: ReplicaGpus, terms: PoolGpuTerms) -> Memor
 
     Elastic memory is serving's whenever it wants it, and a replica that sleeps needs none.
     """
-    whole = slot.grant is not None and slot.grant.whole
-    return None if terms.elastic or whole else view.lendable.parts
+    is_whole = slot.grant is not None and slot.grant.whole
+    return None if terms.elastic or is_whole else view.lendable.parts
 
 
-def _note_unlent(replica: GuardedReplica, beside: Sequence[GuardedSlot], now_ns: int) -> None:
+def _note_unlent(replica: GuardedReplica, neighbours: Sequence[GuardedSlot], now_ns: int) -> None:
     """Count, for the pool, memory that is kept back beside GPUs that no slot holds.
 
     Serving does without it whether somebody borrows or not. A slot counts that of its own GPUs. A
@@ -77,7 +77,7 @@ def _note_unlent(replica: GuardedReplica, beside: Sequence[GuardedSlot], now_ns:
     """
     since_ns, replica.looked_ns = replica.looked_ns, now_ns
     policy, view = replica.policy, replica.view
-    grants = [slot.grant for slot in beside if slot.grant is not None]
+    grants = [slot.grant for slot in neighbours if slot.grant is not None]
     asleep = any(grant.whole for grant in grants)
     parts = view.lendable.parts if view is not None else None
     if not since_ns or policy.mode == PoolMode.OBSERVE or asleep or parts is None:

@@ -33,7 +33,7 @@ _REDIAL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Beside:
+class FollowerLoad:
     """What runs beside the follower: see ``Question``."""
 
     lent: bool
@@ -47,7 +47,7 @@ class FollowerLink:
         group: whom to follow.
         pod: of this node.
         name: the pod's, for people.
-        beside: asked with every question.
+        load: asked with every question.
         on_word: called after each word, with when a request has closed the leader's gate, or 0.
         token: the installation's.
         identity: folder with this node's certificate, and the authority of nodes' certificates.
@@ -62,14 +62,14 @@ class FollowerLink:
         pod: PodUid,
         *,
         name: str,
-        beside: Callable[[], Beside],
+        load: Callable[[], FollowerLoad],
         on_word: Callable[[int], None],
         token: str,
         identity: Path,
     ) -> None:
         self.group, self.pod = group, pod
         self.state = HeldWord(next_number=1 + secrets.randbits(62))
-        self._name, self._beside, self._on_word = name, beside, on_word
+        self._name, self._load, self._on_word = name, load, on_word
         self._token, self._identity = token, identity
         self._soon = asyncio.Event()
         self._closing, self._stopped = 0, 0
@@ -107,17 +107,17 @@ class FollowerLink:
     async def _follow(self, channel: grpc.aio.Channel) -> None:
         """Converse until the stream ends, or brings nothing that is of use for too long."""
         self._heard_s = time.monotonic()
-        talk = asyncio.create_task(self._converse(channel))
-        talk.add_done_callback(_look_at)
+        conversation = asyncio.create_task(self._converse(channel))
+        conversation.add_done_callback(_look_at)
         try:
             while (left := self._heard_s + _SILENT_SECONDS - time.monotonic()) > 0:
-                await asyncio.wait({talk}, timeout=left)
-                if talk.done():
+                await asyncio.wait({conversation}, timeout=left)
+                if conversation.done():
                     break
-            self._complain(_outcome(talk) or f"silent for {_SILENT_SECONDS:.0f} s")
+            self._complain(_outcome(conversation) or f"silent for {_SILENT_SECONDS:.0f} s")
         finally:
             # Neither waits for the peer, not even with a write under way on a stalled connection.
-            talk.cancel()
+            conversation.cancel()
             await channel.close()
 
     def _dial(self) -> grpc.aio.Channel:
@@ -148,13 +148,13 @@ class FollowerLink:
         self._on_word(now_ns if arrived else 0)
 
     async def _questions(self) -> AsyncIterator[Question]:
-        self._conversation = mine = object()
-        while self._conversation is mine:  # until a newer stream takes over
+        self._conversation = own = object()
+        while self._conversation is own:  # until a newer stream takes over
             self._soon.clear()
             self.state, number = self.state.ask(time.monotonic_ns())
-            beside = self._beside()
+            load = self._load()
             yield Question(
-                self.group.leader, self.pod, number, beside.computing, beside.lent, self._stopped
+                self.group.leader, self.pod, number, load.computing, load.lent, self._stopped
             )
             # Not `wait_for`: Python 3.11's can lose a cancellation that meets the event.
             with contextlib.suppress(TimeoutError):
@@ -167,21 +167,21 @@ class FollowerLink:
         self._complaint = text
 
 
-def _outcome(talk: asyncio.Task[None]) -> str:
+def _outcome(conversation: asyncio.Task[None]) -> str:
     """Why a conversation has ended; empty = it has not.
 
     Raises:
         Exception: anything but a broken or refused stream.
     """
-    if not talk.done() or talk.cancelled():
+    if not conversation.done() or conversation.cancelled():
         return ""
-    error = talk.exception()
+    error = conversation.exception()
     if error is not None and not isinstance(error, WireError):
         raise error
     return str(error or "it ended the stream")
 
 
-def _look_at(talk: asyncio.Task[None]) -> None:
+def _look_at(conversation: asyncio.Task[None]) -> None:
     """Take what a conversation ended with, also of one for which nobody waits any more."""
-    if not talk.cancelled():
-        talk.exception()
+    if not conversation.cancelled():
+        conversation.exception()

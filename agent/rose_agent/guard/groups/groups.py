@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_agent.guard.groups.followerlink import Beside, FollowerLink
+from rose_agent.guard.groups.followerlink import FollowerLink, FollowerLoad
 from rose_agent.guard.groups.leading import Leading
 from rose_agent.guard.replicas.replica import GuardedReplica
 from rose_agent.guard.slots.slot import GuardedSlot
@@ -58,13 +58,13 @@ class Groups:
         self.leading = leading
         self._slots, self._token, self._identity = slots, token, identity
         self._on_word = on_word
-        self._told: Mapping[PodUid, ReplicaGroup] = {}
+        self._groups: Mapping[PodUid, ReplicaGroup] = {}
         self._links: dict[PodUid, _Link] = {}
 
     def take(self, groups: tuple[ReplicaGroup, ...]) -> None:
         """Take the operator's word for which replicas are several pods."""
         self.leading.match(groups)
-        self._told = {one.pod: group for group in groups for one in group.followers}
+        self._groups = {follower.pod: group for group in groups for follower in group.followers}
 
     def match(self, replicas: Mapping[PodUid, GuardedReplica]) -> None:
         """Follow whom there is to follow, and nobody else.
@@ -74,9 +74,9 @@ class Groups:
         """
         granted = {slot.grant.pod_uid for slot in self._slots.values() if slot.grant is not None}
         wanted = {
-            uid: self._told[uid]
+            uid: self._groups[uid]
             for uid, replica in replicas.items()
-            if replica.pod.follows and uid in self._told and uid in granted
+            if replica.pod.follows and uid in self._groups and uid in granted
         }
         for uid, held in list(self._links.items()):
             if held.task.done():
@@ -93,17 +93,17 @@ class Groups:
             group,
             uid,
             name=replica.pod.name,
-            beside=lambda: self._beside(uid),
+            load=lambda: self._load_of(uid),
             on_word=lambda arrived_ns: self._on_word(uid, arrived_ns),
             token=self._token,
             identity=identity,
         )
         return _Link(link, asyncio.create_task(link.run()))
 
-    def _beside(self, uid: PodUid) -> Beside:
+    def _load_of(self, uid: PodUid) -> FollowerLoad:
         now_ns = time.monotonic_ns()
         here = [s for s in self._slots.values() if s.grant is not None and s.grant.pod_uid == uid]
-        return Beside(
+        return FollowerLoad(
             lent=any(slot.serves(uid) for slot in here),
             computing=any(slot.computing(now_ns) for slot in here),
         )

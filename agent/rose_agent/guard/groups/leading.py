@@ -87,9 +87,9 @@ class Leading:
 
     def match(self, groups: Iterable[ReplicaGroup]) -> None:
         """Take the operator's word for who follows whom."""
-        mine = {group.leader: group for group in groups if group.node == self._node}
-        self._groups = mine
-        for uid in set(self._open) - set(mine):
+        led = {group.leader: group for group in groups if group.node == self._node}
+        self._groups = led
+        for uid in set(self._open) - set(led):
             del self._open[uid]
             self._stops.pop(uid, None)
 
@@ -128,7 +128,11 @@ class Leading:
 
     def _check(self, question: Question) -> None:
         group = self._groups.get(question.leader)
-        followers = {one.pod: one.node for one in group.followers} if group is not None else {}
+        followers = (
+            {follower.pod: follower.node for follower in group.followers}
+            if group is not None
+            else {}
+        )
         node = followers.get(question.follower)
         if node is None or not names_node(node, peer()):
             names = ", ".join(sorted(peer())) or "nobody"
@@ -224,9 +228,9 @@ class Leading:
 
     def lent(self, uid: PodUid) -> bool:
         """Whether an engine serves beside a follower."""
-        return any(one.lent for one in self._streams if one.leader == uid)
+        return any(stream.lent for stream in self._streams if stream.leader == uid)
 
     def computing_until_ns(self, uid: PodUid) -> int:
         """How far engines beside followers may compute; 0 = none does."""
-        found = (one.computing_until_ns for one in self._streams if one.leader == uid)
+        found = (stream.computing_until_ns for stream in self._streams if stream.leader == uid)
         return max(found, default=0)

@@ -83,16 +83,16 @@ def _certificate(policy: PoolPolicy, state: PoolState) -> dict[str, Any] | None:
     """What the next request on an empty replica is promised; None: the pool names no TTFT."""
     if not policy.ttft_milliseconds:
         return None
-    told = state.lessons.envelope.certificate(
+    certificate = state.lessons.envelope.certificate(
         policy.ttft_milliseconds / 1000,
         policy.percentile,
         policy.ttft_alone_milliseconds / 1000,
     )
     return {
-        "holds": told.holds,
-        "text": told.text,
-        "level": told.level,
-        "ceilingSeconds": told.ceiling_s,
+        "holds": certificate.holds,
+        "text": certificate.text,
+        "level": certificate.level,
+        "ceilingSeconds": certificate.ceiling_s,
         **dataclasses.asdict(state.lessons.certified),
     }
 

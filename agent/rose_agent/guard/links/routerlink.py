@@ -109,7 +109,7 @@ class RouterLink:
     """
 
     def __init__(self, token: str) -> None:
-        self.told: EngineUpdate | None = None
+        self.last_update: EngineUpdate | None = None
         self._token = token
         self._attachment: Attachment | None = None
         self._task: asyncio.Task[None] | None = None
@@ -119,7 +119,7 @@ class RouterLink:
         if self._attachment is None:
             self._attachment = Attachment(grant.router, self._token, grant.proof)
             self._task = asyncio.create_task(self._attachment.run())
-        self.told = update
+        self.last_update = update
         self._attachment.proof = grant.proof
         self._attachment.set(update)
 

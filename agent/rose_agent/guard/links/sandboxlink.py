@@ -31,7 +31,7 @@ class SandboxLink:
     def __init__(self, url: str, token: Callable[[], str], burns: Callable[[], bool]) -> None:
         self._url, self._burns = url.rstrip("/"), burns
         self._token = token
-        self._said = False
+        self._reported = False
         self._away = ""
 
     async def run(self) -> None:
@@ -49,7 +49,7 @@ class SandboxLink:
     async def say(self, http: aiohttp.ClientSession) -> None:
         """Say that serving burns, or once that it does no more; nothing while all is well."""
         burns = self._burns()
-        if not burns and not self._said:
+        if not burns and not self._reported:
             return
         body = {"serving_burns": burns, "seconds": GOOD_SECONDS}
         try:
@@ -62,4 +62,4 @@ class SandboxLink:
             _log.warning("sandbox host %s does not hear of serving: %s", self._url, away)
         self._away = away
         if not away:
-            self._said = burns
+            self._reported = burns

@@ -92,11 +92,11 @@ class Pools:
         if harm is not None:
             metrics.ADDED_MISSES.labels(name).set(harm.most)
             metrics.TRIAL_REQUESTS.labels(name).set(harm.requests)
-        told = pool.lessons.envelope.certificate(
+        certificate = pool.lessons.envelope.certificate(
             policy.ttft_milliseconds / 1000,
             policy.percentile,
             policy.ttft_alone_milliseconds / 1000,
         )
-        metrics.CERTIFICATE_HOLDS.labels(name).set(told.holds)
-        metrics.CERTIFICATE_SECONDS.labels(name, "next").set(told.next_s)
-        metrics.CERTIFICATE_SECONDS.labels(name, "stop").set(told.stop_s)
+        metrics.CERTIFICATE_HOLDS.labels(name).set(certificate.holds)
+        metrics.CERTIFICATE_SECONDS.labels(name, "next").set(certificate.next_s)
+        metrics.CERTIFICATE_SECONDS.labels(name, "stop").set(certificate.stop_s)

@@ -78,73 +78,75 @@ class WholeReplicas:
         for uid, replica in replicas.items():
             if replica.policy.sleep is None and uid not in self._known:
                 continue
-            one = self._known.setdefault(uid, _SleepyReplica(self._dirs.of(uid), replica.pod.name))
+            sleepy = self._known.setdefault(
+                uid, _SleepyReplica(self._dirs.of(uid), replica.pod.name)
+            )
             granted: bool | None = uid in whole and _allowed(replica, stop=stop)
             if not granted and unheard:
                 granted = None
             try:
-                self._step(one, replica, granted, now_s)
+                self._step(sleepy, replica, granted, now_s)
             except (OSError, BadPermit) as error:
                 _log.error("pod %s is not lent whole: %s", replica.pod.name, error)
 
     def judge(self, uid: PodUid, facts: ReplicaFacts) -> GateVerdict:
         """The gate of a whole slot on this replica."""
-        one = self._known.get(uid)
-        return judge(facts, one.whole.phase if one else Phase.OFF)
+        sleepy = self._known.get(uid)
+        return judge(facts, sleepy.whole.phase if sleepy else Phase.OFF)
 
     def refusal(self, replica: GuardedReplica) -> Reason | None:
         """Why this replica cannot be lent whole; None = nothing speaks against it."""
-        one = self._known.get(replica.pod.uid)
-        if one is None:
+        sleepy = self._known.get(replica.pod.uid)
+        if sleepy is None:
             return None
-        word = one.whole.refusal(_limits(replica.policy.sleep), time.monotonic())
+        refusal = sleepy.whole.refusal(_limits(replica.policy.sleep), time.monotonic())
         # What has memory to lend is lent beside serving, and needs no sleep.
-        if one.whole.phase is not Phase.OFF or not replica.full:
-            return word if one.whole.phase is Phase.RETURNING else None
-        lives = word is not None or self._sleeper_lives()
-        return word if lives else Reason.SLEEPER_UNAVAILABLE
+        if sleepy.whole.phase is not Phase.OFF or not replica.full:
+            return refusal if sleepy.whole.phase is Phase.RETURNING else None
+        lives = refusal is not None or self._sleeper_lives()
+        return refusal if lives else Reason.SLEEPER_UNAVAILABLE
 
     def forget(self, uid: PodUid) -> None:
         """The pod is gone: take its order back, because there is nothing to wake."""
-        one = self._known.pop(uid, None)
-        if one is None:
+        sleepy = self._known.pop(uid, None)
+        if sleepy is None:
             return
-        one.folder.order.unlink(missing_ok=True)
-        if one.permit is not None:
-            one.permit.close_now()
-            one.permit.detach()
+        sleepy.folder.order.unlink(missing_ok=True)
+        if sleepy.permit is not None:
+            sleepy.permit.close_now()
+            sleepy.permit.detach()
         for gauge in (metrics.SERVING_ASLEEP, metrics.SERVING_WAKING):
             with contextlib.suppress(KeyError):
-                gauge.remove(one.name)
+                gauge.remove(sleepy.name)
 
     def _step(
-        self, one: _SleepyReplica, replica: GuardedReplica, granted: bool | None, now_s: float
+        self, sleepy: _SleepyReplica, replica: GuardedReplica, granted: bool | None, now_s: float
     ) -> None:
         now_ns = time.monotonic_ns()
         signal = replica.signal(now_ns)
         since = signal.empty_since_ns
         seen = WholeSeen(
             granted=granted,
-            told=self._told(one),
+            told=self._reported_stage(sleepy),
             ready=replica.pod.ready,
             quiet=signal.running == 0 and since is not None and now_ns - since >= _QUIET_NS,
             busy=bool(signal.running),
         )
         limits = _limits(replica.policy.sleep)
-        before, one.whole = one.whole, decide(one.whole, seen, limits, now_s)
-        if one.whole.phase is not before.phase or one.whole.word is not before.word:
-            self._note(one, replica, now_ns)
-        self._order(one, replica)
-        self._extend(one, now_ns)
-        finished = one.whole.phase is Phase.OFF and seen.told is Stage.AWAKE
+        before, sleepy.whole = sleepy.whole, decide(sleepy.whole, seen, limits, now_s)
+        if sleepy.whole.phase is not before.phase or sleepy.whole.word is not before.word:
+            self._note(sleepy, replica, now_ns)
+        self._order(sleepy, replica)
+        self._extend(sleepy, now_ns)
+        finished = sleepy.whole.phase is Phase.OFF and seen.told is Stage.AWAKE
         if finished and granted is False:
-            one.folder.order.unlink(missing_ok=True)
-            one.order = None
+            sleepy.folder.order.unlink(missing_ok=True)
+            sleepy.order = None
 
-    def _told(self, one: _SleepyReplica) -> Stage | None:
+    def _reported_stage(self, sleepy: _SleepyReplica) -> Stage | None:
         if not self._sleeper_lives():
             return None
-        record = read_json(one.folder.record, SleeperRecord)
+        record = read_json(sleepy.folder.record, SleeperRecord)
         return Stage.AWAKE if record is None else record.sleeper.stage
 
     def _sleeper_lives(self) -> bool:
@@ -158,12 +160,12 @@ class WholeReplicas:
             permit.detach()
         return age is not None and age < _ALIVE_NS
 
-    def _order(self, one: _SleepyReplica, replica: GuardedReplica) -> None:
-        if one.whole.phase is Phase.OFF:
+    def _order(self, sleepy: _SleepyReplica, replica: GuardedReplica) -> None:
+        if sleepy.whole.phase is Phase.OFF:
             return
         pod, terms = replica.pod, replica.policy.sleep
         if terms is None:  # the owner has taken it back: the old order says how to wake serving
-            terms = SleepTerms(one.order.release_bytes if one.order else 0)
+            terms = SleepTerms(sleepy.order.release_bytes if sleepy.order else 0)
         wanted = SleepOrder(
             replica.policy.engine,
             pod.url,
@@ -171,26 +173,26 @@ class WholeReplicas:
             pod.gpu_uuids,
             terms.release_bytes,
             terms.wake_seconds,
-            drained=one.whole.drained,
+            drained=sleepy.whole.drained,
         )
-        if wanted != one.order or not one.folder.order.exists():
-            one.folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_json(one.folder.order, wanted)
-            one.order = wanted
+        if wanted != sleepy.order or not sleepy.folder.order.exists():
+            sleepy.folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_json(sleepy.folder.order, wanted)
+            sleepy.order = wanted
 
-    def _extend(self, one: _SleepyReplica, now_ns: int) -> None:
-        if not one.whole.asks:
-            if one.permit is not None:
-                one.permit.close_now()
-                one.permit.detach()
-                one.permit = None
+    def _extend(self, sleepy: _SleepyReplica, now_ns: int) -> None:
+        if not sleepy.whole.asks:
+            if sleepy.permit is not None:
+                sleepy.permit.close_now()
+                sleepy.permit.detach()
+                sleepy.permit = None
             return
-        if one.permit is None or not one.folder.permit.exists():
-            one.permit = Permit.create(one.folder.permit)
-        one.permit.extend(now_ns + _GRANT_NS)
+        if sleepy.permit is None or not sleepy.folder.permit.exists():
+            sleepy.permit = Permit.create(sleepy.folder.permit)
+        sleepy.permit.extend(now_ns + _GRANT_NS)
 
-    def _note(self, one: _SleepyReplica, replica: GuardedReplica, now_ns: int) -> None:
-        whole, name = one.whole, replica.pod.name
+    def _note(self, sleepy: _SleepyReplica, replica: GuardedReplica, now_ns: int) -> None:
+        whole, name = sleepy.whole, replica.pod.name
         _log.info("%s, lent whole: %s %s", name, whole.phase, whole.word or "")
         self._recorder.note(now_ns, name, "whole", phase=whole.phase, word=whole.word or "")
         metrics.SERVING_ASLEEP.labels(name).set(whole.phase is Phase.ASLEEP)

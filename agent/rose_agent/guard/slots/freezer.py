@@ -44,8 +44,8 @@ def freeze(slot: SlotDir, stopped_ns: int, *, hurried: bool = False) -> str:
     Returns:
         Why it did not work, or an empty string.
     """
-    said = (_freeze(folder, stopped_ns, hurried) for folder in (slot, slot.twin))
-    found = [one for one in said if one is not None]
+    messages = (_freeze(folder, stopped_ns, hurried) for folder in (slot, slot.twin))
+    found = [message for message in messages if message is not None]
     return "; ".join(filter(None, found)) if found else _INVISIBLE
 
 

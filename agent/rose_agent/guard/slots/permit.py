@@ -71,7 +71,7 @@ class SlotPermit:
             return
         before = self.mapped.until_ns
         # The enforcer knows when to look next from the deadline that it has seen.
-        news = before <= time.monotonic_ns() or until_ns < before
+        must_ring = before <= time.monotonic_ns() or until_ns < before
         self.mapped.divide_chunks(chunk_divisor)  # first: nobody computes long ones meanwhile
         if self.mapped.lane == lane:
             self.mapped.extend(until_ns)
@@ -79,8 +79,8 @@ class SlotPermit:
             # The engine under way ends its iteration until the next step.
             self.mapped.close_now()
             self.mapped.choose(lane)
-            news = True
-        if news:
+            must_ring = True
+        if must_ring:
             self._ring()
 
     def close(self) -> bool:

@@ -228,7 +228,7 @@ class GuardedSlot:
         self.message = ""
         self.budget = Budget()
         self.device_class = ""
-        self.room = self._told_room = Lendable(None, "")
+        self.room = self._ordered_room = Lendable(None, "")
         self.reserve: MemorySum | None = None
         self._host = host
         self._history = History(recorder, lambda: self.name)
@@ -241,7 +241,7 @@ class GuardedSlot:
         self._calls = Calls(self._call_ended)
         self._hold = Hold(self._calls, self._ask_hold, self._note_stop)
         order = read_json(folder.slot, EnsureEngine)
-        self._told_weights = order.weights if order is not None else None
+        self._ordered_weights = order.weights if order is not None else None
         self._data_token = order.token if order and order.token else secrets.token_urlsafe(24)
         self._router = RouterLink(token)
 
@@ -340,7 +340,7 @@ class GuardedSlot:
     @property
     def _weights_told(self) -> bool:
         """The host has taken over what the grant says about weights; true without a grant."""
-        return self.grant is None or self.grant.weights == self._told_weights
+        return self.grant is None or self.grant.weights == self._ordered_weights
 
     def _see_engine(self, status: EngineStatus) -> EngineSeen:
         hold = self._hold
@@ -417,10 +417,10 @@ class GuardedSlot:
 
     async def _tell_host(self, grant: Grant) -> None:
         await self._host.ensure(self._order(grant))
-        self._told_weights = grant.weights
+        self._ordered_weights = grant.weights
 
     def _order(self, grant: Grant) -> EnsureEngine:
-        self._told_room = self.room
+        self._ordered_room = self.room
         return EnsureEngine(
             slot=grant.key.slot,
             slot_name=grant.slot_name,
@@ -437,7 +437,7 @@ class GuardedSlot:
     def renew_room(self) -> None:
         """The engine was refused for its size: tell when there is another room."""
         grant = self.grant
-        if grant is not None and self.room.bytes != self._told_room.bytes:
+        if grant is not None and self.room.bytes != self._ordered_room.bytes:
             self._calls.start("room", lambda: self._tell_host(grant))
 
     def limit_memory(self, permille: int, held: int | None) -> None:

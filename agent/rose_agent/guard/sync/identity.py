@@ -45,16 +45,16 @@ class Identity:
         self._address = address
         self._token_file = token_file
         self._folder = folder
-        self._there = asyncio.Event()
+        self._enrolled = asyncio.Event()
 
     async def wait(self) -> None:
         """Wait until there is a certificate to dial with."""
-        await self._there.wait()
+        await self._enrolled.wait()
 
     async def run(self) -> None:
         """Ask at once, then in time, until cancelled."""
         if self._remaining() > 0:
-            self._there.set()
+            self._enrolled.set()
         attempt = 0
         while True:
             try:
@@ -68,7 +68,7 @@ class Identity:
                 metrics.ENROLMENTS.labels("signed").inc()
                 attempt = 0
                 pause = self._remaining() / 2
-                self._there.set()
+                self._enrolled.set()
             await asyncio.sleep(max(1.0, pause))
 
     async def _enrol(self) -> None:

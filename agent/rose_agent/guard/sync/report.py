@@ -99,14 +99,14 @@ def capabilities(
 
     Where the guard sees no GPU it says why; what the host then lacks follows from that.
     """
-    said = dict(host)
+    texts = dict(host)
     if seen:
-        said[SEEN] = seen
+        texts[SEEN] = seen
     if weakness:
-        said[Capability.OWNERSHIP.value] = weakness
+        texts[Capability.OWNERSHIP.value] = weakness
     if no_devices:
-        said[Capability.DEVICE_ACCESS.value] = f"{Reason.DEVICE_ACCESS.value}: {no_devices}"
-    return said
+        texts[Capability.DEVICE_ACCESS.value] = f"{Reason.DEVICE_ACCESS.value}: {no_devices}"
+    return texts
 
 
 @functools.cache
@@ -190,11 +190,11 @@ def replica_report(
 
 
 def _certificate(replica: GuardedReplica) -> CertificateReport | None:
-    told, count = replica.outcomes.experience.told, replica.outcomes.certified
-    if told is None:
+    certificate, count = replica.outcomes.experience.told, replica.outcomes.certified
+    if certificate is None:
         return None
     return CertificateReport(
-        told.holds, told.text, count.requests, count.exceeded, round(count.allowed, 2)
+        certificate.holds, certificate.text, count.requests, count.exceeded, round(count.allowed, 2)
     )
 
 
@@ -241,8 +241,8 @@ def slot_report(slot: GuardedSlot) -> SlotReport | None:
 
 def slot_reason(slot: GuardedSlot) -> str:
     """The host's word about the engine; the gate's where the host has nothing to add."""
-    told = slot.status.reason if slot.status else HostReason.NONE
-    return slot.verdict.reason.value if told in PENDING else told.value
+    reason = slot.status.reason if slot.status else HostReason.NONE
+    return slot.verdict.reason.value if reason in PENDING else reason.value
 
 
 def slot_state(slot: GuardedSlot) -> SlotState:

@@ -73,30 +73,30 @@ class Capabilities:
     """What the host can do, kept up to date.
 
     Attributes:
-        ways: how engines can share GPUs here.
+        means: how engines can share GPUs here.
         driver: None = this host was not started for GPUs.
         broken: why there is no driver although one was asked for.
         uid: user of the first engine; 0 = the host's.
         python: Python of the engine environment.
-        apart: the host is not root.
+        unprivileged: the host is not root.
         files: device files that every engine opens.
         compat: the library of the CUDA compatibility package, where it is installed.
-        said: the last answer.
+        texts: the last answer.
     """
 
-    ways: SharingMeans
+    means: SharingMeans
     driver: DeviceDriver | None
     uid: int
     python: Path
     broken: str = ""
-    apart: bool = False
+    unprivileged: bool = False
     files: tuple[Path, ...] = _FILES
     compat: Path = _COMPAT
-    said: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     _elastic: str | None = None
     _cuda: tuple[int, int] | None = None
     _cuda_asked: bool = False
-    _never: frozenset[Path] | None = None
+    _always_denied: frozenset[Path] | None = None
 
     async def keep(self) -> None:
         """Look again every ten seconds until cancelled."""
@@ -106,8 +106,8 @@ class Capabilities:
 
     async def look(self) -> None:
         """Look once."""
-        before, self.said = self.said, await asyncio.to_thread(self._all)
-        for name, text in self.said.items():
+        before, self.texts = self.texts, await asyncio.to_thread(self._all)
+        for name, text in self.texts.items():
             if text != before.get(name):
                 _log.info("%s: %s", name, text or "works")
 
@@ -116,10 +116,10 @@ class Capabilities:
         first = gpus[0] if gpus else GpuUuid("")
         access = self._access(gpus)
         return {
-            Capability.DEVICE_ACCESS.value: _word("DeviceAccess", access)
-            or _word("DriverTooOld", self._driver_refusal()),
-            Capability.ELASTIC.value: _word("ElasticUnavailable", self._kvcached()),
-            Capability.DRIVER_LIMIT.value: _word("DriverLimitUnavailable", self._limit(first)),
+            Capability.DEVICE_ACCESS.value: _labelled("DeviceAccess", access)
+            or _labelled("DriverTooOld", self._driver_refusal()),
+            Capability.ELASTIC.value: _labelled("ElasticUnavailable", self._kvcached()),
+            Capability.DRIVER_LIMIT.value: _labelled("DriverLimitUnavailable", self._limit(first)),
             **self._mps(gpus),
         }
 
@@ -149,10 +149,10 @@ class Capabilities:
         """Device files that the container's cgroup forbids, which it did not in the beginning."""
         if self.driver is None or self.driver.name != "nvml":
             return ()
-        shut = access.denied(self.files)
-        if self._never is None:
-            self._never = frozenset(shut)
-        return tuple(path for path in shut if path not in self._never)
+        denied = access.denied(self.files)
+        if self._always_denied is None:
+            self._always_denied = frozenset(denied)
+        return tuple(path for path in denied if path not in self._always_denied)
 
     def _driver_refusal(self) -> str:
         if self.driver is None or self.driver.name != "nvml":
@@ -179,27 +179,29 @@ class Capabilities:
         return (stat.st_mode >> shift) & 0o6 == 0o6
 
     def _mps(self, gpus: tuple[GpuUuid, ...]) -> Mapping[str, str]:
-        mps = self.ways.mps
+        mps = self.means.mps
         found = {
             gpu: mps.may_share([gpu] if gpu else (), self.uid or os.geteuid())
             for gpu in gpus or (GpuUuid(""),)
         }
-        said = {gpu: _word(one.refusal.value, one.message) for gpu, one in found.items()}
-        if "" in said or mps.root is None:
-            return {Capability.MPS.value: next(iter(said.values()))}
-        return {gpu_key(Capability.MPS, gpu): text for gpu, text in said.items()}
+        texts = {
+            gpu: _labelled(verdict.refusal.value, verdict.message) for gpu, verdict in found.items()
+        }
+        if "" in texts or mps.root is None:
+            return {Capability.MPS.value: next(iter(texts.values()))}
+        return {gpu_key(Capability.MPS, gpu): text for gpu, text in texts.items()}
 
     def _limit(self, gpu: GpuUuid) -> str:
-        if self.apart:
+        if self.unprivileged:
             return f"this host sets no driver limits; {APART}"
-        limits = self.ways.limits
+        limits = self.means.limits
         if limits is None or not gpu:
             return "this engine host was started without GPUs (--devices nvml)"
         return limits.refusal(gpu)
 
     def _kvcached(self) -> str:
         """Looked at once: an image does not change under a running host."""
-        if self.apart:
+        if self.unprivileged:
             return f"this host cannot reach its engines' shared memory; {APART}"
         if self._elastic is None:
             self._elastic = self._import_kvcached()
@@ -239,5 +241,5 @@ def built_for(python: Path) -> tuple[int, int] | None:
     return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 else None
 
 
-def _word(word: str, text: str) -> str:
-    return f"{word}: {text}" if text else ""
+def _labelled(label: str, text: str) -> str:
+    return f"{label}: {text}" if text else ""

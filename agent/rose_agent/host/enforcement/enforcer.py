@@ -195,8 +195,8 @@ class EnforcedEngine:
             cpu_ns=cpu_ns,
             activity=Activity.UNTOLD if may_run else self._activity(),
         )
-        begun = {TreeState.ASKED, TreeState.STOPPING}
-        if tree.state in begun and self._tree.state not in begun:
+        stopping = {TreeState.ASKED, TreeState.STOPPING}
+        if tree.state in stopping and self._tree.state not in stopping:
             self._ordered, self._killing = time.perf_counter(), False
         try:
             self._act(group, action)
@@ -276,10 +276,10 @@ class Enforcer:
     def tick(self) -> float:
         """One round over all engines; seconds until the next one."""
         pressed, watched = self._stop_pressed(), self._watched
-        for one in watched:
-            self._tick_one(one, pressed)
+        for engine in watched:
+            self._tick_one(engine, pressed)
         self._last_tick_ns = now_ns = time.monotonic_ns()
-        due_ns = min((one.due_ns for one in watched if one.due_ns), default=0)
+        due_ns = min((engine.due_ns for engine in watched if engine.due_ns), default=0)
         return min((due_ns - now_ns) / 1e9, TICK_SECONDS) if due_ns else TICK_SECONDS
 
     def _tick_one(self, watched: EnforcedEngine, pressed: bool) -> None:

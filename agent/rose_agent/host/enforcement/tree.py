@@ -76,7 +76,7 @@ class RunConditions:
         """Why the engine stands still, the word that matters most; empty when it runs."""
         if self.stop_pressed:
             return HostReason.STOP_PRESSED
-        held = next((word for holder, word in _HELD.items() if holder in self.holders), None)
+        held = next((reason for holder, reason in _HELD.items() if holder in self.holders), None)
         return held or (HostReason.NONE if self.permit_open else HostReason.PERMIT_LAPSED)
 
 

@@ -117,9 +117,9 @@ class Helper:
 
     def freezer(self) -> Freezer:
         """The machine's way to stop trees."""
-        said = self.ready
-        base = Path(said.base) if said.base else None
-        return HelpedFreezer(said.driver, said.reason, base, prefix=said.prefix, helper=self)
+        ready = self.ready
+        base = Path(ready.base) if ready.base else None
+        return HelpedFreezer(ready.driver, ready.reason, base, prefix=ready.prefix, helper=self)
 
     def limiter(self, limits: Limits) -> Limiter:
         """What each engine may take."""
@@ -163,14 +163,14 @@ class HelpedRoot:
         self._pidfd = pidfd
         self._over = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(pidfd, self._ended)
+        self._loop.add_reader(pidfd, self._note_end)
 
     async def wait(self) -> int:
         """Wait for its end."""
         await self._over.wait()
         return self.returncode if self.returncode is not None else _KILLED
 
-    def _ended(self) -> None:
+    def _note_end(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         try:

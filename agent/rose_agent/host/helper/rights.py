@@ -230,7 +230,7 @@ class Rights:
         Raises:
             GroupError: a step on the way failed.
         """
-        told, tell = os.pipe()  # closed by the exec
+        status_end, engine_end = os.pipe()  # closed by the exec
         shm = self.limiter.limits.shm_bytes if order.own_shm else 0
         group, helper = self.kv_folders.group_of(order.name), os.getpid()
         pid = os.fork()
@@ -241,13 +241,13 @@ class Rights:
                 ids = {"uid": uid, "shm": shm, "group": group, "parent": helper}
                 become(order.argv, variables, procs=procs, **ids)
             except BaseException as error:  # noqa: BLE001  # nothing of the helper may run on here
-                os.write(tell, f"{type(error).__name__}: {error}".encode()[:1000])
+                os.write(engine_end, f"{type(error).__name__}: {error}".encode()[:1000])
             finally:
                 os._exit(127)
-        os.close(tell)
-        with os.fdopen(told, "rb", 0) as said:
-            ready, _, _ = select.select([said], [], [], _EXEC_SECONDS)
-            failure = said.read(1000).decode() if ready else "it took too long"
+        os.close(engine_end)
+        with os.fdopen(status_end, "rb", 0) as status:
+            ready, _, _ = select.select([status], [], [], _EXEC_SECONDS)
+            failure = status.read(1000).decode() if ready else "it took too long"
         if failure:
             os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(GroupError):

@@ -54,17 +54,17 @@ def main(argv: list[str]) -> int:
         try:
             rights = prepare(arguments)
         except (HostError, OSError, ValueError) as error:
-            _say(host, Ready(refusal=str(error)))
+            _send(host, Ready(refusal=str(error)))
             return 1
-        _say(host, _ready(rights))
+        _send(host, _ready(rights))
         obey(host, rights)
         rights.kill_all()
     return 0
 
 
-def _say(host: socket.socket, word: Ready) -> None:
+def _send(host: socket.socket, message: Ready) -> None:
     with contextlib.suppress(BrokenPipeError):  # it has ended meanwhile: the next read says so
-        host.send(msgspec.msgpack.encode(word))
+        host.send(msgspec.msgpack.encode(message))
 
 
 def prepare(arguments: argparse.Namespace) -> Rights:

@@ -113,7 +113,7 @@ class Elastic:
         Raises:
             BrokenEngine: it is not.
         """
-        seen = await self._appeared()
+        seen = await self._wait_for_segment()
         if seen is None:
             text = (
                 "the engine runs without kvcached: it has made no segment, so its KV memory is of "
@@ -129,7 +129,7 @@ class Elastic:
         self._pool = Pool(seen.limit, min(bundle, seen.limit // 2))
         self._write(self._pool.limit(self.permille))
 
-    async def _appeared(self) -> PoolSeen | None:
+    async def _wait_for_segment(self) -> PoolSeen | None:
         for _ in range(_APPEAR_LOOKS):
             if (seen := self._read()) is not None:
                 return seen

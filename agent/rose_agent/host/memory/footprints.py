@@ -36,7 +36,10 @@ def kind_of(spec: EngineSpec, config: bytes, version: str, gpu: str) -> str:
         gpu,
         hashlib.sha256(config).hexdigest(),
         *(f"{name}={value}" for name, value in sorted(spec.arguments.items())),
-        *(str(one) for one in (spec.context_tokens, spec.kv_tokens, spec.max_running, spec.ranks)),
+        *(
+            str(figure)
+            for figure in (spec.context_tokens, spec.kv_tokens, spec.max_running, spec.ranks)
+        ),
         msgspec.json.encode(spec.sharing).decode(),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -164,10 +164,12 @@ async def _spawn(
         stderr=output,
         start_new_session=True,
     )
-    return root, "" if directory is None else await _joined(root, directory, freezer.driver)
+    return root, "" if directory is None else await _wait_until_joined(
+        root, directory, freezer.driver
+    )
 
 
-async def _joined(root: asyncio.subprocess.Process, directory: Path, driver: str) -> str:
+async def _wait_until_joined(root: asyncio.subprocess.Process, directory: Path, driver: str) -> str:
     """Wait until the process is in its cgroup; returns the kernel's name for that."""
     for _ in range(2000):
         path = kernel_path(root.pid, driver)

@@ -79,7 +79,7 @@ class DataCertificate:
             self._since = self._clock()
             self._show(self._now)
         pairs = (self._now,) if self._next is None else (self._now, self._next)
-        return tuple(one.fingerprint for one in pairs)
+        return tuple(pair.fingerprint for pair in pairs)
 
     def _show(self, pair: _Pair) -> None:
         with tempfile.TemporaryDirectory() as folder:  # OpenSSL reads chains from files alone

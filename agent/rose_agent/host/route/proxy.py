@@ -171,7 +171,7 @@ class DataProxy:
         # aiohttp has no public way to ask for the port it was given.
         return int(site._server.sockets[0].getsockname()[1])  # type: ignore[union-attr]  # noqa: SLF001
 
-    async def drained(self, seconds: float) -> bool:
+    async def drain(self, seconds: float) -> bool:
         """Refuse new requests and wait for those in flight.
 
         Returns:

@@ -76,7 +76,7 @@ class MpsNode:
             servers = self._control().servers()
         except MpsError as error:
             return may_share(MpsSeen(None, frozenset(), str(error)), engine_uid)
-        clients = frozenset[int]().union(*(one.clients for one in servers))
+        clients = frozenset[int]().union(*(server.clients for server in servers))
         serving = frozenset(pid for pid in clients if self._serves(pid, pod_uid))
         if not pod_uid:
             serving &= self._on(gpus, serving)
@@ -85,7 +85,7 @@ class MpsNode:
     def is_limited(self, gpu: GpuUuid, client: Client, percent: int) -> Finding:
         """Whether an engine that started has got its share of its first GPU and no more."""
         servers = self.servers() or ()
-        ours = next((one for one in servers if one.clients & client.pids), None)
+        ours = next((server for server in servers if server.clients & client.pids), None)
         server = ours or next(iter(servers), None)
         if server is None:
             return Finding(MpsRefusal.UNAVAILABLE, "the MPS server is gone")
@@ -102,7 +102,7 @@ class MpsNode:
         """
         began, ordered = time.monotonic(), set[int]()
         while True:
-            listed = [(one, pid) for one in self.servers() or () for pid in one.clients]
+            listed = [(server, pid) for server in self.servers() or () for pid in server.clients]
             ours = [(server, pid) for server, pid in listed if pid in pids]
             waited_s = time.monotonic() - began
             steps = [self._step(server, pid, ordered, waited_s) for server, pid in ours]

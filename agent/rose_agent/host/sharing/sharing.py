@@ -103,7 +103,7 @@ class Sharing:
     """How one engine shares its GPU.
 
     Args:
-        ways: the host's.
+        means: the host's.
         order: the engine's; its GPU, its pod and how it shares do not change.
         control: control socket of the plugin inside.
         door: where the engine listens, and the key that its port asks for.
@@ -113,14 +113,14 @@ class Sharing:
 
     def __init__(
         self,
-        ways: SharingMeans,
+        means: SharingMeans,
         order: EnsureEngine,
         control: Path,
         door: Callable[[], tuple[str, str]] = lambda: ("", ""),
         footprints: Footprints | None = None,
     ) -> None:
         self.room: Lendable | None = None
-        self._ways = ways
+        self._means = means
         self._order = order
         self._control = control
         self._terms = order.engine.sharing
@@ -133,7 +133,7 @@ class Sharing:
         self._segment = segment_name(control)
         self.elastic: Elastic | None = None
         if self._terms.memory_source == "Elastic":
-            self.elastic = Elastic(lambda uid: ways.elastic(self._segment, uid), door)
+            self.elastic = Elastic(lambda uid: means.elastic(self._segment, uid), door)
         self._limit = 0
         self._folder: Path | None = None
         self._looked_s = 0.0
@@ -186,14 +186,14 @@ class Sharing:
             program = replace(program, cgroups=(*program.cgroups, folder))
         if self.by_mps:
             finding = await asyncio.to_thread(
-                self._ways.mps.may_share,
+                self._means.mps.may_share,
                 self._order.gpu_uuids,
                 uid,
                 self._order.pod_uid or _UNKNOWN_POD,
             )
             if finding.refusal:
                 raise NotShared(HostReason(finding.refusal), finding.message)
-            share = self._ways.mps.environment(self._terms.percent)
+            share = self._means.mps.environment(self._terms.percent)
             program = replace(program, environment={**program.environment, **share})
         return program
 
@@ -259,7 +259,7 @@ class Sharing:
         if not self.by_mps or time.monotonic() - self._looked_s < _LOOK_SECONDS:
             return
         self._looked_s = time.monotonic()
-        if await asyncio.to_thread(self._ways.mps.is_faulty):
+        if await asyncio.to_thread(self._means.mps.is_faulty):
             text = "an MPS server is in FAULT: a client has crashed a GPU for all that share it"
             raise BrokenEngine(text, HostReason.MPS_FAULT)
 
@@ -275,30 +275,30 @@ class Sharing:
 
     def _limited(self, client: Client) -> Finding:
         first = next(iter(self._order.gpu_uuids), GpuUuid(""))
-        return self._ways.mps.is_limited(first, client, self._terms.percent)
+        return self._means.mps.is_limited(first, client, self._terms.percent)
 
     def _let_go(self, pids: Collection[int]) -> None:
-        self._ways.mps.let_go(pids)
+        self._means.mps.let_go(pids)
 
     def _check_room(self, program: EngineProgram) -> None:
         room = self.room
         needed = program.start_bytes or program.device_bytes
-        if room is None or not needed or (room.bytes is None and self._ways.limits is None):
+        if room is None or not needed or (room.bytes is None and self._means.limits is None):
             return
         refusal = room.refusal(needed)
         if refusal:
             raise NoMemory(refusal, needed)
 
     def _set_limit(self, program: EngineProgram, name: str) -> Path:
-        if self._ways.limits is None:
+        if self._means.limits is None:
             text = f"this host sets no driver limits; {APART}"
             raise NotShared(HostReason.DRIVER_LIMIT_UNAVAILABLE, text)
         if not program.device_bytes:
             raise BadEngine("memoryLimit: Driver needs an engine whose size on the GPU is known")
         try:
-            folder = self._folder = self._ways.limits.folder(name)
+            folder = self._folder = self._means.limits.folder(name)
             for gpu in self._order.gpu_uuids:
-                self._limit = self._ways.limits.set(folder, gpu, program.device_bytes)
+                self._limit = self._means.limits.set(folder, gpu, program.device_bytes)
         except (DeviceError, OSError) as error:
             raise NotShared(HostReason.DRIVER_LIMIT_UNAVAILABLE, str(error)) from error
         return folder
@@ -319,7 +319,7 @@ def _check(finding: Finding) -> None:
         raise BrokenEngine(finding.message, HostReason(finding.refusal))
 
 
-def free_leftovers(ways: SharingMeans, rundir: RunDir) -> None:
+def free_leftovers(means: SharingMeans, rundir: RunDir) -> None:
     """Make the engines of an earlier host leave their MPS servers, before they are killed."""
     for slot in rundir.all_slots():
         order = read_json(slot.slot, EnsureEngine)
@@ -327,4 +327,4 @@ def free_leftovers(ways: SharingMeans, rundir: RunDir) -> None:
         if order is None or record is None or order.engine.sharing.compute != "MPS":
             continue
         tree = find_group(record)
-        ways.mps.let_go(tree.pids() if tree is not None else ())
+        means.mps.let_go(tree.pids() if tree is not None else ())

@@ -116,9 +116,9 @@ class EngineDormancy:
         self.cut()
         self.subject.renew_weights()
         try:
-            claimed = await self._told_to_release()
+            claimed = await self._order_release()
         except CommitRefused as error:
-            self._refused(error)
+            self._note_refusal(error)
             return
         except EngineUnavailable as error:
             self._count("NoAnswer")
@@ -140,7 +140,7 @@ class EngineDormancy:
         _log.info("%s: released %d bytes", self.subject.watched.name, verdict.released_bytes)
         self.subject.enter(EngineState.DORMANT, HostReason.MEMORY_RELEASED)
 
-    async def _told_to_release(self) -> int:
+    async def _order_release(self) -> int:
         self.subject.watched.grant_errand(ERRAND_SECONDS)
         self.site.enforcer.poke()
         try:
@@ -168,7 +168,7 @@ class EngineDormancy:
                 return verdict
             await asyncio.sleep(0.05)
 
-    def _refused(self, error: CommitRefused) -> None:
+    def _note_refusal(self, error: CommitRefused) -> None:
         self._count(error.reason)
         if error.reason == "Broken":
             self.subject.fail(HostReason.BROKEN_WEIGHTS, error.message)

@@ -59,7 +59,7 @@ class DualShareEngine:
             FIRST_LANE: life_of(order, folder, site, changed),
             BUSY_LANE: life_of(at_busy_share(order), _linked(folder), site, changed),
         }
-        self._looking: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def folders(self) -> tuple[SlotDir, ...]:
@@ -82,7 +82,7 @@ class DualShareEngine:
             self._site.enforcer.watch(life.watched)
             life.start()
         name = f"lane of {self.order.slot_name}"
-        self._looking = asyncio.create_task(self._look(), name=name)
+        self._watching = asyncio.create_task(self._look(), name=name)
 
     def update(self, order: EnsureEngine) -> None:
         """Take over what may change under running engines."""
@@ -137,9 +137,9 @@ class DualShareEngine:
         Returns:
             False when something still lives after ``seconds``.
         """
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait({self._looking})
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
         ended = await asyncio.gather(
             *(life.end(seconds=seconds, reason=reason) for life in self.lives)
         )

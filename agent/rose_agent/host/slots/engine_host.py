@@ -179,9 +179,11 @@ class EngineHost:
             for life in self.engines()
         )
         known = {self._site.freezer.directory(life.folder.uid) for life in self.engines()}
-        strays = (tree for tree in self._site.freezer.strays() if tree.directory not in known)
-        left = tuple(GpuHolder(str(tree.directory), "Leftover") for tree in strays if tree.pids())
-        return (*living, *left)
+        leftovers = (tree for tree in self._site.freezer.strays() if tree.directory not in known)
+        unowned = tuple(
+            GpuHolder(str(tree.directory), "Leftover") for tree in leftovers if tree.pids()
+        )
+        return (*living, *unowned)
 
     def target(self, uid: SlotUid) -> Target | None:
         """Where the data route of a slot leads; None without such a slot."""

@@ -92,12 +92,12 @@ class EngineLife:
         self._fetched_by_ns = 0
         self._ending: tuple[HostReason, str] | None = None
         self._sharing = Sharing(
-            *(site.ways, order, folder.plugin_socket, lambda: (self.url, self.key)),
+            *(site.means, order, folder.plugin_socket, lambda: (self.url, self.key)),
             footprints=site.sizer.footprints,
         )
         self._sharing.room = room_of(order)
-        self._body = EngineProcess(order, folder, site, watched, self._sharing)
-        self.rest = EngineDormancy(self, site, lambda: site.cut(order.slot.uid))
+        self._process = EngineProcess(order, folder, site, watched, self._sharing)
+        self.dormancy = EngineDormancy(self, site, lambda: site.cut(order.slot.uid))
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -108,12 +108,12 @@ class EngineLife:
     @property
     def url(self) -> str:
         """The engine's own address, on this node only."""
-        return self._body.url
+        return self._process.url
 
     @property
     def key(self) -> str:
         """The key that the engine's own port asks for (``rose_engines.process.exposed_routes``)."""
-        return self._body.key
+        return self._process.key
 
     def start(self) -> None:
         """Start the engine in the background."""
@@ -130,7 +130,7 @@ class EngineLife:
             slot=self.order.slot,
             state=self._state,
             holders=self.watched.holders,
-            pids=self._body.pids(),
+            pids=self._process.pids(),
             endpoint=endpoint if serving else "",
             version=version,
             digest=digest,
@@ -139,14 +139,14 @@ class EngineLife:
             weight_bytes=self._count_fetched(found),
             restarts=self.restarts,
             reason=self._reason or self.watched.reason,
-            message=self._message or self.rest.refusal or weights.error or _complaint(found),
-            can_dormant=self.rest.is_possible,
-            residue_bytes=self.rest.residue_bytes,
-            released_bytes=self.rest.released_bytes,
-            vocabulary=self._body.vocabulary if serving else 0,
-            tokenizer=self._body.tokenizer if serving else "",
-            drafts=self._body.drafts,
-            refuses=self._body.refuses,
+            message=self._message or self.dormancy.refusal or weights.error or _complaint(found),
+            can_dormant=self.dormancy.is_possible,
+            residue_bytes=self.dormancy.residue_bytes,
+            released_bytes=self.dormancy.released_bytes,
+            vocabulary=self._process.vocabulary if serving else 0,
+            tokenizer=self._process.tokenizer if serving else "",
+            drafts=self._process.drafts,
+            refuses=self._process.refuses,
             device_bytes=self.device_bytes,
             needs_bytes=self._needs,
             measuring=self._sharing.measuring,
@@ -157,7 +157,7 @@ class EngineLife:
 
     def _usable(self, weights: WeightsFile) -> tuple[str, str]:
         """Version and digest as attested on this very process; empty unless it serves."""
-        fresh = weights.attested and weights.engine_started_ns == self._body.started_ns
+        fresh = weights.attested and weights.engine_started_ns == self._process.started_ns
         serving = self._state is EngineState.SERVING
         return (weights.version, weights.digest) if fresh and serving else ("", "")
 
@@ -165,7 +165,9 @@ class EngineLife:
         """What each run's adapter is, where the engine holds several."""
         if not self.order.engine.shares_adapters:
             return ()
-        return tuple(AdapterVersion(run, *self._usable(one), one.head) for run, one in found)
+        return tuple(
+            AdapterVersion(run, *self._usable(weights), weights.head) for run, weights in found
+        )
 
     def _each_run(self) -> Iterator[_OfRun]:
         """What weight-sync has written of each run, the engine's first one first."""
@@ -176,14 +178,14 @@ class EngineLife:
 
     def _count_fetched(self, found: Sequence[_OfRun]) -> int:
         """What was fetched for this process; a run that goes takes nothing of it along."""
-        if self._fetched_by_ns != self._body.started_ns:
+        if self._fetched_by_ns != self._process.started_ns:
             self._fetched, self._fetched_of = 0, {}
-            self._fetched_by_ns = self._body.started_ns
+            self._fetched_by_ns = self._process.started_ns
         for run, weights in found:
-            if weights.engine_started_ns == self._body.started_ns:
-                told, seen = weights.fetched_bytes, self._fetched_of.get(run, 0)
-                self._fetched += told - seen if told >= seen else told
-                self._fetched_of[run] = told
+            if weights.engine_started_ns == self._process.started_ns:
+                fetched, counted = weights.fetched_bytes, self._fetched_of.get(run, 0)
+                self._fetched += fetched - counted if fetched >= counted else fetched
+                self._fetched_of[run] = fetched
         return self._fetched
 
     async def end(self, *, seconds: float, reason: HostReason) -> bool:
@@ -227,12 +229,12 @@ class EngineLife:
     async def _once(self) -> None:
         """From spawn to the end of the process."""
         self._set(EngineState.STARTING, self._reason)  # of the start that failed, if one did
-        program = await self._site.ask(self._body.program)
+        program = await self._site.ask(self._process.program)
         self._needs = program.start_bytes or program.device_bytes or None
-        spawned = await self._body.spawn(program)
+        spawned = await self._process.spawn(program)
         exited = asyncio.create_task(spawned.root.wait())
         try:
-            await self._body.until_ready(program.ready_path, exited)
+            await self._process.until_ready(program.ready_path, exited)
             await self._sharing.verify(spawned)
             began = time.monotonic()
             self._message = ""
@@ -243,13 +245,13 @@ class EngineLife:
                 self._check_ending()
                 running = self.watched.state is TreeState.RUNNING
                 await self._sharing.check(running=running)
-                process.rotate(self._body.log)
+                process.rotate(self._process.log)
                 self._check_weights()
                 if time.monotonic() - began > STABLE_SECONDS:
                     self._failures = 0
         finally:
             exited.cancel()
-        self._exited(spawned)
+        self._note_exit(spawned)
 
     def _check_weights(self) -> None:
         """An engine that could not undo a commit must not compute again.
@@ -258,14 +260,14 @@ class EngineLife:
             BrokenEngine: weight-sync has heard so from this very process.
         """
         for run, weights in self._each_run():
-            if weights.broken and weights.engine_started_ns == self._body.started_ns:
+            if weights.broken and weights.engine_started_ns == self._process.started_ns:
                 metrics.killed(HostReason.BROKEN_WEIGHTS)
                 several = bool(self.order.weights.others)
                 raise BrokenEngine(f"run {run}: {weights.error}" if several else weights.error)
 
     def held_bytes(self, meter: MemoryMeter) -> int | None:
         """Memory that the engine's processes hold; None = unknown."""
-        return self._body.held_bytes(meter)
+        return self._process.held_bytes(meter)
 
     @property
     def device_bytes(self) -> int:
@@ -280,7 +282,7 @@ class EngineLife:
 
     def renew_weights(self) -> None:
         """Declare what was attested void: weight-sync begins anew, as with a new process."""
-        self._body.renew()
+        self._process.renew()
 
     def enter(self, state: EngineState, reason: HostReason) -> None:
         """Become dormant, or serve again; ignored while the engine is being ended."""
@@ -303,9 +305,9 @@ class EngineLife:
             self._ending = None
             raise BrokenEngine(message, reason)
 
-    def _exited(self, spawned: process.Spawned) -> None:
+    def _note_exit(self, spawned: process.Spawned) -> None:
         code = spawned.root.returncode
-        tail = process.last_lines(self._body.log)
+        tail = process.last_lines(self._process.log)
         limit = self._site.limiter.broken(self.folder.uid)
         why = f"; {limit}" if limit else ""
         self._message = f"engine ended with exit code {code}{why}; its log ends: {tail}"
@@ -314,9 +316,9 @@ class EngineLife:
         self._set(EngineState.FAILED, reason)
 
     async def _kill(self, seconds: float) -> bool:
-        await self.rest.forget()
+        await self.dormancy.forget()
         self._site.sizer.settle(self.folder.uid)
-        return await self._body.kill(seconds)
+        return await self._process.kill(seconds)
 
     def _set(self, state: EngineState, reason: HostReason) -> None:
         self._state, self._reason = state, reason
@@ -331,7 +333,7 @@ class EngineLife:
 
 def _complaint(found: Sequence[_OfRun]) -> str:
     """Why a run of several is not served at its head."""
-    return next((f"run {run}: {one.error}" for run, one in found if one.error), "")
+    return next((f"run {run}: {weights.error}" for run, weights in found if weights.error), "")
 
 
 def _reason_of(error: Exception) -> HostReason:

@@ -46,7 +46,7 @@ class Site:
         accounts: who engines run as.
         kv_folders: where the engines of a lease keep keys for each other.
         limiter: what each of them may take of the node.
-        ways: how they share GPUs beside time-slicing.
+        means: how they share GPUs beside time-slicing.
         spawner: who starts engines in the host's place; None = the host itself.
         forget: removes what a slot's engine left; True = its permit too.
         cut: breaks every turn that runs through a slot's data route.
@@ -66,7 +66,7 @@ class Site:
     accounts: Accounts = field(default_factory=Accounts)
     kv_folders: KvFolders = field(default_factory=KvFolders)
     limiter: Limiter = field(default_factory=lambda: Limiter(Limits(), {}, ""))
-    ways: SharingMeans = field(default_factory=SharingMeans)
+    means: SharingMeans = field(default_factory=SharingMeans)
     spawner: Spawner | None = None
     forget: Callable[[SlotDir, bool], None] = forget_slot
     cut: Callable[[SlotUid], None] = lambda _: None

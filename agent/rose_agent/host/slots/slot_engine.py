@@ -133,7 +133,7 @@ class SingleEngine:
 
     def set_dormant(self, *, dormant: bool) -> None:
         """Begin to release its memory, or to take it back."""
-        self.current.rest.order(dormant=dormant)
+        self.current.dormancy.order(dormant=dormant)
 
     def limit_memory(self, permille: int | None, held: int | None) -> None:
         """Set the budget of elastic memory, permille, and what the driver says it holds, bytes."""

@@ -102,11 +102,11 @@ def made_by(python: Path, driver: str | None, baked: Path = BAKED) -> str:
             error,
         )
         return UNKNOWN
-    text = b"\0".join((done.stdout, _listed(baked), (driver or "").encode()))
+    text = b"\0".join((done.stdout, _manifest_of(baked), (driver or "").encode()))
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def _listed(baked: Path) -> bytes:
+def _manifest_of(baked: Path) -> bytes:
     """What is baked: its manifest, and the names and sizes of all files.
 
     The manifest alone counts what the build compiled, and nothing that was copied in beside it. A

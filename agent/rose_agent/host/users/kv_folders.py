@@ -231,11 +231,11 @@ def check(root: Path | None, room: int, shm_bytes: int) -> None:
 def _file_system(path: Path) -> tuple[str, Path]:
     """Kind and mount point of what a folder lies on."""
     best = ("", Path("/"))
-    whole = path.resolve()
+    resolved = path.resolve()
     for line in proc_text("self", "mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         point = Path(left.split()[4].encode().decode("unicode_escape"))
-        if whole.is_relative_to(point) and len(point.parts) >= len(best[1].parts):
+        if resolved.is_relative_to(point) and len(point.parts) >= len(best[1].parts):
             best = (right.split()[0], point)
     return best
 

@@ -40,10 +40,10 @@ class Vacancy(msgspec.Struct, frozen=True):
 def judge(holdings: Iterable[GpuHolder], wanted: frozenset[str]) -> Vacancy:
     """Whether the wanted GPUs are free; an engine without known GPUs holds all of them."""
     held = tuple(
-        one
-        for one in holdings
-        if one.state != EngineState.GONE
-        and (not wanted or not one.gpu_uuids or wanted & set(one.gpu_uuids))
+        holder
+        for holder in holdings
+        if holder.state != EngineState.GONE
+        and (not wanted or not holder.gpu_uuids or wanted & set(holder.gpu_uuids))
     )
     return Vacancy(not held, held)
 

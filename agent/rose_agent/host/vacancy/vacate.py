@@ -124,7 +124,7 @@ def wait(
         Whether they are free.
     """
     deadline = clock() + wish.deadline_seconds
-    answered, said = False, ""
+    answered, last = False, ""
     while True:
         try:
             vacancy = ask(wish)
@@ -133,16 +133,16 @@ def wait(
             answered, now = True, _holders(vacancy)
         except _NoAnswer as error:
             now = str(error)
-        if now != said:
+        if now != last:
             say(f"waiting: {now}")
-            said = now
+            last = now
         if clock() >= deadline:
             break
         sleep(min(wish.poll_seconds, max(0.0, deadline - clock())))
     if not answered and wish.absent_passes:
         say("no engine host answered: this node lends nothing")
         return True
-    say(f"not free after {wish.deadline_seconds:.0f} s: {said}{'' if answered else _ABSENT}")
+    say(f"not free after {wish.deadline_seconds:.0f} s: {last}{'' if answered else _ABSENT}")
     return False
 
 
@@ -153,7 +153,7 @@ _ABSENT = (
 
 
 def _holders(vacancy: Vacancy) -> str:
-    named = ", ".join(f"{one.slot} ({one.state})" for one in vacancy.holders)
+    named = ", ".join(f"{holder.slot} ({holder.state})" for holder in vacancy.holders)
     return f"rollout engines hold the GPUs: {named}"
 
 
