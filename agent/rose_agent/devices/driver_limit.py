@@ -77,7 +77,12 @@ class SmiLimits:
         self._program = tuple(program)
 
     def folder(self, name: str) -> Path:
-        """``PREFIX + name`` below the base."""
+        """Make the cgroup ``PREFIX + name`` below the base, if it is not there.
+
+        Raises:
+            FileNotFoundError: cgroup v2 is not mounted here.
+            OSError: it cannot be made.
+        """
         base = self._base()
         if base is None:
             raise FileNotFoundError("driver limits need cgroup v2, which is not mounted here")
@@ -86,7 +91,14 @@ class SmiLimits:
         return folder
 
     def set(self, cgroup: Path, uuid: GpuUuid, size: int) -> int:
-        """Soft 0, hard ``size`` rounded up to MiB; read back."""
+        """Limit a cgroup's memory on a GPU: soft 0, hard ``size`` bytes rounded up to MiB.
+
+        Returns:
+            The hard limit as the driver reads it back, bytes.
+
+        Raises:
+            QueryFailed: the driver refuses, or keeps another limit.
+        """
         hard = -(-size // MIB)
         limits = ["--soft-limit", "0", "--hard-limit", str(hard)]
         self._ask("--set", "--namespace", str(cgroup), *limits, "-i", uuid)

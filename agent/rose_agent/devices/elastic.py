@@ -81,7 +81,14 @@ class KvcachedSegment:
         return PoolSeen(limit, used, spare) if limit > 0 and min(used, spare) >= 0 else None
 
     def limit(self, size: int) -> bool:
-        """False while somebody holds the lock."""
+        """Write the pool's limit, bytes.
+
+        Returns:
+            False while somebody holds the lock: nothing was written.
+
+        Raises:
+            QueryFailed: the segment cannot be opened or written.
+        """
         try:
             with self._opened(os.O_RDWR) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,7 +29,7 @@ class ResidentMeter:
     """Engines on CPU: private resident memory of the processes."""
 
     def read(self, pids: Sequence[int], gpu_uuids: Sequence[GpuUuid]) -> int | None:
-        """Sum over the processes; shared pages are nobody's."""
+        """Private bytes of the processes together; None = unknown. Shared pages are nobody's."""
         del gpu_uuids
         held = [_private_bytes(pid) for pid in pids if pid > 0]
         known = [found for found in held if found is not None]

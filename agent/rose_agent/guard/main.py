@@ -128,7 +128,11 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the guard, or look into a running one."""
+    """Run the guard, or look into a running one.
+
+    Returns:
+        Exit code: 0 ended as told, 1 failed.
+    """
     if argv and argv[0] in node_verbs.LOOKS:
         return node_verbs.main(argv[0], argv[1:])
     flags_of_guard = arguments()

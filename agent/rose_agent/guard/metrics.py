@@ -226,7 +226,14 @@ class BusyMetrics:
         self._names: set[tuple[str, str]] = set()
 
     def add(self, pool: str, replica: str, busy_s: float, known_s: float) -> None:
-        """Add the time since the last look, of which so much was busy; seconds."""
+        """Add the time since the last look, seconds.
+
+        Args:
+            pool: of the replica.
+            replica: its pod's name.
+            busy_s: of which a request was under way; counts up to ``known_s``.
+            known_s: of which that was known.
+        """
         self._names.add((pool, replica))
         REPLICA_BUSY_SECONDS.labels(pool, replica).inc(min(max(0.0, busy_s), known_s))
         REPLICA_KNOWN_SECONDS.labels(pool, replica).inc(known_s)

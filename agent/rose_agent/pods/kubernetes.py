@@ -346,7 +346,13 @@ class _Written:
         self.problem = ""
 
     def number(self, key: str, most: int, unwritten: int) -> int:
-        """A number from 1 to ``most``; ``unwritten`` where there is none."""
+        """Read a number from 1 to ``most``; ``problem`` says what is wrong with another.
+
+        Args:
+            key: of the annotation.
+            most: largest that counts.
+            unwritten: what is taken where the annotation is not there.
+        """
         text = self._annotations.get(key, "")
         if not text:
             return unwritten

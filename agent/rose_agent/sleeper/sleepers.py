@@ -218,7 +218,11 @@ async def _run(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run until told to end."""
+    """Run until told to end.
+
+    Returns:
+        Exit code: 0 ended as told, 1 failed.
+    """
     options = parser().parse_args(argv)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")
     try:

@@ -100,7 +100,13 @@ def confine(*, own: bool) -> None:
 
 
 def serve(channel: socket.socket, *, own: bool, count: bool) -> None:
-    """Answer until the parser is gone."""
+    """Open sockets for the parser until it is gone.
+
+    Args:
+        channel: to the parser; each message is a ``Watch``.
+        own: in this process's own network, whatever pod is asked for.
+        count: tokens in the kernel, where it lets us.
+    """
     while request := channel.recv(65536):
         watch = msgspec.msgpack.decode(request, type=Watch)
         asked = Watch(watch.replica, 0, watch.port) if own else watch

@@ -39,7 +39,7 @@ from collections.abc import Callable
 
 from rose_agent.os import bpf
 from rose_agent.os.bpf_maps import HashMap
-from rose_agent.tap import metrics, packets, sockets, stamps
+from rose_agent.tap import metrics, packets, sockets
 from rose_agent.tap.frames import Watch
 from rose_agent.tap.kernel_counts import KernelCounts
 from rose_agent.tap.sockets import SAMPLE_RATE, Taps
@@ -205,10 +205,10 @@ class TappedReplica:
             for _ in range(_BATCH):
                 size, ancillary, _, origin = tap.recvmsg_into([self._buffer], 64)
                 self._used = max(self._used, size)
-                offset = stamps.clock_offset() if offset is None else offset
+                offset = sockets.clock_offset() if offset is None else offset
                 if origin[2] == sockets.PACKET_OUTGOING and origin[0] == "lo":
                     continue  # it comes in again
-                self._feed(bytes(self._buffer[:size]), stamps.stamp(ancillary, offset), events)
+                self._feed(bytes(self._buffer[:size]), sockets.time_of(ancillary, offset), events)
         except BlockingIOError:
             return self._settle()
         except OSError as error:

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ ANY = ""
 _BUFFER_BYTES = 8 * 1024 * 1024  # the kernel cuts it down to net.core.rmem_max
 _MUTE_BYTES = 1  # the least there is: one segment waits, the kernel passes over all others
 _MANY_INTERFACES = 16
+_STAMP = struct.Struct("qq")
+_BRACKETS, _TIGHT_NS = 5, 5_000
 
 
 @dataclass
@@ -197,3 +200,36 @@ def alive(taps: Taps) -> bool:
         return taps.interface == ANY or bool(taps.unsampled.getsockname()[0])
     except OSError:
         return False
+
+
+def clock_offset() -> int:
+    """Nanoseconds from the monotonic to the kernel's packet clock.
+
+    A thread that is descheduled between the two readings is wrong by that long, and events would
+    then change their order: so the tightest of a few brackets counts.
+    """
+    best, offset = 1 << 62, 0
+    for _ in range(_BRACKETS):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        if after - before < best:
+            best, offset = after - before, wall - (before + after) // 2
+        if best < _TIGHT_NS:
+            break
+    return offset
+
+
+def time_of(ancillary: list[tuple[int, int, bytes]], offset_ns: int) -> int:
+    """When the kernel saw a packet, nanoseconds of CLOCK_MONOTONIC; now where it makes no sense.
+
+    Args:
+        ancillary: that came with the packet.
+        offset_ns: from the monotonic to the kernel's packet clock (``clock_offset``).
+    """
+    now = time.monotonic_ns()
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS:
+            seconds, nanoseconds = _STAMP.unpack_from(data)
+            stamp_ns = int(seconds) * 1_000_000_000 + int(nanoseconds) - offset_ns
+            # A clock that was set between stamp and reading shows as a jump.
+            return stamp_ns if now - 1_000_000_000 < stamp_ns <= now else now
+    return now

@@ -11,7 +11,7 @@ client's user; NVIDIA's lets the others wait. The grammar of everything else is 
 ``get_server_list``, ``get_server_status``, ``get_client_list``, ``start_server``,
 ``terminate_client``, ``get_default_active_thread_percentage`` and its setter,
 ``get_active_thread_percentage``, ``quit``; with ``-p 3`` the grammar of protocol 3 instead
-(``fake_mps3``: ``server list``, ``client list``, ``client terminate``, ``-q`` as arguments).
+(``_answer3``: ``server list``, ``client list``, ``client terminate``, ``-q`` as arguments).
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rose_agent.devices.mps import control3 as mps3
-from rose_agent.devices.mps import fake3 as fake_mps3
 from rose_agent.devices.mps.control import MULTI_USER
 from rose_agent.os.processes import proc_text
 
 _MOST = 1 << 16  # bytes of a command or an answer: each is one packet
+_NAME = "default"  # of the one server
+_CSV = "--format=csv,noheader"
 
 
 def _place() -> Path:
@@ -72,7 +73,7 @@ class FakeDaemon:
             self.do_fake_leave(str(pid))
         command, *words = line.split() or [""]
         if self.protocol == 3 and not command.startswith("fake_") and command != "quit":
-            return f"{fake_mps3.answer(self, [command, *words])}\n"
+            return f"{_answer3(self, [command, *words])}\n"
         handler = getattr(self, f"do_{command}", None)
         if handler is None:
             return f'Unknown command "{command}"\n'
@@ -176,7 +177,16 @@ class FakeDaemon:
 
 
 def serve(place: Path, *, multi_user: bool, protocol: int = 2) -> int:
-    """Answer until told to quit."""
+    """Answer the control program at ``place`` until it is told to quit.
+
+    Args:
+        place: path of the control socket; an older one there is replaced.
+        multi_user: one server for clients of all users.
+        protocol: of the shell it speaks, 2 or 3.
+
+    Returns:
+        Exit code.
+    """
     daemon = FakeDaemon(multi_user=multi_user, protocol=protocol)
     place.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -194,6 +204,45 @@ def serve(place: Path, *, multi_user: bool, protocol: int = 2) -> int:
                 _reply(daemon, connection)
     place.unlink(missing_ok=True)
     return 0
+
+
+def _answer3(daemon: FakeDaemon, words: list[str]) -> str:
+    """Carry out ``MODULE VERB ...`` of protocol 3; returns what is printed.
+
+    One server named ``default``. As NVIDIA's, ``namespace set`` is refused while clients are
+    attached.
+    """
+    match words:
+        case ["server", "list", *flags]:
+            return _table("NAME UID PID STATUS PIPE-DIRECTORY", flags, _servers(daemon))
+        case ["client", "list", *flags]:
+            return _table("PID SERVER DEVICE _NAMESPACE CMD", flags, _clients(daemon, flags))
+        case ["client", "terminate", pid]:
+            return daemon.do_terminate_client(str(daemon.pid), pid)
+        case ["namespace", "set", *_]:
+            return "Failed: the server has active clients" if daemon.clients else ""
+        case _:
+            return f"Invalid command: {' '.join(words)}"
+
+
+def _servers(daemon: FakeDaemon) -> list[str]:
+    status = "Fault" if daemon.faulted else "Ready"
+    row = f"{_NAME},0,{daemon.pid},{status},/run/nvidia-mps/{_NAME},GPU-a,GPU-b,-"
+    return [row] if daemon.started else []
+
+
+def _clients(daemon: FakeDaemon, flags: list[str]) -> list[str]:
+    named = [flag for flag in flags if flag.startswith("--server=")]
+    if named and named != [f"--server={_NAME}"]:
+        return []
+    return [f"{pid},{_NAME},0,default,python -c a,b" for pid in sorted(daemon.clients)]
+
+
+def _table(head: str, flags: list[str], rows: list[str]) -> str:
+    if _CSV in flags:
+        return "\n".join(rows)
+    # The table is as wide as its head: numbers are cut, which is why nobody may read it.
+    return "\n".join([head, *(f"{row[:3]}..." for row in rows)])
 
 
 def _reply(daemon: FakeDaemon, connection: socket.socket) -> None:

@@ -31,7 +31,14 @@ def look_at(
     slots: Mapping[SlotUid, GuardedSlot],
     residents: Residents,
 ) -> None:
-    """Give every replica the view of its GPUs, and its slots their budget."""
+    """Give every replica the view of its GPUs, and its slots their budget.
+
+    Args:
+        devices: what the driver was last read to say.
+        replicas: of this node, by pod.
+        slots: of this node; those beside a replica hear its memory to lend.
+        residents: every pod of the node, to name whose a process on a GPU is.
+    """
     now_ns = time.monotonic_ns()
     for uid, replica in replicas.items():
         neighbours = [s for s in slots.values() if s.grant and s.grant.pod_uid == uid]

@@ -146,7 +146,18 @@ def update_of(
     device_class: str = "",
     certificates: tuple[str, ...] = (),
 ) -> EngineUpdate:
-    """How the engine of a grant stands; ``token`` is what the router shows to the engine."""
+    """What a router is told of the engine of a grant.
+
+    Args:
+        grant: names slot, lease, pool and what the engine was ordered with.
+        status: the host's last; None = it lists no engine.
+        token: what the router shows to the engine.
+        gate_open: turns may be sent; said only while the engine serves.
+        leaving: the engine is being taken back for good.
+        cap: most turns at a time.
+        device_class: kind of its GPU, for the router's estimates.
+        certificates: SHA-256 of each that the data route may show, hex.
+    """
     serving = status is not None and status.state is EngineState.SERVING
     return EngineUpdate(
         engine=grant.slot_name,

@@ -86,7 +86,16 @@ class GuardedReplica:
         gate: GateLimits,
         readers: Readers,
     ) -> GuardedReplica:
-        """Begin to follow a replica that has just been found."""
+        """Begin to follow a replica that has just been found; nothing is read yet.
+
+        Args:
+            pod: its pod.
+            policy: of its pool.
+            outcomes: where its finished requests are learnt from.
+            schedule: of lent and withheld windows.
+            gate: periods over which gaps between requests are measured.
+            readers: give the reader of its engine's metrics.
+        """
         reader = readers.of(pod, policy.engine)
         now_ns = time.monotonic_ns()
         gaps = Gaps(now_ns, reopen_ns=gate.reopen_ns, window_ns=gate.regime_ns)
@@ -242,7 +251,7 @@ class GuardedReplica:
     # --- polled sources
 
     def note_figures(self, source: SignalSource, figures: Figures, now_ns: int) -> None:
-        """Add one answer of a polled source."""
+        """Add one answer of a polled source, which came at ``now_ns`` of CLOCK_MONOTONIC."""
         self.readings[source] = signals.advance(self.readings.get(source), source, figures, now_ns)
 
     async def poll(self) -> None:

@@ -293,7 +293,14 @@ class GuardedSlot:
     def step(
         self, verdict: GateVerdict, now_ns: int, *, granted: bool | None, arrival_ns: int = 0
     ) -> None:
-        """Decide and carry out; ``arrival_ns`` is the request that made us look."""
+        """Decide and carry out: closing is done on return, calls to the host go on as tasks.
+
+        Args:
+            verdict: of the slot's gate.
+            now_ns: CLOCK_MONOTONIC.
+            granted: the slot has a living grant; None = nobody has told this guard yet.
+            arrival_ns: first segment of the request that made the guard look; 0 = none.
+        """
         if self._permit.look(now_ns):
             # A new permit means a new host process: what the old one confirmed is void.
             self._hold.forget()

@@ -72,7 +72,11 @@ def sync_request(
     reports = [slot_report(slot) for slot in slots]
     seen = tuple(
         replica_report(
-            replica, verdict or unknown, now_ns, host_alive=host_alive, word=sleepless(replica)
+            replica,
+            verdict or unknown,
+            now_ns,
+            host_alive=host_alive,
+            sleep_refusal=sleepless(replica),
         )
         for replica, verdict in replicas
     )
@@ -141,13 +145,21 @@ def replica_report(
     now_ns: int,
     *,
     host_alive: bool,
-    word: Reason | None = None,
+    sleep_refusal: Reason | None = None,
 ) -> ReplicaReport:
-    """One serving replica."""
+    """What the operator hears of one serving replica.
+
+    Args:
+        replica: as the guard knows it.
+        verdict: of its gate, the last one.
+        now_ns: CLOCK_MONOTONIC.
+        host_alive: the engine host of this node answers.
+        sleep_refusal: why it does not sleep for a loan, or does not serve yet after one.
+    """
     signal = replica.signal(now_ns)
     pod, counters = replica.pod, replica.outcomes.counters
     spans = Reason.MULTI_NODE_REPLICA if replica.unplaced else None
-    refusal = word or spans or _REFUSALS.get(verdict.reason)
+    refusal = sleep_refusal or spans or _REFUSALS.get(verdict.reason)
     source = replica.lasting_source(now_ns)
     if refusal is None and source is None and signal.doubt is not None and not pod.follows:
         refusal = _DOUBTS[signal.doubt]

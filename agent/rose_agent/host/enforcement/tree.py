@@ -96,7 +96,7 @@ class EngineTree:
 
 
 def late(tree: EngineTree, patience: StandstillPatience, now_ns: int) -> bool:
-    """Whether it should stand still by now, so that its processor time matters."""
+    """Whether it should stand still by ``now_ns``, so that its processor time matters."""
     return tree.state is TreeState.STOPPING and now_ns - tree.since_ns > patience.limit_ns
 
 

@@ -166,7 +166,7 @@ class HelpedRoot:
         self._loop.add_reader(pidfd, self._note_end)
 
     async def wait(self) -> int:
-        """Wait for its end."""
+        """Wait for its end; returns ``returncode``, that of a kill where nobody knows it."""
         await self._over.wait()
         return self.returncode if self.returncode is not None else _KILLED
 

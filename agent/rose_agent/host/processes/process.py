@@ -39,10 +39,10 @@ class Root(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """How it ended; None = not yet."""
+        """Its exit code, or minus the signal that ended it; None = it lives."""
 
     async def wait(self) -> int:
-        """Wait for its end."""
+        """Wait for its end; returns ``returncode``."""
 
 
 class Spawner(Protocol):

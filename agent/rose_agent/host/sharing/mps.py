@@ -83,7 +83,13 @@ class MpsNode:
         return may_share(MpsSeen(servers, serving), engine_uid)
 
     def is_limited(self, gpu: GpuUuid, client: Client, percent: int) -> Finding:
-        """Whether an engine that started has got its share of its first GPU and no more."""
+        """Whether an engine that started has got its share of its first GPU and no more.
+
+        Args:
+            gpu: its first one; its multiprocessors are the whole.
+            client: its processes, and the multiprocessors that it sees.
+            percent: of them that were ordered.
+        """
         servers = self.servers() or ()
         ours = next((server for server in servers if server.clients & client.pids), None)
         server = ours or next(iter(servers), None)

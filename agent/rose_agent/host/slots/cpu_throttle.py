@@ -33,7 +33,13 @@ LOOK_SECONDS = 0.01
 
 
 def is_busy_quota(state: EngineState, tree: TreeState, *, by_mps: bool) -> bool:
-    """Whether an engine has the quota for busy serving."""
+    """Whether an engine has the quota for busy serving: it serves by MPS and rests.
+
+    Args:
+        state: of the engine's life.
+        tree: what the enforcer last made of its processes.
+        by_mps: it is an MPS client, which is never frozen.
+    """
     return by_mps and state is EngineState.SERVING and tree is TreeState.STOPPED
 
 
