@@ -14,7 +14,7 @@ from rose_agent.devices.owners import Owner
 from rose_agent.devices.watch import DeviceWatch
 from rose_agent.guard.devices import gpus
 from rose_agent.guard.slots.slot import Totals
-from rose_agent.pods.model import Residents
+from rose_agent.pods.model import NodePods
 from rose_core.devices.memory import Budget, Lendable, MemorySum
 from rose_core.devices.ownership import Claim, Proof
 from rose_core.host_reasons import HostReason
@@ -87,7 +87,7 @@ class Node:
         monkeypatch.setattr("rose_agent.guard.sync.report.kv_permille", lambda *_: None)
         for uuid, reading in self.watch.read().items():
             self.watch.take(uuid, reading)
-        gpus.look_at(self.watch, {"pod": self.replica}, {"slot-1": slot}, Residents())  # type: ignore[dict-item]
+        gpus.look_at(self.watch, {"pod": self.replica}, {"slot-1": slot}, NodePods())  # type: ignore[dict-item]
 
 
 def status(state: EngineState = EngineState.SERVING, **more: object) -> EngineStatus:

@@ -164,7 +164,7 @@ def zmtp(data: bytes) -> None:
         stream.feed_eof()
         subscription = Subscription(stream, _Nowhere())  # type: ignore[arg-type]  # nobody listens
         try:
-            await subscription._shake_hands(b"load")
+            await subscription._handshake(b"load")
             while True:
                 await subscription.receive()
         except (ValueError, asyncio.IncompleteReadError):

@@ -236,7 +236,7 @@ class Guard:
         self.tap = TapLink(rundir.tap_socket, self)
         self.schedule = Schedule(settings.crossover_seconds)
         self.pods: PodSource | None = None
-        self.on_transition: Callable[[], None] = _nothing
+        self.on_transition: Callable[[], None] = _ignore
         self.devices = DeviceWatch(devices, limits=settings.budget)
         self.no_devices = ""  # why NVML does not answer here
         self.seen_devices = ""  # what it shows, and through what
@@ -662,5 +662,5 @@ class Guard:
         )
 
 
-def _nothing() -> None:
+def _ignore() -> None:
     return

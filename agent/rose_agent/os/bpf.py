@@ -114,7 +114,7 @@ def _payload_offset() -> list[Line]:
     ]
 
 
-def _of_the_rest(rate: int) -> list[Line]:
+def _sample_tokens(rate: int) -> list[Line]:
     """Which of the server's tokens pass; the payload's offset is in X, the length in A."""
     if rate == 1:
         return [Jump(_JEQ, 0, "pass", "pass")]
@@ -151,7 +151,7 @@ def program(port: int, *, rate: int) -> bytes:
         (_TAX, 0),
         (_LD_LEN, 0),
         Jump(_JGT_X, 0, "", "drop"),
-        *_of_the_rest(rate),
+        *_sample_tokens(rate),
         "client",
         (_LD_IB, 13),
         Jump(_JSET, _FLAGS if rate else _RESET, "pass", ""),

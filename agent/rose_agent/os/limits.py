@@ -195,7 +195,7 @@ class Limiter:
 
 
 def _find(name: str, v2_base: Path | None, v1: Callable[[str], Path | None]) -> CgroupBase | None:
-    if v2_base is not None and _hand_down(v2_base, name):
+    if v2_base is not None and _delegate(v2_base, name):
         return CgroupBase(2, v2_base)
     folder = v1(name)
     return CgroupBase(1, folder) if folder is not None and _writable(folder) else None
@@ -212,7 +212,7 @@ def _writable(base: Path) -> bool:
     return True
 
 
-def _hand_down(base: Path, name: str) -> bool:
+def _delegate(base: Path, name: str) -> bool:
     """Make a v2 controller available to children of ``base``."""
     try:
         if name not in (base / "cgroup.controllers").read_text().split():

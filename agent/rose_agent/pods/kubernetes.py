@@ -27,7 +27,7 @@ import msgspec
 from rose_agent import metrics
 from rose_agent.errors import ApiUnreachable, BadConfiguration
 from rose_agent.pods.claims import GPU_ANNOTATION, ClaimingPod, Claims
-from rose_agent.pods.model import Residents, ServingPod
+from rose_agent.pods.model import NodePods, ServingPod
 from rose_agent.pods.processes import MOST_DESCRIBED, PodProcess, Processes
 from rose_core.devices.health import DeviceRefusal
 from rose_core.devices.ownership import Claim
@@ -144,13 +144,13 @@ class KubernetesPods:
         return found
 
     @property
-    def residents(self) -> Residents:
+    def residents(self) -> NodePods:
         """All pods of the node, those of no pool included."""
         names = {uid: _name(pod) for uid, pod in self._pods.items()}
         platform = frozenset(
             uid for uid, pod in self._pods.items() if pod["metadata"]["namespace"] in self._platform
         )
-        return Residents(names, platform)
+        return NodePods(names, platform)
 
     @property
     def weakness(self) -> str:

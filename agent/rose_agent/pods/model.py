@@ -68,7 +68,7 @@ class ServingPod:
 
 
 @dataclass(frozen=True)
-class Residents:
+class NodePods:
     """Every pod of the node, by uid.
 
     Attributes:
@@ -88,7 +88,7 @@ class PodSource(Protocol):
         """The source has seen every pod at least once; before that, absence says nothing."""
 
     @property
-    def residents(self) -> Residents:
+    def residents(self) -> NodePods:
         """All pods of the node, those of no pool included."""
 
     @property

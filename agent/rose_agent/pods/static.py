@@ -29,7 +29,7 @@ import pydantic
 import yaml
 
 from rose_agent.errors import BadConfiguration
-from rose_agent.pods.model import Residents, ServingPod
+from rose_agent.pods.model import NodePods, ServingPod
 from rose_core.devices.ownership import Claim, Proof
 from rose_core.identity import GpuUuid, PodUid
 from rose_core.wire.sync import GroupPlace, PoolPolicy
@@ -86,9 +86,9 @@ class StaticPods:
         return True
 
     @property
-    def residents(self) -> Residents:
+    def residents(self) -> NodePods:
         """A file knows no others."""
-        return Residents()
+        return NodePods()
 
     @property
     def weakness(self) -> str:

@@ -34,13 +34,13 @@ class Subscription:
         reader, writer = await asyncio.open_connection(host, port)
         made = cls(reader, writer)
         try:
-            await made._shake_hands(topic)
+            await made._handshake(topic)
         except BaseException:  # whatever it was, the connection must not stay open
             writer.close()
             raise
         return made
 
-    async def _shake_hands(self, topic: bytes) -> None:
+    async def _handshake(self, topic: bytes) -> None:
         self._writer.write(_GREETING)
         greeting = await self._reader.readexactly(len(_GREETING))
         if greeting[0] != 0xFF or greeting[9] != 0x7F or greeting[10] < 3:

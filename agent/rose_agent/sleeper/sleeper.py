@@ -148,7 +148,7 @@ class DeadMan:
             wanted = granted and self._serving.drained()
             wanted = wanted and not resting(self.state, self._limits, self._clock())
             idle = await self._idle() if wanted else None
-            known = bool(idle) and await self._refer()
+            known = bool(idle) and await self._take_reference()
             return SleeperSeen(granted, idle=idle, reference=known)
         if stage is Stage.FALLING:
             return SleeperSeen(
@@ -156,7 +156,7 @@ class DeadMan:
             )
         if stage is Stage.RECALLED:
             return SleeperSeen(granted, vacated=await self._serving.vacated())
-        well = await self._well() if stage in _WAITS_FOR_PROBE else None
+        well = await self._is_well() if stage in _WAITS_FOR_PROBE else None
         return SleeperSeen(granted, well=well)
 
     async def _carry_out(self, order: Order) -> None:
@@ -190,7 +190,7 @@ class DeadMan:
             return await self._serving.engine.idle()
         return None
 
-    async def _refer(self) -> bool:
+    async def _take_reference(self) -> bool:
         """Take down what serving answers and holds while it is well; False = it does not answer."""
         try:
             reference = await self._serving.engine.probe()
@@ -201,7 +201,7 @@ class DeadMan:
         self._remember(SleeperRecord(self.state, reference, before))
         return True
 
-    async def _well(self) -> bool:
+    async def _is_well(self) -> bool:
         try:
             answer = await self._serving.engine.probe()
         except EngineUnavailable:

@@ -85,7 +85,7 @@ class TappedReplica:
         self._taps = taps
         self._addresses = addresses
         self._sample_from = sample_from
-        self._tell: Callable[[list[TapEvent]], None] = _nobody
+        self._tell: Callable[[list[TapEvent]], None] = _ignore
         self._progress: dict[int, Progress] = {}
         self._ends: list[TapEvent] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -125,7 +125,7 @@ class TappedReplica:
         """Close the sockets."""
         if self._rest_timer is not None:
             self._rest_timer.cancel()
-        self._listen_no_more()
+        self._stop_listening()
         for taps in self._taps:
             taps.close()
         if self._counts is not None:
@@ -142,7 +142,7 @@ class TappedReplica:
             else:
                 self._loop.add_reader(tap, self._on_readable, tap)
 
-    def _listen_no_more(self) -> None:
+    def _stop_listening(self) -> None:
         if self._loop is None:
             return
         for taps in self._taps:
@@ -167,10 +167,10 @@ class TappedReplica:
         events: list[TapEvent] = []
         self._read(tap, events)
         if not self._urgent(events):
-            self._rest_a_while()
+            self._start_rest()
         self._pass_on(events)
 
-    def _rest_a_while(self) -> None:
+    def _start_rest(self) -> None:
         """Only others' tokens came: rest, and tell a first token a little later."""
         if self._loop is not None and self._rest_timer is None and not self.tracker.ends_unmarked:
             self._rest_timer = self._loop.call_later(_REST_SECONDS, self._end_rest)
@@ -324,7 +324,7 @@ class TappedReplica:
             self.problem = f"packet socket failed: {error}"
         by_bell = not self._needs_waking()
         if by_bell != self._by_bell:
-            self._listen_no_more()
+            self._stop_listening()
             self._by_bell = by_bell
             self._listen()
 
@@ -345,7 +345,7 @@ class TappedReplica:
 
     def _switch(self, events: list[TapEvent]) -> None:
         """Change to the other sockets without losing or repeating a segment."""
-        self._listen_no_more()
+        self._stop_listening()
         self._count(time.monotonic_ns(), events, last=True)  # the sample shows those as well
         for taps in self._taps:
             chosen, other = self._choose(taps), taps.unsampled if self._sampled else taps.sampled
@@ -360,5 +360,5 @@ class TappedReplica:
         self._listen()
 
 
-def _nobody(_events: list[TapEvent]) -> None:
+def _ignore(_events: list[TapEvent]) -> None:
     return

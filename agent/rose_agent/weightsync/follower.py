@@ -271,7 +271,7 @@ class Follower:
 
     async def _round(self, store: WeightsClient | None) -> float:
         """Look, decide, act; returns how long to wait for news. Frozen weights have no store."""
-        engine = await self._look() if await self._let_others_go() else None
+        engine = await self._look() if await self._drop_other_runs() else None
         if complaint := self._truth.complaint():
             self._fail(WrongAnswers(complaint))
         now = self._options.clock()
@@ -301,7 +301,7 @@ class Follower:
         self._write(await self._look(), "")
         return 0.0 if self._progress.retry_at <= self._options.clock() else 0.05
 
-    async def _let_others_go(self) -> bool:
+    async def _drop_other_runs(self) -> bool:
         """Take away what the engine and the disk hold of runs that nobody follows any more.
 
         Returns:

@@ -58,7 +58,7 @@ def _seen(driver: DeviceDriver) -> str:
 
 async def _until_a_driver_appears(tell: Callable[[str], None], found: access.Diagnosis) -> None:
     """The reason may become another one meanwhile: a kernel driver is loaded, without a library."""
-    _say(tell, found)
+    _announce(tell, found)
     while True:
         await asyncio.sleep(PERIOD_SECONDS)
         try:
@@ -68,13 +68,13 @@ async def _until_a_driver_appears(tell: Callable[[str], None], found: access.Dia
             if now != found:
                 DEVICE_ACCESS.remove(found.word.value)
                 found = now
-                _say(tell, found)
+                _announce(tell, found)
             continue
         driver.close()
         raise AccessChanged("a driver has appeared on this node; starting anew with it")
 
 
-def _say(tell: Callable[[str], None], found: access.Diagnosis) -> None:
+def _announce(tell: Callable[[str], None], found: access.Diagnosis) -> None:
     text = f"{found.word.value}: {found.text}"
     tell(text)
     DEVICE_ACCESS.labels(state=found.word.value).set(1)

@@ -16,7 +16,7 @@ from rose_agent.devices.watch import DeviceWatch, LentState, PoolGpuTerms, Repli
 from rose_agent.guard.replicas.replica import GuardedReplica
 from rose_agent.guard.slots.slot import GuardedSlot
 from rose_agent.guard.sync import report
-from rose_agent.pods.model import Residents
+from rose_agent.pods.model import NodePods
 from rose_core.api.servingpool import PoolMode
 from rose_core.devices.memory import MemorySum, overrun
 from rose_core.devices.ownership import Party
@@ -29,7 +29,7 @@ def look_at(
     devices: DeviceWatch,
     replicas: Mapping[PodUid, GuardedReplica],
     slots: Mapping[SlotUid, GuardedSlot],
-    residents: Residents,
+    residents: NodePods,
 ) -> None:
     """Give every replica the view of its GPUs, and its slots their budget.
 

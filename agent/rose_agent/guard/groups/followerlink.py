@@ -130,9 +130,9 @@ class FollowerLink:
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
         async for word in rpc.converse(channel, FOLLOW, self._questions(), token=self._token):
-            self._hear(word)
+            self._receive(word)
 
-    def _hear(self, word: Word) -> None:
+    def _receive(self, word: Word) -> None:
         now_ns = time.monotonic_ns()
         before, self.state = self.state, self.state.hear(word, now_ns)
         if self.state.sent_ns != before.sent_ns:

@@ -74,7 +74,7 @@ class Identity:
     async def _enrol(self) -> None:
         token = self._token_file.read_text().strip()
         key, asked = certificates.request(f"system:node:{self._node}")
-        channel = rpc.connect(self._address, credentials=_stranger())
+        channel = rpc.connect(self._address, credentials=_anonymous())
         try:
             request = EnrolRequest(self._node, token, asked)
             reply = await rpc.call(channel, ENROL, request, timeout=_CALL_SECONDS)
@@ -93,6 +93,6 @@ class Identity:
         return max(0.0, until - time.time())
 
 
-def _stranger() -> grpc.ChannelCredentials:
+def _anonymous() -> grpc.ChannelCredentials:
     """Believe who the installation believes, and show no certificate of our own."""
     return tls.client_credentials(tls.trusted())

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
             _send(host, Ready(refusal=str(error)))
             return 1
         _send(host, _ready(rights))
-        obey(host, rights)
+        serve_requests(host, rights)
         rights.kill_all()
     return 0
 
@@ -158,7 +158,7 @@ def _ready(rights: Rights) -> Ready:
     )
 
 
-def obey(host: socket.socket, rights: Rights) -> None:
+def serve_requests(host: socket.socket, rights: Rights) -> None:
     """One request after the other until the host hangs up."""
     while True:
         data, files, _, _ = socket.recv_fds(host, LARGEST, 1, socket.MSG_CMSG_CLOEXEC)

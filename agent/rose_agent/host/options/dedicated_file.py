@@ -73,7 +73,7 @@ class DedicatedFile(pydantic.BaseModel):
         return self
 
     @pydantic.model_validator(mode="after")
-    def _sampled_as_told(self) -> DedicatedFile:
+    def _check_drafts(self) -> DedicatedFile:
         if self.drafts and ROUTED_EXPERTS in self.arguments:
             message = (
                 f"drafts cannot be combined with the engine argument {ROUTED_EXPERTS}; leave one "

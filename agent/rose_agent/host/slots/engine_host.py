@@ -107,7 +107,7 @@ class EngineHost:
         async with self._lock(uid):
             life = self._lives.get(uid)
             if life is not None and life.order.slot == order.slot:
-                return self._again(life, order)
+                return self._update(life, order)
             if life is not None:
                 await self._end(life, _REPLACE_SECONDS, HostReason.REPLACED)
             return self._start(order)
@@ -229,7 +229,7 @@ class EngineHost:
         )
         return all(status.state is EngineState.GONE for status in ended)
 
-    def _again(self, life: SlotEngine, order: EnsureEngine) -> EngineStatus:
+    def _update(self, life: SlotEngine, order: EnsureEngine) -> EngineStatus:
         if order.engine != life.order.engine or order.gpu_uuids != life.order.gpu_uuids:
             raise Refused(
                 f"slot {order.slot_name} runs another engine under generation "

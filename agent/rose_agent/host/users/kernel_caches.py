@@ -158,7 +158,7 @@ def open_for(slot_uid: str, uid: int, root: Path, baked: Path = BAKED) -> Path:
             draft = Path(made) / "cache"
             draft.mkdir(mode=0o700)
             if baked.is_dir():
-                _lay(baked, draft, folder)
+                _copy_baked(baked, draft, folder)
             draft.rename(folder)
     _give(folder, uid)
     return folder
@@ -179,7 +179,7 @@ def prune(living: Collection[str], root: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lay(source: Path, target: Path, named: Path) -> None:
+def _copy_baked(source: Path, target: Path, named: Path) -> None:
     """Put what is baked into a new folder.
 
     Args:
@@ -191,7 +191,7 @@ def _lay(source: Path, target: Path, named: Path) -> None:
         place = target / entry.name
         if entry.is_dir() and not entry.is_symlink():
             place.mkdir(mode=0o700)
-            _lay(entry, place, named / entry.name)
+            _copy_baked(entry, place, named / entry.name)
         elif entry.name.startswith(_LISTS):
             place.write_text(_renamed(entry.read_text(), named))
         elif entry.suffix in _READ_ONLY:
