@@ -37,6 +37,14 @@ class ClassLoops:
 
 
 @dataclass(frozen=True)
+class MemoryLoops:
+    """Loops over many tensors in host memory at once; ``loops`` says what they do."""
+
+    resolve: Callable[..., int]
+    swap: Callable[..., int]
+
+
+@dataclass(frozen=True)
 class Kernels:
     """The inner loops of one backend; all arrays are contiguous and one-dimensional.
 
@@ -52,6 +60,7 @@ class Kernels:
         put: (flat, positions, bits) overwrites; positions are known to be inside.
         holds: (flat, positions, bits) -> whether they are there.
         classes: its own loops of exponent classes, where it has some.
+        memory: loops over many tensors at once, where it has some.
     """
 
     name: str
@@ -65,6 +74,7 @@ class Kernels:
     classes: ClassLoops | None = None
     put: Callable[[Bits, Indices, Bits], None] = vectors.put
     holds: Callable[[Bits, Indices, Bits], bool] = vectors.holds
+    memory: MemoryLoops | None = None
 
 
 Backend = Literal["auto", "numba", "numpy"] | Kernels
@@ -202,4 +212,5 @@ def _compiled() -> Kernels:
         digest_at,
         put=put,
         holds=holds,
+        memory=MemoryLoops(compiled(loops.resolve), compiled(loops.swap)),
     )

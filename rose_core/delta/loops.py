@@ -228,3 +228,148 @@ def digest_at(indices: Any, bits: Any, key: int) -> Any:  # noqa: ANN401
         mixed = (mixed ^ (mixed >> S32)) * MIX3
         high += ((mixed ^ (mixed >> S32)) | ONE) * value
     return low, high
+
+
+# Numbers in a row of ``resolve`` and ``swap``: which tensor, which tile of it; where its elements
+# begin among those given, how many; where their places begin (``RUN`` = they are lines of a box),
+# where their names begin (``RUN`` = they are named by their places); the element that places count
+# from; length of a line, and from one to the next; what is given; whether it is the whole tile.
+TENSOR, TILE, ENTRY, COUNT, PLACE, NAME, START, COLUMNS, APART, GIVEN, WHOLE = range(11)
+RUN = -1
+VALUES, STEPS = 0, 1
+# Numbers of a tensor: its first element in memory, from one to the next, elements, and whether its
+# bits are sign and magnitude.
+BASE, STRIDE, LIMIT, SIGNED = range(4)
+SWAPPED = 1024
+"""Elements that are written before they are read back: their lines still are in the cache."""
+
+
+def resolve(  # noqa: PLR0917
+    memory: Any,  # noqa: ANN401
+    tensors: Any,  # noqa: ANN401
+    keys: Any,  # noqa: ANN401
+    rows: Any,  # noqa: ANN401
+    places: Any,  # noqa: ANN401
+    names: Any,  # noqa: ANN401
+    given: Any,  # noqa: ANN401
+    width_bits: int,
+    old: Any,  # noqa: ANN401
+    sums: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Gather old bits of many tensors, make new ones of what is given, and sum up both.
+
+    Args:
+        memory: all tensors as one array.
+        tensors: numbers of every tensor.
+        keys: of every tensor's digest.
+        rows: what is given, tile by tile.
+        places: of elements, where they have some.
+        names: of elements, where they have some.
+        given: steps or new bits; new bits afterwards.
+        width_bits: of an element.
+        old: room for bits before.
+        sums: per row: both lanes of the digest of old bits, then of new ones.
+
+    Returns:
+        1 + the first row with an element outside its tensor, which is touched no further; 0 = none.
+    """
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
+    top = ONE << np.uint64(width_bits - 1)
+    for row in range(len(rows)):
+        tensor = rows[row, TENSOR]
+        base, stride = np.uint64(tensors[tensor, BASE]), np.uint64(tensors[tensor, STRIDE])
+        limit, signed = np.uint64(tensors[tensor, LIMIT]), tensors[tensor, SIGNED] != 0
+        key = np.uint64(keys[tensor])
+        entry, place, name = rows[row, ENTRY], rows[row, PLACE], rows[row, NAME]
+        start, columns = np.uint64(rows[row, START]), rows[row, COLUMNS]
+        apart, steps = np.uint64(rows[row, APART]), rows[row, GIVEN] == STEPS
+        old_low, old_high, new_low, new_high = ZERO, ZERO, ZERO, ZERO
+        line, column = start, 0
+        for number in range(rows[row, COUNT]):
+            if place < 0:
+                at = line + np.uint64(column)
+                column += 1
+                if column == columns:
+                    column = 0
+                    line += apart
+            else:
+                at = start + np.uint64(places[place + number])
+            if at >= limit:
+                return row + 1
+            before = np.uint64(memory[base + at * stride])
+            after = np.uint64(given[entry + number])
+            if steps:
+                if signed:
+                    value = before ^ (mask if before & top else top)
+                    value = (value + after) & mask
+                    after = value ^ (top if value & top else mask)
+                else:
+                    after = (before + after) & mask
+                given[entry + number] = after
+            old[entry + number] = before
+            index = np.uint64(names[name + number]) if name >= 0 else at
+            mixed = key + (index + ONE) * GOLDEN
+            mixed = (mixed ^ (mixed >> S30)) * MIX1
+            mixed = (mixed ^ (mixed >> S27)) * MIX2
+            mixed = mixed ^ (mixed >> S31)
+            weight = mixed | ONE
+            old_low += weight * before
+            new_low += weight * after
+            mixed = (mixed ^ (mixed >> S32)) * MIX3
+            weight = (mixed ^ (mixed >> S32)) | ONE
+            old_high += weight * before
+            new_high += weight * after
+        sums[row, 0], sums[row, 1] = old_low, old_high
+        sums[row, 2], sums[row, 3] = new_low, new_high
+    return 0
+
+
+def swap(
+    memory: Any,  # noqa: ANN401
+    tensors: Any,  # noqa: ANN401
+    rows: Any,  # noqa: ANN401
+    places: Any,  # noqa: ANN401
+    bits: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Overwrite elements that ``resolve`` found inside, and read them back.
+
+    Returns:
+        1 + the first row of which an element did not keep its bits, 0 = all did.
+    """
+    wrong = 0
+    for row in range(len(rows)):
+        tensor = rows[row, TENSOR]
+        base, stride = np.uint64(tensors[tensor, BASE]), np.uint64(tensors[tensor, STRIDE])
+        count, entry, place = rows[row, COUNT], rows[row, ENTRY], rows[row, PLACE]
+        start, columns = np.uint64(rows[row, START]), rows[row, COLUMNS]
+        apart = np.uint64(rows[row, APART])
+        differing = ZERO
+        first_line, first_column = start, 0
+        for first in range(0, count, SWAPPED):
+            end = min(first + SWAPPED, count)
+            line, column = first_line, first_column
+            for number in range(first, end):
+                if place < 0:
+                    at = line + np.uint64(column)
+                    column += 1
+                    if column == columns:
+                        column = 0
+                        line += apart
+                else:
+                    at = start + np.uint64(places[place + number])
+                memory[base + at * stride] = bits[entry + number]
+            line, column = first_line, first_column
+            for number in range(first, end):
+                if place < 0:
+                    at = line + np.uint64(column)
+                    column += 1
+                    if column == columns:
+                        column = 0
+                        line += apart
+                else:
+                    at = start + np.uint64(places[place + number])
+                differing += np.uint64(memory[base + at * stride] != bits[entry + number])
+            first_line, first_column = line, column
+        if differing != ZERO and wrong == 0:
+            wrong = row + 1
+    return wrong

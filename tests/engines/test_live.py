@@ -15,9 +15,10 @@ from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_engines.errors import BrokenWeights, CommitRefused
 from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, Where, host_tensors
-from rose_engines.weights import staging
+from rose_engines.weights import decoding
+from rose_engines.weights.decoding import groups
 from rose_engines.weights.live import commit, confirm, digest_live, readable, revert
-from rose_engines.weights.staging import groups, stage
+from rose_engines.weights.staging import stage
 
 V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
 
@@ -136,7 +137,7 @@ def test_a_tensor_is_put_in_at_once_however_its_blocks_were_decoded(
     tmp_path: Path, old: State, sparse: State, monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
     """Small groups are joined; each change moves the digest by its own part."""
-    monkeypatch.setattr(staging, "MOST_TOGETHER", together)
+    monkeypatch.setattr(decoding, "MOST_TOGETHER", together)
     manifest = write_bundle(tmp_path / "b", V1, sparse, (V0, old))
     live = engine(old)
     current = digest_live(live)
@@ -154,11 +155,10 @@ def test_large_blocks_are_decoded_alone_and_small_ones_together(
     tmp_path: Path, old: State, sparse: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = write_bundle(tmp_path / "b", V1, sparse, (V0, old))
-    entry, blocks = max(manifest.blocks_by_tensor(), key=lambda found: len(found[1]))
-    tensor = engine(old)[entry.name]
-    assert [len(group) for group in groups(entry, blocks, tensor)] == [len(blocks)]
-    monkeypatch.setattr(staging, "ALONE", 1)
-    assert [len(group) for group in groups(entry, blocks, tensor)] == [1] * len(blocks)
+    _, blocks = max(manifest.blocks_by_tensor(), key=lambda found: len(found[1]))
+    assert [len(group) for group in groups(blocks)] == [len(blocks)]
+    monkeypatch.setattr(decoding, "ALONE", 1)
+    assert [len(group) for group in groups(blocks)] == [1] * len(blocks)
 
 
 def test_missing_block_and_missing_manifest(tmp_path: Path, old: State, sparse: State) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rose_core.delta.bits import Bits
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_engines.errors import UnsupportedEngine
@@ -29,6 +30,7 @@ from rose_engines.weights.calls import (
     Staged,
 )
 from rose_engines.weights.control import ControlServer
+from rose_engines.weights.host_memory import HostMemory, Rows
 from rose_engines.weights.live import digest_live
 from rose_engines.weights.multi_rank import LeaderSession, MemberSession, RankSession
 from rose_engines.weights.parts import Part, Ranks, check_parts, parts_of
@@ -232,16 +234,16 @@ def test_a_rank_that_lost_what_it_staged_makes_all_undo(
 def test_a_wrong_element_on_one_rank_makes_all_undo(
     engine: Engine, bundle: Path, old: State, sparse: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live = engine.ranks[1].live["a.down_proj.weight"]
-    assert isinstance(live, SlicedTensor)
-    put = live.storage.put
-    spoiled: list[bool] = []
+    swap, spoiled = HostMemory.swap, list[bool]()
 
-    def spoil(where: object, bits: np.ndarray) -> None:
-        put(where, bits if spoiled else bits ^ 1)  # type: ignore[arg-type]
+    def spoil(memory: HostMemory, width: int, rows: Rows, places: Bits, bits: Bits) -> str | None:
+        if memory is not engine.ranks[1].session._host or spoiled:
+            return swap(memory, width, rows, places, bits)
         spoiled.append(True)
+        swap(memory, width, rows, places, bits ^ 1)
+        return "a.down_proj.weight"
 
-    monkeypatch.setattr(live.storage, "put", spoil)
+    monkeypatch.setattr(HostMemory, "swap", spoil)
     refused = engine.commit(bundle, V1)
     assert isinstance(refused, Refused)
     assert refused.reason == "RankFailed"

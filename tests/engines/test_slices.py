@@ -142,4 +142,4 @@ def test_ranks_stage_and_swap_their_part_of_a_bundle(
             assert np.array_equal(live[name].all_bits(), wanted[name].all_bits())
             assert live[name].digest() == wanted[name].digest()
         whole = sum(len(change.old) for change in update.changes)
-        assert whole < 0.7 * update.manifest.changes
+        assert whole < 0.7 * update.outline.changes

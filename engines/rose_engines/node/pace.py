@@ -45,6 +45,10 @@ class Pace:
         self._sleep = sleep
         self._since = worked()
 
+    def busy(self) -> bool:
+        """Whether serving is busy now."""
+        return self._busy()
+
     def rest(self) -> None:
         """A piece of work is done."""
         left = rest_of(self._worked() - self._since)

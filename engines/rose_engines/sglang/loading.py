@@ -16,6 +16,7 @@ from rose_engines.sglang.arguments import FALLBACK_VARIABLE
 from rose_engines.sglang.ranks import read_live
 from rose_engines.tensors.canonical import LiveTensor
 from rose_engines.weights.reload import ReloadSession
+from rose_engines.weights.stager import OwnProcess
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ def session(
         version=version,
         set_label=set_label,
         wake=wake,
+        stager=OwnProcess,
     )
 
 

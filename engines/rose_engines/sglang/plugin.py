@@ -63,6 +63,7 @@ from rose_engines.weights.control import ControlServer
 from rose_engines.weights.multi_rank import LeaderSession, MemberSession
 from rose_engines.weights.parts import socket_of
 from rose_engines.weights.session import WeightSession
+from rose_engines.weights.stager import OwnProcess
 
 log = logging.getLogger(__name__)
 
@@ -347,10 +348,11 @@ class SchedulerPlugin:
             session = loading.session(scheduler, control.parent, version, *hooks)
         elif int(scheduler.tp_size) == 1:
             let_go = memory.SchedulerMemory.of(scheduler)
-            session = WeightSession(live, version, *hooks, memory=let_go)
+            session = WeightSession(live, version, *hooks, memory=let_go, stager=OwnProcess)
         else:
             kind = LeaderSession if self._leader else MemberSession
-            session = kind(live, version, ranks.join(scheduler, live, control), *hooks)
+            joined = ranks.join(scheduler, live, control)
+            session = kind(live, version, joined, *hooks, stager=OwnProcess)
         return self._equip(scheduler, session)
 
     def _open_adapters(

@@ -45,6 +45,7 @@ from rose_engines.vllm.arguments import SUPPORTED, VERSION_VARIABLE
 from rose_engines.vllm.memory import CoreMemory
 from rose_engines.weights.control import ControlServer
 from rose_engines.weights.session import WeightSession
+from rose_engines.weights.stager import OwnProcess
 
 log = logging.getLogger(__name__)
 
@@ -269,6 +270,7 @@ class CorePlugin:
             lambda version: self._set_label(core, version),
             lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)),
             memory=CoreMemory.of(core, runner),
+            stager=OwnProcess,
         )
         seen, counts, gate = of_torch(runner.device.type), self._kv, self._gate
         session.device = lambda: seen

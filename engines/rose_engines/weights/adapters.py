@@ -186,7 +186,7 @@ class AdapterSession(WeightSession):
     def _stage(self, bundle: Path) -> Staged:
         staged = super()._stage(bundle)
         update = self._staged
-        if update is not None and self.run not in {"", update.manifest.target.run}:
+        if update is not None and self.run not in {"", update.outline.target.run}:
             self._forget()
             message = f"{staged.version} is no version of run {self.run}, whose adapter this is"
             raise CommitRefused("Layout", message)

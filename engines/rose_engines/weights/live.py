@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rose_core.delta import faults, rice
+from rose_core.delta import faults, loops, rice
 from rose_core.delta.batch import decode_batch
 from rose_core.delta.bits import number_format
 from rose_core.delta.codec import (
@@ -27,11 +27,11 @@ from rose_core.delta.codec import (
     step,
 )
 from rose_core.delta.digest import Digest, digest_change, total
-from rose_core.delta.manifest import Manifest
 from rose_core.delta.tiles import Tiling
 from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor
+from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, host_tensors
 from rose_engines.weights import fused_scatter
+from rose_engines.weights.host_memory import HostMemory
 from rose_engines.weights.staging import StagedUpdate
 
 
@@ -73,10 +73,23 @@ def warm_up(live: Live) -> None:
         digest_change("warm-up", batch.positions, old[batch.positions], moved)
         HostTensor("warm-up", word, old.shape, old).put(batch.positions, moved)
         HostTensor("warm-up", word, old.shape, old).holds(batch.positions, moved)
+        _warm_up_loops(word)
         if Codec.RICE in readable(live) and kind.width <= rice.WIDEST:
             block = encode_on_base(old, find_changes(old, new, kind, "numpy"), kind, "numpy")
             decode_block(block, kind, len(old), base=old)
     fused_scatter.warm_up(live)
+
+
+def _warm_up_loops(word: str) -> None:
+    """Over many tensors at once, with places as a segment has them."""
+    bits = np.zeros(4, number_format(word).unsigned)
+    memory = HostMemory.of(host_tensors({"warm-up": (word, (4,), bits)}))
+    for width in memory.arrays:
+        rows = np.array([[0, 0, 0, 4, 0, -1, 0, 0, 0, loops.STEPS, 1]], np.int64)
+        places, names = np.arange(4, dtype=np.uint32), np.zeros(0, np.int64)
+        given = np.ones_like(bits)
+        memory.resolve(width, rows, places, names, given, bits.copy(), lambda: None)
+        memory.swap(width, rows, places, given)
 
 
 def commit(update: StagedUpdate, live: Live) -> Digest:
@@ -95,7 +108,7 @@ def commit(update: StagedUpdate, live: Live) -> Digest:
     wrong = scatter(update, live)
     faults.at("engine.commit.checked")
     if wrong is None:
-        return Digest.parse(update.manifest.digest)
+        return Digest.parse(update.outline.digest)
     revert(update, live, wrong)
     raise CommitRefused("DigestMismatch", f"{update.version}: {wrong}; the old weights are back")
 
@@ -108,15 +121,14 @@ def scatter(update: StagedUpdate, live: Live) -> str | None:
     """
     faults.at("engine.commit.begin")
     wrong = update.fused.put() if update.fused is not None else None
-    if wrong is not None:
-        wrong = f"{wrong} did not keep what was written"
+    wrong = update.host.put() or wrong
     for change in update.single:
         tensor = live[change.tensor.name]
         tensor.put(change.where, change.new)
         if wrong is None and not tensor.holds(change.where, change.new):
-            wrong = f"{change.tensor.name} did not keep what was written"
+            wrong = change.tensor.name
         faults.at("engine.commit.scatter")
-    return wrong
+    return f"{wrong} did not keep what was written" if wrong is not None else None
 
 
 def confirm(update: StagedUpdate, live: Live) -> str | None:
@@ -128,8 +140,7 @@ def confirm(update: StagedUpdate, live: Live) -> str | None:
     Returns:
         The first tensor that is not what the manifest says, None = all are.
     """
-    names = touched(update.manifest)
-    return first_wrong(update, {name: live[name].digest() for name in names})
+    return first_wrong(update, {name: live[name].digest() for name in update.wanted})
 
 
 def revert(update: StagedUpdate, live: Live, wrong: str) -> None:
@@ -151,23 +162,15 @@ def put_back(update: StagedUpdate, live: Live) -> None:
     """Undo ``scatter``; again does no harm."""
     if update.fused is not None:
         update.fused.put_back()  # whether it was kept is for whoever reads the digests
+    update.host.put_back()
     for change in update.single:
         live[change.tensor.name].put(change.where, change.old)
 
 
-def touched(manifest: Manifest) -> list[str]:
-    """Names of the tensors that a manifest has blocks for, in its order, each once."""
-    return list(dict.fromkeys(manifest.tensors[block.tensor].name for block in manifest.blocks))
-
-
 def first_wrong(update: StagedUpdate, found: Mapping[str, Digest]) -> str | None:
     """The first touched tensor whose live digest is not the sum of the manifest's tile digests."""
-    manifest = update.manifest
-    table = {entry.name: entry for entry in manifest.tensors}
     for name, digest in found.items():
-        entry = table[name]
-        end = entry.first_tile + entry.tiling.count
-        wanted = total(manifest.tile_digests[entry.first_tile : end])
+        wanted = update.wanted[name]
         if digest != wanted:
             return f"{name} has digest {digest} instead of {wanted}"
     return None

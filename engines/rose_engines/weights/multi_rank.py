@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
@@ -40,10 +40,12 @@ from rose_engines.weights.calls import (
     Stage,
     Staged,
 )
-from rose_engines.weights.live import first_wrong, put_back, scatter, touched
+from rose_engines.weights.decoding import Held
+from rose_engines.weights.live import first_wrong, put_back, scatter
 from rose_engines.weights.parts import Ranks, ask
 from rose_engines.weights.rank_board import RankState
 from rose_engines.weights.session import WeightSession
+from rose_engines.weights.stager import InThread, Stager
 from rose_engines.weights.staging import StagedUpdate
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ class RankSession(WeightSession):
 
     Args:
         ranks: all of them.
-        live, version, set_label, wake: as ``WeightSession``.
+        live, version, set_label, wake, stager: as ``WeightSession``.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class RankSession(WeightSession):
         ranks: Ranks,
         set_label: Callable[[str], int] = lambda _: 0,
         wake: Callable[[], None] = lambda: None,
+        *,
+        stager: Callable[[Sequence[Held]], Stager] = InThread,
     ) -> None:
         self._ranks = ranks
         self._board = ranks.board
         self._parts: dict[str, Digest] = {}
         self._number = 0
-        super().__init__(live, version, set_label, wake, rank=ranks.rank)
+        super().__init__(live, version, set_label, wake, rank=ranks.rank, stager=stager)
 
     def _first_digest(self) -> Digest:
         self._measure()
@@ -106,17 +110,13 @@ class RankSession(WeightSession):
 
     def _moved(self, update: StagedUpdate) -> dict[str, Digest]:
         """Digests of this rank's parts of the touched tensors once the changes are in."""
-        found = {name: self._parts[name] for name in touched(update.manifest)}
-        for change in update.changes:
-            found[change.tensor.name] = found[change.tensor.name].plus(change.moved)
-        return found
+        return {name: self._parts[name].plus(update.moved[name]) for name in update.wanted}
 
     def _put_back(self, update: StagedUpdate | None) -> bool:
         """Undo this rank's part; whether what it held before is back."""
         if update is not None:
             put_back(update, self._live)
-            names = touched(update.manifest)
-            if any(self._parts[name] != self._live[name].digest() for name in names):
+            if any(self._parts[name] != self._live[name].digest() for name in update.wanted):
                 self._say(RankState.BROKEN)
                 return False
         self._say(RankState.UNDONE)
@@ -124,9 +124,9 @@ class RankSession(WeightSession):
 
     def _keep(self, update: StagedUpdate) -> Digest:
         """The new weights are everybody's."""
-        for name in touched(update.manifest):
+        for name in update.wanted:
             self._parts[name] = self._board.read(self._ranks.rank, name)
-        return Digest.parse(update.manifest.digest)
+        return Digest.parse(update.outline.digest)
 
     def _say(self, word: RankState) -> None:
         self._board.say(self._ranks.rank, self._number, word)
@@ -180,7 +180,7 @@ class LeaderSession(RankSession):
             found = self._attest().digest
         except CommitRefused as refused:
             found = refused.message
-        if found == update.manifest.digest:
+        if found == update.outline.digest:
             return None
         return self._broken(f"{update.version}: the live weights were not confirmed: {found}")
 
@@ -195,7 +195,7 @@ class LeaderSession(RankSession):
         if failed:
             return CommitRefused("RankFailed", f"{version}: ranks {failed} could not swap")
         try:
-            wrong = first_wrong(update, self._ranks.whole(touched(update.manifest)))
+            wrong = first_wrong(update, self._ranks.whole(update.wanted))
         except CommitRefused as refused:
             return refused
         return CommitRefused("DigestMismatch", f"{version}: {wrong}") if wrong else None

@@ -17,7 +17,7 @@ Host memory: one copy of the model; in ``folder``: two more. Such an engine does
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,8 +28,10 @@ from rose_engines.errors import BrokenWeights, CommitRefused
 from rose_engines.tensors.canonical import host_tensors
 from rose_engines.tensors.safetensors import read_checkpoint, write_file
 from rose_engines.weights.calls import Answer, Staged, Status
+from rose_engines.weights.decoding import Held
 from rose_engines.weights.live import put_back, scatter
 from rose_engines.weights.session import WeightSession
+from rose_engines.weights.stager import InThread, Stager
 from rose_engines.weights.staging import StagedUpdate
 
 
@@ -40,7 +42,7 @@ class ReloadSession(WeightSession):
         model: the checkpoint that the engine has loaded.
         folder: for patched copies; made when missing.
         load: has the engine load a checkpoint; returns why it did not, None = it did.
-        version, set_label, wake: as ``WeightSession``.
+        version, set_label, wake, stager: as ``WeightSession``.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ReloadSession(WeightSession):
         version: str,
         set_label: Callable[[str], int] = lambda _: 0,
         wake: Callable[[], None] = lambda: None,
+        stager: Callable[[Sequence[Held]], Stager] = InThread,
     ) -> None:
         self._model = model
         self._folders = (folder / "0", folder / "1")
@@ -59,7 +62,7 @@ class ReloadSession(WeightSession):
         self._loaded = self._before = model
         stored = read_checkpoint(model)
         mirror = {name: (kind, shape, bits.copy()) for name, (kind, shape, bits) in stored.items()}
-        super().__init__(host_tensors(mirror), version, set_label, wake)
+        super().__init__(host_tensors(mirror), version, set_label, wake, stager=stager)
 
     def status(self) -> Status:
         """What is live and staged; digests are of the copy that was loaded."""

@@ -23,7 +23,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rose_core.delta.digest import Digest
@@ -56,9 +56,12 @@ from rose_engines.weights.calls import (
     Status,
     Unbind,
 )
+from rose_engines.weights.decoding import Held, held_of
 from rose_engines.weights.handover import BoundaryWork, Handover
+from rose_engines.weights.host_memory import HostMemory
 from rose_engines.weights.live import commit, confirm, digest_live, readable, revert, warm_up
 from rose_engines.weights.memory import EngineMemory
+from rose_engines.weights.stager import InThread, Stager
 from rose_engines.weights.staging import StagedUpdate, stage
 
 log = logging.getLogger(__name__)
@@ -78,6 +81,7 @@ class WeightSession:
         wake: makes an idle engine pass a boundary soon.
         rank: tensor-parallel rank.
         memory: lets go of the engine's memory; None = it cannot.
+        stager: makes what decodes bundles for it.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class WeightSession:
         *,
         rank: int = 0,
         memory: EngineMemory | None = None,
+        stager: Callable[[Sequence[Held]], Stager] = InThread,
     ) -> None:
         self._live = live
         self._version = self._base = version
@@ -97,6 +102,8 @@ class WeightSession:
         self._wake = wake
         self._rank = rank
         warm_up(live)
+        self._stager = stager(held_of(live))
+        self._host = HostMemory.of(live)
         self._digest = self._base_digest = self._first_digest()
         self._phase = "Idle"
         self._staged: StagedUpdate | None = None
@@ -237,17 +244,17 @@ class WeightSession:
         self._phase = "Staging"
         try:
             pace = Pace(lambda: self.permit_open() is False)
-            update = stage(bundle, self._live, self._digest, pace.rest)
+            update = stage(bundle, self._live, self._digest, pace, self._stager, self._host)
         except BaseException:  # whatever it was, the session takes the next order
             self._phase = "Idle"
             raise
         self._staged, self._phase = update, "Staged"
-        manifest = update.manifest
+        outline = update.outline
         return Staged(
             version=update.version,
-            base=manifest.base_digest,
-            digest=manifest.digest,
-            changed_elements=manifest.changes,
+            base=outline.base_digest,
+            digest=outline.digest,
+            changed_elements=outline.changes,
             staged_bytes=update.staged_bytes,
             seconds=time.monotonic() - started,
         )
@@ -373,7 +380,7 @@ class WeightSession:
         return Committed(
             version=update.version,
             digest=str(self._digest),
-            changed_elements=update.manifest.changes,
+            changed_elements=update.outline.changes,
             pause_microseconds=(time.monotonic_ns() - started) // 1000,
             fenced_requests=fenced,
             retracted_requests=retracted - requests,

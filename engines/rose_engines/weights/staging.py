@@ -1,10 +1,10 @@
-"""A bundle decoded and checked beside the serving engine, touching nothing.
+"""What a stager decoded, checked against the live weights, which stay as they are.
 
 What comes out is everything that a commit needs: for every changed element its place in the live
-weights, its old and its new bits. Blocks of one tensor are decoded, gathered and checked together:
-the engine's own thread runs Python too, and waits whenever staging holds the interpreter. One call
-per tensor instead of thirty per tile is the difference between a stream that notices and one that
-does not (``make bench-gap``), and on a device it saves a round trip per tile.
+weights, its old and its new bits. Reading, hashing, decompressing and decoding are the stager's
+work (``stager``). Here old bits are gathered, new ones made of steps, and the digest of every
+touched tile computed, in one pass and, in host memory, by one compiled loop over all tensors: the
+engine's own thread runs Python too, and waits whenever staging holds the interpreter.
 
 Next step: ``rose_engines.weights.live`` commits what was staged.
 """
@@ -12,33 +12,33 @@ Next step: ``rose_engines.weights.live`` commits what was staged.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from rose_core.delta import faults
-from rose_core.delta.batch import decode_batch
-from rose_core.delta.bits import Bits, Indices
-from rose_core.delta.codec import Changes, Codec, check_block, decode_block
-from rose_core.delta.digest import NOTHING, Digest, digest_at, digest_change, total
+from rose_core.delta import loops
+from rose_core.delta.bits import Bits, number_format
+from rose_core.delta.codec import decode_block, step
+from rose_core.delta.digest import NOTHING, Digest, digest_at
 from rose_core.delta.errors import BlockError
-from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
+from rose_core.delta.loops import RUN, STEPS
+from rose_core.delta.tiles import Tiling, as_matrix
 from rose_engines.errors import CommitRefused
+from rose_engines.node.pace import Pace
 from rose_engines.tensors.canonical import Live, LiveTensor, Where
-from rose_engines.weights.bundle import BlockFolder, read_manifest
+from rose_engines.tensors.slices import SlicedTensor
+from rose_engines.weights.decoding import Decoded, Outline, fill, held_of, listed
 from rose_engines.weights.fused_scatter import FusedScatter, fuse
 from rose_engines.weights.fused_scatter import Staged as Fused
+from rose_engines.weights.host_memory import HostMemory, Rows, Sums
+from rose_engines.weights.segment import RAW, RAW_HEAD, WIDTHS, Segment
+from rose_engines.weights.stager import InThread, Stager
 
-MOST_TOGETHER = 1 << 16
-"""Changes that are decoded at once: their working memory still fits a core's cache."""
-
-ALONE = 1 << 13
-"""A block of so many changes is decoded by itself: the calls around it weigh little by then, and
-laying streams end to end costs a quarter more per change than it saves."""
+_LARGEST = 1 << 48
+"""Of the numbers in a row: sums of two are far from what an integer holds."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Change:
         moved: what this adds to the digest.
     """
 
-    tensor: TensorEntry
+    tensor: LiveTensor
     where: Where
     old: Bits
     new: Bits
@@ -59,43 +59,116 @@ class Change:
 
 
 @dataclass(frozen=True)
+class HostChanges:
+    """Changes of tensors in plain host memory, ready to be put in between two iterations.
+
+    Attributes:
+        memory: those tensors.
+        segment: places and new bits.
+        rows: by width.
+        old: bits before, by width.
+    """
+
+    memory: HostMemory
+    segment: Segment
+    rows: Mapping[int, Rows]
+    old: Mapping[int, Bits]
+
+    def put(self) -> str | None:
+        """Put the new bits in and read them back; again does no harm.
+
+        Returns:
+            A tensor that did not keep what was written, None = all did.
+        """
+        return self._swap(self.segment.given)
+
+    def put_back(self) -> str | None:
+        """Put the old bits in; again does no harm.
+
+        Returns:
+            As ``put``.
+        """
+        return self._swap(self.old)
+
+    def _swap(self, bits: Mapping[int, Bits]) -> str | None:
+        found = [
+            self.memory.swap(width, rows, self.segment.places, bits[width])
+            for width, rows in self.rows.items()
+        ]
+        self.memory.renew(self.numbers)
+        return next((wrong for wrong in found if wrong is not None), None)
+
+    @functools.cached_property
+    def numbers(self) -> list[int]:
+        """Of the tensors that change."""
+        every = [rows[:, loops.TENSOR] for rows in self.rows.values()]
+        return [int(one) for one in np.unique(np.concatenate(every))] if every else []
+
+
+@dataclass(frozen=True)
 class StagedUpdate:
     """A bundle ready to be committed; holds the undo log too.
 
     Attributes:
+        outline: what its manifest says.
         current: digest of the live weights it was staged against.
-        fused: what lies on an accelerator of it, laid out for one launch.
+        wanted: digests that touched tensors will have, on all ranks together.
+        moved: what it adds to the digest of what is here of them.
+        host: changes of tensors in plain host memory.
+        elsewhere: changes of others.
+        fused: what lies on an accelerator of those, laid out for one launch.
+        live: the tensors.
+        segment: what the stager found.
+        old: bits before, by width.
     """
 
-    manifest: Manifest
+    outline: Outline
     current: Digest
-    changes: tuple[Change, ...]
-    fused: FusedScatter | None = None
+    wanted: Mapping[str, Digest]
+    moved: Mapping[str, Digest]
+    host: HostChanges
+    elsewhere: tuple[Change, ...]
+    fused: FusedScatter | None
+    live: Live
+    segment: Segment
+    old: Mapping[int, Bits]
 
     @functools.cached_property
     def single(self) -> tuple[Change, ...]:
-        """Changes that are put in tensor by tensor: those in host memory."""
+        """Changes that are put in tensor by tensor."""
         fused = self.fused.names if self.fused is not None else frozenset[str]()
-        return tuple(change for change in self.changes if change.tensor.name not in fused)
+        return tuple(change for change in self.elsewhere if change.tensor.name not in fused)
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """Every change, tensor by tensor; made anew."""
+        tensors = list(self.live.values())
+        rows = self.segment.rows
+        return tuple(
+            one
+            for number, some in by_tensor(rows[rows[:, loops.COUNT] > 0])
+            for one in changes_of(tensors[number], some, self.segment, self.old, self.moved)
+        )
 
     @property
     def version(self) -> str:
         """Label of the version this makes."""
-        return str(self.manifest.target)
+        return str(self.outline.target)
 
     @property
     def staged_bytes(self) -> int:
         """Memory of positions, old and new bits."""
-        return (self.fused.nbytes if self.fused is not None else 0) + sum(
-            change.old.nbytes
-            + change.new.nbytes
-            + (0 if isinstance(change.where, slice) else change.where.nbytes)
-            for change in self.changes
-        )
+        fused = self.fused.nbytes if self.fused is not None else 0
+        return fused + self.segment.nbytes + sum(one.nbytes for one in self.old.values())
 
 
-def stage(
-    bundle: Path, live: Live, current: Digest, rest: Callable[[], None] = lambda: None
+def stage(  # noqa: PLR0917
+    bundle: Path,
+    live: Live,
+    current: Digest,
+    pace: Pace | None = None,
+    stager: Stager | None = None,
+    memory: HostMemory | None = None,
 ) -> StagedUpdate:
     """Decode a bundle and check it against the live weights, touching nothing.
 
@@ -103,207 +176,259 @@ def stage(
         bundle: folder with ``manifest.msgpack`` and ``blocks/<sha256 hex>``.
         live: the engine's weights; nobody else writes them meanwhile.
         current: their attested digest.
-        rest: called after every group of blocks; may take its time.
+        pace: rests between pieces of the work.
+        stager: decodes; by default this thread.
+        memory: what of the weights is in host memory.
 
     Raises:
-        CommitRefused: ``Layout``, ``WrongBase``, ``Corrupt`` or ``DigestMismatch``.
+        CommitRefused: ``Layout``, ``WrongBase``, ``Corrupt``, ``DigestMismatch``, or ``Aborted``:
+            the stager was lost.
     """
-    manifest = read_manifest(bundle)
-    check_layout(manifest, live)
-    if manifest.base is not None and manifest.base_digest != str(current):
-        raise CommitRefused(
-            "WrongBase",
-            f"{manifest.target} starts from {manifest.base} with digest {manifest.base_digest}; "
-            f"the engine holds {current}",
-        )
-    _check_untouched(manifest)
-    changes = list[Change]()
-    with BlockFolder.opened(bundle / "blocks") as folder:
-        stager = _Stager(manifest, folder)
-        for entry, blocks in manifest.blocks_by_tensor():
-            parts = []
-            for group in groups(entry, blocks, live[entry.name]):
-                parts.append(stager.stage(entry, group, live[entry.name]))
-                rest()
-            changes += _joined(parts)
-    fused = fuse((Fused(one.tensor.name, one.where, one.new, one.old) for one in changes), live)
-    return StagedUpdate(manifest, current, tuple(changes), fused)
+    pace = pace or Pace(lambda: False)
+    decoded = (stager or InThread(held_of(live))).decode(bundle, str(current), pace)
+    return _Staging(live, memory or HostMemory.of(live), decoded, pace).update(current)
 
 
-def check_layout(manifest: Manifest, live: Live) -> None:
-    """Refuse a model that is not the engine's, naming the first difference.
-
-    Raises:
-        CommitRefused: ``Layout``.
-    """
-    table = {entry.name: entry for entry in manifest.tensors}
-    missing = sorted(table.keys() ^ live.keys())
-    if missing:
-        owner = "the bundle" if missing[0] in table else "the engine"
-        raise CommitRefused(
-            "Layout", f"only {owner} has tensor {missing[0]!r} ({len(missing)} such names)"
-        )
-    for name, entry in table.items():
-        tensor = live[name]
-        if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
-            raise CommitRefused(
-                "Layout",
-                f"tensor {name!r} is {entry.dtype}{list(entry.shape)} in the bundle and "
-                f"{tensor.dtype}{list(tensor.shape)} in the engine",
-            )
-
-
-def _check_untouched(manifest: Manifest) -> None:
-    """Tiles without a block must keep their digest, or the manifest hides a change."""
-    if manifest.base is None:
+def by_tensor(rows: Rows) -> Iterator[tuple[int, Rows]]:
+    """Rows of each tensor, which lie one behind the other."""
+    if not len(rows):
         return
-    before, after = (
-        np.frombuffer(table, "<u8").reshape(-1, 2)
-        for table in (manifest.base_tiles, manifest.tiles)
-    )
-    changed = (before != after).any(axis=1)
-    changed[[manifest.tile_number(block) for block in manifest.blocks]] = False
-    if changed.any():
-        number = int(np.flatnonzero(changed)[0])
-        raise CommitRefused("Corrupt", f"tile {number} changes but no block says how")
+    cuts = np.flatnonzero(np.diff(rows[:, loops.TENSOR])) + 1
+    for some in np.split(rows, cuts):
+        yield int(some[0, loops.TENSOR]), some
 
 
-def groups(
-    entry: TensorEntry, blocks: list[BlockEntry], tensor: LiveTensor
-) -> Iterator[list[BlockEntry]]:
-    """Blocks of a tensor that are staged together: small ``STEPS`` blocks; others are alone."""
-    cut, group, held = entry.tiling, list[BlockEntry](), 0
-    for block in blocks:
-        if not tensor.touches(cut.box(block.tile), cut.columns):
-            continue  # another rank's
-        if block.codec != Codec.STEPS or block.changes >= ALONE:
-            yield [block]
-            continue
-        if group and held + block.changes > MOST_TOGETHER:
-            yield group
-            group, held = [], 0
-        group.append(block)
-        held += block.changes
-    if group:
-        yield group
+def changes_of(
+    tensor: LiveTensor,
+    rows: Rows,
+    segment: Segment,
+    old: Mapping[int, Bits],
+    moved: Mapping[str, Digest],
+) -> Iterator[Change]:
+    """Rows of a tensor: runs one by one, everything else together; the last has what it moves."""
+    width = number_format(tensor.dtype).width
+    made = list[Change]()
+    spread = [row for row in rows if row[loops.PLACE] >= 0]
+    lines = [row for row in rows if row[loops.PLACE] < 0]
+    for some in [*([one] for one in lines), *([spread] if spread else [])]:
+        taken = [_taken(row) for row in some]
+        made.append(
+            Change(
+                tensor,
+                _where(some, segment),
+                _joined([old[width][one] for one in taken]),
+                _joined([segment.given[width][one] for one in taken]),
+            )
+        )
+    last = made.pop()
+    yield from made
+    yield Change(last.tensor, last.where, last.old, last.new, moved.get(tensor.name, NOTHING))
 
 
-def _joined(parts: list[Change]) -> list[Change]:
-    """Parts of a tensor as one, so that a commit puts it in at once; runs stay as they are."""
-    runs = [part for part in parts if isinstance(part.where, slice)]
-    spread = [part for part in parts if not isinstance(part.where, slice)]
-    if len(spread) < 2:
-        return parts
-    joined = Change(
-        spread[0].tensor,
-        np.concatenate([_listed(part.where) for part in spread]),
-        np.concatenate([part.old for part in spread]),
-        np.concatenate([part.new for part in spread]),
-        total(part.moved for part in spread),
-    )
-    return [*runs, joined]
+def _joined(parts: list[Bits]) -> Bits:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-class _Decoded(NamedTuple):
-    """Positions inside the tensor, what happens there, and where each block's part ends."""
+def _taken(row: Rows) -> slice:
+    return slice(int(row[loops.ENTRY]), int(row[loops.ENTRY] + row[loops.COUNT]))
 
-    positions: Where
-    changes: Changes
-    ends: tuple[int, ...]
+
+def _where(rows: list[Rows], segment: Segment) -> Where:
+    first = rows[0]
+    count = int(first[loops.COUNT])
+    if first[loops.PLACE] >= 0:
+        return _joined([_places(row, segment) for row in rows])
+    start, columns = int(first[loops.START]), int(first[loops.COLUMNS])
+    if count <= columns or columns == first[loops.APART]:
+        return slice(start, start + count)
+    down, right = np.divmod(np.arange(count, dtype=np.int64), columns)
+    every: Where = start + down * int(first[loops.APART]) + right
+    return every
+
+
+def _places(row: Rows, segment: Segment) -> npt.NDArray[np.int64]:
+    first, count = int(row[loops.PLACE]), int(row[loops.COUNT])
+    found: npt.NDArray[np.int64] = segment.places[first : first + count] + row[loops.START]
+    return found
 
 
 @dataclass(frozen=True)
-class _Stager:
-    """Stages groups of blocks of one bundle."""
+class _Staging:
+    """One decoded bundle on its way to an update."""
 
-    manifest: Manifest
-    folder: BlockFolder
+    live: Live
+    memory: HostMemory
+    decoded: Decoded
+    pace: Pace
 
-    def stage(self, entry: TensorEntry, group: list[BlockEntry], tensor: LiveTensor) -> Change:
-        """Places, old and new bits of everything that these blocks change here."""
+    @functools.cached_property
+    def _tensors(self) -> list[LiveTensor]:
+        return list(self.live.values())
+
+    def update(self, current: Digest) -> StagedUpdate:
+        segment = self.decoded.segment
+        _check_rows(segment, self._tensors)
+        for row in np.flatnonzero(segment.rows[:, loops.GIVEN] == RAW):
+            self._decode(int(row))
+        rows = segment.rows
+        old = {width: np.empty_like(segment.given[width]) for width in WIDTHS}
+        sums = np.zeros((len(rows), 4), np.uint64)
+        host = dict[int, Rows]()
+        widths = np.array([number_format(one.dtype).width for one in self._tensors], np.int64)
+        reached = self.memory.here[rows[:, loops.TENSOR]]
+        for width in self.memory.arrays:
+            chosen = np.flatnonzero(reached & (widths[rows[:, loops.TENSOR]] == width))
+            if len(chosen):
+                host[width] = np.ascontiguousarray(rows[chosen])
+                sums[chosen] = self._resolve(width, host[width], old[width])
+        left = np.flatnonzero(~reached)
+        for number, some in by_tensor(rows[left]):
+            numbers = left[rows[left, loops.TENSOR] == number]
+            sums[numbers] = self._resolve_elsewhere(self._tensors[number], some, old)
+        self._check(sums)
+        moved = self._moved(sums)
+        elsewhere = tuple(
+            one
+            for number, some in by_tensor(rows[left])
+            if some[:, loops.COUNT].any()
+            for one in changes_of(self._tensors[number], some, segment, old, moved)
+        )
+        wanted = {
+            self._tensors[number].name: Digest(int(low), int(high))
+            for number, (low, high) in zip(segment.touched.tolist(), segment.totals, strict=True)
+        }
+        fused = fuse(
+            (Fused(one.tensor.name, one.where, one.new, one.old) for one in elsewhere), self.live
+        )
+        changes = HostChanges(self.memory, segment, host, old)
+        return StagedUpdate(
+            self.decoded.outline,
+            current,
+            wanted,
+            moved,
+            changes,
+            elsewhere,
+            fused,
+            self.live,
+            segment,
+            old,
+        )
+
+    def _decode(self, number: int) -> None:
+        """A block that was coded on its base: steps and places take the room that was kept."""
+        segment, row = self.decoded.segment, self.decoded.segment.rows[number]
+        tensor = self._tensors[int(row[loops.TENSOR])]
+        start = int(row[loops.START])
+        told = segment.raw[start : start + int(row[loops.COLUMNS])].tobytes()
+        kind, room = number_format(tensor.dtype), int(row[loops.COUNT])
         try:
-            positions, changes, ends = self._decode(entry, group, tensor)
-        except OSError as error:
-            raise CommitRefused("Corrupt", f"a block of {entry.name} is missing") from error
+            cut = Tiling(*as_matrix(tensor.shape), *RAW_HEAD.unpack_from(told))
+            elements = cut.box(int(row[loops.TILE])).elements
+            every = cut.flat(int(row[loops.TILE]), np.arange(elements, dtype=np.int64))
+            places, kept = tensor.own(every)
+            base = tensor.take(places) if kept is None else None  # a part of it makes no base
+            found = decode_block(told[RAW_HEAD.size :], kind, elements, base=base)
         except BlockError as error:
-            raise CommitRefused("Corrupt", f"{entry.name}: {error}") from error
-        where, kept = tensor.own(positions)
-        old = tensor.take(where)
-        new = _only(changes, kept).resolve(old, entry.kind)
-        named = _listed(positions)
-        if kept is None:
-            moved = self._checked(group, ends, named, old, new)
-        else:  # the others are another rank's: no tile can be checked before all have swapped
-            moved = digest_change(entry.name, named[kept], old, new)
-        return Change(entry, where, old, new, moved)
+            raise CommitRefused("Corrupt", f"{tensor.name}: {error}") from error
+        if found.indices is None or found.steps is None or len(found.indices) != room:
+            raise CommitRefused("Corrupt", f"{tensor.name}: a block gives not what it should")
+        to = (kind.width, int(row[loops.ENTRY]), int(row[loops.PLACE]), int(row[loops.NAME]))
+        chosen = listed(places)[found.indices]
+        row[loops.START] = fill(segment, to, (chosen, every[found.indices], found.steps))
+        row[loops.GIVEN] = STEPS
 
-    def _decode(self, entry: TensorEntry, group: list[BlockEntry], tensor: LiveTensor) -> _Decoded:
-        read = []
-        for block in group:
-            data = self.folder.read(block)
-            check_block(data, block.sha256)
-            read.append(data)
-            faults.at("engine.stage.tile")
-        first = group[0]
-        if len(group) > 1:
-            batch = decode_batch(read, [block.tile for block in group], entry.tiling, entry.kind)
-            return _Decoded(batch.positions, Changes(steps=batch.steps), batch.ends)
-        base = tensor.take(_positions(entry, first, None)) if first.codec == Codec.RICE else None
-        elements = entry.tiling.box(first.tile).elements
-        found = decode_block(read[0], entry.kind, elements, base=base)
-        return _Decoded(_positions(entry, first, found.indices), found, (len(found),))
+    def _resolve(self, width: int, rows: Rows, old: Bits) -> Sums:
+        segment = self.decoded.segment
+        given = segment.given[width]
+        found = self.memory.resolve(
+            width, rows, segment.places, segment.names, given, old, self.pace.rest
+        )
+        if isinstance(found, int):
+            name = self._tensors[int(rows[found, loops.TENSOR])].name
+            raise CommitRefused("Corrupt", f"{name}: an element outside of what is here")
+        return found
 
-    def _checked(
-        self,
-        group: list[BlockEntry],
-        ends: tuple[int, ...],
-        named: Indices,
-        old: Bits,
-        new: Bits,
-    ) -> Digest:
-        """What the group adds to the digest, once every tile will be what the manifest says."""
-        manifest = self.manifest
-        name = manifest.tensors[group[0].tensor].name
-        based = manifest.base is not None
+    def _resolve_elsewhere(
+        self, tensor: LiveTensor, rows: Rows, old: Mapping[int, Bits]
+    ) -> npt.NDArray[np.uint64]:
+        """The same through the tensor: all that is spread in it is taken at once."""
+        segment, kind = self.decoded.segment, number_format(tensor.dtype)
+        before, given = old[kind.width], segment.given[kind.width]
+        spread = [row for row in rows if row[loops.PLACE] >= 0]
+        if spread:
+            bits = tensor.take(_where(spread, segment))
+            first = 0
+            for row in spread:
+                count = int(row[loops.COUNT])
+                before[_taken(row)] = bits[first : first + count]
+                first += count
+        sums = np.zeros((len(rows), 4), np.uint64)
+        for number, row in enumerate(rows):
+            taken = _taken(row)
+            where = _where([row], segment)
+            if row[loops.PLACE] < 0:
+                before[taken] = tensor.take(where)
+            if row[loops.GIVEN] == STEPS:
+                given[taken] = step(before[taken], given[taken], kind)
+            name = int(row[loops.NAME])
+            named = listed(where) if name < 0 else segment.names[name : name + len(before[taken])]
+            sums[number, :2] = digest_at(tensor.name, named, before[taken])
+            sums[number, 2:] = digest_at(tensor.name, named, given[taken])
+        self.pace.rest()
+        return sums
+
+    def _check(self, sums: npt.NDArray[np.uint64]) -> None:
+        """Every tile that is here whole will be what the manifest says."""
+        segment = self.decoded.segment
         # The digest is linear: without a base the new bits alone make the tile's digest.
-        told = new.astype(np.uint64) - old.astype(np.uint64) if based else new
-        parts = []
-        for block, (first, end) in zip(group, itertools.pairwise((0, *ends)), strict=True):
-            parts.append(digest_at(name, named[first:end], told[first:end]))
-            number = manifest.tile_number(block)
-            after = manifest.base_tile_digests[number].plus(parts[-1]) if based else parts[-1]
-            if after != manifest.tile_digests[number]:
-                raise CommitRefused(
-                    "DigestMismatch", f"tile {block.tile} of {name} would not become what it should"
-                )
-        return total(parts) if based else digest_change(name, named, old, new)
+        told = sums[:, 2:] - sums[:, :2] if self.decoded.outline.base else sums[:, 2:]
+        whole = segment.rows[:, loops.WHOLE] == 1
+        wrong = np.flatnonzero(whole & (told != segment.wanted).any(axis=1))
+        if len(wrong):
+            row = segment.rows[wrong[0]]
+            name = self._tensors[int(row[loops.TENSOR])].name
+            raise CommitRefused(
+                "DigestMismatch",
+                f"tile {row[loops.TILE]} of {name} would not become what it should",
+            )
+
+    def _moved(self, sums: npt.NDArray[np.uint64]) -> dict[str, Digest]:
+        """What each tensor's digest gains."""
+        added = np.zeros((len(self._tensors), 2), np.uint64)
+        numbers = self.decoded.segment.rows[:, loops.TENSOR]
+        np.add.at(added, numbers, sums[:, 2:] - sums[:, :2])
+        return {
+            self._tensors[number].name: Digest(int(added[number, 0]), int(added[number, 1]))
+            for number in self.decoded.segment.touched.tolist()
+        }
 
 
-def _listed(where: Where) -> Indices:
-    if isinstance(where, slice):
-        return np.arange(where.start, where.stop, dtype=np.int64)
-    return where
+def _check_rows(segment: Segment, tensors: list[LiveTensor]) -> None:
+    """Nothing that a segment says leads out of it: it comes from another process.
 
-
-def _only(changes: Changes, kept: Indices | None) -> Changes:
-    """The changes whose elements are held here."""
-    if kept is None:
-        return changes
-    steps, values = changes.steps, changes.values
-    return Changes(
-        kept,
-        steps[kept] if steps is not None else None,
-        values[kept] if values is not None else None,
-    )
-
-
-def _positions(entry: TensorEntry, block: BlockEntry, local: Indices | None) -> Where:
-    """Where a block's elements lie in the flat tensor; a slice when they are contiguous."""
-    cut = entry.tiling
-    if local is not None:
-        return cut.flat(block.tile, local)
-    box = cut.box(block.tile)
-    if box.column1 - box.column0 == cut.columns:
-        first = box.row0 * cut.columns
-        return slice(first, first + box.elements)
-    return cut.flat(block.tile, np.arange(box.elements, dtype=np.int64))
+    Raises:
+        CommitRefused: ``Corrupt``.
+    """
+    rows = segment.rows
+    numbers, count = rows[:, loops.TENSOR], rows[:, loops.COUNT]
+    right = (numbers >= 0) & (numbers < len(tensors)) & (count >= 0)
+    right &= ((rows >= RUN) & (rows < _LARGEST)).all(axis=1)
+    right &= np.isin(rows[:, loops.GIVEN], (loops.VALUES, STEPS, RAW))
+    touched = segment.touched
+    if not right.all() or ((touched < 0) | (touched >= len(tensors))).any():
+        raise CommitRefused("Corrupt", "the stager handed over what is no staging")
+    widths = [number_format(one.dtype).width for one in tensors]
+    entries = np.array([len(segment.given[width]) for width in widths], np.int64)
+    parted = np.array([isinstance(one, SlicedTensor) for one in tensors])
+    spread, raw = rows[:, loops.PLACE] >= 0, rows[:, loops.GIVEN] == RAW
+    named = rows[:, loops.NAME] >= 0
+    right = rows[:, loops.ENTRY] + count <= entries[numbers]
+    right &= rows[:, loops.ENTRY] >= 0
+    right &= ~spread | (rows[:, loops.PLACE] + count <= len(segment.places))
+    right &= ~named | (rows[:, loops.NAME] + count <= len(segment.names))
+    right &= named == parted[numbers]
+    right &= spread | ((rows[:, loops.COLUMNS] > 0) & (rows[:, loops.APART] > 0))
+    right &= ~raw | (spread & (rows[:, loops.START] + rows[:, loops.COLUMNS] <= len(segment.raw)))
+    right &= rows[:, loops.START] >= 0
+    if not right.all():
+        raise CommitRefused("Corrupt", "the stager handed over what leads out of its segment")

@@ -1,0 +1,190 @@
+"""An engine's weights in host memory as one array, so that one compiled loop serves all tensors.
+
+Tensors lie anywhere in the process. An array from the lowest of them to the end of the highest
+reaches each by its index; of it only elements of those tensors are touched, which the loops check.
+So a staging and a commit run without the interpreter, and take it once and not once per tensor.
+Tensors that are not plain host memory, or where numba is not, go tensor by tensor through
+``LiveTensor``. Next step: ``staging`` makes an update with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rose_core.delta import faults, loops
+from rose_core.delta.bits import Bits, number_format
+from rose_core.delta.digest import tensor_key
+from rose_core.delta.kernels import MemoryLoops, kernels
+from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, nothing
+from rose_engines.tensors.slices import SlicedTensor
+
+Rows = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.uint64]
+_NUMBERS = loops.SIGNED + 1
+_AT_ONCE = 1 << 18
+"""Elements between two rests: a few milliseconds."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Tensors of one engine process; their numbers are their places in its ``live``.
+
+    Attributes:
+        names: of all tensors.
+        arrays: by width of elements: the memory from the first such tensor to the last.
+        tensors, keys: what the loops need to know of each.
+        here: which tensors are reached.
+        written: what renews what an engine keeps that is made of a tensor.
+    """
+
+    names: tuple[str, ...]
+    arrays: dict[int, Bits]
+    tensors: npt.NDArray[np.int64]
+    keys: npt.NDArray[np.uint64]
+    here: npt.NDArray[np.bool_]
+    written: tuple[Callable[[], object], ...]
+    owners: tuple[Bits, ...]
+
+    @classmethod
+    def of(cls, live: Live) -> HostMemory:
+        """Whatever of these tensors is plain host memory."""
+        usable = kernels().memory is not None
+        flats = [_flat(one) if usable else None for one in live.values()]
+        lows: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        for flat in (one for one in flats if one is not None):
+            width, address = flat.itemsize, flat.ctypes.data
+            end = address + (flat.size - 1) * flat.strides[0] + width
+            lows[width] = min(lows.get(width, address), address)
+            ends[width] = max(ends.get(width, end), end)
+        tensors = np.zeros((len(flats), _NUMBERS), np.int64)
+        here = np.zeros(len(flats), np.bool_)
+        written = [nothing] * len(flats)
+        for number, (tensor, flat) in enumerate(zip(live.values(), flats, strict=True)):
+            if flat is None:
+                continue
+            width = flat.itemsize
+            apart = flat.ctypes.data - lows[width]
+            signed = number_format(tensor.dtype).sign_magnitude
+            tensors[number] = (apart // width, flat.strides[0] // width, flat.size, signed)
+            here[number] = True
+            written[number] = _storage(tensor).written  # type: ignore[union-attr]
+        return cls(
+            tuple(live),
+            {width: _spanning(lows[width], ends[width], width) for width in lows},
+            tensors,
+            np.array([tensor_key(name) for name in live], np.uint64),
+            here,
+            tuple(written),
+            tuple(one for one in flats if one is not None),
+        )
+
+    def resolve(  # noqa: PLR0917
+        self,
+        width: int,
+        rows: Rows,
+        places: npt.NDArray[np.uint32],
+        names: npt.NDArray[np.int64],
+        given: Bits,
+        old: Bits,
+        rest: Callable[[], None],
+    ) -> Sums | int:
+        """Old and new bits of these rows' elements.
+
+        Args:
+            width: bytes of an element.
+            rows: of tensors that are ``here``.
+            places: of a segment.
+            names: of a segment.
+            given: of this width; steps become new bits.
+            old: room for as many.
+            rest: called between pieces of the work.
+
+        Returns:
+            Per row the digests of old and of new bits, two lanes each; or the number of a row that
+            has an element outside its tensor.
+        """
+        sums = np.zeros((len(rows), 4), np.uint64)
+        for first, end in _pieces(rows):
+            wrong = _loops().resolve(
+                self.arrays[width],
+                self.tensors,
+                self.keys,
+                rows[first:end],
+                places,
+                names,
+                given,
+                8 * width,
+                old,
+                sums[first:end],
+            )
+            if wrong:
+                return first + wrong - 1
+            rest()
+        return sums
+
+    def swap(
+        self, width: int, rows: Rows, places: npt.NDArray[np.uint32], bits: Bits
+    ) -> str | None:
+        """Overwrite the elements of rows that ``resolve`` took.
+
+        Returns:
+            The first tensor that did not keep what was written, None = all did.
+        """
+        found = None
+        # One row, then all others: who looks between finds a model that is half of each version.
+        for first, end in ((0, 1), (1, len(rows))):
+            some = rows[first:end]
+            wrong = _loops().swap(self.arrays[width], self.tensors, some, places, bits)
+            if wrong and found is None:
+                found = self.names[int(some[wrong - 1, loops.TENSOR])]
+            faults.at("engine.commit.scatter")
+        return found
+
+    def renew(self, tensors: Sequence[int]) -> None:
+        """What is made of these tensors, once each."""
+        for written in dict.fromkeys(self.written[number] for number in tensors):
+            written()
+
+
+def _loops() -> MemoryLoops:
+    found = kernels().memory
+    if found is None:
+        message = "no tensor is here without compiled loops"
+        raise RuntimeError(message)
+    return found
+
+
+def _pieces(rows: Rows) -> list[tuple[int, int]]:
+    """Rows from one rest to the next."""
+    ends = np.cumsum(rows[:, loops.COUNT]) // _AT_ONCE
+    cuts = (np.flatnonzero(np.diff(ends)) + 1).tolist()
+    edges = [0, *cuts, len(rows)]
+    return [(a, b) for a, b in itertools.pairwise(edges) if b > a]
+
+
+def _storage(tensor: LiveTensor) -> object:
+    return tensor.storage if isinstance(tensor, SlicedTensor) else tensor
+
+
+def _flat(tensor: LiveTensor) -> Bits | None:
+    """The memory of a tensor, where it is plain: what else one does with it is another class."""
+    storage = _storage(tensor)
+    if type(storage) is not HostTensor or not storage.flat.size:
+        return None
+    flat, width = storage.flat, storage.flat.itemsize
+    plain = flat.flags.writeable and flat.strides[0] > 0
+    even = flat.ctypes.data % width == 0 and flat.strides[0] % width == 0
+    return flat if plain and even and flat.ndim == 1 else None
+
+
+def _spanning(low: int, end: int, width: int) -> Bits:
+    """The process's memory from one address to another, which none but the loops may index."""
+    whole = (ctypes.c_char * (end - low)).from_address(low)
+    return np.frombuffer(whole, f"<u{width}")

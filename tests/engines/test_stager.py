@@ -1,0 +1,415 @@
+"""The stager beside an engine: what it hands over, and what becomes of the engine without it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rose_core.delta import loops
+from rose_core.identity import WeightVersion
+from rose_dev.engine_testing import State, write_bundle
+from rose_dev.waiting import wait_until
+from rose_engines.errors import CommitRefused
+from rose_engines.node.pace import Pace
+from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, host_tensors
+from rose_engines.tensors.slices import Box, SlicedTensor
+from rose_engines.weights import segment as segments
+from rose_engines.weights import stager as stagers
+from rose_engines.weights.calls import Commit, Committed, Refused, Stage, Staged
+from rose_engines.weights.decoding import Decoded, held_of
+from rose_engines.weights.host_memory import HostMemory
+from rose_engines.weights.live import commit, confirm, digest_live
+from rose_engines.weights.segment import Segment, SharedMemory, Sizes, memory_of
+from rose_engines.weights.session import WeightSession
+from rose_engines.weights.stager import InThread, OwnProcess
+from rose_engines.weights.staging import stage
+
+V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
+PATIENCE = 300.0
+
+
+def engine(state: State) -> Live:
+    return host_tensors({name: (d, s, bits.copy()) for name, (d, s, bits) in state.items()})
+
+
+def equal(live: Live, state: State) -> bool:
+    return all(np.array_equal(live[name].all_bits(), state[name][2]) for name in state)
+
+
+@contextlib.contextmanager
+def beside(live: Live, patience: float = PATIENCE) -> Iterator[OwnProcess]:
+    stager = OwnProcess(held_of(live), patience)
+    try:
+        yield stager
+    finally:
+        stager.close()
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, old: State, sparse: State) -> Path:
+    write_bundle(tmp_path / "there", V1, sparse, (V0, old))
+    return tmp_path / "there"
+
+
+def aborted(stager: OwnProcess, live: Live, bundle: Path) -> str:
+    """What is said of a staging that the stager did not survive."""
+    with pytest.raises(CommitRefused) as refused:
+        stage(bundle, live, digest_live(live), stager=stager)
+    assert refused.value.reason == "Aborted"
+    return refused.value.message
+
+
+def test_a_process_hands_over_what_a_thread_finds(
+    tmp_path: Path, bundle: Path, old: State, sparse: State
+) -> None:
+    """Deltas and whole states, one after the other, by one stager."""
+    write_bundle(tmp_path / "full", V2, old)
+    live = engine(old)
+    with beside(live) as stager:
+        for folder, state in ((bundle, sparse), (tmp_path / "full", old)):
+            current = digest_live(live)
+            mine = InThread(held_of(live)).decode(folder, str(current), Pace(lambda: False))
+            theirs = stager.decode(folder, str(current), Pace(lambda: False))
+            assert mine.outline == theirs.outline
+            for name in ("rows", "wanted", "touched", "totals", "places", "names"):
+                assert np.array_equal(getattr(mine.segment, name), getattr(theirs.segment, name))
+            update = stage(folder, live, current, stager=stager)
+            commit(update, live)
+            assert confirm(update, live) is None
+            assert equal(live, state)
+
+
+def test_what_it_refuses_is_what_a_thread_refuses(
+    tmp_path: Path, bundle: Path, old: State, sparse: State
+) -> None:
+    live = engine(sparse)
+    with beside(live) as stager:
+        for folder, reason in ((bundle, "WrongBase"), (tmp_path / "none", "Corrupt")):
+            with pytest.raises(CommitRefused) as refused:
+                stage(folder, live, digest_live(live), stager=stager)
+            assert refused.value.reason == reason
+        pid = stager.pid
+        write_bundle(tmp_path / "back", V2, old, (V1, sparse))
+        stage(tmp_path / "back", live, digest_live(live), stager=stager)
+        assert stager.pid == pid  # a refusal is no reason for another one
+
+
+def test_a_killed_one_is_said_and_replaced(bundle: Path, old: State, sparse: State) -> None:
+    live = engine(old)
+    with beside(live) as stager:
+        first = stager.pid
+        assert first is not None
+        stopped(first)
+        killer = threading.Timer(0.2, os.kill, (first, signal.SIGKILL))
+        killer.start()
+        said = aborted(stager, live, bundle)
+        killer.join()
+        assert "SIGKILL" in said or "lost" in said
+        assert equal(live, old)
+        assert stager.pid not in {None, first}
+        commit(stage(bundle, live, digest_live(live), stager=stager), live)
+        assert equal(live, sparse)
+
+
+def test_one_that_died_while_idle_is_replaced_unnoticed(
+    bundle: Path, old: State, sparse: State
+) -> None:
+    live = engine(old)
+    with beside(live) as stager:
+        assert stager.pid is not None
+        os.kill(stager.pid, signal.SIGKILL)
+        wait_until(lambda: state_of(stager.pid or 0) in {"Z", ""}, "it is dead", seconds=60)
+        commit(stage(bundle, live, digest_live(live), stager=stager), live)
+        assert equal(live, sparse)
+
+
+def test_a_stopped_one_is_given_up_after_its_patience(
+    bundle: Path, old: State, sparse: State
+) -> None:
+    live = engine(old)
+    with beside(live, patience=0.5) as stager:
+        first = stager.pid
+        assert first is not None
+        stopped(first)
+        assert "no sign of life in 0.5 s" in aborted(stager, live, bundle)
+        assert equal(live, old)
+        assert state_of(first) == ""  # it is ended, and nobody's zombie
+        stager._patience = PATIENCE
+        commit(stage(bundle, live, digest_live(live), stager=stager), live)
+        assert equal(live, sparse)
+
+
+def test_a_thawed_engine_does_not_take_its_frozen_stager_for_dead(
+    bundle: Path, old: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock went on while both stood still: a look counts for little, however long it took."""
+    live = engine(old)
+    ahead = iter(range(0, 1_000_000_000, 1000))
+    monkeypatch.setattr(stagers.time, "monotonic", lambda: float(next(ahead)))
+    with beside(live) as stager:
+        stage(bundle, live, digest_live(live), stager=stager)
+
+
+def test_memory_that_it_may_not_have_is_a_refusal(bundle: Path, old: State, sparse: State) -> None:
+    """Files of memory count as files to this limit, so it stands for any that is reached."""
+    live = engine(old)
+    with beside(live) as stager:
+        assert stager.pid is not None
+        stage(bundle, live, digest_live(live), stager=stager)  # by now it is set up
+        resource.prlimit(stager.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        assert "has no room" in aborted(stager, live, bundle)
+        assert equal(live, old)
+        resource.prlimit(stager.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        commit(stage(bundle, live, digest_live(live), stager=stager), live)
+        assert equal(live, sparse)
+
+
+def test_a_limit_of_its_address_space_is_a_refusal_too(
+    bundle: Path, old: State, sparse: State
+) -> None:
+    live = engine(old)
+    with beside(live) as stager:
+        assert stager.pid is not None
+        stage(bundle, live, digest_live(live), stager=stager)
+        resource.prlimit(stager.pid, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
+        aborted(stager, live, bundle)
+        assert equal(live, old)
+        resource.prlimit(stager.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        commit(stage(bundle, live, digest_live(live), stager=stager), live)
+        assert equal(live, sparse)
+
+
+def test_no_process_at_all_is_a_refusal(
+    bundle: Path, old: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = engine(old)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(stagers.subprocess, "Popen", refuse)
+    with beside(live) as stager:
+        assert stager.pid is None
+        assert "no stager can be started" in aborted(stager, live, bundle)
+        monkeypatch.undo()
+        stage(bundle, live, digest_live(live), stager=stager)
+
+
+def test_memory_that_is_too_short_is_refused() -> None:
+    shared = SharedMemory()
+    shared.room(100)
+    with pytest.raises(ValueError, match="100 bytes instead of 101"):
+        memory_of(shared.descriptor, 101)
+    shared.close()
+
+
+def test_memory_that_was_handed_over_is_neither_shortened_nor_written_anew() -> None:
+    shared = SharedMemory()
+    shared.room(8)[:] = b"as it is"
+    mine = memory_of(shared.descriptor, 8)
+    with pytest.raises(PermissionError):
+        os.ftruncate(shared.descriptor, 0)
+    if fcntl.fcntl(shared.descriptor, fcntl.F_GET_SEALS) & segments._FUTURE_WRITE:
+        with pytest.raises(PermissionError):
+            mmap.mmap(shared.descriptor, 8)
+        with pytest.raises(PermissionError):
+            os.pwrite(shared.descriptor, b"x", 0)
+    shared.close()
+    assert mine[:] == b"as it is"
+
+
+class Torn:
+    """Hands over what a stager with a fault might."""
+
+    def __init__(self, live: Live, field: int, value: int) -> None:
+        self._stager = InThread(held_of(live))
+        self._field, self._value = field, value
+
+    def decode(self, bundle: Path, current: str, pace: Pace) -> Decoded:
+        found = self._stager.decode(bundle, current, pace)
+        found.segment.rows[-1, self._field] = self._value
+        return found
+
+
+@pytest.mark.parametrize("value", [-2, 1 << 20, 1 << 40, (1 << 63) - 1])
+@pytest.mark.parametrize(
+    "field",
+    [loops.TENSOR, loops.ENTRY, loops.COUNT, loops.PLACE, loops.NAME, loops.START, loops.GIVEN],
+)
+def test_numbers_that_lead_out_of_a_segment_or_a_tensor_are_refused(
+    bundle: Path, old: State, field: int, value: int
+) -> None:
+    live = engine(old)
+    with pytest.raises(CommitRefused) as refused:
+        stage(bundle, live, digest_live(live), stager=Torn(live, field, value))
+    assert refused.value.reason in {"Corrupt", "DigestMismatch"}
+    assert equal(live, old)
+
+
+@pytest.mark.parametrize("part", ["places", "given", "wanted"])
+def test_a_torn_segment_is_refused(bundle: Path, old: State, part: str) -> None:
+    live = engine(old)
+
+    class Flipped(InThread):
+        def decode(self, bundle: Path, current: str, pace: Pace) -> Decoded:
+            found = super().decode(bundle, current, pace)
+            array = found.segment.given[2] if part == "given" else getattr(found.segment, part)
+            array.reshape(-1)[len(array) // 2] ^= 1
+            return found
+
+    with pytest.raises(CommitRefused, match="DigestMismatch|Corrupt"):
+        stage(bundle, live, digest_live(live), stager=Flipped(held_of(live)))
+    assert equal(live, old)
+
+
+def test_tensor_by_tensor_comes_to_the_same_as_all_at_once(
+    tmp_path: Path, bundle: Path, old: State, sparse: State
+) -> None:
+    """Plain memory goes through one loop; what is another class goes through its own methods."""
+
+    class Other(HostTensor):
+        pass
+
+    write_bundle(tmp_path / "full", V2, sparse)
+    for folder in (bundle, tmp_path / "full"):
+        live = engine(old)
+        other: dict[str, LiveTensor] = {
+            name: Other(name, d, s, bits.copy()) for name, (d, s, bits) in old.items()
+        }
+        assert HostMemory.of(live).here.all()
+        assert not HostMemory.of(other).here.any()
+        one, two = (stage(folder, each, digest_live(each)) for each in (live, other))
+        assert not one.elsewhere
+        assert not two.host.rows
+        assert one.moved == two.moved
+        for mine, theirs in zip(one.changes, two.changes, strict=True):
+            assert mine.tensor.name == theirs.tensor.name
+            assert np.array_equal(mine.old, theirs.old)
+            assert np.array_equal(mine.new, theirs.new)
+        commit(one, live)
+        commit(two, other)
+        assert equal(live, sparse)
+        assert equal(other, sparse)
+
+
+def test_a_part_of_a_tensor_is_resolved_by_its_own_names(
+    bundle: Path, old: State, sparse: State
+) -> None:
+    """A rank holds half of the columns, transposed."""
+    live: dict[str, LiveTensor] = dict(engine(old))
+    dtype, shape, bits = old["a.down_proj.weight"]
+    rows, columns = shape
+    half = columns // 2
+    box = Box("p", half, rows, half, columns, 0, 1, rows)
+    flat = HostTensor("p", dtype, (rows * half,), bits.reshape(shape)[:, half:].T.copy().ravel())
+    live["a.down_proj.weight"] = SlicedTensor("a.down_proj.weight", dtype, shape, (box,), flat)
+    with beside(live) as stager:
+        update = stage(bundle, live, digest_live(engine(old)), stager=stager)
+        commit(update, live)
+    wanted = sparse["a.down_proj.weight"][2].reshape(shape)[:, half:].T.ravel()
+    assert np.array_equal(flat.flat, wanted)
+
+
+def test_loops_report_memory_that_does_not_keep_its_bits() -> None:
+    """Two values for one place: one of them is not there when it is read back."""
+    bits = np.zeros(8, np.uint16)
+    memory = HostMemory.of(host_tensors({"t": ("BF16", (8,), bits)}))
+    rows = np.array([[0, 0, 0, 2, 0, -1, 0, 0, 0, loops.VALUES, 1]], np.int64)
+    places = np.array([3, 3], np.uint32)
+    assert memory.swap(2, rows, places, np.array([1, 2], np.uint16)) == "t"
+    assert memory.swap(2, rows, places, np.array([2, 2], np.uint16)) is None
+    assert bits.tolist() == [0, 0, 0, 2, 0, 0, 0, 0]
+
+
+def test_a_session_keeps_its_version_without_its_stager_and_takes_the_next(
+    bundle: Path, old: State, sparse: State
+) -> None:
+    made: list[OwnProcess] = []
+
+    def start(held: object) -> OwnProcess:
+        made.append(OwnProcess(held, PATIENCE))  # type: ignore[arg-type]
+        return made[-1]
+
+    live = engine(old)
+    session = WeightSession(live, str(V0), stager=start)
+    running = threading.Event()
+    running.set()
+
+    def serve() -> None:
+        while running.is_set():
+            session.at_boundary()
+            time.sleep(0.001)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    try:
+        (stager,) = made
+        pid = stager.pid
+        assert pid is not None
+        stopped(pid)
+        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+        refused = session.handle(Stage(str(bundle)))
+        assert isinstance(refused, Refused)
+        assert (refused.reason, session.version) == ("Aborted", str(V0))
+        assert session.status().phase == "Idle"
+        assert isinstance(session.handle(Stage(str(bundle))), Staged)
+        assert isinstance(session.handle(Commit(str(V1))), Committed)
+        assert equal(live, sparse)
+    finally:
+        running.clear()
+        serving.join()
+        made[0].close()
+
+
+def test_it_ends_when_its_engine_is_killed(tmp_path: Path, old: State) -> None:
+    del old
+    program = (
+        "import time, numpy as np\n"
+        "from rose_engines.weights.stager import OwnProcess\n"
+        "print(OwnProcess(()).pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    wait_until(lambda: state_of(pid) in {"Z", ""}, "the stager has ended", seconds=120)
+
+
+def test_sizes_cover_every_region() -> None:
+    sizes = Sizes(3, 2, 5, 7, 4, (1, 2, 3, 4))
+    segment = Segment.over(bytearray(sizes.nbytes), sizes)
+    assert segment.rows.shape == (3, segments.FIELDS)
+    assert [len(segment.given[width]) for width in segments.WIDTHS] == [1, 2, 3, 4]
+    assert (len(segment.raw), len(segment.places), len(segment.names)) == (5, 7, 4)
+
+
+def stopped(pid: int) -> None:
+    """Stop a process, for certain."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: state_of(pid) == "T", "it is stopped", seconds=60)
+
+
+def state_of(pid: int) -> str:
+    """One letter of the kernel's, empty = there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
