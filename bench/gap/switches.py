@@ -2,7 +2,7 @@
 
 What can be prepared while the engine serves is prepared before the clock starts, for everybody:
 tensors, image and checkpoint lie in memory (``/dev/shm``), the bundle is pulled. Ours alone has its
-staging inside the measured time, because it runs inside the engine.
+staging inside the measured time, because it reads the live weights.
 """
 
 from __future__ import annotations

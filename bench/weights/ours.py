@@ -25,8 +25,7 @@ from rose_core.delta.bits import Bits, number_format
 from rose_core.delta.codec import encode_on_base, encode_tile, find_changes, step
 from rose_core.delta.digest import digest_run
 from rose_core.identity import WeightVersion
-from rose_engines.tensors.canonical import HostTensor
-from rose_engines.weights.staging import groups
+from rose_engines.weights.decoding import groups
 from rose_weights.pieces import PIECE_BYTES
 
 _ResultT = TypeVar("_ResultT")
@@ -161,13 +160,11 @@ class Speeds:
 
 def decode_rate(chain: Chain, manifest: Manifest) -> float:
     """Hash check, decode, base gather, absolute values, changes/s; grouped as engines do it."""
-    old, entry = chain.states[0], manifest.tensors[0]
-    everything = HostTensor(entry.name, entry.dtype, entry.shape, old)
+    old = chain.states[0]
 
     def stage() -> int:
         return sum(
-            len(_staged(chain, manifest, group, old))
-            for group in groups(entry, list(manifest.blocks), everything)
+            len(_staged(chain, manifest, group, old)) for group in groups(list(manifest.blocks))
         )
 
     seconds, count = best(stage)

@@ -274,51 +274,69 @@ def resolve(  # noqa: PLR0917
         1 + the first row with an element outside its tensor, which is touched no further; 0 = none.
     """
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
-    top = ONE << np.uint64(width_bits - 1)
+    sign = np.uint64(width_bits - 1)
+    top = ONE << sign
     for row in range(len(rows)):
         tensor = rows[row, TENSOR]
         base, stride = np.uint64(tensors[tensor, BASE]), np.uint64(tensors[tensor, STRIDE])
         limit, signed = np.uint64(tensors[tensor, LIMIT]), tensors[tensor, SIGNED] != 0
         key = np.uint64(keys[tensor])
-        entry, place, name = rows[row, ENTRY], rows[row, PLACE], rows[row, NAME]
+        count, entry = rows[row, COUNT], rows[row, ENTRY]
+        place, name = rows[row, PLACE], rows[row, NAME]
         start, columns = np.uint64(rows[row, START]), rows[row, COLUMNS]
         apart, steps = np.uint64(rows[row, APART]), rows[row, GIVEN] == STEPS
         old_low, old_high, new_low, new_high = ZERO, ZERO, ZERO, ZERO
         line, column = start, 0
-        for number in range(rows[row, COUNT]):
-            if place < 0:
-                at = line + np.uint64(column)
-                column += 1
-                if column == columns:
-                    column = 0
-                    line += apart
-            else:
-                at = start + np.uint64(places[place + number])
-            if at >= limit:
-                return row + 1
-            before = np.uint64(memory[base + at * stride])
-            after = np.uint64(given[entry + number])
-            if steps:
-                if signed:
-                    value = before ^ (mask if before & top else top)
-                    value = (value + after) & mask
-                    after = value ^ (top if value & top else mask)
+        # Piece by piece, and one thing after the other: each of these loops is short enough for
+        # the processor to look ahead, and none has a branch that it would guess wrong.
+        for first in range(0, count, SWAPPED):
+            end = min(first + SWAPPED, count)
+            first_line, first_column = line, column
+            for number in range(first, end):
+                if place < 0:
+                    at = line + np.uint64(column)
+                    column += 1
+                    if column == columns:
+                        column = 0
+                        line += apart
                 else:
-                    after = (before + after) & mask
-                given[entry + number] = after
-            old[entry + number] = before
-            index = np.uint64(names[name + number]) if name >= 0 else at
-            mixed = key + (index + ONE) * GOLDEN
-            mixed = (mixed ^ (mixed >> S30)) * MIX1
-            mixed = (mixed ^ (mixed >> S27)) * MIX2
-            mixed = mixed ^ (mixed >> S31)
-            weight = mixed | ONE
-            old_low += weight * before
-            new_low += weight * after
-            mixed = (mixed ^ (mixed >> S32)) * MIX3
-            weight = (mixed ^ (mixed >> S32)) | ONE
-            old_high += weight * before
-            new_high += weight * after
+                    at = start + np.uint64(places[place + number])
+                if at >= limit:
+                    return row + 1
+                old[entry + number] = memory[base + at * stride]
+            if steps and signed:
+                for number in range(entry + first, entry + end):
+                    value = np.uint64(old[number])
+                    value = value ^ (((ZERO - (value >> sign)) & mask) | top)
+                    value = (value + np.uint64(given[number])) & mask
+                    given[number] = value ^ ((((value >> sign) - ONE) & mask) | top)
+            elif steps:
+                for number in range(entry + first, entry + end):
+                    given[number] = (np.uint64(old[number]) + np.uint64(given[number])) & mask
+            line, column = first_line, first_column
+            for number in range(first, end):
+                if place < 0:
+                    index = line + np.uint64(column)
+                    column += 1
+                    if column == columns:
+                        column = 0
+                        line += apart
+                elif name < 0:
+                    index = start + np.uint64(places[place + number])
+                else:
+                    index = np.uint64(names[name + number])
+                before, after = np.uint64(old[entry + number]), np.uint64(given[entry + number])
+                mixed = key + (index + ONE) * GOLDEN
+                mixed = (mixed ^ (mixed >> S30)) * MIX1
+                mixed = (mixed ^ (mixed >> S27)) * MIX2
+                mixed = mixed ^ (mixed >> S31)
+                weight = mixed | ONE
+                old_low += weight * before
+                new_low += weight * after
+                mixed = (mixed ^ (mixed >> S32)) * MIX3
+                weight = (mixed ^ (mixed >> S32)) | ONE
+                old_high += weight * before
+                new_high += weight * after
         sums[row, 0], sums[row, 1] = old_low, old_high
         sums[row, 2], sums[row, 3] = new_low, new_high
     return 0

@@ -41,7 +41,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     holder.open()
     argv = [sys.executable, "-m", "rose_engines.fake", "--model", str(make_named(MODEL))]
     argv += ["--permit", str(folder / "permit"), "--plugin-socket", str(folder / "plugin.sock")]
-    argv += ["--max-running", "4"]
+    argv += ["--max-running", "4", "--stager", "process"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     try:
         assert process.stdout is not None

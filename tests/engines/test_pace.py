@@ -61,7 +61,7 @@ def test_no_piece_of_work_makes_a_rest_longer_than_the_limit() -> None:
     assert rest_of(-1.0) == 0
 
 
-def test_staging_rests_after_every_tensor_while_the_permit_is_closed(
+def test_staging_rests_after_every_piece_while_the_permit_is_closed(
     old: State, sparse: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rests = []
@@ -74,4 +74,5 @@ def test_staging_rests_after_every_tensor_while_the_permit_is_closed(
         session.permit_open = lambda permit=permit: permit  # type: ignore[misc]
         assert isinstance(session.handle(Stage(str(tmp_path / "b"))), Staged)
         touched = {block.tensor for block in manifest.blocks}
-        assert rests == [permit is False] * len(touched)
+        # Blocks are decoded tensor by tensor; what is in host memory is then resolved as a whole.
+        assert rests == [permit is False] * (len(touched) + 1)

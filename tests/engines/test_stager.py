@@ -19,6 +19,9 @@ import numpy as np
 import pytest
 
 from rose_core.delta import loops
+from rose_core.delta.bits import number_format
+from rose_core.delta.kernels import MemoryLoops, kernels
+from rose_core.delta.loops import RUN
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_dev.waiting import wait_until
@@ -270,7 +273,7 @@ def test_a_torn_segment_is_refused(bundle: Path, old: State, part: str) -> None:
             array.reshape(-1)[len(array) // 2] ^= 1
             return found
 
-    with pytest.raises(CommitRefused, match="DigestMismatch|Corrupt"):
+    with pytest.raises(CommitRefused, match=r"DigestMismatch|Corrupt"):
         stage(bundle, live, digest_live(live), stager=Flipped(held_of(live)))
     assert equal(live, old)
 
@@ -292,7 +295,7 @@ def test_tensor_by_tensor_comes_to_the_same_as_all_at_once(
         assert HostMemory.of(live).here.all()
         assert not HostMemory.of(other).here.any()
         one, two = (stage(folder, each, digest_live(each)) for each in (live, other))
-        assert not one.elsewhere
+        assert not one.single
         assert not two.host.rows
         assert one.moved == two.moved
         for mine, theirs in zip(one.changes, two.changes, strict=True):
@@ -332,6 +335,42 @@ def test_loops_report_memory_that_does_not_keep_its_bits() -> None:
     assert memory.swap(2, rows, places, np.array([1, 2], np.uint16)) == "t"
     assert memory.swap(2, rows, places, np.array([2, 2], np.uint16)) is None
     assert bits.tolist() == [0, 0, 0, 2, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("word", ["BF16", "I8", "F32", "U64"])
+def test_compiled_loops_do_what_they_say_in_python(word: str) -> None:
+    """A box of lines, and elements with places and names of their own."""
+    kind = number_format(word).unsigned
+    draw = np.random.default_rng(3)
+    rows = np.array(
+        [
+            [0, 0, 0, 6, RUN, RUN, 4, 3, 10, loops.VALUES, 1],
+            [0, 1, 6, 4, 0, 0, 20, 0, 0, loops.STEPS, 1],
+        ],
+        np.int64,
+    )
+    places, names = np.array([0, 1, 7, 9], np.uint32), np.array([90, 8, 7, 100], np.int64)
+    start = draw.integers(0, 1 << 8 * kind.itemsize, 40, dtype=kind, endpoint=False)
+    told = draw.integers(0, 1 << 8 * kind.itemsize, 10, dtype=kind, endpoint=False)
+    found = []
+    for compiled in (True, False):
+        bits, given, old = start.copy(), told.copy(), np.zeros_like(told)
+        memory = HostMemory.of(host_tensors({"t": (word, (40,), bits)}))
+        sums = np.zeros((2, 4), np.uint64)
+        both = kernels().memory if compiled else MemoryLoops(loops.resolve, loops.swap)
+        assert both is not None
+        common = (memory.arrays[kind.itemsize], memory.tensors)
+        with np.errstate(over="ignore"):
+            resolved = (memory.keys, rows, places, names, given, 8 * kind.itemsize, old, sums)
+            assert both.resolve(*common, *resolved) == 0
+            assert both.swap(*common, rows, places, given) == 0
+            far = rows.copy()
+            far[1, loops.START] = 31  # its last place is behind the end
+            assert both.resolve(*common, memory.keys, far, *resolved[2:]) == 2
+        found.append((bits, old[:6], sums))
+    for one, other in zip(*found, strict=True):
+        assert np.array_equal(one, other)
+    assert not np.array_equal(found[0][0], start)
 
 
 def test_a_session_keeps_its_version_without_its_stager_and_takes_the_next(

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,17 @@ from rose_engines.tensors.canonical import Live, host_tensors
 from rose_engines.tensors.safetensors import read_checkpoint
 from rose_engines.weights.adapters import AdapterSession, AdapterSlots
 from rose_engines.weights.control import ControlServer
+from rose_engines.weights.decoding import Held
 from rose_engines.weights.live import zero
 from rose_engines.weights.multi_rank import LeaderSession
 from rose_engines.weights.session import WeightSession
+from rose_engines.weights.stager import InThread, OwnProcess, Stager
 from rose_wire import faults
+
+_STAGERS: Mapping[str, Callable[[Sequence[Held]], Stager]] = {
+    "thread": InThread,
+    "process": OwnProcess,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,6 +86,12 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--adapter-slots", type=int, default=0, help="adapters of several runs; 0 = whole models"
     )
+    flags.add_argument(
+        "--stager",
+        choices=["thread", "process"],
+        default="thread",
+        help="what decodes bundles; process = as a real engine's, which takes a second to start",
+    )
     flags.add_argument("--vote-seconds", type=float, default=10.0, help="how late a rank may be")
     flags.add_argument("--member-fault", default="", help="where the last rank fails (torture)")
     return flags
@@ -108,8 +121,9 @@ def open_session(
     if flags.adapter_slots:
         return adapter_slots(flags, wake, end_slot), lambda: None
     if flags.ranks == 1:
-        live = load_weights(flags.model)
-        return WeightSession(live, flags.weight_version, wake=wake, memory=memory), lambda: None
+        live, beside = load_weights(flags.model), _STAGERS[flags.stager]
+        session = WeightSession(live, flags.weight_version, wake=wake, memory=memory, stager=beside)
+        return session, lambda: None
     joined, slices, members = lead(
         flags.model, flags.ranks, flags.plugin_socket, flags.member_fault
     )

@@ -158,6 +158,8 @@ class FusedScatter:
             by_width.setdefault(flat.element_size(), []).append((number, flat))
         self._arenas = tuple(self._arena(members) for members in by_width.values())
         self._holds_new = True
+        # Places are in the arenas by now, in half of the memory.
+        self._staged = tuple(one._replace(where=slice(0, 0)) for one in self._staged)
 
     @property
     def names(self) -> frozenset[str]:

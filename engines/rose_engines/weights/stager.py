@@ -387,9 +387,6 @@ def warm_up() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Serve one engine."""
-    from rose_wire import faults  # noqa: PLC0415
-
-    faults.arm()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the engine's terminal, which ends the engine
     _ask_to_be_ended_first()
     connection = socket.socket(fileno=int(argv[0]))

@@ -115,8 +115,8 @@ class StagedUpdate:
         wanted: digests that touched tensors will have, on all ranks together.
         moved: what it adds to the digest of what is here of them.
         host: changes of tensors in plain host memory.
-        elsewhere: changes of others.
-        fused: what lies on an accelerator of those, laid out for one launch.
+        fused: changes of tensors on an accelerator, laid out for one launch.
+        single: changes of others, which are put in tensor by tensor.
         live: the tensors.
         segment: what the stager found.
         old: bits before, by width.
@@ -127,17 +127,11 @@ class StagedUpdate:
     wanted: Mapping[str, Digest]
     moved: Mapping[str, Digest]
     host: HostChanges
-    elsewhere: tuple[Change, ...]
     fused: FusedScatter | None
+    single: tuple[Change, ...]
     live: Live
     segment: Segment
     old: Mapping[int, Bits]
-
-    @functools.cached_property
-    def single(self) -> tuple[Change, ...]:
-        """Changes that are put in tensor by tensor."""
-        fused = self.fused.names if self.fused is not None else frozenset[str]()
-        return tuple(change for change in self.elsewhere if change.tensor.name not in fused)
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -159,7 +153,9 @@ class StagedUpdate:
     def staged_bytes(self) -> int:
         """Memory of positions, old and new bits."""
         fused = self.fused.nbytes if self.fused is not None else 0
-        return fused + self.segment.nbytes + sum(one.nbytes for one in self.old.values())
+        spread = sum(one.where.nbytes for one in self.single if not isinstance(one.where, slice))
+        old = sum(one.nbytes for one in self.old.values())
+        return fused + spread + self.segment.nbytes + old
 
 
 def stage(  # noqa: PLR0917
@@ -300,6 +296,7 @@ class _Staging:
         fused = fuse(
             (Fused(one.tensor.name, one.where, one.new, one.old) for one in elsewhere), self.live
         )
+        names = fused.names if fused is not None else frozenset[str]()
         changes = HostChanges(self.memory, segment, host, old)
         return StagedUpdate(
             self.decoded.outline,
@@ -307,8 +304,8 @@ class _Staging:
             wanted,
             moved,
             changes,
-            elsewhere,
             fused,
+            tuple(one for one in elsewhere if one.tensor.name not in names),
             self.live,
             segment,
             old,
