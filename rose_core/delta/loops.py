@@ -244,7 +244,7 @@ SWAPPED = 1024
 """Elements that are written before they are read back: their lines still are in the cache."""
 
 
-def resolve(  # noqa: PLR0917
+def resolve(  # noqa: C901, PLR0912, PLR0915, PLR0917  # compiled as it stands, without helpers
     memory: Any,  # noqa: ANN401
     tensors: Any,  # noqa: ANN401
     keys: Any,  # noqa: ANN401
@@ -276,6 +276,7 @@ def resolve(  # noqa: PLR0917
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
     sign = np.uint64(width_bits - 1)
     top = ONE << sign
+    indices = np.zeros(SWAPPED, np.uint64)
     for row in range(len(rows)):
         tensor = rows[row, TENSOR]
         base, stride = np.uint64(tensors[tensor, BASE]), np.uint64(tensors[tensor, STRIDE])
@@ -291,42 +292,55 @@ def resolve(  # noqa: PLR0917
         # the processor to look ahead, and none has a branch that it would guess wrong.
         for first in range(0, count, SWAPPED):
             end = min(first + SWAPPED, count)
+            told, size = np.uint64(entry + first), end - first
+            begin = np.uint64(place + first) if place >= 0 else ZERO
             first_line, first_column = line, column
-            for number in range(first, end):
-                if place < 0:
+            if place >= 0:
+                for number in range(size):
+                    here = np.uint64(number)
+                    at = start + np.uint64(places[begin + here])
+                    if at >= limit:
+                        return row + 1
+                    old[told + here] = memory[base + at * stride]
+            else:
+                for number in range(size):
                     at = line + np.uint64(column)
+                    if at >= limit:
+                        return row + 1
+                    old[told + np.uint64(number)] = memory[base + at * stride]
                     column += 1
                     if column == columns:
                         column = 0
                         line += apart
-                else:
-                    at = start + np.uint64(places[place + number])
-                if at >= limit:
-                    return row + 1
-                old[entry + number] = memory[base + at * stride]
             if steps and signed:
-                for number in range(entry + first, entry + end):
-                    value = np.uint64(old[number])
+                for number in range(size):
+                    here = told + np.uint64(number)
+                    value = np.uint64(old[here])
                     value = value ^ (((ZERO - (value >> sign)) & mask) | top)
-                    value = (value + np.uint64(given[number])) & mask
-                    given[number] = value ^ ((((value >> sign) - ONE) & mask) | top)
+                    value = (value + np.uint64(given[here])) & mask
+                    given[here] = value ^ ((((value >> sign) - ONE) & mask) | top)
             elif steps:
-                for number in range(entry + first, entry + end):
-                    given[number] = (np.uint64(old[number]) + np.uint64(given[number])) & mask
-            line, column = first_line, first_column
-            for number in range(first, end):
-                if place < 0:
-                    index = line + np.uint64(column)
+                for number in range(size):
+                    here = told + np.uint64(number)
+                    given[here] = (np.uint64(old[here]) + np.uint64(given[here])) & mask
+            if name >= 0:
+                for number in range(size):
+                    indices[number] = np.uint64(names[np.uint64(name + first + number)])
+            elif place >= 0:
+                for number in range(size):
+                    indices[number] = start + np.uint64(places[begin + np.uint64(number)])
+            else:
+                line, column = first_line, first_column
+                for number in range(size):
+                    indices[number] = line + np.uint64(column)
                     column += 1
                     if column == columns:
                         column = 0
                         line += apart
-                elif name < 0:
-                    index = start + np.uint64(places[place + number])
-                else:
-                    index = np.uint64(names[name + number])
-                before, after = np.uint64(old[entry + number]), np.uint64(given[entry + number])
-                mixed = key + (index + ONE) * GOLDEN
+            for number in range(size):
+                here = told + np.uint64(number)
+                before, after = np.uint64(old[here]), np.uint64(given[here])
+                mixed = key + (indices[np.uint64(number)] + ONE) * GOLDEN
                 mixed = (mixed ^ (mixed >> S30)) * MIX1
                 mixed = (mixed ^ (mixed >> S27)) * MIX2
                 mixed = mixed ^ (mixed >> S31)
