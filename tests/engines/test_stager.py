@@ -161,7 +161,7 @@ def test_a_thawed_engine_does_not_take_its_frozen_stager_for_dead(
     """The clock went on while both stood still: a look counts for little, however long it took."""
     live = engine(old)
     ahead = iter(range(0, 1_000_000_000, 1000))
-    monkeypatch.setattr(stagers.time, "monotonic", lambda: float(next(ahead)))
+    monkeypatch.setattr(f"{stagers.__name__}.time.monotonic", lambda: float(next(ahead)))
     with beside(live) as stager:
         stage(bundle, live, digest_live(live), stager=stager)
 
@@ -203,7 +203,7 @@ def test_no_process_at_all_is_a_refusal(
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(stagers.subprocess, "Popen", refuse)
+    monkeypatch.setattr(f"{stagers.__name__}.subprocess.Popen", refuse)
     with beside(live) as stager:
         assert stager.pid is None
         assert "no stager can be started" in aborted(stager, live, bundle)

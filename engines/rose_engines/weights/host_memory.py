@@ -58,14 +58,16 @@ class HostMemory:
         flats = [_flat(one) if usable else None for one in live.values()]
         lows: dict[int, int] = {}
         ends: dict[int, int] = {}
-        for flat in (one for one in flats if one is not None):
-            width, address = flat.itemsize, flat.ctypes.data
-            end = address + (flat.size - 1) * flat.strides[0] + width
+        for one in flats:
+            if one is None:
+                continue
+            width, address = one.itemsize, one.ctypes.data
+            end = address + (one.size - 1) * one.strides[0] + width
             lows[width] = min(lows.get(width, address), address)
             ends[width] = max(ends.get(width, end), end)
         tensors = np.zeros((len(flats), _NUMBERS), np.int64)
         here = np.zeros(len(flats), np.bool_)
-        written = [nothing] * len(flats)
+        written: list[Callable[[], object]] = [nothing] * len(flats)
         for number, (tensor, flat) in enumerate(zip(live.values(), flats, strict=True)):
             if flat is None:
                 continue
@@ -74,7 +76,7 @@ class HostMemory:
             signed = number_format(tensor.dtype).sign_magnitude
             tensors[number] = (apart // width, flat.strides[0] // width, flat.size, signed)
             here[number] = True
-            written[number] = _storage(tensor).written  # type: ignore[union-attr]
+            written[number] = getattr(_storage(tensor), "written", nothing)
         return cls(
             tuple(live),
             {width: _spanning(lows[width], ends[width], width) for width in lows},
@@ -186,5 +188,6 @@ def _flat(tensor: LiveTensor) -> Bits | None:
 
 def _spanning(low: int, end: int, width: int) -> Bits:
     """The process's memory from one address to another, which none but the loops may index."""
-    whole = (ctypes.c_char * (end - low)).from_address(low)
-    return np.frombuffer(whole, f"<u{width}")
+    whole = memoryview((ctypes.c_char * (end - low)).from_address(low))
+    found: Bits = np.frombuffer(whole.cast("B"), f"<u{width}")
+    return found

@@ -104,8 +104,8 @@ class _No(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-_orders = msgspec.msgpack.Decoder(_Hold | _Decode)
-_answers = msgspec.msgpack.Decoder(_Done | _No)
+_orders: msgspec.msgpack.Decoder[_Hold | _Decode] = msgspec.msgpack.Decoder(_Hold | _Decode)
+_answers: msgspec.msgpack.Decoder[_Done | _No] = msgspec.msgpack.Decoder(_Done | _No)
 _encoder = msgspec.msgpack.Encoder()
 
 
