@@ -31,14 +31,14 @@ from rose_engines.tensors.canonical import Live, host_tensors
 from rose_engines.tensors.safetensors import read_checkpoint
 from rose_engines.weights.adapters import AdapterSession, AdapterSlots
 from rose_engines.weights.control import ControlServer
-from rose_engines.weights.decoding import Held
+from rose_engines.weights.decoding import HeldTensor
 from rose_engines.weights.live import zero
 from rose_engines.weights.multi_rank import LeaderSession
 from rose_engines.weights.session import WeightSession
 from rose_engines.weights.stager import InThread, OwnProcess, Stager
 from rose_wire import faults
 
-_STAGERS: Mapping[str, Callable[[Sequence[Held]], Stager]] = {
+_STAGERS: Mapping[str, Callable[[Sequence[HeldTensor]], Stager]] = {
     "thread": InThread,
     "process": OwnProcess,
 }

@@ -47,7 +47,7 @@ laying streams end to end costs a quarter more per change than it saves."""
 _SPAN = 1 << 32
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
+class HeldTensor(msgspec.Struct, frozen=True, array_like=True):
     """What an engine process holds of a checkpoint tensor.
 
     Attributes:
@@ -61,10 +61,10 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     boxes: tuple[Box, ...] | None = None
 
 
-def held_of(live: Live) -> tuple[Held, ...]:
+def held_of(live: Live) -> tuple[HeldTensor, ...]:
     """What a process holds; rows count tensors in this order."""
     return tuple(
-        Held(
+        HeldTensor(
             one.name,
             one.dtype,
             tuple(one.shape),
@@ -121,7 +121,7 @@ class Decoder:
         held: what that holds.
     """
 
-    def __init__(self, held: Sequence[Held]) -> None:
+    def __init__(self, held: Sequence[HeldTensor]) -> None:
         self._held = {one.name: (number, one) for number, one in enumerate(held)}
         self._parts = {
             one.name: SlicedTensor(

@@ -40,7 +40,7 @@ from rose_engines.weights.calls import (
     Stage,
     Staged,
 )
-from rose_engines.weights.decoding import Held
+from rose_engines.weights.decoding import HeldTensor
 from rose_engines.weights.live import first_wrong, put_back, scatter
 from rose_engines.weights.parts import Ranks, ask
 from rose_engines.weights.rank_board import RankState
@@ -70,7 +70,7 @@ class RankSession(WeightSession):
         set_label: Callable[[str], int] = lambda _: 0,
         wake: Callable[[], None] = lambda: None,
         *,
-        stager: Callable[[Sequence[Held]], Stager] = InThread,
+        stager: Callable[[Sequence[HeldTensor]], Stager] = InThread,
     ) -> None:
         self._ranks = ranks
         self._board = ranks.board

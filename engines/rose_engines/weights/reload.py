@@ -28,7 +28,7 @@ from rose_engines.errors import BrokenWeights, CommitRefused
 from rose_engines.tensors.canonical import host_tensors
 from rose_engines.tensors.safetensors import read_checkpoint, write_file
 from rose_engines.weights.calls import Answer, Staged, Status
-from rose_engines.weights.decoding import Held
+from rose_engines.weights.decoding import HeldTensor
 from rose_engines.weights.live import put_back, scatter
 from rose_engines.weights.session import WeightSession
 from rose_engines.weights.stager import InThread, Stager
@@ -54,7 +54,7 @@ class ReloadSession(WeightSession):
         version: str,
         set_label: Callable[[str], int] = lambda _: 0,
         wake: Callable[[], None] = lambda: None,
-        stager: Callable[[Sequence[Held]], Stager] = InThread,
+        stager: Callable[[Sequence[HeldTensor]], Stager] = InThread,
     ) -> None:
         self._model = model
         self._folders = (folder / "0", folder / "1")

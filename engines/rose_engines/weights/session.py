@@ -56,7 +56,7 @@ from rose_engines.weights.calls import (
     Status,
     Unbind,
 )
-from rose_engines.weights.decoding import Held, held_of
+from rose_engines.weights.decoding import HeldTensor, held_of
 from rose_engines.weights.handover import BoundaryWork, Handover
 from rose_engines.weights.host_memory import HostMemory
 from rose_engines.weights.live import commit, confirm, digest_live, readable, revert, warm_up
@@ -93,7 +93,7 @@ class WeightSession:
         *,
         rank: int = 0,
         memory: EngineMemory | None = None,
-        stager: Callable[[Sequence[Held]], Stager] = InThread,
+        stager: Callable[[Sequence[HeldTensor]], Stager] = InThread,
     ) -> None:
         self._live = live
         self._version = self._base = version

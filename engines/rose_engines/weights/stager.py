@@ -37,7 +37,7 @@ import numpy as np
 from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import CommitRefused
 from rose_engines.node.pace import Pace
-from rose_engines.weights.decoding import Decoded, Decoder, Held, Outline
+from rose_engines.weights.decoding import Decoded, Decoder, HeldTensor, Outline
 from rose_engines.weights.segment import Segment, SharedMemory, Sizes, memory_of, own_memory
 
 log = logging.getLogger(__name__)
@@ -76,17 +76,17 @@ class InThread:
         held: what the engine process holds.
     """
 
-    def __init__(self, held: Sequence[Held]) -> None:
+    def __init__(self, held: Sequence[HeldTensor]) -> None:
         self._decoder = Decoder(held)
 
     def decode(self, bundle: Path, current: str, pace: Pace) -> Decoded:
-        """As ``Stager``."""
+        """Decode a bundle in this thread."""
         outline, _, segment = self._decoder.decode(bundle, current, own_memory, pace.rest)
         return Decoded(outline, segment)
 
 
 class _Hold(msgspec.Struct, frozen=True, tag=True):
-    held: tuple[Held, ...]
+    held: tuple[HeldTensor, ...]
 
 
 class _Decode(msgspec.Struct, frozen=True, tag=True):
@@ -121,7 +121,7 @@ class OwnProcess:
         patience: seconds without a sign of life.
     """
 
-    def __init__(self, held: Sequence[Held], patience: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, held: Sequence[HeldTensor], patience: float = PATIENCE_SECONDS) -> None:
         self._held = tuple(held)
         self._patience = patience
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class OwnProcess:
         return self._child.pid if self._child is not None else None
 
     def decode(self, bundle: Path, current: str, pace: Pace) -> Decoded:
-        """As ``Stager``."""
+        """Have the stager decode a bundle, or start another one."""
         with self._lock:
             if self._child is None or self._child.ended:
                 self._start()
@@ -170,7 +170,7 @@ class OwnProcess:
 class _Child:
     """One stager process, seen from the engine."""
 
-    def __init__(self, held: tuple[Held, ...]) -> None:
+    def __init__(self, held: tuple[HeldTensor, ...]) -> None:
         flags = os.memfd_create("rose-stager-flags", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
