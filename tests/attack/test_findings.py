@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 FINDINGS = yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text())
 NAMED = [(one["finding"], test) for one in FINDINGS for test in one["tests"]]
 # Each whose fault can be put back without other machines was seen to fail.
-LEAST_SEEN = 54
+LEAST_SEEN = 55
 
 
 @pytest.mark.parametrize(("finding", "test"), NAMED)
