@@ -205,6 +205,20 @@ def test_the_relay_opens_no_other_store() -> None:
         Rendered(further)
 
 
+def test_ports_of_before_stay_open_to_routers_while_nodes_change() -> None:
+    values = {
+        **EVERYTHING,
+        "engineHost": {"dataPort": 30900},
+        "networkPolicy": {"enabled": True, "formerDataPorts": [30800]},
+    }
+    rendered = render(values)
+    both = [{"port": 30900}, {"port": 30800}]
+    host = rendered.one("NetworkPolicy", "rose-engine-host")["spec"]["ingress"]
+    assert host[0]["ports"] == both
+    router = rendered.one("NetworkPolicy", "rose-router")["spec"]["egress"]
+    assert both in [rule.get("ports") for rule in router]
+
+
 def test_on_openshift_the_name_service_has_a_port_of_its_own() -> None:
     openshift = {
         **EVERYTHING,
