@@ -15,7 +15,7 @@ from typing import Any
 from rose_dev.build import build
 from rose_dev.errors import CommandFailed
 from rose_dev.parts import CONTROL_PLANE, NODE
-from rose_dev.place import HOST_ADDRESS, NODE_NAME, NodeFolders
+from rose_dev.place import NODE_NAME, NodeFolders
 from rose_dev.sandbox import Sandbox
 from rose_dev.shell import run, succeeds
 
@@ -36,16 +36,18 @@ class Cluster:
 
     Attributes:
         place: folders of its first node.
-        host_address: address under which pods reach processes of this machine.
         sandbox: namespaces and processes of its first node.
     """
-
-    host_address = HOST_ADDRESS
 
     def __init__(self, at: NodeFolders) -> None:
         self.place = at
         self.sandbox = Sandbox(at)
         self._binaries: dict[str, Path] = {}
+
+    @property
+    def host_address(self) -> str:
+        """Address under which pods reach processes of this machine."""
+        return self.place.seat.gateway
 
     @property
     def kubeconfig(self) -> Path:

@@ -10,6 +10,7 @@ and nothing else: a rollout engine that brings its own Python gets just that fol
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import io
@@ -106,6 +107,12 @@ def archive(say: Say = print) -> Path:
     """
     folder = cache_root() / "images"
     folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:  # two nodes may start at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _archive(folder, say)
+
+
+def _archive(folder: Path, say: Say) -> Path:
     needed = distributions("rose-gpu", EXTRAS)
     versions = sorted(f"{name} {found.version}" for name, found in needed.items())
     key = _digest(repr([sys.version, sys.base_prefix, versions, _LINKS, _recipe()]))

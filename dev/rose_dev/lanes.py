@@ -6,11 +6,11 @@ left out, and so is one of which every test has a marker (``pytestmark``) that t
 file that had the marker without naming it would be lost that way; a run that imports it says so,
 and ``make unit`` imports every file that gives none to all of its tests.
 
-A machine has one node, and what needs it is marked ``node`` here, by its fixture: it is a lane of
-its own after what an API server alone answers. A start of the node takes half a minute and it is
-replaced by the other kind whenever a test wants it, so first come the tests that end it, then the
-rest, then those with a second node beside it, and last those that need GPUs. Next step: ``testing``
-has all of these.
+What needs a node is marked ``node`` here, by its fixture: it is a lane of its own. A start of the
+node takes half a minute and it is replaced by the other kind whenever a test wants it, so first
+come the tests that need GPUs, which one worker runs while the other begins with those that end the
+node; then the rest, and last those with a second node beside it. Next step: ``testing`` has all of
+these.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import pytest
 MARKERS = ("engine", "cluster", "sandbox", "vllm", "long")
 NODE = "node_session"
 """The fixture behind everything that needs the machine's node."""
-PLAIN = "node"
-"""The fixture for a node that is up; a test with ``NODE`` alone may end it."""
+ENDING = "ending_session"
+"""The fixture behind everything that ends the node."""
 SECOND = "second_session"
 """The fixture behind everything that needs a second node."""
 GPUS = "gpu_session"
 """The fixture behind everything that needs the node with GPUs."""
+AGAIN = "--write-reruns"
 _ALL = re.compile(r"^pytestmark = (\[.*?\]|.*?$)", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"\bpytest\.mark\.(\w+)")
 _PLAIN = re.compile(r"(not )?\w+( and (not )?\w+)*")
@@ -66,14 +67,13 @@ def names(path: Path, marker: str) -> bool:
 def by_node(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The same tests; what needs the node is marked and in the order that the module says."""
     listed = list(items)
-    second, gpus = _files_with(SECOND, listed), _files_with(GPUS, listed)
-    ending = _files_with(NODE, listed) - _files_with(PLAIN, listed) - gpus
+    second, gpus, ending = (_files_with(of, listed) for of in (SECOND, GPUS, ENDING))
     for item in listed:
         if NODE in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.node)
 
     def turn(item: pytest.Item) -> tuple[bool, ...]:
-        return item.path not in ending, item.path in gpus, item.path in second
+        return item.path not in gpus, item.path not in ending, item.path in second
 
     return sorted(listed, key=turn)
 
@@ -81,6 +81,19 @@ def by_node(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 def _files_with(fixture: str, items: Iterable[pytest.Item]) -> set[Path]:
     """Files of which a test needs a fixture."""
     return {item.path for item in items if fixture in getattr(item, "fixturenames", ())}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare where to write what was tried again."""
+    parser.addoption(AGAIN, metavar="FILE", help="write the names of tests that were tried again")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """``make test`` has more lanes than one reads, so it says at its end what was tried again."""
+    if (file := terminalreporter.config.getoption(AGAIN)) is not None:
+        tried = {report.nodeid for report in terminalreporter.stats.get("rerun", ())}
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text("".join(f"{name}\n" for name in sorted(tried)))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

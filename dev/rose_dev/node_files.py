@@ -10,16 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from rose_dev.place import (
-    API_SERVICE,
-    DNS_SERVICE,
-    LINK_RANGE,
-    NODE_ADDRESS,
-    POD_RANGE,
-    SERVICE_RANGE,
-    NodeAddress,
-    NodeFolders,
-)
+from rose_dev.place import NodeAddress, NodeFolders
 
 PAUSE_IMAGE = "localhost/pause:dev"
 
@@ -53,7 +44,7 @@ state = "{place.run}/containerd"
 
 def cni(seat: NodeAddress) -> str:
     """The pods' network: one routed link per pod, no bridge, no masquerade, no default route."""
-    beyond = (POD_RANGE, SERVICE_RANGE, LINK_RANGE)
+    beyond = (seat.ranges.pods, seat.ranges.services, seat.ranges.links)
     link = {
         "type": "ptp",
         "ipMasq": False,
@@ -89,7 +80,7 @@ def kubelet(place: NodeFolders, pki: Path) -> str:
             "tlsCertFile": str(pki / f"{place.seat.name}-serving.crt"),
             "tlsPrivateKeyFile": str(pki / f"{place.seat.name}-serving.key"),
             "clusterDomain": "cluster.local",
-            "clusterDNS": [DNS_SERVICE],
+            "clusterDNS": [place.seat.ranges.dns_service],
             "resolvConf": str(place.run / "resolv.conf"),
             "failSwapOn": False,
             "maxOpenFiles": 20000,
@@ -116,7 +107,7 @@ def kube_proxy(seat: NodeAddress, pki: Path) -> str:
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
             "kind": "KubeProxyConfiguration",
             "mode": "nftables",
-            "clusterCIDR": POD_RANGE,
+            "clusterCIDR": seat.ranges.pods,
             "hostnameOverride": seat.name,
             "healthzBindAddress": "127.0.0.1:10256",
             "metricsBindAddress": "127.0.0.1:10249",
@@ -144,11 +135,11 @@ def audit_policy() -> str:
     )
 
 
-def corefile(pki: Path) -> str:
+def corefile(seat: NodeAddress, pki: Path) -> str:
     """CoreDNS's configuration: the cluster's names and nothing else."""
     return f""".:53 {{
     errors
-    bind {NODE_ADDRESS}
+    bind {seat.address}
     ready 127.0.0.1:8181
     kubernetes cluster.local in-addr.arpa {{
         kubeconfig {pki / "dns.conf"} rose-dev
@@ -160,7 +151,7 @@ def corefile(pki: Path) -> str:
 """
 
 
-def dns_objects() -> str:
+def dns_objects(seat: NodeAddress) -> str:
     """The Service behind which pods find CoreDNS, which runs beside the node and not in a pod."""
     port = {"port": 53, "targetPort": 53}
     protocols = {"dns": "UDP", "dns-tcp": "TCP"}
@@ -169,7 +160,7 @@ def dns_objects() -> str:
         "kind": "Service",
         "metadata": {"name": "kube-dns", "namespace": "kube-system"},
         "spec": {
-            "clusterIP": DNS_SERVICE,
+            "clusterIP": seat.ranges.dns_service,
             "ports": [{"name": n, "protocol": p, **port} for n, p in protocols.items()],
         },
     }
@@ -183,11 +174,11 @@ def dns_objects() -> str:
         },
         "addressType": "IPv4",
         "ports": [{"name": n, "protocol": p, "port": 53} for n, p in protocols.items()],
-        "endpoints": [{"addresses": [NODE_ADDRESS], "conditions": {"ready": True}}],
+        "endpoints": [{"addresses": [seat.address], "conditions": {"ready": True}}],
     }
     return yaml.safe_dump_all([service, endpoints], sort_keys=False)
 
 
-def api_hosts() -> list[str]:
+def api_hosts(seat: NodeAddress) -> list[str]:
     """Further names and addresses under which the API server is reached."""
-    return [API_SERVICE, NODE_ADDRESS]
+    return [seat.ranges.api_service, seat.address]

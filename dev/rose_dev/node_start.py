@@ -20,7 +20,7 @@ from rose_dev.components import Layout
 from rose_dev.control_plane import write_certificates
 from rose_dev.gpu_node.starting import DRIVERS, GpuNode
 from rose_dev.pki import Authority
-from rose_dev.place import FIRST, NODE_ADDRESS, NODE_NAME, SECOND, SERVICE_RANGE
+from rose_dev.place import NODE_NAME
 from rose_dev.waiting import wait_until
 
 _START_SECONDS = 180.0
@@ -75,7 +75,7 @@ class Start:
             imported.result()
             step("container runtime with images")
         cluster.sandbox.start("kubelet", commands["kubelet"])
-        cluster.kubectl("apply", "--filename=-", stdin=node_files.dns_objects())
+        cluster.kubectl("apply", "--filename=-", stdin=node_files.dns_objects(place.seat))
         wait_until(cluster.ready, "the node is ready", seconds=_START_SECONDS, why=cluster.faults)
         wait_until(self._has_service_account, "service accounts", seconds=_START_SECONDS)
         if isinstance(gpus, int):
@@ -87,15 +87,14 @@ class Start:
         say(f"[cluster] up in {time.monotonic() - began:.1f} s; KUBECONFIG={cluster.kubeconfig}")
 
     def _write_files(self) -> Layout:
-        folder = self._cluster.place.run / "control-plane"
-        layout = Layout(
-            folder, NODE_ADDRESS, 6443, 2379, 2380, SERVICE_RANGE, self._cluster.binaries()
-        )
-        authority = write_certificates(layout, node_files.api_hosts())
+        folder, seat = self._cluster.place.run / "control-plane", self._cluster.place.seat
+        services, binaries = seat.ranges.services, self._cluster.binaries()
+        layout = Layout(folder, seat.address, 6443, 2379, 2380, services, binaries)
+        authority = write_certificates(layout, node_files.api_hosts(seat))
         self._issue_node_certificates(authority, layout.server)
         machinery.write_files(self._cluster.place, layout.pki)
         texts = {
-            "Corefile": node_files.corefile(layout.pki),
+            "Corefile": node_files.corefile(seat, layout.pki),
             "audit-policy.yaml": node_files.audit_policy(),
         }
         for name, text in texts.items():
@@ -106,7 +105,8 @@ class Start:
     def _issue_node_certificates(self, authority: Authority, server: str) -> None:
         authority.issue("dns", "rose-dev-dns", "system:masters")
         authority.kubeconfig("dns", server)
-        for seat in (FIRST, SECOND):
+        place = self._cluster.place
+        for seat in (place.seat, place.second().seat):
             authority.issue(seat.name, f"system:node:{seat.name}", "system:nodes")
             authority.kubeconfig(seat.name, server)
             authority.issue(f"{seat.name}-serving", seat.name, hosts=[seat.name, seat.address])

@@ -3,7 +3,8 @@
 The node has a network of its own, tied to the machine by one veth pair, and no default route, so
 nothing inside can leave the machine. The ranges are unusual ones, so that a real cluster's routes
 on a developer's machine are not hidden. A second node hangs on the first one's network, not on the
-machine's, which need not forward packets for it.
+machine's, which need not forward packets for it. A second cluster beside the first is for tests
+that run at once; it shares no address and no folder with it.
 
 | what | first node | second node |
 | --- | --- | --- |
@@ -12,6 +13,9 @@ machine's, which need not forward packets for it.
 | pods | 10.213.0.0/17 | 10.213.128.0/17 |
 | services (ClusterIP) | 10.214.0.0/16; API server .0.1, DNS .0.10 | the same |
 | cgroups | ``rose-dev`` in every hierarchy | ``rose-dev-2`` |
+| in the second cluster | link ``rose-dev2``, 10.215.0.9 and .10 | ``rose-dev3``, .13 and .14 |
+| its pods | 10.211.0.0/17 | 10.211.128.0/17 |
+| its services, cgroups | 10.212.0.0/16; ``rose-dev-b`` | the same; ``rose-dev-b-2`` |
 """
 
 from __future__ import annotations
@@ -23,17 +27,26 @@ from pathlib import Path
 from rose_dev.parts import cache_root
 
 NODE_NAME = "rose-dev"
-LINK = "rose-dev0"
-CGROUP = "rose-dev"
-HOST_ADDRESS = "10.215.0.1"
-NODE_ADDRESS = "10.215.0.2"
-LINK_RANGE = "10.215.0.0/29"  # both links
-POD_RANGE = "10.213.0.0/16"
-SERVICE_RANGE = "10.214.0.0/16"
-API_SERVICE = "10.214.0.1"
-DNS_SERVICE = "10.214.0.10"
+"""Of the first node of each cluster, in its API server."""
 MARK = "ROSE_DEV_NODE"
 """Environment variable that marks every process of the node, so that ``down`` finds them all."""
+
+
+@dataclass(frozen=True)
+class ClusterRanges:
+    """What the nodes of one cluster share.
+
+    Attributes:
+        links: range of both links.
+        pods, services: ranges of all its pods and ClusterIPs.
+        api_service, dns_service: ClusterIPs of the API server and of DNS.
+    """
+
+    links: str
+    pods: str
+    services: str
+    api_service: str
+    dns_service: str
 
 
 @dataclass(frozen=True)
@@ -41,12 +54,14 @@ class NodeAddress:
     """Name and addresses of one node.
 
     Attributes:
+        ranges: of its cluster.
         link: the other end's interface.
         gateway, address: the two ends of the link, a /30.
         pods: range of its pods.
         cgroup: name of its cgroup trees.
     """
 
+    ranges: ClusterRanges
     name: str
     link: str
     gateway: str
@@ -55,10 +70,36 @@ class NodeAddress:
     cgroup: str
 
 
-FIRST = NodeAddress(NODE_NAME, LINK, HOST_ADDRESS, NODE_ADDRESS, "10.213.0.0/17", CGROUP)
-SECOND = NodeAddress(
-    "rose-dev-2", "rose-dev1", "10.215.0.5", "10.215.0.6", "10.213.128.0/17", "rose-dev-2"
-)
+def _nodes(number: int, suffix: str) -> tuple[NodeAddress, NodeAddress]:
+    """Both nodes of the cluster with this number."""
+    pods, services, link = f"10.{213 - 2 * number}", f"10.{214 - 2 * number}", 8 * number
+    ranges = ClusterRanges(
+        f"10.215.0.{link}/29",
+        f"{pods}.0.0/16",
+        f"{services}.0.0/16",
+        f"{services}.0.1",
+        f"{services}.0.10",
+    )
+
+    def node(place: int, name: str, seat: str) -> NodeAddress:
+        first = link + 4 * place
+        return NodeAddress(
+            ranges,
+            name,
+            f"rose-dev{2 * number + place}",
+            f"10.215.0.{first + 1}",
+            f"10.215.0.{first + 2}",
+            f"{pods}.{128 * place}.0/17",
+            f"rose-dev{suffix}{seat}",
+        )
+
+    return node(0, NODE_NAME, ""), node(1, "rose-dev-2", "-2")
+
+
+_SUFFIXES = ("", "-b")
+CLUSTERS = tuple(_nodes(number, suffix) for number, suffix in enumerate(_SUFFIXES))
+"""First and second node of each cluster that a machine can have."""
+FIRST, SECOND = CLUSTERS[0]
 
 
 @dataclass(frozen=True)
@@ -76,7 +117,8 @@ class NodeFolders:
 
     def second(self) -> NodeFolders:
         """The place of the second node beside this one."""
-        return NodeFolders(Path(f"{self.run}-2"), Path(f"{self.data}-2"), SECOND)
+        (second,) = (two for one, two in CLUSTERS if one == self.seat)
+        return NodeFolders(Path(f"{self.run}-2"), Path(f"{self.data}-2"), second)
 
     @property
     def kubeconfig(self) -> Path:
@@ -109,7 +151,12 @@ class NodeFolders:
         return self.run / "containerd.sock"
 
 
-def place() -> NodeFolders:
-    """The machine's node: ``ROSE_DEV_DIR`` (default /run/rose-dev) and the user's cache."""
-    run = Path(os.environ.get("ROSE_DEV_DIR") or "/run/rose-dev")
-    return NodeFolders(run.absolute(), (cache_root() / "node").absolute())
+def place(number: int = 0) -> NodeFolders:
+    """The machine's node: ``ROSE_DEV_DIR`` (default /run/rose-dev) and the user's cache.
+
+    Args:
+        number: of the cluster; people's is the first.
+    """
+    run, suffix = Path(os.environ.get("ROSE_DEV_DIR") or "/run/rose-dev"), _SUFFIXES[number]
+    data = cache_root() / f"node{suffix}"
+    return NodeFolders(Path(f"{run.absolute()}{suffix}"), data.absolute(), CLUSTERS[number][0])

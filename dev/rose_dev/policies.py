@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from rose_dev.build import build
 from rose_dev.node import Node
 from rose_dev.parts import POLICIES
-from rose_dev.place import NODE_NAME, SERVICE_RANGE
+from rose_dev.place import NODE_NAME
 from rose_dev.waiting import wait_until
 
 COMPONENT = "kube-router"
@@ -43,7 +43,7 @@ def enforced(node: Node) -> Iterator[None]:
         "--health-port=0",
         f"--kubeconfig={node.kubeconfig}",
         f"--hostname-override={NODE_NAME}",
-        f"--service-cluster-ip-range={SERVICE_RANGE}",
+        f"--service-cluster-ip-range={node.place.seat.ranges.services}",
     ]
     node.sandbox.start(COMPONENT, command)
     try:

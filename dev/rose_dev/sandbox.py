@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rose_dev import cgroups
 from rose_dev.errors import DevelopmentError, StartFailed
-from rose_dev.place import MARK, POD_RANGE, SERVICE_RANGE, NodeFolders
+from rose_dev.place import MARK, NodeFolders
 from rose_dev.shell import run, succeeds, tail
 from rose_dev.waiting import wait_until
 
@@ -65,8 +65,9 @@ class Sandbox:
         cgroups.make(self.place.seat.cgroup)
         if beside is None:
             self._connect(_on_machine)
-            for range_ in (POD_RANGE, SERVICE_RANGE):
-                _on_machine(["ip", "route", "add", range_, "via", self.place.seat.address])
+            seat = self.place.seat
+            for range_ in (seat.ranges.pods, seat.ranges.services):
+                _on_machine(["ip", "route", "add", range_, "via", seat.address])
         else:
             self._connect(beside.run)
             self._exchange_routes(beside)

@@ -1,11 +1,12 @@
-"""Pytest fixtures that bring up Kubernetes once per test session.
+"""Pytest fixtures that bring up Kubernetes once per test process.
 
 ``control_plane`` is the API server alone (no root). ``node`` is the whole one-node Kubernetes, in
 place of which an existing cluster is never taken: tests break things. Both are shared by every test
-of the session, so tests make namespaces of their own. A node that a killed session left behind is
-replaced; a node that a person brought up is used and left running. ``second_node`` is another
-beside it. ``gpu_node`` is the node with GPUs, for which a node without is replaced, and the other
-way round.
+of the process, so tests make namespaces of their own. A machine has room for two clusters
+(``place``), and a process takes the first that no other one holds. A node that a killed session
+left behind is replaced; a node that a person brought up is used and left running. ``second_node``
+is another beside it. ``gpu_node`` is the node with GPUs, for which a node without is replaced, and
+the other way round.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 
@@ -22,6 +23,7 @@ from rose_dev.control_plane import ControlPlane
 from rose_dev.errors import DevelopmentError, NotSupported
 from rose_dev.gpu_node.starting import profile_of
 from rose_dev.node import Node, require_root
+from rose_dev.place import CLUSTERS, NodeFolders, place
 from rose_dev.second import SecondNode
 
 _TURN_SECONDS = 240.0
@@ -39,15 +41,18 @@ def control_plane() -> Iterator[ControlPlane]:
 
 
 class NodeSession:
-    """The node of this test session.
+    """The node of this test process.
+
+    Args:
+        at: where it runs; this process alone holds it.
 
     Attributes:
         node: for the tests.
         ours: the session has brought it up, and takes it down.
     """
 
-    def __init__(self) -> None:
-        self.node = Node()
+    def __init__(self, at: NodeFolders) -> None:
+        self.node = Node(at)
         self._owner = self.node.place.run / "owner"
         left_behind = self._owner.exists()
         self.ours = left_behind or not self.node.sandbox.alive()
@@ -76,20 +81,23 @@ class NodeSession:
 
 @pytest.fixture(scope="session")
 def node_session() -> Iterator[NodeSession]:
-    """Holds the machine's node for this session; other sessions wait for their turn."""
+    """Holds one of the machine's clusters for this process; a third process waits for its turn."""
     try:
         require_root()
     except NotSupported as error:
         pytest.skip(str(error))
-    lock = Node().place.run.with_suffix(".tests.lock")
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
-        _take(file.fileno(), lock)
-        session = NodeSession()
+    with _free_place() as at:
+        session = NodeSession(at)
         try:
             yield session
         finally:
             session.close()
+
+
+@pytest.fixture(scope="session")
+def ending_session(node_session: NodeSession) -> NodeSession:
+    """``node_session`` for what ends the node; such files run before the others (``lanes``)."""
+    return node_session
 
 
 @pytest.fixture
@@ -134,15 +142,22 @@ def with_gpus(gpu_session: NodeSession) -> Node:
     return gpu_session.ensure(MACHINE)
 
 
-def _take(handle: int, lock: Path) -> None:
+@contextmanager
+def _free_place() -> Iterator[NodeFolders]:
+    """The first cluster's place that no other process holds, held until the end."""
     deadline = time.monotonic() + _TURN_SECONDS
     while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                message = f"another test session has held the node for long (lock {lock})"
-                raise DevelopmentError(message) from None
-            time.sleep(0.5)
-        else:
-            return
+        for at in map(place, range(len(CLUSTERS))):
+            lock = at.run.with_suffix(".tests.lock")
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            with lock.open("w") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                yield at
+                return
+        if time.monotonic() > deadline:
+            message = f"other test sessions have held every node for long (lock {lock})"
+            raise DevelopmentError(message)
+        time.sleep(0.5)

@@ -32,16 +32,25 @@ STACKS = signal.SIGUSR2
 
 _GRACE = "watchdog_grace"
 _END = "watchdog_end"
+_TOGETHER = "together"
 _LIMIT = pytest.StashKey[float]()
 _STDERR = pytest.StashKey[int]()
 
 
 class _Once(LoadFileScheduling):
-    """Does not run a test again that has ended its worker.
+    """Gives files that share something slow (``together``) to one worker, as one.
+
+    And it does not run a test again that has ended its worker.
 
     xdist's own gives all that a dead worker had left to the next one, the deadly test first, until
     so many workers have died that the run gives up.
     """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        groups = [line.split() for line in self.config.getini(_TOGETHER)]
+        names = [group[0] for group in groups if file.startswith(tuple(group))]
+        return names[0] if names else file
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Count the test that ran as done before the rest is given to others."""
@@ -67,6 +76,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the settings."""
     grace = "seconds a test may go on after its timeout has been raised in it"
     parser.addini(_GRACE, grace, default="60")
+    shared = "beginnings of paths per line: one worker runs all files of a line"
+    parser.addini(_TOGETHER, shared, type="linelist")
     parser.addini(_END, "seconds from the end of the tests to the end of the process", default="60")
 
 

@@ -34,6 +34,7 @@ def installation(
     *values: str,
     chart: tuple[str, ...] = (str(CHART),),
     before: tuple[dict[str, Any], ...] = (),
+    smoke: bool = False,
 ) -> Iterator[None]:
     """ROSE, what stands beside it, and one model on the node.
 
@@ -42,6 +43,7 @@ def installation(
         values: further words for ``helm install``, such as ``--set`` of the chart.
         chart: what ``helm install`` is given of it.
         before: objects that the chart with these values needs, in namespaces that end with it.
+        smoke: run ``helm test`` as well; a test that lends asks for more than it does.
     """
     remove(node)
     wait_until(
@@ -61,10 +63,11 @@ def installation(
     try:
         try:
             node.helm("install", *where, *given, "--wait", "--timeout=120s", seconds=150)
-            tested = node.helm("test", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
+            if smoke:
+                said = node.helm("test", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
+                assert "Succeeded" in said
         except CommandFailed as error:
             pytest.fail("\n\n".join([str(error), *seen(node)]))
-        assert "Succeeded" in tested
         beside = (HERE / "cluster.yaml").read_text() + tenants_secret(models)
         if built.name:
             store = "command: [rose, weights"
@@ -130,7 +133,7 @@ def remove(node: Node) -> None:
     kinds = "deployments,replicasets,daemonsets,jobs,pods"
     places = (SYSTEM, ROUTERS, SERVING, RESEARCH)
     for name in places:
-        where = (f"--namespace={name}", "--all", "--grace-period=5", "--wait=false")
+        where = (f"--namespace={name}", "--all", "--grace-period=1", "--wait=false")
         node.kubectl("delete", kinds, *where)
     names = [f"namespace/{name}" for name in places]
     node.kubectl("delete", "--ignore-not-found", "--wait=false", *names)

@@ -65,7 +65,7 @@ SPARED = {
 @pytest.fixture
 def installed(node: Node, tmp_path: Path) -> Iterator[Node]:
     """ROSE from the chart with fake engines, and one model on the node."""
-    with installation(node, make_models(tmp_path)):
+    with installation(node, make_models(tmp_path), smoke=True):
         yield node
 
 

@@ -147,7 +147,7 @@ def closed(node_session: NodeSession, tmp_path_factory: pytest.TempPathFactory) 
     try:
         with (
             enforced(node),
-            installation(node, make_models(models), f"--values={file}", before=before),
+            installation(node, make_models(models), f"--values={file}", before=before, smoke=True),
         ):
             stranger = {"network": "stranger"}
             apply(

@@ -35,7 +35,7 @@ OWN_STATUS = ("python", "-c", "print(open('/proc/self/status').read())")
 @pytest.fixture
 def observing(node: Node, tmp_path: Path) -> Iterator[Node]:
     """ROSE with lending as by default, which is off, and a pool that only observes."""
-    with installation(node, make_models(tmp_path), "--set=lending.enabled=false"):
+    with installation(node, make_models(tmp_path), "--set=lending.enabled=false", smoke=True):
         mode(node, "Observe")
         yield node
 

@@ -93,11 +93,11 @@ def test_a_marker_that_a_file_has_without_naming_it_is_refused(pytester: pytest.
     found.stderr.fnmatch_lines(["*test_hidden.py: name the marker cluster*"])
 
 
-def test_what_ends_the_node_comes_first_then_a_second_node_and_what_needs_gpus_last(
+def test_what_needs_gpus_comes_first_then_what_ends_the_node_and_a_second_node_last(
     pytester: pytest.Pytester,
 ) -> None:
     of = "node_session"
-    fixtures = {of: "", "node": of, "second_session": of, "gpu_session": of}
+    fixtures = {of: "", "node": of, "ending_session": of, "second_session": of, "gpu_session": of}
     made = (f"@pytest.fixture\ndef {name}({of}): pass\n" for name, of in fixtures.items())
     pytester.makepyfile(shared="import pytest\n" + "".join(made))
     pytester.syspathinsert()
@@ -106,9 +106,19 @@ def test_what_ends_the_node_comes_first_then_a_second_node_and_what_needs_gpus_l
         "test_2": "def test_b(): pass\ndef test_c(gpu_session): pass\n",
         "test_3": "def test_d(node, second_session): pass\n",
         "test_4": "def test_e(node): pass\n",
-        "test_5": "def test_f(node_session): pass\n",
+        "test_5": "def test_f(ending_session): pass\n",
     }
     shared = {name: f"from shared import *\n{text}" for name, text in tests.items()}
     found = run(pytester, "-v", **shared)
-    found.stdout.fnmatch_lines([f"*::test_{name} *" for name in "faedbc"])
+    found.stdout.fnmatch_lines([f"*::test_{name} *" for name in "bcfaed"])
     run(pytester, "-m", "node", **shared).assert_outcomes(passed=4, deselected=2)
+
+
+def test_what_was_tried_again_is_written_down(pytester: pytest.Pytester) -> None:
+    once = "seen = []\ndef test_a():\n    seen.append(1)\n    assert len(seen) > 1\n"
+    text = f"{once}def test_b(): pass\n"
+    again = ("-p", "pytest_rerunfailures", "--reruns", "1")
+    run(pytester, *again, "--write-reruns", "out/again", test_1=text)
+    assert (pytester.path / "out/again").read_text() == "test_1.py::test_a\n"
+    run(pytester, *again, "--write-reruns", "out/again", test_1="def test_b(): pass\n")
+    assert (pytester.path / "out/again").read_text() == ""

@@ -10,7 +10,7 @@ import pytest
 from rose_dev import cgroups, sandbox
 from rose_dev.node import Node
 from rose_dev.node_init import SYSCTLS
-from rose_dev.place import CGROUP, NodeFolders
+from rose_dev.place import NodeFolders
 from rose_dev.shell import run
 from rose_dev.testing import NodeSession
 from rose_dev.waiting import wait_until
@@ -48,7 +48,7 @@ def machine(own: NodeFolders) -> dict[str, object]:
         "tables": run(["nft", "list", "tables"], seconds=30).stdout,
         "routes": run(["ip", "route", "show", "via", own.seat.address], seconds=30).stdout,
         "mounts": sorted(mount for mount in mounts if mount.startswith(folders)),
-        "cgroups": cgroups.trees(CGROUP),
+        "cgroups": cgroups.trees(own.seat.cgroup),
         "folders": [path for path in ("/run/containerd", "/run/rose") if Path(path).exists()],
     }
 
@@ -60,17 +60,17 @@ def answers(node: Node, inside: str) -> bool:
 
 def freeze(node: Node) -> None:
     """Freeze every pod, as a guard that dies in the middle would leave them."""
-    for tree in cgroups.trees(CGROUP):
+    for tree in cgroups.trees(node.place.seat.cgroup):
         for state in (tree / "kubepods").rglob("freezer.state"):
             state.write_text("FROZEN")
 
 
-def test_a_life_leaves_nothing(node_session: NodeSession) -> None:
-    if not node_session.ours:
+def test_a_life_leaves_nothing(ending_session: NodeSession) -> None:
+    if not ending_session.ours:
         pytest.skip("a node that somebody brought up is running; this test would end it")
-    node_session.node.down()
-    before = machine(node_session.node.place)
-    node = node_session.ensure()
+    ending_session.node.down()
+    before = machine(ending_session.node.place)
+    node = ending_session.ensure()
     node.kubectl("create", "namespace", "life")
     wait_until(
         lambda: "default" in node.kubectl("get", "serviceaccount", "--namespace=life"),

@@ -6,17 +6,19 @@ import os
 import shutil
 import tarfile
 from ipaddress import IPv4Interface, IPv4Network
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rose_dev import build, cgroups, components, image, main, node_files, parts, policies, shell
+from rose_dev import place as places
 from rose_dev.components import Layout
 from rose_dev.errors import BuildFailed, CommandFailed, StartFailed
 from rose_dev.parts import Part
 from rose_dev.pki import Authority, service_account_keys
-from rose_dev.place import FIRST, LINK_RANGE, POD_RANGE, SECOND, NodeFolders
+from rose_dev.place import CLUSTERS, FIRST, SECOND, NodeFolders
 from rose_dev.waiting import until, wait_until
 
 UPSTREAM = """module k8s.io/kubernetes
@@ -84,22 +86,28 @@ def test_pods_have_no_way_out() -> None:
         link = json.loads(node_files.cni(seat))["plugins"][0]
         assert link["ipMasq"] is False
         assert "0.0.0.0/0" not in [route["dst"] for route in link["ipam"]["routes"]]
-    assert "forward" not in node_files.corefile(Path("/pki"))
+    assert "forward" not in node_files.corefile(FIRST, Path("/pki"))
 
 
-def test_the_nodes_share_no_address_and_no_folder(tmp_path: Path) -> None:
-    first = place(tmp_path)
-    second = first.second()
-    assert not IPv4Network(FIRST.pods).overlaps(IPv4Network(SECOND.pods))
-    assert {first.run, first.data, FIRST.cgroup}.isdisjoint(
-        {second.run, second.data, SECOND.cgroup}
-    )
-    links = [IPv4Interface(f"{seat.address}/30").network for seat in (FIRST, SECOND)]
-    assert not links[0].overlaps(links[1])
-    for seat, link in zip((FIRST, SECOND), links, strict=True):
+def test_the_nodes_share_no_address_and_no_folder() -> None:
+    nodes = [node for cluster in CLUSTERS for node in cluster]
+    firsts = [places.place(number) for number in range(len(CLUSTERS))]
+    both = [each for one in firsts for each in (one, one.second())]
+    folders = [path for each in both for path in (each.run, each.data)]
+    ranges = {seat.ranges for seat in nodes}
+    taken = [IPv4Network(seat.pods) for seat in nodes]
+    taken += [IPv4Interface(f"{seat.address}/30").network for seat in nodes]
+    taken += [IPv4Network(one.services) for one in ranges]
+    assert [each.seat for each in both] == nodes
+    assert len(ranges) == len(CLUSTERS)
+    assert len(set(folders)) == len(folders)
+    assert len({seat.cgroup for seat in nodes}) == len({seat.link for seat in nodes}) == len(nodes)
+    assert [(a, b) for a, b in combinations(taken, 2) if a.overlaps(b)] == []
+    for seat in nodes:
+        link = IPv4Interface(f"{seat.address}/30").network
         assert IPv4Interface(f"{seat.gateway}/30").network == link
-        assert link.subnet_of(IPv4Network(LINK_RANGE))
-        assert IPv4Network(seat.pods).subnet_of(IPv4Network(POD_RANGE))
+        assert link.subnet_of(IPv4Network(seat.ranges.links))
+        assert IPv4Network(seat.pods).subnet_of(IPv4Network(seat.ranges.pods))
 
 
 def test_settings_without_which_no_node_comes_up(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from rose_dev import cgroups, sandbox
 from rose_dev.node import Node
-from rose_dev.place import NODE_NAME, SECOND
+from rose_dev.place import NODE_NAME
 from rose_dev.second import SecondNode
 from rose_dev.waiting import wait_until
 
@@ -79,13 +79,13 @@ def test_pods_of_two_nodes_are_one_cluster_and_a_drain_moves_them(
 ) -> None:
     node.kubectl("create", "namespace", "two")
     node.kubectl("apply", "--namespace=two", "--filename=-", stdin=web())
-    both = {NODE_NAME, SECOND.name}
+    both = {NODE_NAME, second.name}
     wait_until(lambda: set(pods(node).values()) == both, "a pod on each node", seconds=120)
     for pod in pods(node):
         asked = ("exec", "--namespace=two", pod, "--", "python", "-c")
         for _ in range(4):  # the Service picks either
             assert node.kubectl(*asked, ASK).strip() == "200"
-    drain = ("drain", SECOND.name, "--ignore-daemonsets", "--delete-emptydir-data")
+    drain = ("drain", second.name, "--ignore-daemonsets", "--delete-emptydir-data")
     node.kubectl(*drain, "--timeout=100s", seconds=120)
     wait_until(
         lambda: list(pods(node).values()) == [NODE_NAME] * 2, "both pods on the first", seconds=120
@@ -93,6 +93,6 @@ def test_pods_of_two_nodes_are_one_cluster_and_a_drain_moves_them(
 
     second.down()
     assert sandbox.marked(second.place) == set()
-    assert cgroups.trees(SECOND.cgroup) == []
+    assert cgroups.trees(second.place.seat.cgroup) == []
     assert not second.place.run.exists()
     assert node.healthy(), "the first node goes on"
