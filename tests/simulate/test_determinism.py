@@ -44,6 +44,7 @@ def made(scenarios: Path, out: Path, hashes: int) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_equal_seeds_give_equal_bytes_of_every_study(tmp_path: Path, scenarios: Path) -> None:
     one, other = (made(scenarios, tmp_path / str(number), number) for number in (1, 2))
     assert one == other
