@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,14 @@ def test_the_limit_of_a_run_says_what_ran_last(project: Path) -> None:
     assert "not over after 10 s, ended: " in ended.stderr
     assert "began last: test_it.py::test_hangs_in_its_finally" in ended.stderr
     assert "in test_hangs_in_its_finally" in ended.stderr
+
+
+def test_files_that_belong_together_have_one_worker(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text(f"{_SETTINGS}together = a/ c/\n")
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"test_{folder}.py").write_text("def test_it(): pass\n" * 4)
+    said = pytest_in(tmp_path, "-v", "-n", "2", "--dist", "loadfile").stdout
+    workers = re.findall(r"\[(gw\d)\].*PASSED (\w)/test", said)
+    ran = {folder: worker for worker, folder in workers}
+    assert ran["a"] == ran["c"] != ran["b"]
