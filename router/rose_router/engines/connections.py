@@ -106,7 +106,7 @@ class Connection(asyncio.Protocol):
             ConnectionResetError: the connection ended before.
         """
         while not self.status:
-            await self._news()
+            await self._next_data()
         return self.status
 
     async def chunk(self) -> bytes:
@@ -118,8 +118,8 @@ class Connection(asyncio.Protocol):
         while not self._chunks:
             if self._whole:
                 return b""
-            await self._news()
-        return self._come()
+            await self._next_data()
+        return self._drain()
 
     async def answer(self, take: Take) -> None:
         """Hand on the body of an answer with status 200, in the moment in which it comes.
@@ -132,16 +132,16 @@ class Connection(asyncio.Protocol):
         Raises:
             ConnectionResetError: the connection ended before the message did.
         """
-        while await self._news(take):
+        while await self._next_data(take):
             if self.status not in {0, 200}:
                 return
 
-    def _handed(self, take: Take) -> bool:
+    def _hand_over(self, take: Take) -> bool:
         """Whether more will come and is wanted, after all that has come."""
-        wanted = take(self._come()) if self._chunks else True
+        wanted = take(self._drain()) if self._chunks else True
         return wanted and not self._whole
 
-    def _come(self) -> bytes:
+    def _drain(self) -> bytes:
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
         if self._size > _MOST_BYTES and self._transport is not None:
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
         if self.stage is Stage.LOST:
             return
         if self._whole:
-            self._rest()
+            self._finish_answer()
         else:
             self._set_timer(END_SECONDS, Stage.ENDING)
 
@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
 
-    async def _news(self, take: Take | None = None) -> bool:
+    async def _next_data(self, take: Take | None = None) -> bool:
         if self.stage is Stage.LOST:
             message = "the connection ended before the answer did"
             raise ConnectionResetError(message)
@@ -186,14 +186,14 @@ class Connection(asyncio.Protocol):
             if take is None or self.stage is Stage.LOST:
                 waiter.set_result(True)
             elif self.status == 200:
-                if not self._handed(take):
+                if not self._hand_over(take):
                     waiter.set_result(False)
             elif self.status:
                 waiter.set_result(True)
         except Exception as error:  # noqa: BLE001  # the waiter's own, not the connection's
             waiter.set_exception(error)
 
-    def _rest(self) -> None:
+    def _finish_answer(self) -> None:
         if not self._reusable:
             self.hang_up()
             return
@@ -283,7 +283,7 @@ class Connection(asyncio.Protocol):
         self._whole = True
         self._reusable = self._parser.should_keep_alive()
         if self.stage is Stage.ENDING:
-            self._rest()
+            self._finish_answer()
 
 
 class Connections:
@@ -316,11 +316,11 @@ class Connections:
         kept = self._take(place)
         if kept is not None:
             try:
-                return await _asked(kept, request, take)
+                return await _send(kept, request, take)
             except ConnectionResetError:
                 if not kept.silent:
                     raise
-        return await _asked(await self._open(place), request, take)
+        return await _send(await self._open(place), request, take)
 
     def give_back(self, connection: Connection) -> None:
         """It may be used again."""
@@ -360,7 +360,7 @@ class Connections:
         except OSError as error:
             message = f"{host}:{port}: {error}"
             raise Unreachable(message) from error
-        if known and _shown(transport) not in known:
+        if known and _certificate_digest(transport) not in known:
             connection.hang_up()
             message = f"{host}:{port} shows a certificate that its node has not told us of"
             raise Unreachable(message)
@@ -381,14 +381,14 @@ def _context(*, pinned: bool) -> ssl.SSLContext:
     return context
 
 
-def _shown(transport: asyncio.BaseTransport) -> str:
+def _certificate_digest(transport: asyncio.BaseTransport) -> str:
     """SHA-256 of the certificate at the other end, in hex."""
     tls = transport.get_extra_info("ssl_object")
     certificate = tls.getpeercert(binary_form=True) if tls is not None else None
     return hashlib.sha256(certificate or b"").hexdigest()
 
 
-async def _asked(connection: Connection, request: bytes, take: Take | None) -> Connection:
+async def _send(connection: Connection, request: bytes, take: Take | None) -> Connection:
     connection.ask(request)
     try:
         if take is None:

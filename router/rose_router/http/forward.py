@@ -63,12 +63,12 @@ def middleware(peers: Peers, session: aiohttp.ClientSession) -> Middleware:
         if FORWARDED in request.headers or not peers.others:
             return await handler(request)
         if request.path.startswith("/sessions/"):
-            pass_on = _then_everywhere if request.method == "POST" else _where_known
+            pass_on = _answer_then_tell if request.method == "POST" else _where_known
             return await pass_on(request, handler, peers, session)
         if request.method != "POST":
             return await handler(request)
         if request.path in _EVERYWHERE:
-            return await _everywhere(request, handler, peers, session)
+            return await _answer_everywhere(request, handler, peers, session)
         if request.path in _TURNS:
             passed = await _at_home(request, peers, session)
             return passed or await _where_known(request, handler, peers, session)
@@ -137,20 +137,23 @@ def _listed(said: object) -> bool:
     return isinstance(said, list) and all(isinstance(one, dict) for one in said)
 
 
-async def _everywhere(
+async def _answer_everywhere(
     request: web.Request, handler: Handler, peers: Peers, session: aiohttp.ClientSession
 ) -> web.StreamResponse:
     raw, headers = await raw_body(request), _headers(request, peers.me)
     tls = peers.http()
-    calls = (_told(peer, request.path_qs, raw, headers, session, tls=tls) for peer in peers.others)
+    calls = (
+        _post_to_peer(peer, request.path_qs, raw, headers, session, tls=tls)
+        for peer in peers.others
+    )
     told = asyncio.gather(*calls)
     ours, theirs = await handler(request), await told
     if request.path == "/trajectories" and isinstance(ours, web.Response) and ours.status == 200:
-        return _known_somewhere(ours, theirs)
+        return _unknown_everywhere(ours, theirs)
     return ours
 
 
-async def _then_everywhere(
+async def _answer_then_tell(
     request: web.Request, handler: Handler, peers: Peers, session: aiohttp.ClientSession
 ) -> web.StreamResponse:
     """The answer of this replica, after which the others have the session's turns, too."""
@@ -158,7 +161,9 @@ async def _then_everywhere(
     if (told := request.get(TOLD)) is not None:
         path = request.rel_url.raw_path.rpartition("/")[0] + "/turns"
         headers, tls = _headers(request, peers.me), peers.http()
-        calls = (_told(peer, path, told, headers, session, tls=tls) for peer in peers.others)
+        calls = (
+            _post_to_peer(peer, path, told, headers, session, tls=tls) for peer in peers.others
+        )
         await asyncio.gather(*calls)
     return answer
 
@@ -169,13 +174,15 @@ def labels_to(peers: Peers, session: aiohttp.ClientSession) -> virtual.Tell:
     async def tell(request: web.Request, body: dict[str, str]) -> None:
         headers = _headers(request, peers.me)
         tls = peers.http()
-        calls = (_told(peer, "/labels", body, headers, session, tls=tls) for peer in peers.others)
+        calls = (
+            _post_to_peer(peer, "/labels", body, headers, session, tls=tls) for peer in peers.others
+        )
         await asyncio.gather(*calls)
 
     return tell
 
 
-async def _told(
+async def _post_to_peer(
     peer: Peer,
     path: str,
     body: object,
@@ -196,7 +203,7 @@ async def _told(
         return b""
 
 
-def _known_somewhere(ours: web.Response, theirs: list[bytes]) -> web.Response:
+def _unknown_everywhere(ours: web.Response, theirs: list[bytes]) -> web.Response:
     unknown = set(_unknown(ours.body if isinstance(ours.body, bytes) else b""))
     for raw in theirs:
         if raw:

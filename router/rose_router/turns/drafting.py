@@ -51,7 +51,7 @@ class _Sent:
     at: float
 
 
-class _Said:
+class _RunningAnswers:
     """What unfinished answers have said so far: made when asked for, and once."""
 
     def __init__(self) -> None:
@@ -169,11 +169,13 @@ class Drafter:
                 found[one.process].append(one)
         return found
 
-    def _seen(self, processes: Mapping[str, Sequence[Engine]]) -> tuple[dict[str, set[str]], _Said]:
+    def _seen(
+        self, processes: Mapping[str, Sequence[Engine]]
+    ) -> tuple[dict[str, set[str]], _RunningAnswers]:
         """Questions by process, and who answers them on any."""
         asked: dict[str, set[str]] = {name: set() for name in processes}
         process = {one.name: name for name, engines in processes.items() for one in engines}
-        said = _Said()
+        said = _RunningAnswers()
         for turn in self._turns():
             if turn.leg is None or not (question := self._question(turn)):
                 continue

@@ -114,7 +114,7 @@ class TurnRunner:
             holds = turn.held
             context, more = len(turn.transcript.prompt) + holds, holds - held - view.expected
             self._queue.leave(engine, turn.request.session, context, turn.request.job, more)
-        self._after(turn, engine, move)
+        self._conclude_leg(turn, engine, move)
 
     def view(self, turn: Turn) -> TurnView:
         """A turn as placement sees it now."""
@@ -143,7 +143,7 @@ class TurnRunner:
             *(engine.name, engine.kind, self._new_rid(), str(engine.version), held),
             reused=engine.update.reuses_kv,
         )
-        handle = LiveLeg(leg.rid, now, now, can_move=partial(self._elsewhere, turn, engine))
+        handle = LiveLeg(leg.rid, now, now, can_move=partial(self._can_move, turn, engine))
         handle.task = turn.task
         engine.legs[leg.rid] = handle
         engine.turns += 1
@@ -168,7 +168,7 @@ class TurnRunner:
             try:
                 await self._read(turn, engine, leg, handle)
             except (BrokenStream, LegLost) as error:
-                return await self._judged(turn, engine, leg, error)
+                return await self._judge_loss(turn, engine, leg, error)
             else:
                 return MoveReason.ABORTED if leg.aborted else MoveReason.UNPLACED
         except asyncio.CancelledError:
@@ -179,7 +179,7 @@ class TurnRunner:
                 engine.back_off(self._clock())
             return handle.verdict
 
-    async def _judged(
+    async def _judge_loss(
         self, turn: Turn, engine: Engine, leg: Leg, error: BrokenStream | LegLost
     ) -> MoveReason:
         """Whose fault it is that reading the leg ended early."""
@@ -286,7 +286,7 @@ class TurnRunner:
         context = len(turn.transcript.prompt) + turn.held
         self._sessions.settle(turn.request.trajectory, Home(engine.name, context, leg.version))
 
-    def _after(self, turn: Turn, engine: Engine, move: MoveReason | None) -> None:
+    def _conclude_leg(self, turn: Turn, engine: Engine, move: MoveReason | None) -> None:
         leg = turn.transcript.legs[-1]
         dropped = leg.offset + len(leg.ids) > turn.held
         if move is None and not dropped:
@@ -294,9 +294,9 @@ class TurnRunner:
         elif turn.held >= turn.request.most_tokens:
             self._finish(turn, {"type": "length", "length": turn.request.most_tokens})
         else:
-            self._moved(turn, engine, move or MoveReason.UNPLACED)
+            self._note_move(turn, engine, move or MoveReason.UNPLACED)
 
-    def _moved(self, turn: Turn, engine: Engine, move: MoveReason) -> None:
+    def _note_move(self, turn: Turn, engine: Engine, move: MoveReason) -> None:
         turn.moves.append(TurnMove(move, engine.name, turn.held))
         if turn.trace is not None:
             turn.trace.move(turn.moves[-1])
@@ -312,7 +312,7 @@ class TurnRunner:
             message = f"the turn lost {count} engines, the last {engine.name} ({move})"
             raise TurnLost("EnginesLost", message, retry_after=5)
 
-    def _elsewhere(self, turn: Turn, engine: Engine) -> bool:
+    def _can_move(self, turn: Turn, engine: Engine) -> bool:
         view = self.view(turn)
         others = frozenset({engine.name})
         return not turn.request.dedicated_because and self._queue.is_possible(view, others)
@@ -409,7 +409,7 @@ class LegReader:
         now, before, turn = self._clock(), self._leg.placed, self._turn
         try:
             for event in events:
-                if not self._took(event, now, halt):
+                if not self._take_event(event, now, halt):
                     return False
         finally:
             if self._leg.placed > before:
@@ -421,7 +421,7 @@ class LegReader:
                 turn.changed.fire()
         return True
 
-    def _took(self, event: StreamEvent, now: float, halt: Callable[[], None] | None) -> bool:
+    def _take_event(self, event: StreamEvent, now: float, halt: Callable[[], None] | None) -> bool:
         leg, handle = self._leg, self._handle
         if self._over:
             if event.finish is not None:

@@ -109,7 +109,7 @@ class _Began:
 
 
 @dataclass(eq=False)
-class _Line:
+class _SessionSteps:
     """What a session's host is still to be told.
 
     Attributes:
@@ -144,13 +144,13 @@ class TurnClock:
         self._tracing = tracing
         self._history: History = _nothing
         self.trust = Trust()
-        self._lines: dict[tuple[str, str], _Line] = {}
+        self._lines: dict[tuple[str, str], _SessionSteps] = {}
         self._turns: dict[Turn, float | None] = {}
         self._versions: OrderedDict[tuple[str, str], dict[str, None]] = OrderedDict()
 
     def begin_turn(self, turn: Turn) -> None:
         """See ``Listener``."""
-        name = _named(turn)
+        name = _session_name(turn)
         if not name[1] or not self._hosts.serve(name[0]):
             return
         line = self._lines.get(name)
@@ -158,18 +158,18 @@ class TurnClock:
             metrics.SANDBOX_STEPS.labels("turn", "skipped").inc()
             return
         if line is None:
-            line = self._lines[name] = _Line()
+            line = self._lines[name] = _SessionSteps()
         line.live += 1
         expected = self._turns[turn] = self._expected(turn)
         if line.live == 1:  # a turn beside another is the same wait
             line.steps.append(_Began(turn, expected))
-            self._go(name, line)
+            self._start_telling(name, line)
 
     def end_turn(self, turn: Turn) -> None:
         """See ``Listener``."""
         if turn not in self._turns:
             return
-        expected, name = self._turns.pop(turn), _named(turn)
+        expected, name = self._turns.pop(turn), _session_name(turn)
         if expected is not None:
             self.trust.note(expected, self._clock() - turn.began)
         self._note_versions(name, turn)
@@ -182,7 +182,7 @@ class TurnClock:
             metrics.SANDBOX_STEPS.labels("turn", "late").inc()
         else:
             line.steps.append("ready")
-        self._go(name, line)
+        self._start_telling(name, line)
 
     def end_session(self, trajectory: str) -> None:
         """See ``Listener``."""
@@ -195,9 +195,9 @@ class TurnClock:
             metrics.SANDBOX_STEPS.labels("ended", "skipped").inc()
             return
         if line is None:
-            line = self._lines[name] = _Line()
+            line = self._lines[name] = _SessionSteps()
         line.steps.append("ended")
-        self._go(name, line)
+        self._start_telling(name, line)
 
     def remember(self, history: History) -> None:
         """See ``Listener``."""
@@ -215,25 +215,25 @@ class TurnClock:
         job, mark, session = trajectory.partition("/")
         return (job, session) if mark and self._hosts.serve(job) else ("", trajectory)
 
-    def _go(self, name: tuple[str, str], line: _Line) -> None:
+    def _start_telling(self, name: tuple[str, str], line: _SessionSteps) -> None:
         if line.task is None and line.steps:
             line.task = asyncio.create_task(self._tell(name, line))
-        self._tidy(name, line)
+        self._drop_if_idle(name, line)
 
-    async def _tell(self, name: tuple[str, str], line: _Line) -> None:
+    async def _tell(self, name: tuple[str, str], line: _SessionSteps) -> None:
         try:
             while line.steps:
                 step = line.steps.popleft()
                 if isinstance(step, _Began):
-                    line.begun = await self._told(name, "turn", self._body(name, step))
+                    line.begun = await self._tell_host(name, "turn", self._body(name, step))
                 elif step == "ended" or line.begun:
-                    await self._told(name, step, dict)
+                    await self._tell_host(name, step, dict)
                     line.begun = False
         finally:
             line.task = None
-            self._tidy(name, line)
+            self._drop_if_idle(name, line)
 
-    async def _told(self, name: tuple[str, str], step: str, body: Body) -> bool:
+    async def _tell_host(self, name: tuple[str, str], step: str, body: Body) -> bool:
         tracing = self._tracing
         span = tracing.begin_step(named(*name), step) if tracing is not None else None
         took = await self._hosts.tell(*name, step, body)
@@ -244,7 +244,7 @@ class TurnClock:
         metrics.SANDBOX_STEPS.labels(step, "told" if took else "untold").inc()
         return bool(took)
 
-    def _tidy(self, name: tuple[str, str], line: _Line) -> None:
+    def _drop_if_idle(self, name: tuple[str, str], line: _SessionSteps) -> None:
         idle = not line.live and not line.steps and line.task is None
         if idle and self._lines.get(name) is line:
             del self._lines[name]
@@ -269,7 +269,7 @@ class TurnClock:
             self._versions.popitem(last=False)
 
 
-def _named(turn: Turn) -> tuple[str, str]:
+def _session_name(turn: Turn) -> tuple[str, str]:
     """Job and session by its caller's name."""
     job, session = turn.request.job, turn.request.session
     return job, session.removeprefix(f"{job}/") if job else session

@@ -66,7 +66,7 @@ class Warmer:
         self._view = view
         self._bound, self._returns = WarmBound(), ReturnRates()
         self._resting: dict[str, _Rest] = {}
-        self._came: dict[Turn, str] = {}
+        self._warmed_for: dict[Turn, str] = {}
 
     def __len__(self) -> int:
         return sum(rest.task is not None for rest in self._resting.values())
@@ -79,11 +79,11 @@ class Warmer:
         self._returns.record_return(turn.began - rest.since)
         self._stop(rest, WarmOutcome.LATE)
         if rest.warm:
-            self._came[turn] = rest.warm
+            self._warmed_for[turn] = rest.warm
 
     def end_turn(self, turn: Turn) -> None:
         """Note the end of a turn: its trajectory rests, and may come back."""
-        warm, legs = self._came.pop(turn, ""), turn.transcript.legs
+        warm, legs = self._warmed_for.pop(turn, ""), turn.transcript.legs
         if warm:
             used = bool(legs) and legs[0].engine == warm
             metrics.WARMED.labels(WarmOutcome.USED if used else WarmOutcome.ELSEWHERE).inc()
@@ -126,7 +126,7 @@ class Warmer:
         if not self._resting or self._queue.held:
             return
         newest = islice(reversed(self._resting.values()), _MOST_ASKED)
-        still = [self._told(rest) for rest in newest if rest.task is None]
+        still = [self._as_resting(rest) for rest in newest if rest.task is None]
         busy = {one.engine.name for one in self._resting.values() if one.engine is not None}
         found = to_warm(
             still,
@@ -172,7 +172,7 @@ class Warmer:
             rest.task = rest.engine = None
             metrics.WARMED.labels(why).inc()
 
-    def _told(self, rest: _Rest) -> Resting:
+    def _as_resting(self, rest: _Rest) -> Resting:
         name = rest.turn.request.trajectory
         home = self._sessions.home(name)
         engine = self._fleet.get(home.engine) if home else None
@@ -200,7 +200,7 @@ class Warmer:
         try:
             body = _prefill(rest.turn, rid, version)
             target = Target.of(engine.update)
-            last = _Last()
+            last = _LastEvent()
             await self._client.stream(target, body, last.take)
             whole = last.whole
         except (LegLost, EngineRefused, BrokenStream):
@@ -219,7 +219,7 @@ class Warmer:
             rest.warm = engine.name
 
 
-class _Last:
+class _LastEvent:
     """What of a prefill's events is of interest.
 
     Attributes:

@@ -72,7 +72,7 @@ class TurnHandlers:
         stored: StoredResponses,
     ) -> None:
         self._service = service
-        self._model_words = words
+        self._model_tokenizer = words
         self._readers = ThreadPoolExecutor(_READERS, "bodies")
         self._tree = tree
         self._known = KnownDigests()
@@ -80,7 +80,7 @@ class TurnHandlers:
 
     @property
     def _tokenizer(self) -> Tokenizer | None:
-        return self._model_words.current
+        return self._model_tokenizer.current
 
     def _history(self, find: Find | None = None) -> History | None:
         tokenizer = self._tokenizer
@@ -90,11 +90,11 @@ class TurnHandlers:
         """SGLang's ``/generate``."""
         body = await self._read(request)
         reading = partial(sglang.read, body, request.headers, self._tokenizer, random_rid)
-        ask = await self._aside(request, reading, body)
+        ask = await self._off_loop(request, reading, body)
         with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], self._sglang_events)
-            await _all_over(turns)
+            await _wait_all(turns)
             _raise_if_all_failed(turns)
             answers = [self._sglang_answer(turn) for turn in turns]
         return _json(answers if ask.listed else answers[0])
@@ -103,15 +103,15 @@ class TurnHandlers:
         """OpenAI's ``/v1/completions``."""
         body = await self._read(request)
         reading = partial(completions.read, body, request.headers, self._tokenizer, random_rid)
-        ask = await self._aside(request, reading, body)
+        ask = await self._off_loop(request, reading, body)
         model = self._service.settings.model
         answering = CompletionReplies(model, self._tokenizer, self._names(body))
         with self._turns(request, ask) as turns:
             if ask.stream:
                 voices = [(turn, answering.events(turn, n)) for n, turn in enumerate(turns)]
                 counted = partial(answering.counted, turns) if ask.usage else None
-                return await self._speak(request, voices, counted)
-            await _all_over(turns)
+                return await self._stream_answers(request, voices, counted)
+            await _wait_all(turns)
             _raise_if_all_failed(turns)
             return _json(answering.answer(turns))
 
@@ -126,12 +126,12 @@ class TurnHandlers:
             told = partial(partial, answering.message)
             if ask.stream:
                 voices = [
-                    (turn, self._noting(ask, turn, answering.events(turn, n), told(turn)))
+                    (turn, self._then_note(ask, turn, answering.events(turn, n), told(turn)))
                     for n, turn in enumerate(turns)
                 ]
                 counted = partial(answering.counted, turns) if len(turns) > 1 else None
-                return await self._speak(request, voices, counted)
-            await _all_over(turns)
+                return await self._stream_answers(request, voices, counted)
+            await _wait_all(turns)
             _raise_if_all_failed(turns)
             for turn in turns:
                 typed_abort(turn)
@@ -140,8 +140,8 @@ class TurnHandlers:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """Anthropic's ``/v1/messages``."""
-        body = await self._aside(request, partial(messages.chat_of, await self._read(request)))
-        tokenizer = self._words()
+        body = await self._off_loop(request, partial(messages.chat_of, await self._read(request)))
+        tokenizer = self._require_tokenizer()
         ask = await self._read_chat(request, body)
         with self._turns(request, ask) as (turn,):
             reader = OutputReader(turn, tokenizer, body)
@@ -151,21 +151,21 @@ class TurnHandlers:
 
     async def count_tokens(self, request: web.Request) -> JsonReply:
         """Anthropic's ``/v1/messages/count_tokens``."""
-        body = await self._aside(request, partial(messages.chat_of, await self._read(request)))
-        tokenizer = self._words()
-        counted = await self._aside(request, partial(chat.prompt_of, body, tokenizer))
+        body = await self._off_loop(request, partial(messages.chat_of, await self._read(request)))
+        tokenizer = self._require_tokenizer()
+        counted = await self._off_loop(request, partial(chat.prompt_of, body, tokenizer))
         return _json({"input_tokens": len(counted)})
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/responses``."""
         body = await self._read(request)
-        tokenizer = self._words()
+        tokenizer = self._require_tokenizer()
         job = _job_of(request)
         if job is None:
             job = Hints(body, request.headers).job
         previous = responses.previous_of(body)
         before = self._stored.find(job, previous) if previous else ()
-        read = await self._aside(request, partial(responses.read, body, before))
+        read = await self._off_loop(request, partial(responses.read, body, before))
         ask = await self._read_chat(request, read.chat)
         with self._turns(request, ask) as (turn,):
             reader = OutputReader(turn, tokenizer, read.chat)
@@ -184,13 +184,13 @@ class TurnHandlers:
         body = await self._read(request)
         if body.get("messages") is not None:
             prompt = partial(chat.prompt_of, body, self._tokenizer)
-            ids = list(await self._aside(request, prompt))
+            ids = list(await self._off_loop(request, prompt))
         else:
             special = body.get("add_special_tokens") is not False
             instead = "token ids everywhere"
             words = _prompt_text(body)
             told = (words, self._tokenizer, "prompt", instead)
-            ids = list(await self._aside(request, partial(encoded, *told, special=special)))
+            ids = list(await self._off_loop(request, partial(encoded, *told, special=special)))
         return _json(
             {
                 "tokens": ids,
@@ -208,7 +208,7 @@ class TurnHandlers:
             raise InvalidTurn(message)
 
         def text() -> str:
-            return self._words().decode(token_ids(tokens, "tokens"), skip_special=False)
+            return self._require_tokenizer().decode(token_ids(tokens, "tokens"), skip_special=False)
 
         if len(await raw_body(request)) <= _LONG_BODY:
             return _json({"prompt": text()})
@@ -226,11 +226,11 @@ class TurnHandlers:
             random_rid,
             context=self._service.bounds().context,
         )
-        ask = await self._aside(request, reading, body)
+        ask = await self._off_loop(request, reading, body)
         with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], _vllm_events)
-            await _all_over(turns)
+            await _wait_all(turns)
             _raise_if_all_failed(turns)
             return _json(_vllm_answer(turns))
 
@@ -252,7 +252,7 @@ class TurnHandlers:
 
     async def _read_chat(self, request: web.Request, body: Mapping[str, Any]) -> ParsedRequest:
         raw = await raw_body(request)
-        find = self._found_from_afar() if len(raw) > _LONG_BODY else None
+        find = self._find_from_thread() if len(raw) > _LONG_BODY else None
         reading = partial(
             chat.read,
             body,
@@ -263,9 +263,9 @@ class TurnHandlers:
             history=self._history(find),
             job=_job_of(request),
         )
-        return await self._aside(request, reading)
+        return await self._off_loop(request, reading)
 
-    async def _aside(
+    async def _off_loop(
         self,
         request: web.Request,
         work: Callable[[], Made],
@@ -285,7 +285,7 @@ class TurnHandlers:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._readers, copy_context().run, work)
 
-    def _found_from_afar(self) -> Find:
+    def _find_from_thread(self) -> Find:
         """Asks the tree from another thread; the tree has one of its own, the loop's."""
         loop = asyncio.get_running_loop()
 
@@ -301,13 +301,13 @@ class TurnHandlers:
     async def _read(self, request: web.Request) -> dict[str, Any]:
         """The body; one with text in it is read on once there is a tokenizer, or will be none."""
         body = await read_body(request)
-        if self._tokenizer is None and _says_words(body):
-            await self._model_words.wait(self._service.settings.queue.seconds)
+        if self._tokenizer is None and _needs_tokenizer(body):
+            await self._model_tokenizer.wait(self._service.settings.queue.seconds)
         return body
 
-    def _words(self) -> Tokenizer:
+    def _require_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            why = self._model_words.missing()
+            why = self._model_tokenizer.missing()
             if not why:  # the body has no text that would have been waited for
                 why = (
                     "no engine has brought the model's tokenizer yet; send what the route asks for"
@@ -324,7 +324,7 @@ class TurnHandlers:
     ) -> web.StreamResponse:
         """Answer an agent's harness."""
         if ask.stream:
-            noting = self._noting(ask, turn, answering.events(), answering.message)
+            noting = self._then_note(ask, turn, answering.events(), answering.message)
             return await self._stream(request, turn, lambda _: noting, NAMED)
         await turn.ended_event.wait()  # without being woken by every token
         _raise_if_all_failed([turn])
@@ -332,7 +332,7 @@ class TurnHandlers:
         self._note(ask, turn, answering.message())
         return _json(answer)
 
-    def _noting(
+    def _then_note(
         self, ask: ParsedRequest, turn: Turn, events: Iterable[Any], told: Callable[[], Message]
     ) -> Events:
         """The events; after the last one the turn is noted as it was told."""
@@ -377,12 +377,12 @@ class TurnHandlers:
         framing: Framing = PLAIN,
     ) -> web.StreamResponse:
         # The status is decided by the first thing there is to say.
-        await _begun(turn)
+        await _wait_begun(turn)
         _raise_if_all_failed([turn])
         limit = self._service.settings.limits.write_seconds
         return await Stream(request, turn, events(turn), limit, framing).run()
 
-    async def _speak(
+    async def _stream_answers(
         self,
         request: web.Request,
         voices: list[tuple[Turn, Events]],
@@ -392,8 +392,8 @@ class TurnHandlers:
         turns = [turn for turn, _ in voices]
         if len(voices) == 1:
             ((turn, events),) = voices
-            return await self._stream(request, turn, lambda _: _ended(events, counted))
-        await _any_begun(turns)
+            return await self._stream(request, turn, lambda _: _with_last_event(events, counted))
+        await _wait_any_begun(turns)
         _raise_if_all_failed(turns)
         limit = self._service.settings.limits.write_seconds
         last = [counted] if counted is not None else []
@@ -413,7 +413,7 @@ class TurnHandlers:
         return parts.sglang(turn, self._tokenizer)
 
 
-def _says_words(body: Mapping[str, Any]) -> bool:
+def _needs_tokenizer(body: Mapping[str, Any]) -> bool:
     """Whether a body cannot be read without a tokenizer."""
     if body.get("input_ids") is not None:
         return False
@@ -430,7 +430,7 @@ def _takes_long(body: Mapping[str, Any]) -> bool:
     Each of these takes longer than its bytes: 64,000 prompts of one token take 0.1 s.
     """
     sampling = body.get("sampling_params") or {}
-    if not isinstance(sampling, dict) or _says_words(body):
+    if not isinstance(sampling, dict) or _needs_tokenizer(body):
         return True
     ids = body.get("input_ids") or body.get("prompt")
     if isinstance(ids, list) and isinstance(ids[0], list):
@@ -470,14 +470,14 @@ def _job_of(request: web.Request) -> str | None:
     return caller.job or ("" if caller.limited else None)
 
 
-async def _begun(turn: Turn) -> None:
+async def _wait_begun(turn: Turn) -> None:
     """Wait until there is something to say."""
     while not turn.is_over and not turn.first_token_at:
         await turn.changed.wait()
 
 
-async def _any_begun(turns: list[Turn]) -> None:
-    waiting = [asyncio.create_task(_begun(turn)) for turn in turns]
+async def _wait_any_begun(turns: list[Turn]) -> None:
+    waiting = [asyncio.create_task(_wait_begun(turn)) for turn in turns]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -485,13 +485,13 @@ async def _any_begun(turns: list[Turn]) -> None:
             task.cancel()
 
 
-def _ended(events: Events, last: Callable[[], dict[str, Any]] | None) -> Events:
+def _with_last_event(events: Events, last: Callable[[], dict[str, Any]] | None) -> Events:
     yield from events
     if last is not None:
         yield last()
 
 
-async def _all_over(turns: list[Turn]) -> None:
+async def _wait_all(turns: list[Turn]) -> None:
     for turn in turns:
         await turn.ended_event.wait()  # without being woken by every token
 
