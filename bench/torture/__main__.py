@@ -46,7 +46,7 @@ _LATER = {
     "relay.block": 3,
     "sync.block": 3,
     "engine.stage.tile": 3,
-    "engine.commit.scatter": 5,
+    "engine.commit.scatter": 1,
 }
 _FULL_DISK = (
     "store.opened",

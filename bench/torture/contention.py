@@ -100,7 +100,7 @@ def partition(world: TortureRig) -> str:
 
 def rank_late(world: TortureRig) -> str:
     """The other rank stops in mid-swap for longer than the vote lasts: all undo, and try again."""
-    with _two_ranks(world, "engine.commit.scatter#2=stop"):
+    with _two_ranks(world, "engine.commit.scatter#1=stop"):
         world.publish()
         member = _member(world)
         until(lambda: _stopped(member), "the other rank stops in mid-swap")
@@ -116,7 +116,7 @@ def rank_late(world: TortureRig) -> str:
 
 def rank_never(world: TortureRig) -> str:
     """The other rank stops for ever: the engine says so, and is started anew."""
-    with _two_ranks(world, "engine.commit.scatter#2=stop"):
+    with _two_ranks(world, "engine.commit.scatter#1=stop"):
         world.publish()
         member = _member(world)
         until(lambda: _stopped(member), "the other rank stops in mid-swap")
