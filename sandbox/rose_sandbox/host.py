@@ -147,6 +147,7 @@ class Host:
         self.tunnel_limits = tunnels
         self._renewing: asyncio.Task[None] | None = None
         self._fenced: dict[str, str] = {}
+        self._named: set[asyncio.Task[ExecResult]] = set()
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         scratch.mkdir(parents=True, exist_ok=True)
 
@@ -207,9 +208,28 @@ class Host:
             name: of the command in the trajectory; run once: asked again, its result is told again.
             shell: that lives on between commands; None: a fresh one.
 
+        A cancelled call kills its command. One with a name runs on, and whoever asks for it again
+        is told how it ended.
+
         Raises:
             CommandDiffers: another command has been run under that name.
         """
+        doing = self._exec(session, command, within, name, shell)
+        if name is None:
+            return await doing
+        task = asyncio.create_task(doing)
+        self._named.add(task)
+        task.add_done_callback(self._has_run)
+        return await asyncio.shield(task)
+
+    def _has_run(self, task: asyncio.Task[ExecResult]) -> None:
+        self._named.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may have gone, and who asks again is told anew
+
+    async def _exec(
+        self, session: str, command: str, within: float, name: str | None, shell: str | None
+    ) -> ExecResult:
         async with self._acting(session) as box:
             digest = hashlib.sha256(command.encode()).hexdigest()
             known = box.commands.get(name) if name is not None else None
@@ -537,7 +557,11 @@ class Host:
         await self._begin(name, box, watching)
 
     async def close(self) -> None:
-        """End boundaries and let go; sandboxes and records stay."""
+        """End boundaries and commands, and let go; sandboxes and records stay."""
+        named = tuple(self._named)
+        for task in named:
+            task.cancel()
+        await asyncio.gather(*named, return_exceptions=True)
         for box in tuple(self._boxes.values()):
             await self._settle(box)
             if box.egress is not None:

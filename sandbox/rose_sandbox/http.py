@@ -84,7 +84,7 @@ BODILESS = {HTTPStatus.NO_CONTENT, HTTPStatus.RESET_CONTENT, HTTPStatus.NOT_MODI
 UNNAMED_BYTES = 1 << 20
 """Of a file, or a body to a port, whose length its caller does not say: it is held to know it."""
 GONE_SECONDS = 1.0
-"""Between looks whether the caller of a port is there: with its place among the tunnels it goes."""
+"""Between looks whether the caller of a port or of a command is there: what it asked for goes."""
 MOST_BURN_SECONDS = 60.0
 """A guard that dies must not stop checkpoints for ever."""
 
@@ -277,12 +277,16 @@ class _Api:
         await self._host.end(_key(request), forget=request.query.get("forget") == "true")
         return web.Response(status=204)
 
-    async def exec(self, request: web.Request) -> web.Response:
+    async def exec(self, request: web.Request) -> web.StreamResponse:
         asked = await _read(request, _Exec)
-        made = await self._host.exec(
-            _key(request), asked.command, asked.within, name=asked.name, shell=asked.shell
-        )
-        return _json(asdict(made))  # streams are base64
+
+        async def run() -> web.StreamResponse:
+            made = await self._host.exec(
+                _key(request), asked.command, asked.within, name=asked.name, shell=asked.shell
+            )
+            return _json(asdict(made))  # streams are base64
+
+        return await _for_its_caller(request, run())
 
     async def read(self, request: web.Request) -> web.Response:
         data = await self._host.read_file(_key(request), request.query.get("path", ""))
@@ -453,7 +457,7 @@ async def _sent(request: web.Request, writer: asyncio.StreamWriter, within: floa
 async def _for_its_caller(
     request: web.Request, work: Coroutine[Any, Any, web.StreamResponse]
 ) -> web.StreamResponse:
-    """A server that says nothing is waited for while its caller waits, and not by nobody."""
+    """A server that says nothing, or a command, is waited for while its caller waits."""
     task = asyncio.create_task(work)
     try:
         while not task.done() and request.transport is not None:

@@ -140,6 +140,40 @@ class Contract:
         assert (await runtime.exec(box, "sleep 1000", 1)).timed_out
         await said(runtime, box, "pgrep -x sleep")
 
+    @pytest.mark.parametrize("session", ["main", None])
+    async def test_a_command_whose_caller_has_gone_is_killed_and_the_next_one_does_not_wait(
+        self, runtime: Runtime, box: Handle, session: str | None
+    ) -> None:
+        await said(runtime, box, "export X=1; sleep 1001 &", session="main")
+        command = "echo 1 > /home/begun; sleep 1000; echo 1 > /home/ended"
+        asking = asyncio.create_task(runtime.exec(box, command, 600, session=session))
+        async with asyncio.timeout(20):
+            while (await runtime.exec(box, "test -e /home/begun", 20)).exit_code:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert await said(runtime, box, "echo $X", session="main") == "1\n"
+        left = await said(runtime, box, "pgrep -x sleep")
+        assert len(left.split()) == 1, "the job of before alone"
+        if session is None:  # a session's shell lives, and goes on to what stands behind
+            with pytest.raises(BadPath):
+                await runtime.read_file(box, "/home/ended")
+
+    async def test_a_caller_that_goes_at_once_leaves_no_command_that_begins_later(
+        self, runtime: Runtime, box: Handle
+    ) -> None:
+        for steps in range(6):
+            command = "sleep 0.5 && echo 1 > /home/ended"
+            asking = asyncio.create_task(runtime.exec(box, command, 600, session="main"))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        assert await said(runtime, box, "sleep 1; echo on", session="main") == "on\n"
+        with pytest.raises(BadPath):
+            await runtime.read_file(box, "/home/ended")
+
     async def test_long_output_is_cut_in_the_middle(self, runtime: Runtime, box: Handle) -> None:
         await runtime.write_file(box, "/home/long", b"a" * 600 + b"b" * 600)
         result = await runtime.exec(box, "cat long", 20, output_bytes=100)

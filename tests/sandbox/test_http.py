@@ -17,6 +17,7 @@ from rose_core.rights import Listener, verbs
 from rose_core.sandboxes.outside import Effect, EffectsCrossed
 from rose_core.sandboxes.policy import Wait
 from rose_core.sandboxes.turns import OutOfTurn
+from rose_dev.waiting import until
 from rose_sandbox.client import RemoteHost, Sandbox
 from rose_sandbox.errors import (
     AlreadyThere,
@@ -69,6 +70,32 @@ async def test_an_agent_works_forks_and_leaves_nothing_behind(served: Served) ->
         assert await box.read("/home/a") == b"2"
     assert served.world.host.sessions() == ()
     assert served.world.records.turns("s") == ()
+
+
+async def test_a_command_ends_with_its_caller_and_one_with_a_name_is_told_to_the_next(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier waited ten minutes behind a command of an agent that its harness had ended."""
+    monkeypatch.setattr("rose_sandbox.http.GONE_SECONDS", 0.05)
+    far = RemoteHost(served.url, "word")
+    async with Sandbox(session="s", host=far) as box:
+
+        async def gives_up(command: str, name: str | None) -> None:
+            asking = asyncio.create_task(box.run(command, name=name))
+            await until(served.world.host._box("s").lock.locked)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+        await gives_up("sleep 500; echo x >> /home/a", None)
+        async with asyncio.timeout(20):
+            assert (await box.run("test -e /home/a")).exit_code == 1
+
+        counted = "sleep 0.3; echo x >> /home/b"
+        await gives_up(counted, "turn-1")
+        for _ in range(2):
+            assert (await box.run(counted, name="turn-1")).exit_code == 0
+        assert await box.read("/home/b") == b"x\n"
+    await far.close()
 
 
 async def test_errors_come_back_by_their_names(served: Served) -> None:

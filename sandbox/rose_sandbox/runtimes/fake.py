@@ -297,10 +297,12 @@ class FakeRuntime:
             code, lost, late = await shell.run(command), False, False
         except _Exit as exited:
             code, lost, late = exited.code, session is not None, False
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as error:
             code, lost, late = 124, False, True
             for pid in set(world.processes) - before:
                 del world.processes[pid]
+            if isinstance(error, asyncio.CancelledError):
+                raise
         if lost and session is not None:
             del world.sessions[session]
         out, err = bytes(shell.out), bytes(shell.err)

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rose_sandbox.errors import (
@@ -23,6 +24,7 @@ from rose_sandbox.errors import (
     CannotRestore,
     NotListening,
     RuntimeFailed,
+    SandboxError,
     TooLarge,
     UnknownSandbox,
 )
@@ -41,7 +43,7 @@ from rose_sandbox.runtimes.processes import (
     thaw,
     ticks,
 )
-from rose_sandbox.runtimes.programs import call, run
+from rose_sandbox.runtimes.programs import call, run, whole
 from rose_sandbox.runtimes.runtime import (
     FILE_BYTES,
     OUTPUT_BYTES,
@@ -60,6 +62,16 @@ GRACE_SECONDS = 1.0
 """For a session's shell to notice that what it waited for was killed, before it is killed too."""
 SETTLE_TRIES = 250
 """Half a second on a busy machine; a runner that has answered ends within its next slice."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A command under way; ``begun``: before it was asked for, as ``Stat.started`` counts."""
+
+    key: str
+    number: str
+    session: str | None
+    begun: int
 
 
 class RuncRuntime(ContainerRuntime):
@@ -178,44 +190,56 @@ class RuncRuntime(ContainerRuntime):
         number = f"{time.time_ns():x}{self._next:x}"
         begun = ticks()
         with self._root(handle.key) as root:
-            await self._in_thread(self._ask, root, number, command, session)
-            lost = late = False
-            code: int | None = None
-            ends, killed = time.monotonic() + within, 0.0
-            for turn, pause in enumerate(pauses()):
-                answer = await self._in_thread(look, root, f"{number}.rc")
-                if answer is not None and answer.endswith(b"\n"):
-                    word, _, rest = answer.decode().strip().partition(" ")
-                    code, lost = int(word), rest == "lost"
-                    break
-                now = time.monotonic()
-                if turn % 16 == 15 and await self._in_thread(is_gone, root, number):
-                    # The runner was killed, and says nothing.
-                    answer = await self._in_thread(look, root, f"{number}.rc")
-                    if answer is None:
-                        code, lost = 137, session is not None
-                        break
-                if now >= ends:
-                    late = True
-                    if not killed:
-                        killed = now
-                    hard = session is None or now > killed + GRACE_SECONDS
-                    await self._in_thread(self._kill, handle.key, root, number, begun, hard)
-                    if hard and session is None:
-                        break
-                await asyncio.sleep(pause)
+            told = _Asked(handle.key, number, session, begun)
+            try:
+                await whole(self._in_thread(self._ask, root, number, command, session))
+                code, lost, late = await self._ended(told, root, within)
+            except asyncio.CancelledError:
+                await whole(self._give_up(told))
+                raise
             out = await self._in_thread(look, root, f"{number}.out")
             err = await self._in_thread(look, root, f"{number}.err")
             await self._in_thread(self._settle, handle.key, root, number)
             await self._in_thread(self._tidy, handle.key, root, number)
         return ExecResult(
-            124 if late or code is None else code,
+            124 if late else code,
             cut_output(out or b"", output_bytes),
             cut_output(err or b"", output_bytes),
             timed_out=late,
             cut=max(len(out or b""), len(err or b"")) > output_bytes,
             session_lost=lost,
         )
+
+    async def _ended(self, asked: _Asked, root: int, within: float) -> tuple[int, bool, bool]:
+        """How a command ended: its code, whether its session is lost, whether it was too late."""
+        number, session = asked.number, asked.session
+        ends, killed = time.monotonic() + within, 0.0
+        for turn, pause in enumerate(pauses()):
+            answer = await self._in_thread(look, root, f"{number}.rc")
+            if answer is not None and answer.endswith(b"\n"):
+                word, _, rest = answer.decode().strip().partition(" ")
+                return int(word), rest == "lost", killed > 0
+            if turn % 16 == 15 and await self._in_thread(is_gone, root, number):
+                # The runner was killed, and says nothing.
+                answer = await self._in_thread(look, root, f"{number}.rc")
+                if answer is None:
+                    return 137, session is not None, killed > 0
+            now = time.monotonic()
+            if now >= ends:
+                killed = killed or now
+                hard = session is None or now > killed + GRACE_SECONDS
+                runs = await self._in_thread(self._kill, asked, root, hard)
+                if session is None or not runs:
+                    return 124, False, True
+            await asyncio.sleep(pause)
+        raise AssertionError("pauses never end")
+
+    async def _give_up(self, asked: _Asked) -> None:
+        """Kill a command whose caller has gone."""
+        with suppress(SandboxError, OSError), self._root(asked.key) as root:
+            await self._ended(asked, root, 0.0)
+            await self._in_thread(self._settle, asked.key, root, asked.number)
+            await self._in_thread(self._tidy, asked.key, root, asked.number)
 
     def _ask(self, root: int, number: str, command: str, session: str | None) -> None:
         try:
@@ -232,23 +256,33 @@ class RuncRuntime(ContainerRuntime):
         finally:
             os.close(door)
 
-    def _kill(self, key: str, root: int, number: str, begun: int, hard: bool) -> None:
-        """What a command's runner started since; ``hard``: the runner itself too."""
-        runner = runner_of(root, number)
-        table = {pid: entry for pid in self._pids(key) if (entry := stat_of(pid)) is not None}
+    def _kill(self, asked: _Asked, root: int, hard: bool) -> bool:
+        """What a command's runner started since; ``hard``: the runner itself too.
+
+        Returns:
+            False: it has no runner, as where no more processes are allowed, and never runs.
+        """
+        # A runner says who it is before it reads this.
+        self._unlink(root, f"{asked.number}.cmd")
+        runner = runner_of(root, asked.number)
+        if runner is None:
+            return False
+        pids = self._pids(asked.key)
+        table = {pid: entry for pid in pids if (entry := stat_of(pid)) is not None}
         top = next((pid for pid in table if inner_pid(pid) == runner), None)
         if top is None:
-            return
+            return True
         below = {top}
         while True:  # a table is short: at most Limits.pids
             more = {pid for pid, one in table.items() if one.parent in below or one.session == top}
             if more <= below:
                 break
             below |= more
-        doomed = {pid for pid in below - {top} if table[pid].started >= begun}
+        doomed = {pid for pid in below - {top} if table[pid].started >= asked.begun}
         for pid in doomed | ({top} if hard else set()):
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
+        return True
 
     def _settle(self, key: str, root: int, number: str) -> None:
         """Wait until a command's runner has ended or, a session's, waits for the next one.
@@ -269,15 +303,18 @@ class RuncRuntime(ContainerRuntime):
         for pid in self._pids(key):
             with suppress(OSError):
                 held |= {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+        names = [f"{number}.{ending}" for ending in ("cmd", "pid", "rc", "out", "err")]
+        self._unlink(root, *(one for one in names if f"{inside.FOLDER}/{one}" not in held))
+
+    def _unlink(self, root: int, *names: str) -> None:
         try:
             folder = kernel.open_in(root, inside.FOLDER, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
             return
         try:
-            for ending in ("cmd", "pid", "rc", "out", "err"):
-                if f"{inside.FOLDER}/{number}.{ending}" not in held:
-                    with suppress(OSError):
-                        os.unlink(f"{number}.{ending}", dir_fd=folder)
+            for name in names:
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
         finally:
             os.close(folder)
 

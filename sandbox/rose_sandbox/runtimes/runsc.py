@@ -28,6 +28,7 @@ from rose_sandbox.errors import (
     CannotRestore,
     NotListening,
     RuntimeFailed,
+    SandboxError,
     TooLarge,
     UnknownSandbox,
 )
@@ -38,7 +39,7 @@ from rose_sandbox.runtimes.held import OpenFile
 from rose_sandbox.runtimes.kernel import FIRST_ID
 from rose_sandbox.runtimes.parts import GVISOR, Parts
 from rose_sandbox.runtimes.processes import pauses
-from rose_sandbox.runtimes.programs import run
+from rose_sandbox.runtimes.programs import run, whole
 from rose_sandbox.runtimes.runtime import (
     FILE_BYTES,
     OUTPUT_BYTES,
@@ -221,13 +222,17 @@ class RunscRuntime(ContainerRuntime):
         channel = self._channel(handle.key)
         number = f"{time.time_ns():x}{secrets.token_hex(2)}"
         then = data if len(data) > SHORT else data.replace(b"\0", b"") + b"\0"
-        word, _ = await channel.ask("run", number, session or "-", len(data), then=then)
-        if word != "ok":
-            raise RuntimeFailed(
-                "the sandbox takes no commands (/run/rose); what ran in it broke or filled that "
-                "folder: go back to an earlier turn, or end it"
-            )
-        code, lost, late = await self._ended(channel, number, within, session)
+        try:
+            word, _ = await channel.ask("run", number, session or "-", len(data), then=then)
+            if word != "ok":
+                raise RuntimeFailed(
+                    "the sandbox takes no commands (/run/rose); what ran in it broke or filled "
+                    "that folder: go back to an earlier turn, or end it"
+                )
+            code, lost, late = await self._ended(channel, number, within, session)
+        except asyncio.CancelledError:
+            await whole(self._give_up(channel, number, session))
+            raise
         try:
             out, err = [await self._stream(channel, f"{number}.{one}") for one in ("out", "err")]
             await channel.ask("drop", number)
@@ -264,12 +269,19 @@ class RunscRuntime(ContainerRuntime):
             if now >= ends:
                 killed = killed or now
                 hard = session is None or now > killed + GRACE_SECONDS
+                word = ""
                 with suppress(Silent):
-                    await channel.ask("kill", number, "hard" if hard else "")
-                if hard and session is None:
+                    word, _ = await channel.ask("kill", number, "hard" if hard else "")
+                if session is None or word == "none":
                     return 124, False, True
             await asyncio.sleep(pause)
         raise AssertionError("pauses never end")
+
+    async def _give_up(self, channel: Channel, number: str, session: str | None) -> None:
+        """Kill a command whose caller has gone."""
+        with suppress(SandboxError):
+            await self._ended(channel, number, 0.0, session)
+            await channel.ask("drop", number)
 
     async def _stream(self, channel: Channel, name: str) -> bytes:
         path = f"/run/rose/{name}".encode() + b"\0"

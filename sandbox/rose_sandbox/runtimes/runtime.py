@@ -238,6 +238,9 @@ class Runtime(Protocol):
     ) -> ExecResult:
         """Run a command of the shell and wait for it, not for what it leaves in the background.
 
+        A cancelled call ends when the command has: it is killed as one past its limit is, for
+        nobody hears how it ends, and the session's next one would wait for it.
+
         Args:
             handle: the sandbox.
             command: for ``bash -c``.

@@ -13,7 +13,7 @@ process or to its programs reaches further than its own sandbox: the host reads 
 | ``hello`` | | ``ok``: the way out is open |
 | ``run N SESSION BYTES`` | the command; a zero byte up to ``SHORT`` | ``ok``, ``bad`` |
 | ``look N`` | | ``done`` and how it ended, ``gone``, ``wait`` |
-| ``kill N HARD`` | | ``ok`` |
+| ``kill N HARD`` | | ``ok``; ``none``: it has no runner, and never runs |
 | ``drop N`` | | ``ok`` |
 | ``join PORT NAME`` | | ``ok``: a connection of that port comes to a socket in ``WAY``; ``none`` |
 | ``part`` | | ``ok``: these have ended, and those on the way out; no new one begins |
@@ -66,11 +66,13 @@ begin() {
   fi
 }
 
-# What a command's runner has started since it began; hard: the runner too.
+# What a command's runner has started since it began; hard: the runner too. It says who it is
+# before it reads what to run.
 end() {
   local hard=$2 top pid line parent session more word
   local -A was=() parents=() sessions=() below=()
-  read -r top <$at/$1.pid || return
+  rm -f $at/$1.cmd
+  read -r top <$at/$1.pid || return 1
   read -r line <$at/$1.was; for word in $line; do was[${word#/proc/}]=1; done
   for word in /proc/[0-9]*/stat; do
     read -r line <$word || continue
@@ -78,7 +80,7 @@ end() {
     read -r _ parent _ session _ <<<"${line##*) }"
     parents[$pid]=$parent; sessions[$pid]=$session
   done
-  [ -n "${parents[$top]}" ] || return
+  [ -n "${parents[$top]}" ] || return 0
   below[$top]=1 more=1
   while [ -n "$more" ]; do
     more=
@@ -93,6 +95,7 @@ end() {
     if [ "$pid" = "$top" ]; then [ -z "$hard" ] || kill -9 "$pid"
     elif [ -z "${was[$pid]}" ]; then kill -9 "$pid"; fi
   done
+  return 0
 }
 
 # A file of up to so many bytes. It has as many as were promised, whatever happens to it meanwhile.
@@ -133,7 +136,7 @@ while :; do
     elif read -r pid <$at/$a.pid && [ ! -d /proc/$pid ] && ! read -r text <$at/$a.rc
     then answer gone
     else answer wait; fi ;;
-  kill) end "$a" "$b"; answer ok ;;
+  kill) if end "$a" "$b"; then answer ok; else answer none; fi ;;
   drop) rm -f $at/$a.{cmd,pid,rc,out,err,was} & answer ok ;;
   get) IFS= read -r -d '' path <&9; give "$path" "$a" ;;
   join)
