@@ -177,6 +177,7 @@ class Host:
                     f"session {session} has records; restore it or end it with forget"
                 )
             spec = SandboxSpec(key_of(session), image, limits, dict(environment or {}), folder)
+            await self._end_leftover(session)
             handle = await self._runtime.create(spec)
 
             def take() -> Owned:
@@ -312,6 +313,11 @@ class Host:
             except Fenced as error:
                 self._remember(session, error)
                 raise
+            await self._end_leftover(session)
+
+    async def _end_leftover(self, session: str) -> None:
+        """What an earlier process of this host left behind, of which nothing is known here."""
+        await self._runtime.end(Handle(key_of(session)))
 
     async def fence(self, session: str) -> int:
         """Under which a session's records are held, here or elsewhere; 0: it has none."""
@@ -468,8 +474,8 @@ class Host:
             box = self._boxes.get(session)
             if box is not None:
                 await self._drop(session, box)
-            else:  # what an earlier process of this host left behind
-                await self._runtime.end(Handle(key_of(session)))
+            else:
+                await self._end_leftover(session)
             ((handle, spec),) = await self._saver.bring(record, [key_of(session)])
             noted = tuple(written_effect(one) for one in happened)
 

@@ -99,7 +99,6 @@ class Saver:
                     parts = await self._runtime.suspend(box.handle, kept)
                 else:
                     parts = await self._cut(box, decision, folder)
-                # Until there is a record, the inspector's mark is ahead of what is saved.
                 box.forced = True
                 await self._publish_whole(box, parts, folder)
                 box.forced = False
@@ -111,8 +110,10 @@ class Saver:
             raise
         except (SandboxError, WeightsError, OSError) as error:
             box.unsaved = str(error)
-            # A suspended sandbox has no processes to go on with: it is brought back at once.
-            if decision.action is Action.SUSPEND and box.forced:
+            # A suspended sandbox has no processes to go on with: it is brought back at once. Where
+            # a suspend failed nobody knows whether it is one; to resume one that runs is nothing.
+            if decision.action is Action.SUSPEND:
+                box.forced = True
                 await self._resume(box)
             box.clock = box.clock.failed()
         box.seconds = self._now() - began
@@ -138,11 +139,12 @@ class Saver:
             return CheckpointParts(box.spec)
         kind = Kind(decision.action.value)
         parts = await self._runtime.checkpoint(box.handle, kind, folder)
+        # From here until there is a record, the inspector's mark is ahead of what is saved.
+        box.forced = True
         await self._inspector.saved(box.spec.key)
         if kind is Kind.FULL:
             return parts
         # Half a cut is whole only while the other half stood still: what changed since is seen now.
-        box.forced = True
         facts = await self._runtime.facts(box.handle)
         since: Effects = await self._inspector.effects(box.spec.key, facts)
         other = since.processes if kind is Kind.FILES else since.files
