@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import AsyncIterator
 
 import pytest
@@ -105,6 +106,108 @@ async def test_turns_are_classed_by_their_net_effect(
         if expected is not None and said.kind is not expected:
             wrong.append((command, expected.value, said))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+# Waits in a read with a text in its memory, and says where that lies.
+TARGET = b"""
+import ctypes, sys
+text = ctypes.create_string_buffer(b"A" * 64)
+open("/home/at", "w").write(str(ctypes.addressof(text)))
+sys.stdin.readline()
+"""
+# Writes into the memory of another process, which does not run meanwhile.
+POKE = b"""
+import os, sys
+process, way = sys.argv[1:]
+path = f"/proc/{process}/mem"
+if way == "relative":
+    os.chdir(f"/proc/{process}")
+    path = "mem"
+if way == "dots":
+    path = f"/home/../proc/{process}/mem"
+if way == "link":
+    os.symlink(path, "/tmp/link")
+    path = "/tmp/link"
+memory = os.open(path, os.O_RDWR)
+if way == "later":
+    os.set_inheritable(memory, True)
+    os.execvp("sh", ["sh", "-c", "read x < /home/go; exec python3 /home/late.py " + str(memory)])
+os.pwrite(memory, b"B", int(open("/home/at").read()))
+"""
+LATE = b"""
+import os, sys
+os.pwrite(int(sys.argv[1]), b"B", int(open("/home/at").read()))
+"""
+
+
+@pytest.mark.parametrize("way", ["plain", "relative", "dots", "link", "later"])
+async def test_a_write_into_the_memory_of_another_process_is_unknown_by_whatever_name(
+    runc: RuncRuntime, inspector: BpfInspector, way: str
+) -> None:
+    """Its name told, so that who went to the folder first was said to have changed nothing."""
+    box = await runc.create(SandboxSpec("box"))
+    for name, program in (("target", TARGET), ("poke", POKE), ("late", LATE)):
+        await runc.write_file(box, f"/home/{name}.py", program)
+    begin = "mkfifo /home/in /home/go; (exec 9<>/home/in; python3 /home/target.py <&9) & "
+    begin += "until [ -s /home/at ]; do sleep 0.1; done"
+    assert (await runc.exec(box, begin, 60)).exit_code == 0
+    poke = f"python3 /home/poke.py $(pgrep -fx 'python3 /home/target.py') {way}"
+    if way == "later":  # it has it open before the turn begins
+        await runc.exec(box, f"({poke}; touch /tmp/done) & sleep 1", 60)
+        poke = "echo > /home/go; until [ -e /tmp/done ]; do sleep 0.1; done"
+    await inspector.watch("box", await runc.facts(box))
+    made = await runc.exec(box, poke, 60)
+    assert made.exit_code == 0, made
+    said = await inspector.effects("box", await runc.facts(box))
+    assert said.unknown == ("memory of another process",)
+
+
+IN_C = "python3 -c 'import ctypes; c = ctypes.CDLL(None); {}'"
+MAPPED = (
+    "import mmap, time; f = open('/home/m', 'wb+'); f.truncate(9); m = mmap.mmap(f.fileno(), 9)"
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (IN_C.format("c.process_vm_writev(1, None, 0, None, 0, 0)"), "memory of another process"),
+        (IN_C.format("c.msgget(7, 0o1600)"), "System V or POSIX queues"),
+        (f'python3 -c "{MAPPED}; time.sleep(1000)" & sleep 1', "shared writable map"),
+    ],
+)
+async def test_what_leaves_no_trace_is_unknown(
+    runc: RuncRuntime, inspector: BpfInspector, command: str, reason: str
+) -> None:
+    box = await runc.create(SandboxSpec("box"))
+    await inspector.watch("box", await runc.facts(box))
+    await runc.exec(box, command, 60)
+    said = await inspector.effects("box", await runc.facts(box))
+    assert (said.kind, said.unknown) == (UNKNOWN, (reason,))
+    await runc.end(box)
+
+
+async def test_an_inspector_that_is_dead_lost_events_or_did_not_watch_vouches_for_nothing(
+    runc: RuncRuntime, inspector: BpfInspector
+) -> None:
+    box = await runc.create(SandboxSpec("box"))
+    facts = await runc.facts(box)
+    assert (await inspector.effects("box", facts)).unknown == ("it was not watched",)
+    await inspector.watch("box", facts)
+    assert (await inspector.effects("box", facts)).kind is NONE
+
+    await runc.exec(box, "ls", 20)
+    await inspector.effects("box", facts)
+    await inspector.saved("box")
+    assert facts.cgroup is not None
+    inspector._program.watch(facts.cgroup.stat().st_ino)  # somebody counts from zero
+    assert "lost events" in (await inspector.effects("box", facts)).unknown
+
+    for link in inspector._program._links:  # the kernel has let go of it
+        inspector._program._lib.bpf_link__destroy(ctypes.c_void_p(link))
+    inspector._program._links = []
+    dead = await inspector.effects("box", facts)
+    assert (dead.kind, dead.unknown) == (UNKNOWN, ("the inspector does not answer",))
 
 
 async def test_tables_of_sockets_are_read_where_there_are_sockets(

@@ -3,6 +3,7 @@
 // a call of anybody else costs one look-up. Next step: `bpf` loads it and reads `watched`.
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>
+#include <bpf/bpf_core_read.h>
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
@@ -32,25 +33,40 @@ struct registers {
 	unsigned long r15, r14, r13, r12, bp, bx, r11, r10, r9, r8, ax, cx, dx, si, di;
 };
 
-#define WRITES 3 // O_WRONLY | O_RDWR
+// Of the kernel's own types what is read here; libbpf finds where it lies in the kernel that runs.
+#define OF_THE_KERNEL __attribute__((preserve_access_index))
+struct super_block { unsigned long s_magic; } OF_THE_KERNEL;
+struct inode { struct super_block *i_sb; } OF_THE_KERNEL;
+struct file { struct inode *f_inode; } OF_THE_KERNEL;
+struct fdtable { unsigned int max_fds; struct file **fd; } OF_THE_KERNEL;
+struct files_struct { struct fdtable *fdt; } OF_THE_KERNEL;
+struct task_struct { struct files_struct *files; } OF_THE_KERNEL;
 
-static __always_inline int opens_memory(const struct registers *at, int with_folder)
+#define PROC_SUPER_MAGIC 0x9fa0
+
+// Whether a descriptor is of the file system of processes: "/proc/N/mem", by whatever name it was
+// opened and by whomever.
+static __always_inline int is_of_processes(unsigned int descriptor)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	struct fdtable *table = BPF_CORE_READ(task, files, fdt);
+	struct file **files, *file;
+
+	if (!table || descriptor >= BPF_CORE_READ(table, max_fds))
+		return 0; // it has none such, and the call fails
+	files = BPF_CORE_READ(table, fd);
+	if (bpf_probe_read_kernel(&file, sizeof(file), files + descriptor))
+		return 1; // not known: count it
+	return file && BPF_CORE_READ(file, f_inode, i_sb, s_magic) == PROC_SUPER_MAGIC;
+}
+
+static __always_inline int writes_to_processes(const struct registers *at, int second)
 {
 	struct registers registers;
-	char path[8] = {};
-	unsigned long flags, name;
 
 	if (bpf_probe_read_kernel(&registers, sizeof(registers), at))
-		return 1; // not known: count it
-	flags = with_folder ? registers.dx : registers.si;
-	name = with_folder ? registers.si : registers.di;
-	if (!(flags & WRITES))
-		return 0;
-	// "/proc/N/mem" and "/proc/self/mem"; not "/proc/sys", which is read-only.
-	if (bpf_probe_read_user_str(path, sizeof(path), (const void *)name) < 0)
-		return 0;
-	return path[0] == '/' && path[1] == 'p' && path[2] == 'r' && path[3] == 'o' &&
-	       path[4] == 'c' && path[5] == '/';
+		return 1;
+	return is_of_processes(second ? registers.dx : registers.di);
 }
 
 static __always_inline int sets_attributes(const struct registers *at)
@@ -80,16 +96,14 @@ int call_begins(struct bpf_raw_tracepoint_args *ctx)
 	case 101: case 311: // ptrace, process_vm_writev
 		rare = OTHERS_MEMORY;
 		break;
-	case 2: // open
-		if (opens_memory((const void *)ctx->args[0], 0))
+	case 1: case 18: case 20: case 296: case 328: // write, pwrite64, writev, pwritev, pwritev2
+	case 40: // sendfile
+		if (writes_to_processes((const void *)ctx->args[0], 0))
 			rare = OTHERS_MEMORY;
 		break;
-	case 257: // openat
-		if (opens_memory((const void *)ctx->args[0], 1))
+	case 275: case 326: // splice, copy_file_range
+		if (writes_to_processes((const void *)ctx->args[0], 1))
 			rare = OTHERS_MEMORY;
-		break;
-	case 437: // openat2, whose flags lie in memory: rare enough to count every one
-		rare = OTHERS_MEMORY;
 		break;
 	case 29: case 30: case 31: case 64: case 65: case 66: case 68: case 69: case 70: case 71:
 	case 220: // shm*, sem*, msg*
