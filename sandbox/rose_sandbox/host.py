@@ -27,7 +27,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from rose_core.sandboxes import outside, policy
@@ -51,6 +50,7 @@ from rose_sandbox.errors import (
     UnknownTurn,
 )
 from rose_sandbox.inspector.inspector import Inspector
+from rose_sandbox.once import RunningCommands
 from rose_sandbox.recorded import (
     read_effect,
     read_result,
@@ -66,6 +66,7 @@ from rose_sandbox.runtimes.runtime import (
     SandboxSpec,
 )
 from rose_sandbox.saving import Saver
+from rose_sandbox.tunnel import Tunnel
 from rose_weights.errors import Fenced, UnknownVersion, WeightsError
 from rose_weights.store.records import (
     Command,
@@ -85,18 +86,6 @@ MOST_CHILDREN = 64
 RENEW_SECONDS = 5.0
 """How often a host asks whether its sessions are still its own: one small read for each."""
 _MOST_FENCED = 1024
-
-
-class Tunnel(NamedTuple):
-    """A connection into a sandbox.
-
-    Attributes:
-        connection: to its server; non-blocking.
-        gone: set when the sandbox ends.
-    """
-
-    connection: socket.socket
-    gone: asyncio.Event
 
 
 class Host:
@@ -147,7 +136,7 @@ class Host:
         self.tunnel_limits = tunnels
         self._renewing: asyncio.Task[None] | None = None
         self._fenced: dict[str, str] = {}
-        self._named: set[asyncio.Task[ExecResult]] = set()
+        self._named = RunningCommands()
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         scratch.mkdir(parents=True, exist_ok=True)
 
@@ -216,17 +205,7 @@ class Host:
             CommandDiffers: another command has been run under that name.
         """
         doing = self._exec(session, command, within, name, shell)
-        if name is None:
-            return await doing
-        task = asyncio.create_task(doing)
-        self._named.add(task)
-        task.add_done_callback(self._has_run)
-        return await asyncio.shield(task)
-
-    def _has_run(self, task: asyncio.Task[ExecResult]) -> None:
-        self._named.discard(task)
-        if not task.cancelled():
-            task.exception()  # its caller may have gone, and who asks again is told anew
+        return await (doing if name is None else self._named.run(doing))
 
     async def _exec(
         self, session: str, command: str, within: float, name: str | None, shell: str | None
@@ -564,10 +543,7 @@ class Host:
 
     async def close(self) -> None:
         """End boundaries and commands, and let go; sandboxes and records stay."""
-        named = tuple(self._named)
-        for task in named:
-            task.cancel()
-        await asyncio.gather(*named, return_exceptions=True)
+        await self._named.close()
         for box in tuple(self._boxes.values()):
             await self._settle(box)
             if box.egress is not None:

@@ -9,8 +9,10 @@ Next step: ``http`` has the host's end, ``client`` the caller's.
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import suppress
 from math import isfinite
+from typing import NamedTuple
 
 from aiohttp import ClientWebSocketResponse, WSCloseCode, WSMsgType, web
 
@@ -21,6 +23,18 @@ MESSAGE_BYTES = 1 << 20
 """Of one message: sixteen times what ``client`` sends."""
 ENDLESS = TunnelLimits(idle_seconds=float("inf"))
 """Of the caller's end: its host says when a tunnel ends."""
+
+
+class Tunnel(NamedTuple):
+    """The host's end of a connection into a sandbox.
+
+    Attributes:
+        connection: to its server; non-blocking.
+        gone: set when the sandbox ends.
+    """
+
+    connection: socket.socket
+    gone: asyncio.Event
 
 
 async def carry(

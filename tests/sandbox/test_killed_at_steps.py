@@ -58,7 +58,7 @@ class Life:
 
 
 class LivingDisk(FaultyDisk):
-    """Its operations are steps."""
+    """A disk each operation of which is a step of its host's life."""
 
     def __init__(self, life: Life) -> None:
         super().__init__(full=life.once)
