@@ -82,7 +82,8 @@ async def test_a_command_ends_with_its_caller_and_one_with_a_name_is_told_to_the
 
         async def gives_up(command: str, name: str | None) -> None:
             asking = asyncio.create_task(box.run(command, name=name))
-            await until(served.world.host._box("s").lock.locked)
+            there = served.world.host._box("s")
+            await until(lambda: there.lock.locked() or name in there.commands)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
