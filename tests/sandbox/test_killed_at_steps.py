@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,6 +270,7 @@ def test_an_agent_ends_as_if_its_host_had_not_been_killed(tmp_path: Path, where:
     for at in range(steps):
         world, told = lived(tmp_path / f"{at}", Life(at), forward)
         asyncio.run(go_on(after(world, where), told))
+        shutil.rmtree(world.root)
 
 
 @WHERE
@@ -293,6 +295,7 @@ def test_a_fork_that_was_answered_is_whole_and_its_parent_always(
     for at in range(steps):
         world, told = lived(tmp_path / f"{at}", Life(at), forked)
         asyncio.run(go_on(after(world, where), told))
+        shutil.rmtree(world.root)
 
 
 @WHERE
@@ -316,6 +319,7 @@ def test_a_step_back_is_done_or_not_and_forgets_no_effect(tmp_path: Path, where:
     for at in range(steps):
         world, told = lived(tmp_path / f"{at}", Life(at), went_back)
         asyncio.run(go_on(after(world, where), told))
+        shutil.rmtree(world.root)
 
 
 @WHERE
@@ -336,6 +340,7 @@ def test_a_session_is_forgotten_or_whole(tmp_path: Path, where: str) -> None:
     for at in range(steps):
         world, told = lived(tmp_path / f"{at}", Life(at), forgotten)
         asyncio.run(go_on(after(world, where), told))
+        shutil.rmtree(world.root)
 
 
 @pytest.mark.parametrize("way", ["full", "files", "suspend"])
