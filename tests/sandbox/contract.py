@@ -76,12 +76,6 @@ async def said(runtime: Runtime, box: Handle, command: str, session: str | None 
     return result.stdout.decode()
 
 
-async def take_no_commands(runtime: Runtime, box: Handle) -> None:
-    """Remove what takes them. One that is too late before it begins removes nothing."""
-    while True:
-        await runtime.exec(box, "rm -r /run/rose", 1)
-
-
 async def serve_in_python(runtime: Runtime, box: Handle, port: int, answer: bytes) -> None:
     """A server that answers at a port, in a sandbox that has Python."""
     program = _SERVER.format(port=port, answer=answer).encode()
