@@ -1,12 +1,14 @@
 """Another ``engineHost.dataPort`` under policies: routers reach hosts that still have the old one.
 
-Nothing is installed: helm renders against a real API server, so that its look-up finds a host's
-DaemonSet as the release before has left it.
+Nothing is installed: helm renders against a real API server, so that its look-up finds hosts as
+upgrades before have left them.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
 
 import pytest
 import yaml
@@ -44,20 +46,57 @@ def ports(plane: ControlPlane) -> list[int]:
     return [one["port"] for one in from_routers["ports"]]
 
 
-def test_an_upgrade_keeps_the_port_open_on_which_hosts_still_listen(
-    control_plane: ControlPlane,
-) -> None:
+@pytest.fixture
+def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     control_plane.kubectl("create", "namespace", SPACE)
-    try:
-        assert ports(control_plane) == [NEXT]
-        host = render({"lending": {"enabled": True}}).one("DaemonSet", "rose-engine-host")
-        host["metadata"]["namespace"] = SPACE
-        # As helm marks what is its own: it takes nothing over that somebody else has made.
-        host["metadata"]["annotations"] = {
-            "meta.helm.sh/release-name": "rose",
-            "meta.helm.sh/release-namespace": SPACE,
-        }
-        control_plane.kubectl("apply", "--filename=-", stdin=json.dumps(host))
-        assert ports(control_plane) == [NEXT, FORMER]
-    finally:
-        control_plane.kubectl("delete", "namespace", SPACE, "--wait=false")
+    yield control_plane
+    control_plane.kubectl("delete", "namespace", SPACE, "--wait=false")
+
+
+def daemon_set(port: int) -> Object:
+    """Of engine hosts, as helm marks what is its own: it takes over nothing else."""
+    values = {"lending": {"enabled": True}, "engineHost": {"dataPort": port}}
+    host = copy.deepcopy(render(values).one("DaemonSet", "rose-engine-host"))
+    host["metadata"]["namespace"] = SPACE
+    host["metadata"]["annotations"] = {
+        "meta.helm.sh/release-name": "rose",
+        "meta.helm.sh/release-namespace": SPACE,
+    }
+    return host
+
+
+def pod(port: int) -> Object:
+    """An engine host of a node, without what admission would look for on this server."""
+    template = daemon_set(port)["spec"]["template"]
+    (container,) = [one for one in template["spec"]["containers"] if one["name"] == "engine-host"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "rose-engine-host-1",
+            "namespace": SPACE,
+            "labels": template["metadata"]["labels"],
+        },
+        "spec": {
+            "automountServiceAccountToken": False,
+            "containers": [{key: container[key] for key in ("name", "image", "ports")}],
+        },
+    }
+
+
+def test_a_port_stays_open_for_as_long_as_a_host_has_it(plane: ControlPlane) -> None:
+    assert ports(plane) == [NEXT]
+    plane.kubectl("apply", "--filename=-", stdin=json.dumps(daemon_set(FORMER)))
+    assert ports(plane) == [NEXT, FORMER]
+    # Once more, before the node's turn has come: its DaemonSet has the new port, its pod has not.
+    plane.kubectl("apply", "--filename=-", stdin=json.dumps(daemon_set(NEXT)))
+    account = {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": {"name": "default", "namespace": SPACE},
+    }
+    for item in (account, pod(FORMER)):
+        plane.kubectl("apply", "--filename=-", stdin=json.dumps(item))
+    assert ports(plane) == [NEXT, FORMER]
+    plane.kubectl("delete", "pod", "rose-engine-host-1", f"--namespace={SPACE}", "--now")
+    assert ports(plane) == [NEXT]

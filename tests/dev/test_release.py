@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import socket
 import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -211,9 +212,8 @@ def test_each_builder_makes_the_target_and_writes_a_docker_archive(
     ]
 
 
-def test_what_is_released_is_the_commits_and_not_what_lies_beside_it(tmp_path: Path) -> None:
-    """Images and chart, however long the images take."""
-    checkout = tmp_path / "checkout"
+def a_commit(checkout: Path) -> str:
+    """A new checkout with a file and a chart."""
     chart = checkout / release.CHART
     chart.mkdir(parents=True)
     (checkout / "code.py").write_text("as committed")
@@ -221,12 +221,23 @@ def test_what_is_released_is_the_commits_and_not_what_lies_beside_it(tmp_path: P
     author = ("-c", "user.name=a", "-c", "user.email=a@example.com")
     for words in (("init", "--quiet"), ("add", "."), (*author, "commit", "--quiet", "-m", "One")):
         run(["git", "-C", checkout, *words], seconds=30)
-    commit = run(["git", "-C", checkout, "rev-parse", "HEAD"], seconds=30).stdout.strip()
+    return run(["git", "-C", checkout, "rev-parse", "HEAD"], seconds=30).stdout.strip()
+
+
+def edit(checkout: Path) -> None:
+    """As somebody does who goes on working there."""
+    chart = checkout / release.CHART
     (checkout / "code.py").write_text("edited while it was built")
     (chart / "Chart.yaml").write_text("version: 9.9.9")
     (checkout / "secret").touch()
     (chart / "secret").touch()
-    tool = tmp_path / "docker"
+
+
+def test_what_is_released_is_the_commits_and_not_what_lies_beside_it(tmp_path: Path) -> None:
+    """Images and chart, however long the images take."""
+    checkout, tool = tmp_path / "checkout", tmp_path / "docker"
+    commit = a_commit(checkout)
+    edit(checkout)
     tool.write_text('#!/bin/sh\n[ "$1" = build ] || cp code.py "${2#--output=}"; [ ! -e secret ]\n')
     tool.chmod(0o755)
     with release.committed(checkout, commit) as tree:
@@ -237,6 +248,43 @@ def test_what_is_released_is_the_commits_and_not_what_lies_beside_it(tmp_path: P
         ]
         assert release.released_version(tree / release.CHART) == "1.2.3"
         assert [path.name for path in (tree / release.CHART).iterdir()] == ["Chart.yaml"]
+
+
+@pytest.mark.parametrize("images", [(), ("--build", "docker", "--targets", "agent")])
+def test_a_release_is_the_commits_however_long_its_tools_took(
+    images: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The checkout is edited after the commit was named, and before anything is made of it."""
+    checkout, tool, key = tmp_path / "checkout", tmp_path / "docker", tmp_path / "key"
+    a_commit(checkout)
+    tool.write_text('#!/bin/sh\n[ "$1" = build ] || cp code.py "${2#--output=}"\n')
+    tool.chmod(0o755)
+    key.touch()
+
+    def build(_: object) -> dict[str, Path]:
+        edit(checkout)
+        return {}
+
+    def made(
+        _: Releaser, archives: Iterable[Path], chart: Path, *__: object, **___: object
+    ) -> Iterator[Released]:
+        for archive in archives:
+            yield Released(archive.name, archive.read_text())
+        yield Released("chart", release.released_version(chart))
+
+    monkeypatch.setenv("COSIGN_PASSWORD", "x")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(release, "ROOT", checkout)
+    monkeypatch.setattr(release, "build", build)
+    monkeypatch.setattr(release, "release", made)
+    monkeypatch.setattr(Releaser, "refuse_again", lambda *_: None)
+    words = ("--registry", "registry.example.com", "--key", str(key), *images)
+    assert release.main([*words]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [*(["agent.tar as committed"] if images else []), "chart 1.2.3"]
 
 
 def test_without_any_builder_a_release_says_what_to_install(
