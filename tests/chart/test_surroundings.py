@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
+import math
 import re
 import runpy
+import urllib.error
 from typing import Any
 
 import pytest
@@ -355,6 +358,22 @@ def test_the_last_status_speaks_of_nothing_that_is_gone() -> None:
         3,
     )
     assert [accepted, granted] == before["conditions"][1:3]  # type: ignore[index]  # JSON
+
+
+def test_helm_test_waits_for_policies_to_let_it_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent of policies learns of a pod when it has started; until then nobody answers it."""
+    asked = runpy.run_path(str(CHART / "files/smoke.py"))["operator"]
+    refusals = [urllib.error.URLError(ConnectionRefusedError("refused"))] * 3
+
+    def answer(*_: object, **__: object) -> io.BytesIO:
+        if refusals:
+            raise refusals.pop()
+        return io.BytesIO(b"Follower\n")
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    assert "refused" in asked("rose-system", 0.0), "it gives up, and says why"
+    assert asked("rose-system", math.inf) == "Follower"
 
 
 @pytest.mark.parametrize("name", ["give_back", "smoke", "await_kinds"])

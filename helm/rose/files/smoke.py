@@ -67,26 +67,38 @@ def late_nodes(namespace: str) -> list[str]:
     ]
 
 
-def patiently(namespace: str) -> list[str]:
+def patiently(namespace: str, deadline: float) -> list[str]:
     """The same, after giving them time."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
     while (late := late_nodes(namespace)) and time.monotonic() < deadline:
         time.sleep(1)
     return late
 
 
-def operator(namespace: str) -> str:
-    """What a replica of the operator says of itself."""
+def operator(namespace: str, deadline: float) -> str:
+    """What a replica of the operator says of itself, or why none could be asked.
+
+    Where network policies are enforced, this pod is let through a while after it has started.
+    """
     url = f"http://rose-operator.{namespace}.svc:8080/readyz"
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        said: str = answer.read().decode().strip()
-    return said
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                said: str = answer.read().decode().strip()
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                return f"{url}: {error}"
+            time.sleep(1)
+        else:
+            return said
 
 
 def main(namespace: str) -> int:
     """Ask everything; 1 when something is wrong."""
     lending = {"mode": "Lend"}
-    late = patiently(namespace)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    late = patiently(namespace, deadline)
+    said = operator(namespace, deadline)
+    ready = said in {"Leader", "Follower", "Offline"}
     checks = {
         "a pool is accepted": create(namespace, "ServingPool", POOL) == 201,
         "a lease is accepted": create(namespace, "RolloutLease", LEASE) == 201,
@@ -94,7 +106,7 @@ def main(namespace: str) -> int:
             namespace, "ServingPool", POOL | lending
         )
         == 422,
-        "an operator is ready": operator(namespace) in {"Leader", "Follower", "Offline"},
+        f"an operator is ready {'' if ready else said}".rstrip(): ready,
         f"every node is ready {' '.join(late)}".rstrip(): not late,
     }
     for name, good in checks.items():
