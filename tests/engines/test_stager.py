@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from rose_core.delta import loops
-from rose_core.delta.bits import number_format
+from rose_core.delta.bits import Bits, number_format
 from rose_core.delta.kernels import MemoryLoops, kernels
 from rose_core.delta.loops import RUN
 from rose_core.identity import WeightVersion
@@ -27,8 +27,9 @@ from rose_dev.engine_testing import State, write_bundle
 from rose_dev.waiting import wait_until
 from rose_engines.errors import CommitRefused
 from rose_engines.node.pace import Pace
-from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, host_tensors
+from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, Where, host_tensors
 from rose_engines.tensors.slices import Box, SlicedTensor
+from rose_engines.weights import decoding
 from rose_engines.weights import segment as segments
 from rose_engines.weights import stager as stagers
 from rose_engines.weights.calls import Commit, Committed, Refused, Stage, Staged
@@ -411,6 +412,137 @@ def test_a_session_keeps_its_version_without_its_stager_and_takes_the_next(
         running.clear()
         serving.join()
         made[0].close()
+
+
+def test_an_engine_that_dropped_an_answer_is_not_given_it_for_the_next_bundle(
+    tmp_path: Path, bundle: Path, old: State, sparse: State
+) -> None:
+    live = engine(old)
+    write_bundle(tmp_path / "other", V2, sparse, (V0, old))
+    looks = iter(range(1_000_000))
+
+    def busy() -> bool:
+        if next(looks):  # the order is sent by now
+            raise RuntimeError("no permit can be read")
+        return False
+
+    with beside(live) as stager:
+        current = str(digest_live(live))
+        with pytest.raises(RuntimeError):
+            stager.decode(bundle, current, Pace(busy))
+        found = stager.decode(tmp_path / "other", current, Pace(lambda: False))
+        assert found.outline.target == V2
+
+
+def test_blocks_that_lie_far_apart_are_placed_each_from_its_own_beginning(
+    tmp_path: Path, old: State, sparse: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tensor with more elements than a place can count, small blocks are decoded together."""
+    name = "a.q_proj.weight"
+    before, after = {name: old[name]}, {name: sparse[name]}
+    write_bundle(tmp_path / "far", V1, after, (V0, before))
+    monkeypatch.setattr(f"{decoding.__name__}._SPAN", old[name][2].size // 4)
+    live = engine(before)
+    update = stage(tmp_path / "far", live, digest_live(live))
+    assert len(np.unique(update.segment.rows[:, loops.START])) > 1
+    commit(update, live)
+    assert confirm(update, live) is None
+    assert equal(live, after)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_tensor_of_another_class_is_asked_for_what_it_has_not(
+    tmp_path: Path, bundle: Path, old: State, sparse: State, whole: bool
+) -> None:
+    """A GPU does not refuse a place outside: all that runs on it is lost."""
+
+    class OnDevice(HostTensor):
+        def take(self, where: Where) -> Bits:
+            end = where.stop if isinstance(where, slice) else int(where.max()) + 1
+            assert end <= self.flat.size
+            return super().take(where)
+
+    write_bundle(tmp_path / "full", V2, sparse)
+    live: dict[str, LiveTensor] = {name: OnDevice(name, *parts) for name, parts in old.items()}
+    with pytest.raises(CommitRefused, match="outside"):
+        stage(
+            tmp_path / "full" if whole else bundle,
+            live,
+            digest_live(live),
+            stager=Torn(live, loops.START, 1 << 20),
+        )
+
+
+def test_it_is_no_client_of_a_gpu(old: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with beside(engine(old)) as stager:
+        lines = Path(f"/proc/{stager.pid}/environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=" in lines
+    assert not [line for line in lines if line.startswith(b"LD_PRELOAD=")]
+
+
+def test_versions_leave_no_descriptor_and_no_mapping_behind(
+    tmp_path: Path, bundle: Path, old: State, sparse: State
+) -> None:
+    write_bundle(tmp_path / "back", V2, old, (V1, sparse))
+    live = engine(old)
+
+    def held(process: int) -> tuple[int, int]:
+        maps = Path(f"/proc/{process}/maps").read_text()
+        return len(list(Path(f"/proc/{process}/fd").iterdir())), maps.count("memfd:rose-stager ")
+
+    with beside(live) as stager:
+        pid, seen = stager.pid, []
+        assert pid is not None
+        for _ in range(3):
+            for folder in (bundle, tmp_path / "back"):
+                commit(stage(folder, live, digest_live(live), stager=stager), live)
+            with pytest.raises(CommitRefused):
+                stage(tmp_path / "back", live, digest_live(live), stager=stager)
+            seen.append((held(os.getpid()), held(pid)))
+        assert seen[0][1] == seen[1][1] == seen[2][1]
+        assert seen[1][0] == seen[2][0]
+        assert equal(live, old)
+
+
+def test_it_ends_amid_its_work_when_its_engine_is_killed(tmp_path: Path) -> None:
+    """Nobody tells it any more that serving is at rest: it would go on, at a fifth of a core."""
+    (tmp_path / "endless.py").write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from rose_engines.weights import stager\n"
+        "def decode(self, bundle, current, room, rest):\n"
+        "    while True:\n"
+        "        rest()\n"
+        "        Path('working').touch()\n"
+        "        time.sleep(0.01)\n"
+        "stager.Decoder.decode = decode\n"
+        "sys.exit(stager.main(sys.argv[1:]))\n"
+    )
+    program = (
+        "from pathlib import Path\n"
+        "from rose_engines.node.pace import Pace\n"
+        "from rose_engines.weights import stager\n"
+        "stager.__name__ = 'endless'\n"
+        "one = stager.OwnProcess(())\n"
+        "print(one.pid, flush=True)\n"
+        "one.decode(Path('bundle'), '', Pace(lambda: False))\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    try:
+        wait_until((tmp_path / "working").exists, "it works", seconds=120)
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+        wait_until(lambda: state_of(pid) in {"Z", ""}, "the stager has ended", seconds=20)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_it_ends_when_its_engine_is_killed(tmp_path: Path, old: State) -> None:

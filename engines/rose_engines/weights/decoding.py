@@ -371,6 +371,11 @@ class _Writer:
     ) -> None:
         """Elements at positions of a tensor, block by block."""
         where, kept = (positions, None) if part.tensor is None else part.tensor.own(positions)
+        if len(group) > 1 and _apart(listed(where)):
+            for block, (first, end) in zip(group, itertools.pairwise((0, *ends)), strict=True):
+                some = slice(first, end)
+                self._spread(part, [block], positions[some], bits[some], (end - first,), given)
+            return
         here = ends if kept is None else np.searchsorted(kept, ends).tolist()
         place, name = self.places, self.names if part.tensor is not None else RUN
         entry = self._room(part, here[-1], spread=True)
@@ -433,6 +438,11 @@ def listed(where: Where) -> Indices:
     return where
 
 
+def _apart(where: Indices) -> bool:
+    """Too far to be counted from the first of them."""
+    return len(where) > 0 and int(where.max()) - int(where.min()) >= _SPAN
+
+
 def fill(
     segment: Segment, to: tuple[int, int, int, int], elements: tuple[Indices, Indices, Bits]
 ) -> int:
@@ -452,7 +462,7 @@ def fill(
     (width, entry, place, name), (where, named, bits) = to, elements
     count = len(where)
     start = int(where.min()) if count else 0
-    if count and int(where.max()) - start >= _SPAN:
+    if _apart(where):
         raise CommitRefused("Layout", f"elements of one tile lie {_SPAN} or more apart")
     np.subtract(where, start, out=segment.places[place : place + count], casting="unsafe")
     if name >= 0:

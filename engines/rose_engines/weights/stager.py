@@ -8,7 +8,7 @@ engine keeps its version, says why, and starts another one:
     Starting --hello--> Ready --decode--> Working --done, refused--> Ready
     any --ended, silent, unreadable--> Lost: what was asked is ``Aborted``, the next one starts
 
-    python -m rose_engines.weights.stager SOCKET FLAGS    (descriptors, given by the engine)
+    python -m rose_engines.weights.stager SOCKET FLAGS ENGINE    (two descriptors, its process)
 
 ``InThread`` does the same work where it is asked to. Next step: ``staging`` makes an update of it.
 """
@@ -149,6 +149,11 @@ class OwnProcess:
                 raise CommitRefused(
                     "Aborted", f"the stager {lost}{said}; a new one is started"
                 ) from lost
+            except CommitRefused:
+                raise
+            except BaseException:  # its answer to this would be taken for one to the next
+                self._start()
+                raise
 
     def close(self) -> None:
         """End it."""
@@ -178,7 +183,7 @@ class _Child:
             self._flags = mmap.mmap(flags, _FLAGS.size)
             self._socket = ours
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(flags)],
+                [sys.executable, "-m", __name__, *map(str, (theirs.fileno(), flags, os.getpid()))],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), flags),
                 env=_environment(),
@@ -295,8 +300,13 @@ def _frame(message: _Hold | _Decode | _Done | _No) -> bytes:
 
 
 def _environment() -> dict[str, str]:
-    """Of the stager: no plugin of an engine runs there, and it computes in one thread."""
-    return {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    """Of the stager: it computes in one thread and is no client of a GPU.
+
+    What is laid over an engine's own memory (SGLang's saver is) has nothing to do there.
+    """
+    own = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    return {**kept, **own}
 
 
 class _Server:
@@ -305,38 +315,39 @@ class _Server:
     Args:
         connection: to the engine.
         flags: see ``_FLAGS``.
+        engine: its process, which is this one's parent while it lives.
     """
 
-    def __init__(self, connection: socket.socket, flags: mmap.mmap) -> None:
+    def __init__(self, connection: socket.socket, flags: mmap.mmap, engine: int) -> None:
         self._connection = connection
         self._flags = flags
+        self._engine = engine
         self._decoder = Decoder(())
         self._done = 0
 
     def serve(self) -> None:
         """Until the engine hangs up or is gone."""
-        parent = os.getppid()
         self._connection.settimeout(_ALIVE_SECONDS)
-        while (order := self._next(parent)) is not None:
+        while (order := self._next()) is not None:
             if isinstance(order, _Hold):
                 self._decoder = Decoder(order.held)
             else:
                 self._decode(order)
 
-    def _next(self, parent: int) -> _Hold | _Decode | None:
-        head = self._read(_HEAD.size, parent)
+    def _next(self) -> _Hold | _Decode | None:
+        head = self._read(_HEAD.size)
         if head is None:
             return None
-        body = self._read(_HEAD.unpack(head)[0], parent)
+        body = self._read(_HEAD.unpack(head)[0])
         return _orders.decode(body) if body is not None else None
 
-    def _read(self, size: int, parent: int) -> bytes | None:
+    def _read(self, size: int) -> bytes | None:
         found = bytearray()
         while len(found) < size:
             try:
                 data = self._connection.recv(size - len(found))
             except TimeoutError:  # a forked child of the engine may hold its end open
-                if os.getppid() != parent:
+                if self._orphan:
                     return None
                 continue
             if not data:
@@ -344,10 +355,16 @@ class _Server:
             found += data
         return bytes(found)
 
+    @property
+    def _orphan(self) -> bool:
+        return os.getppid() != self._engine
+
     def _decode(self, order: _Decode) -> None:
         pace = Pace(lambda: bool(_FLAGS.unpack_from(self._flags)[0]))
 
         def rest() -> None:
+            if self._orphan:  # whoever said that serving is busy says nothing any more
+                sys.exit(0)
             self._done += 1
             _set(self._flags, 1, self._done)
             pace.rest()
@@ -391,7 +408,7 @@ def main(argv: Sequence[str]) -> int:
     _ask_to_be_ended_first()
     connection = socket.socket(fileno=int(argv[0]))
     flags = int(argv[1])
-    server = _Server(connection, mmap.mmap(flags, _FLAGS.size))
+    server = _Server(connection, mmap.mmap(flags, _FLAGS.size), int(argv[2]))
     os.close(flags)
     warm_up()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the engine is gone
@@ -400,7 +417,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ask_to_be_ended_first() -> None:
-    """Where memory runs out the engine shall live: it keeps its version without this process."""
+    """Where memory runs out the engine shall live: it keeps its version without this process.
+
+    Not under an engine host, whose engines may all be ended first and end as a whole.
+    """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

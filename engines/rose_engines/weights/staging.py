@@ -12,6 +12,7 @@ Next step: ``rose_engines.weights.live`` commits what was staged.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -341,8 +342,7 @@ class _Staging:
             width, rows, segment.places, segment.names, given, old, self.pace.rest
         )
         if isinstance(found, int):
-            name = self._tensors[int(rows[found, loops.TENSOR])].name
-            raise CommitRefused("Corrupt", f"{name}: an element outside of what is here")
+            raise _outside(self._tensors[int(rows[found, loops.TENSOR])])
         return found
 
     def _resolve_elsewhere(
@@ -352,8 +352,9 @@ class _Staging:
         segment, kind = self.decoded.segment, number_format(tensor.dtype)
         before, given = old[kind.width], segment.given[kind.width]
         spread = [row for row in rows if row[loops.PLACE] >= 0]
+        end = _end(tensor)
         if spread:
-            bits = tensor.take(_where(spread, segment))
+            bits = tensor.take(_inside(tensor, _where(spread, segment), end))
             first = 0
             for row in spread:
                 count = int(row[loops.COUNT])
@@ -364,7 +365,7 @@ class _Staging:
             taken = _taken(row)
             where = _where([row], segment)
             if row[loops.PLACE] < 0:
-                before[taken] = tensor.take(where)
+                before[taken] = tensor.take(_inside(tensor, where, end))
             if row[loops.GIVEN] == STEPS:
                 given[taken] = step(before[taken], given[taken], kind)
             name = int(row[loops.NAME])
@@ -398,6 +399,29 @@ class _Staging:
             self._tensors[number].name: Digest(int(added[number, 0]), int(added[number, 1]))
             for number in self.decoded.segment.touched.tolist()
         }
+
+
+def _end(tensor: LiveTensor) -> int:
+    """Behind the last place of a tensor."""
+    if isinstance(tensor, SlicedTensor):
+        return max((box.target_end for box in tensor.boxes), default=0)
+    return math.prod(tensor.shape)
+
+
+def _inside(tensor: LiveTensor, where: Where, end: int) -> Where:
+    """These places, none of which is behind the end: a GPU would not refuse it, but fail.
+
+    Raises:
+        CommitRefused: ``Corrupt``.
+    """
+    last = where.stop if isinstance(where, slice) else int(where.max(initial=-1)) + 1
+    if last > end:
+        raise _outside(tensor)
+    return where
+
+
+def _outside(tensor: LiveTensor) -> CommitRefused:
+    return CommitRefused("Corrupt", f"{tensor.name}: an element outside of what is here")
 
 
 def _check_rows(segment: Segment, tensors: list[LiveTensor]) -> None:
