@@ -327,6 +327,23 @@ def test_a_part_of_a_tensor_is_resolved_by_its_own_names(
     assert np.array_equal(flat.flat, wanted)
 
 
+def test_memory_is_counted_as_a_rank_fills_it(bundle: Path, old: State) -> None:
+    """Of every block of this tensor it holds half, and the stager keeps room for the whole."""
+    live: dict[str, LiveTensor] = dict(engine(old))
+    name = "a.q_proj.weight"
+    dtype, shape, bits = old[name]
+    rows, columns = shape
+    box = Box("p", 0, rows, columns // 2, columns, 0, columns // 2)
+    half = bits.reshape(shape)[:, : columns // 2].ravel()
+    live[name] = SlicedTensor(name, dtype, shape, (box,), HostTensor("p", dtype, half.shape, half))
+    update = stage(bundle, live, digest_live(engine(old)))
+    table = update.segment.rows
+    named = table[:, loops.NAME] >= 0
+    held = int((table[:, loops.COUNT] * np.where(named, 16, 8)).sum())
+    assert named.any()
+    assert held < update.staged_bytes < held + 2 * table.nbytes
+
+
 def test_loops_report_memory_that_does_not_keep_its_bits() -> None:
     """Two values for one place: one of them is not there when it is read back."""
     bits = np.zeros(8, np.uint16)

@@ -152,11 +152,17 @@ class StagedUpdate:
 
     @property
     def staged_bytes(self) -> int:
-        """Memory of positions, old and new bits."""
+        """Memory of positions, old and new bits: of a segment, what a rank's part has filled."""
         fused = self.fused.nbytes if self.fused is not None else 0
         spread = sum(one.where.nbytes for one in self.single if not isinstance(one.where, slice))
-        old = sum(one.nbytes for one in self.old.values())
-        return fused + spread + self.segment.nbytes + old
+        segment, rows = self.segment, self.segment.rows
+        counts = rows[:, loops.COUNT]
+        widths = np.array([number_format(one.dtype).width for one in self.live.values()], np.int64)
+        bits = 2 * int((counts * widths[rows[:, loops.TENSOR]]).sum())
+        places = segment.places.itemsize * int(counts[rows[:, loops.PLACE] >= 0].sum())
+        names = segment.names.itemsize * int(counts[rows[:, loops.NAME] >= 0].sum())
+        tables = rows, segment.wanted, segment.touched, segment.totals, segment.raw
+        return fused + spread + bits + places + names + sum(one.nbytes for one in tables)
 
 
 def stage(  # noqa: PLR0917
