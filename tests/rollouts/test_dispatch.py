@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +11,8 @@ from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.engines.estimates import Speed
-from rose_core.rollouts.placement.dispatch import DispatchState, next_turn
+from rose_core.rollouts.placement.dispatch import DispatchState, at_once, next_turn
+from rose_core.rollouts.placement.guards import RolloutOutlook
 from rose_core.rollouts.placement.residency import IDLE_SECONDS, Residents
 from rose_core.rollouts.placement.selection import EngineView, Policy, TurnView
 from rose_core.wire.routing import EngineKind
@@ -134,3 +137,52 @@ def test_home_an_idle_engine_and_an_unknown_pool_always_have_room() -> None:
     made = residents()
     made.drop_engine("other")
     assert not made.without_room(FRESH, [OTHER], NOW)
+
+
+def drawn_scene(draw: random.Random) -> tuple[TurnView, DispatchState]:
+    """A turn that comes, and engines in any state."""
+    engines = [
+        EngineView(
+            name,
+            draw.choice(list(EngineKind)),
+            draw.choice([HEAD, HEAD, HEAD, WeightVersion("run", 0, 1), None]),
+            gate_open=draw.random() < 0.8,
+            cap=4,
+            live=draw.choice([0, 1, 3, 4]),
+            leaving=draw.random() < 0.1,
+            fencing=draw.random() < 0.1,
+            kept=draw.random() < 0.1,
+            backing_off_until=draw.choice([0.0, NOW, NOW + 1]),
+            speed=SPEED,
+            refuses=draw.choice([(), ("regex",)]),
+        )
+        for name in ("home", "other", "third")[: draw.randrange(4)]
+    ]
+    turn = TurnView(
+        context=10_000,
+        expected=100,
+        dedicated_only=draw.random() < 0.2,
+        home=draw.choice(["", "home", "home", "gone"]),
+        cached=draw.choice([0, 500, 10_000, 20_000]),
+        avoid=draw.choice([frozenset(), frozenset({"other"})]),
+        begins=draw.random() < 0.3,
+        alone=draw.random() < 0.1,
+        asked=draw.choice([frozenset(), frozenset({"regex"})]),
+    )
+    residents = Residents()
+    for engine in engines:
+        residents.set_pool(engine.name, draw.choice([0, 11_000, 100_000]))
+        residents.begin_turn(engine.name, "another", draw.choice([1, 9_000]))
+    policy = draw.choice([POLICY, dataclasses.replace(POLICY, explore=0.5)])
+    outlook = RolloutOutlook(dice=draw.random())
+    return turn, DispatchState(engines, HEAD, policy, NOW, outlook, residents)
+
+
+def test_a_turn_that_comes_alone_is_placed_as_the_queue_would() -> None:
+    draw, placed = random.Random(20), 0
+    for _ in range(5000):
+        turn, state = drawn_scene(draw)
+        chosen, _ = next_turn([Waiter(turn)], state)
+        assert at_once(turn, state) == (None if chosen is None else chosen[1]), (turn, state)
+        placed += chosen is not None
+    assert 400 < placed < 4000

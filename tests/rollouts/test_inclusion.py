@@ -130,3 +130,38 @@ def test_a_trainer_that_never_reports_leaves_everything_possible() -> None:
     assert row.gap.low < -0.9
     assert row.gap.high > 0.9
     assert not row.biased
+
+
+def _drawn(chance: random.Random, lost: float) -> TrajectoryOutcome:
+    fate = chance.choice([Fate.TRAINED, Fate.DROPPED])
+    return TrajectoryOutcome(
+        Fate.LOST if chance.random() < lost else fate,
+        chance.choice(list(Arm)),
+        str(chance.randrange(9)),
+        chance.choice([0, 999, 1000, 3999, 4000, 15_999, 16_000, 99_999]),
+        borrowed=chance.random() < 0.5,
+        reward=chance.choice([None, -1.0, 0.0, 0.5, math.nan, math.inf]),
+        stale=chance.choice([None, 0, 1, 2, 3, 4, 99]),
+        moves=chance.choice([0, 1, 2, 3, 4, 99]),
+    )
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.1, 1.0])
+def test_what_is_counted_once_is_what_three_counts_would_be(lost: float) -> None:
+    chance, meter = random.Random(5), Inclusion()
+    three: dict[tuple[str, str, Arm], tuple[Clustered, Clustered, Clustered]] = {}
+    for number in range(2000):
+        one = _drawn(chance, lost if number > 500 else 0.0)
+        meter.add(one)
+        for key in one.strata():
+            counts = three.setdefault((*key, one.arm), (Clustered(), Clustered(), Clustered()))
+            known, least, most = counts
+            if one.fate is not Fate.LOST:
+                known.add(one.group, hit=one.fate is Fate.TRAINED)
+            least.add(one.group, hit=one.fate is Fate.TRAINED)
+            most.add(one.group, hit=one.fate is not Fate.DROPPED)
+    assert len(three) == len(meter._cells)
+    for place, counts in three.items():
+        cell = meter._cells[place]
+        told = (cell._known, cell._least, cell._most)
+        assert [vars(one) for one in told] == [vars(one) for one in counts], place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -173,6 +174,79 @@ async def test_a_connection_to_an_engines_host_outlives_the_pause_that_ends_othe
         assert await asked(connections, place) is kept
         assert len(host.writers) == 1
         kept.hang_up()
+
+
+async def asked_over_one_that_closes(seconds: float) -> int:
+    """Ask over a kept connection that is closed so much later; how many were made in the end."""
+    heard = asyncio.Event()
+
+    async def once(writer: asyncio.StreamWriter) -> None:
+        if heard.is_set():
+            await asyncio.sleep(seconds)
+            writer.close()
+            heard.clear()
+        else:
+            heard.set()
+            await fine(writer)
+
+    async with engine(once) as (made, connections, place):
+        await whole(await asked(connections, place))
+        await whole(await asked(connections, place))
+        return len(made.writers)
+
+
+async def test_a_request_over_a_connection_that_was_closed_is_sent_once_more() -> None:
+    assert await asked_over_one_that_closes(0) == 2
+
+
+async def test_a_request_that_was_taken_is_not_sent_again_when_its_host_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rose_router.engines.connections.STALE_SECONDS", 0.01)
+    with pytest.raises(ConnectionResetError):
+        await asked_over_one_that_closes(0.05)
+
+
+@pytest.mark.parametrize("error", [TimeoutError(110, "timed out"), OSError(113, "no route")])
+async def test_a_host_that_falls_silent_is_out_of_reach_and_not_asked_again(error: OSError) -> None:
+    heard = asyncio.Event()
+
+    async def first(writer: asyncio.StreamWriter) -> None:
+        if not heard.is_set():
+            await fine(writer)
+        heard.set()
+
+    async with engine(first) as (made, connections, place):
+        await whole(await asked(connections, place))
+        asking = asyncio.create_task(asked(connections, place))
+        await asyncio.sleep(0)
+        (kept,) = connections.open
+        kept.connection_lost(error)  # as the kernel says when its probes stay without an answer
+        with pytest.raises(Unreachable, match="gone silent"):
+            await asking
+        assert len(made.writers) == 1
+
+
+async def test_the_kernel_asks_engines_hosts_whether_they_are_there_and_nobody_else(
+    tmp_path: Path,
+) -> None:
+    key, certificate = make_own("host", dt.timedelta(hours=1), dt.datetime.now(dt.UTC))
+    (tmp_path / "both.pem").write_bytes(key + certificate)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "both.pem")
+    async with engine(fine) as (_, _, plain), engine(fine, tls) as (_, connections, made):
+        place = (*made[:2], True, (fingerprint(certificate),))
+        asked_for = {}
+        for one in (place, plain):
+            connection = await asked(connections, one)
+            assert connection._transport is not None
+            made_socket = connection._transport.get_extra_info("socket")
+            asked_for[one] = (
+                bool(made_socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)),
+                made_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 0,
+            )
+            connection.hang_up()
+        assert asked_for == {place: (True, True), plain: (False, False)}
 
 
 async def test_who_closes_awaits_no_more_ends_of_answers() -> None:

@@ -13,8 +13,10 @@ one write, and an answer is a status and bytes as they come. States of a connect
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import hashlib
+import socket
 import ssl
 from collections.abc import Callable
 from enum import StrEnum
@@ -31,6 +33,13 @@ IDLE_SECONDS = 2.0
 # an hour. A handshake costs this process what four turns do, and tools and trainers often pause
 # turns for longer than two seconds.
 PINNED_IDLE_SECONDS = 60.0
+# A kept connection whose other end closed it says so within a round trip of being used.
+STALE_SECONDS = 1.0
+# Without a word of the other end's kernel for so long, the host is gone or out of reach. A kept
+# connection would else swallow one turn after the other, each until it counts as stalled.
+_GONE_SECONDS = 15
+_PROBE_SECONDS = 5
+_GONE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 # Time for what follows the last event; an engine may be stopped just there.
 END_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
@@ -69,6 +78,7 @@ class Connection(asyncio.Protocol):
     Attributes:
         status: of the answer under way, 0 before its head has come.
         silent: not one byte of this answer has come.
+        asked_at: when it was last asked, in seconds of the loop's clock.
     """
 
     def __init__(self, pool: Connections, place: Place) -> None:
@@ -77,6 +87,8 @@ class Connection(asyncio.Protocol):
         self.stage = Stage.IDLE
         self.status = 0
         self.silent = True
+        self.asked_at = 0.0
+        self._gone = False
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._chunks: list[bytes] = []
@@ -94,6 +106,7 @@ class Connection(asyncio.Protocol):
         """Send a request, head and body at once."""
         self._set_timer(0, Stage.ASKING)
         self.status, self.silent, self._whole = 0, True, False
+        self.asked_at = asyncio.get_running_loop().time()
         self._chunks.clear()
         self._size = 0
         if self._transport is not None:
@@ -103,6 +116,7 @@ class Connection(asyncio.Protocol):
         """The status, as soon as it is there.
 
         Raises:
+            Unreachable: the host is gone.
             ConnectionResetError: the connection ended before.
         """
         while not self.status:
@@ -113,6 +127,7 @@ class Connection(asyncio.Protocol):
         """What has come since the last call; empty at the end of the message.
 
         Raises:
+            Unreachable: the host is gone.
             ConnectionResetError: the connection ended before the message did.
         """
         while not self._chunks:
@@ -130,6 +145,7 @@ class Connection(asyncio.Protocol):
             take: false when no more is wanted; what it raises is raised here.
 
         Raises:
+            Unreachable: the host is gone.
             ConnectionResetError: the connection ended before the message did.
         """
         while await self._next_data(take):
@@ -170,6 +186,9 @@ class Connection(asyncio.Protocol):
 
     async def _next_data(self, take: Take | None = None) -> bool:
         if self.stage is Stage.LOST:
+            if self._gone:
+                message = f"{self.place[0]}:{self.place[1]} has gone silent"
+                raise Unreachable(message)
             message = "the connection ended before the answer did"
             raise ConnectionResetError(message)
         self._waiter, self._take = asyncio.get_running_loop().create_future(), take
@@ -238,6 +257,8 @@ class Connection(asyncio.Protocol):
         """It stands."""
         self._transport = cast("asyncio.Transport", transport)
         self._pool.open.add(self)
+        if self.place[3]:
+            _probe(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the engine."""
@@ -253,7 +274,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has ended."""
-        del exc
+        self._gone = isinstance(exc, OSError) and exc.errno in _GONE
         self._set_timer(0, Stage.LOST)
         self._pool.forget(self)
         self._wake()
@@ -301,7 +322,8 @@ class Connections:
         """Send a request and wait for the answer's status, or for all of it.
 
         A request whose kept connection turns out to be closed, with not one byte received, is sent
-        once more on a fresh one: whoever sits at the other end now has not seen it.
+        once more on a fresh one: whoever sits at the other end now has not seen it. One that is
+        closed later was taken, and may be why its host ended: that is the caller's to judge.
 
         Args:
             place: where to.
@@ -310,7 +332,7 @@ class Connections:
                 it the caller reads the body.
 
         Raises:
-            Unreachable: nobody takes connections there, or somebody else does.
+            Unreachable: nobody takes connections there, or somebody else does; or the host is gone.
             ConnectionResetError: the connection ended before the status came, or the body had.
         """
         kept = self._take(place)
@@ -318,7 +340,8 @@ class Connections:
             try:
                 return await _send(kept, request, take)
             except ConnectionResetError:
-                if not kept.silent:
+                waited = asyncio.get_running_loop().time() - kept.asked_at
+                if not kept.silent or waited > STALE_SECONDS:
                     raise
         return await _send(await self._open(place), request, take)
 
@@ -379,6 +402,21 @@ def _context(*, pinned: bool) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context
+
+
+def _probe(made: socket.socket) -> None:
+    """Have the kernel end the connection when the other end's says nothing any more.
+
+    Only at an engine's host, which reads a request whole at once: an engine itself may stand still
+    with half of one unread, and to the kernel that looks the same.
+    """
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _PROBE_SECONDS),
+        (socket.TCP_KEEPINTVL, _PROBE_SECONDS),
+        (socket.TCP_USER_TIMEOUT, _GONE_SECONDS * 1000),
+    ):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _certificate_digest(transport: asyncio.BaseTransport) -> str:
