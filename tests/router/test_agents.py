@@ -77,6 +77,42 @@ async def task(stage: Stage, **more: Any) -> list[Json]:  # noqa: ANN401  # of r
     return answers
 
 
+async def test_a_conversation_is_tokenized_as_its_turns_were(stage: Staging) -> None:
+    """NeMo Gym trains on the ids that ``/tokenize`` gives for what it has asked before."""
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        tools = [{"type": "function", "function": {"name": "bash", "parameters": {}}}]
+        talk: list[Json] = [user("Look into a.txt.")]
+        asked: list[list[int]] = []
+        for outcome in ("", "one", ""):
+            body = {"model": "m", "messages": list(talk), "tools": tools}
+            answer = await ask(s, "/v1/chat/completions", body)
+            asked.append((await ask(s, "/tokenize", body))["tokens"])
+            message = answer["choices"][0]["message"]
+            talk.append(message)
+            calls = message.get("tool_calls") or []
+            talk += [{"role": "tool", "tool_call_id": c["id"], "content": outcome} for c in calls]
+        first = (await s.get("/turns"))["recent"][0]
+        (row,) = (await s.get(f"/sessions/{first['session'] or first['id']}/rows"))["rows"]
+        assert asked == [row["ids"][: turn["start"]] for turn in row["turns"]]
+        assert len(asked) == 3
+
+
+async def test_tokens_are_counted_as_a_turn_has_them(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        (first, second, _) = await task(s)
+        talk = [user("Look into a.txt.")]
+        for answer, outcome in ((first, ""), (second, "one")):
+            talk += [{"role": "assistant", "content": answer["content"]}]
+            talk += [result(answer["content"][-1], outcome)]
+        counted = await ask(s, "/v1/messages/count_tokens", messages(*talk))
+        assert (
+            counted["input_tokens"]
+            == (await ask(s, "/v1/messages", messages(*talk)))["usage"]["input_tokens"]
+        )
+
+
 async def test_a_harness_of_anthropics_plays_a_task_with_tools(stage: Staging) -> None:
     async with stage(tokenizer=folder()) as s:
         await s.engine(script=Follows())

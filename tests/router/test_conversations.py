@@ -39,7 +39,7 @@ def speaker(folder: Path, template: str) -> Tokenizer:
 
 def prompt(folder: Path, template: str = QWEN, **body: Any) -> str:  # noqa: ANN401  # of a request
     made = speaker(folder, template)
-    return made.decode(chat.prompt_of(body, made))
+    return made.decode(chat.prompt_of(body, {}, made))
 
 
 def test_arguments_of_calls_reach_the_template_as_an_object(tmp_path: Path) -> None:

@@ -111,18 +111,16 @@ async def test_a_chat_without_tokenizer_is_refused_by_name(stage: Make) -> None:
 
 
 def test_tools_reach_the_template(model: Path) -> None:
-    ids = chat.prompt_of(
-        {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}, Tokenizer(model)
-    )
+    asked = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
+    ids = chat.prompt_of(asked, {}, Tokenizer(model))
     assert '"name": "look"' in Tokenizer(model).decode(ids)
 
 
 def test_tools_that_must_not_be_called_are_not_shown_to_the_model(model: Path) -> None:
     asked = {"messages": [{"role": "user", "content": "x"}]}
     tools = {"tools": TOOLS, "tool_choice": "none"}
-    assert chat.prompt_of(asked | tools, Tokenizer(model)) == chat.prompt_of(
-        asked, Tokenizer(model)
-    )
+    shown = chat.prompt_of(asked | tools, {}, Tokenizer(model))
+    assert shown == chat.prompt_of(asked, {}, Tokenizer(model))
 
 
 def test_calls_of_tools_are_read_when_tools_were_named() -> None:

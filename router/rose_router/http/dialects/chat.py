@@ -105,9 +105,7 @@ def read(
     forced = forced_by(body)
     request, shown, hints = read_as(body, ChatRequest), read_as(body, Shown), Hints(body, headers)
     answers = request.n or 1
-    talk = None
-    if history is not None and hints.record and shown.input_ids is None:
-        talk = _conversation(shown, history, hints.job if job is None else job, hints.session)
+    talk = _conversation(shown, hints, history, job)
     prompt = _prompt(shown, tokenizer) if talk is None else talk.ids
     own = request.rid or request.request_id
     rid = own or new_rid()
@@ -136,13 +134,22 @@ def read(
     )
 
 
-def prompt_of(body: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The prompt of a conversation.
+def prompt_of(
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+    *,
+    history: History | None = None,
+    job: str | None = None,
+) -> tuple[int, ...]:
+    """The prompt of a conversation, as a turn that asks with it has it; arguments as of ``read``.
 
     Raises:
         InvalidTurn: it is malformed, or there is no tokenizer.
     """
-    return _prompt(read_as(body, Shown), tokenizer)
+    shown = read_as(body, Shown)
+    talk = _conversation(shown, Hints(body, headers), history, job)
+    return _prompt(shown, tokenizer) if talk is None else talk.ids
 
 
 def _prompt(shown: Shown, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -162,11 +169,16 @@ def _messages(shown: Shown) -> tuple[list[Message], str]:
     return begun(messages_of(shown.messages), goes_on=bool(shown.continue_final_message))
 
 
-def _conversation(shown: Shown, history: History, job: str, session: str) -> Conversation:
-    """The prompt, and which of its tokens were sampled here."""
+def _conversation(
+    shown: Shown, hints: Hints, history: History | None, job: str | None
+) -> Conversation | None:
+    """The prompt, and which of its tokens were sampled here; None: it is rendered whole."""
+    if history is None or not hints.record or shown.input_ids is not None:
+        return None
     messages, beginning = _messages(shown)
     tools, variables = shown.tools_shown(), shown.variables()
-    return history.prompt(job, session, messages, tools, variables, begun=beginning)
+    whose = hints.job if job is None else job
+    return history.prompt(whose, hints.session, messages, tools, variables, begun=beginning)
 
 
 def _forcing(body: Mapping[str, Any], forced: tuple[str, ...] | None) -> dict[str, Any]:

@@ -86,6 +86,11 @@ class TurnHandlers:
         tokenizer = self._tokenizer
         return None if tokenizer is None else History(self._tree, tokenizer, find, self._known)
 
+    async def _history_for(self, request: web.Request) -> History | None:
+        """For a request that a thread reads if it is long."""
+        long = len(await raw_body(request)) > _LONG_BODY
+        return self._history(self._find_from_thread() if long else None)
+
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """SGLang's ``/generate``."""
         body = await self._read(request)
@@ -152,9 +157,8 @@ class TurnHandlers:
     async def count_tokens(self, request: web.Request) -> JsonReply:
         """Anthropic's ``/v1/messages/count_tokens``."""
         body = await self._off_loop(request, partial(messages.chat_of, await self._read(request)))
-        tokenizer = self._require_tokenizer()
-        counted = await self._off_loop(request, partial(chat.prompt_of, body, tokenizer))
-        return _json({"input_tokens": len(counted)})
+        self._require_tokenizer()
+        return _json({"input_tokens": len(await self._read_prompt(request, body))})
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/responses``."""
@@ -183,8 +187,7 @@ class TurnHandlers:
         """``/tokenize``: text (``prompt``) or a conversation (``messages``) as token ids."""
         body = await self._read(request)
         if body.get("messages") is not None:
-            prompt = partial(chat.prompt_of, body, self._tokenizer)
-            ids = list(await self._off_loop(request, prompt))
+            ids = list(await self._read_prompt(request, body))
         else:
             special = body.get("add_special_tokens") is not False
             instead = "token ids everywhere"
@@ -251,8 +254,6 @@ class TurnHandlers:
         return web.Response()
 
     async def _read_chat(self, request: web.Request, body: Mapping[str, Any]) -> ParsedRequest:
-        raw = await raw_body(request)
-        find = self._find_from_thread() if len(raw) > _LONG_BODY else None
         reading = partial(
             chat.read,
             body,
@@ -260,7 +261,19 @@ class TurnHandlers:
             self._tokenizer,
             random_rid,
             context=self._service.bounds().context,
-            history=self._history(find),
+            history=await self._history_for(request),
+            job=_job_of(request),
+        )
+        return await self._off_loop(request, reading)
+
+    async def _read_prompt(self, request: web.Request, body: Mapping[str, Any]) -> tuple[int, ...]:
+        """The ids that a turn of this conversation has, what was sampled here among them."""
+        reading = partial(
+            chat.prompt_of,
+            body,
+            request.headers,
+            self._tokenizer,
+            history=await self._history_for(request),
             job=_job_of(request),
         )
         return await self._off_loop(request, reading)
