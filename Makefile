@@ -228,12 +228,14 @@ trl: venv  ## TRL itself trains through a router and a store, on this CPU; an en
 	@VIRTUAL_ENV=$(ROSE_CACHE)/trl $(UV) pip install -q -c constraints.txt -e '.[dev]' 'trl>=1.16,<2' requests
 	TRL_EXPERIMENTAL_SILENCE=1 $(ROSE_CACHE)/trl/bin/pytest -v tests/router/test_trl_training.py $(ARGS)
 
-# Half of it is command-line agents from npm; without npm those are skipped by name.
+# uv finds a Python on the path or downloads one; pyenv's lie on neither way.
+PYTHON_312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) 3.12)
+# Half of it is command-line agents from npm; without npm those are skipped by name. So is NeMo Gym without Python 3.12.
 CLIENTS := $(ROSE_CACHE)/clients
 HARNESSES := $(ROSE_CACHE)/harnesses
 HARBOR := $(ROSE_CACHE)/harbor
 $(CLIENTS)/.stamp: $(wildcard tests/clients/requirements*.txt) tests/clients/package.json | $(UV)
-	@echo "[set-up] agents' SDKs and command-line agents in $(CLIENTS) (1.2 GB)"
+	@echo "[set-up] agents' SDKs and command-line agents in $(CLIENTS) (2.3 GB)"
 	@test -x $(CLIENTS)/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)
 	@VIRTUAL_ENV=$(CLIENTS) $(UV) pip install -q -r tests/clients/requirements.txt
 	@test -x $(CLIENTS)/openai2/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)/openai2
@@ -244,6 +246,9 @@ $(CLIENTS)/.stamp: $(wildcard tests/clients/requirements*.txt) tests/clients/pac
 	@$(CLIENTS)/environments/bin/python -m pip download -q -d $(CLIENTS)/environments/wheels \
 		openai mcp==2.0.0 httpx httpx2 tenacity certifi
 	@mkdir -p $(CLIENTS)/npm && cp tests/clients/package.json $(CLIENTS)/npm
+	@if test -x $(CLIENTS)/nemo-gym/bin/python || $(UV) venv -q -p $(PYTHON_312) $(CLIENTS)/nemo-gym; \
+	then VIRTUAL_ENV=$(CLIENTS)/nemo-gym $(UV) pip install -q -r tests/clients/requirements-nemo-gym.txt; \
+	else echo "SKIPPED NeMo Gym: there is no Python 3.12 here; name one: make test-clients PYTHON_312=/path/to/python"; fi
 	@if command -v npm >/dev/null; then npm install --prefix $(CLIENTS)/npm --no-audit --no-fund --no-package-lock --loglevel error; \
 	else echo "SKIPPED command-line agents: there is no npm here"; fi
 	@touch $@
@@ -276,8 +281,7 @@ sandbox-adapters: venv sandbox  ## harnesses' own modules (SWE-ReX, verifiers) r
 		>$$(cat $(HARNESSES)/purelib)/beside.pth
 	$(HARNESSES)/bin/python -m pytest -v -n 0 tests/sandbox/test_adapters.py $(ARGS)
 
-# uv finds a Python on the path or downloads one; pyenv's lie on neither way.
-HARBOR_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) 3.12)
+HARBOR_PYTHON ?= $(PYTHON_312)
 sandbox-harbor: venv sandbox  ## Harbor's own program and NeMo Gym's own sandbox API on real sandboxes (cached; root, Debian, Python 3.12)
 	@test -x $(HARBOR)/bin/python || $(UV) venv -q -p $(HARBOR_PYTHON) $(HARBOR) || { \
 		echo "Harbor needs Python 3.12: install it, or name one: make sandbox-harbor HARBOR_PYTHON=/path/to/python"; exit 1; }

@@ -8,6 +8,7 @@ test-clients`` fetches them and runs this.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 CLIENTS = cache_folder() / "clients"
 PROGRAMS = Path(__file__).parent / "programs"
 PORT = 8000
-SECONDS = 120.0
+SECONDS = 300.0
 Staging = Callable[..., AbstractAsyncContextManager[Stage]]
 
 
@@ -49,6 +50,7 @@ class Client:
         calls: arguments of the calls that the model makes.
         last: what it says in the end.
         environment: of its packages.
+        says: what the client prints; empty: what the model says in the end.
         written: answers that it begins every conversation with, as if the model had said them.
     """
 
@@ -59,6 +61,7 @@ class Client:
     last: str = "The file says one."
     written: int = 0
     environment: str = "."
+    says: str = ""
 
     def answers(self) -> tuple[str, ...]:
         """The model's part."""
@@ -170,9 +173,12 @@ async def play(client: Client, port: int, at: Path, model: Path) -> tuple[int, s
         "bash" if program.suffix == ".sh" else str(CLIENTS / client.environment / "bin/python")
     )
     socket = at / "router"
+    # Of its own, so that all that it has started ends with it.
+    processes = ["--pid", "--fork", "--kill-child", "--mount-proc"]
     alone = [
         "unshare",
         "--net",
+        *processes,
         sys.executable,
         str(Path(__file__).with_name("alone.py")),
         str(PORT),
@@ -243,7 +249,7 @@ async def play_while_an_engine_dies(
         sessions = {turn["session"] or turn["id"] for turn in turns}
         rows = [row for key in sessions for row in await rows_of(s, key)]
     assert status == 0, said
-    assert client.last in said, said
+    assert (client.says or client.last) in said, said
     assert sum(len(turn["moves"]) for turn in turns) >= 1, "an engine died in mid-answer"
     return Played(turns, rows)
 
@@ -331,3 +337,51 @@ async def test_verifiers_plays_and_scores_a_whole_environment_of_its_own(
     for row in played.rows:
         for turn in row["turns"]:
             assert tuple(row["ids"][: turn["start"]]) in watched.prompts, "what the engine read"
+
+
+@dataclass(frozen=True)
+class Office(Client):
+    """A client whose model finds an e-mail and answers it: two tools, by name."""
+
+    def answers(self) -> tuple[str, ...]:
+        """The first task of the environment, solved."""
+        words = "Thanks for the update - I will get back to you tomorrow."
+        return (
+            "I look for it. " + call("email_search_emails", '{"query": "Task Update on Develop"}'),
+            "<think>That is the one.</think>\nI answer. "
+            + call("email_reply_email", f'{{"email_id": "00000057", "body": "{words}"}}'),
+            self.last,
+        )
+
+
+async def test_nemo_gym_plays_and_scores_a_whole_environment_of_its_own(
+    stage: Staging, tmp_path: Path
+) -> None:
+    """Servers, tasks, tools, agent and verifier are the package's, set as for training."""
+    client = Office(
+        "NeMo Gym environment",
+        ("nemo_gym_environment.py",),
+        tool="email_reply_email",
+        last="It is answered.",
+        environment="nemo-gym",
+        says="rewards 0.0 1.0",  # the second task is another one, and the same is done for it
+    )
+    recipe = scripted_recipe("client-office", client.script())
+    watched = Watched(recipe)
+    played = await play_while_an_engine_dies(client, recipe, watched, stage, tmp_path)
+    assert len(played.turns) == 2 * 3
+    for row in played.rows:
+        for turn in row["turns"]:
+            assert tuple(row["ids"][: turn["start"]]) in watched.prompts, "what the engine read"
+    text = Tokenizer(folder(recipe))
+    for line in (tmp_path / "rollouts.jsonl").read_text().splitlines():
+        answers = [
+            one for one in json.loads(line)["response"]["output"] if "generation_token_ids" in one
+        ]
+        told = [
+            text.decode([int(one) for one in answer["generation_token_ids"]]) for answer in answers
+        ]
+        assert told == list(client.answers())
+        for answer in answers:
+            assert tuple(answer["prompt_token_ids"]) in watched.prompts, "what it trains on"
+            assert len(answer["generation_log_probs"]) == len(answer["generation_token_ids"])
