@@ -268,7 +268,7 @@ async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
         assert word_age() is None
 
 
-async def test_what_computes_load_a_follower_counts_as_load_the_leader(
+async def test_what_computes_beside_a_follower_counts_as_beside_the_leader(
     town: Town, short_dir: Path
 ) -> None:
     led, root = Town(town.root / "led", town.authority, node="node"), short_dir
@@ -282,7 +282,7 @@ async def test_what_computes_load_a_follower_counts_as_load_the_leader(
             group = ReplicaGroup(POD, "node", led.address, follower)
             policies, began_s = (test_guard.POLICY,), time.monotonic()
             guard.on_reply(SyncReply(1, True, (), policies, groups=(group,)), began_s)
-            assert permit.until_ns == 0, "no slot load the leader itself"
+            assert permit.until_ns == 0, "no slot beside the leader itself"
             replica = guard.replicas[POD]
             experience = replica.outcomes.experience
 

@@ -262,6 +262,13 @@ def test_the_second_grammar_reads_numbers_and_no_table() -> None:
             mps3.servers(lambda words: {**made, name: (line,)}[words[0]], multi_user=True)  # noqa: B023
 
 
+def test_lists_of_protocol_3_have_a_head_unless_they_are_asked_for_as_csv() -> None:
+    daemon = fake_mps.FakeDaemon(multi_user=False, protocol=3)
+    assert daemon.answer("client list") == "PID SERVER DEVICE NAMESPACE CMD\n"
+    assert daemon.answer("server list") == "NAME UID PID STATUS PIPE-DIRECTORY\n"
+    assert daemon.answer("client list --format=csv,noheader") == "\n"
+
+
 @pytest.mark.parametrize("daemon", [2], indirect=True)
 def test_commands_that_the_daemon_does_not_know_are_errors(daemon: Daemon) -> None:
     with pytest.raises(MpsError, match="not found"):

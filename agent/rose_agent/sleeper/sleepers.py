@@ -146,7 +146,7 @@ class Sleepers:
         return _One(folder, order, man, asyncio.create_task(self._keep(folder, man)))
 
     def _vacancy_question(self, gpus: tuple[str, ...]) -> _Ask:
-        query = urlencode([("gpu", followed) for followed in gpus])
+        query = urlencode([("gpu", gpu) for gpu in gpus])
         return vacated_page(self._session, f"{self._vacated_url}?{query}")
 
     async def _keep(self, folder: ServingDir, man: DeadMan) -> None:
@@ -180,7 +180,7 @@ def _show_readiness(folder: ServingDir, *, stay_away: bool) -> None:
 def _living(order: SleepOrder) -> tuple[int, ...]:
     """Serving's processes and what they have started; none that only has an old one's number."""
     roots = [pid for pid, ticks in order.processes if ticks and start_ticks(pid) == ticks]
-    return tuple(sorted({followed for pid in roots for followed in tree(pid)}))
+    return tuple(sorted({pid for root in roots for pid in tree(root)}))
 
 
 def _end(order: SleepOrder) -> None:
