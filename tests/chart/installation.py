@@ -152,7 +152,8 @@ def field(node: Node, kind: str, name: str, namespace: str, path: str) -> str:
 def seen(node: Node) -> list[str]:
     """What somebody would look at who wonders why something does not happen."""
     kinds = "pods,servingpools,rolloutleases,rolloutslots"
-    workloads = ("deployment/rose-operator", "daemonset/rose-agent", "daemonset/rose-engine-host")
+    nodes = ("daemonset/rose-agent", "daemonset/rose-engine-host")
+    workloads = ("pod/rose-test", "deployment/rose-operator", *nodes)
     return [
         node.kubectl("get", kinds, "--all-namespaces", check=False),
         node.kubectl("describe", "pods,rolloutleases,rolloutslots", "-A", check=False),
