@@ -124,7 +124,7 @@ class LegLost(Exception):
     Args:
         refused: the engine answered and would not take the request now.
         doubtful: it failed at it in a way that may be the request's own; a canary tells.
-        unsent: its process has never seen the request.
+        unsent: its process has never seen the request, or its host is out of reach: no suspicion.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class EngineRefused(Exception):
 
 
 class Unreachable(OSError):
-    """Nobody takes connections at an engine's address."""
+    """Nobody takes connections at an engine's address, or its host is gone: no turn ended it."""
 
 
 class LoopEnded(Exception):
