@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Party(StrEnum):
+class CallerParty(StrEnum):
     """Whom a caller proves to be."""
 
     ANYBODY = "anybody"
@@ -32,21 +32,23 @@ class Party(StrEnum):
 
 
 MEANING = {
-    Party.ANYBODY: "whoever reaches the port, with no credential or one that is none",
-    Party.EDITOR: "serving owner or RL team: a person with `edit` in one namespace",
-    Party.TRAINER: "an RL team's own: a token for its lease, its tenant's credential at a store",
-    Party.HARNESS: "an RL team's agents: a token of its lease for turns only",
-    Party.ROUTER: "a lease's router: a token of its pod for that lease, its lease's own token, the "
-    "token of each slot that it was told, its ingest's token",
-    Party.NODE: "guard, engine host and weight-sync: their node's certificate and the "
+    CallerParty.ANYBODY: "whoever reaches the port, with no credential or one that is none",
+    CallerParty.EDITOR: "serving owner or RL team: a person with `edit` in one namespace",
+    CallerParty.TRAINER: "an RL team's own: a token for its lease, its tenant's credential at a "
+    "store",
+    CallerParty.HARNESS: "an RL team's agents: a token of its lease for turns only",
+    CallerParty.ROUTER: "a lease's router: a token of its pod for that lease, its lease's own "
+    "token, the token of each slot that it was told, its ingest's token",
+    CallerParty.NODE: "guard, engine host and weight-sync: their node's certificate and the "
     "installation's token; at a store the serving cluster's credential",
-    Party.SANDBOX: "a run's sandbox hosts: what `rose tenant grant --record` granted, at a store",
-    Party.RELAY: "the serving cluster's relay, with its upstream credential",
-    Party.ENGINE: "a rollout engine's processes, which hold the key of their own admin routes and "
-    "no credential: they call nobody, and are in no rule",
-    Party.STORE: "a store, which has its own certificate: it dials nobody, and is in no rule",
-    Party.OPERATOR: "the operator",
-    Party.PLATFORM: "who administrates the cluster, or is root on a node",
+    CallerParty.SANDBOX: "a run's sandbox hosts: what `rose tenant grant --record` granted, "
+    "at a store",
+    CallerParty.RELAY: "the serving cluster's relay, with its upstream credential",
+    CallerParty.ENGINE: "a rollout engine's processes, which hold the key of their own admin "
+    "routes and no credential: they call nobody, and are in no rule",
+    CallerParty.STORE: "a store, which has its own certificate: it dials nobody, and is in no rule",
+    CallerParty.OPERATOR: "the operator",
+    CallerParty.PLATFORM: "who administrates the cluster, or is root on a node",
 }
 
 
@@ -71,7 +73,7 @@ class Listener(StrEnum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class AccessRule:
     """Verbs of one listener, and who may use them.
 
     Attributes:
@@ -81,7 +83,7 @@ class Rule:
 
     listener: Listener
     verbs: tuple[str, ...]
-    parties: tuple[Party, ...]
+    parties: tuple[CallerParty, ...]
     of: str = ""
     local: bool = False
 
@@ -134,72 +136,78 @@ _RECORDS = tuple(
     f"/rose.v1.Records/{name}"
     for name in ("Own", "Look", "Read", "Block", "Put", "Commit", "Forget")
 )
-_TEAMS = (Party.TRAINER,)
-_P, _L = Party, Listener
+_TEAMS = (CallerParty.TRAINER,)
+_P, _L = CallerParty, Listener
 
-RULES: tuple[Rule, ...] = (
-    Rule(_L.API, ("read servingpools", "write servingpools"), (_P.EDITOR, _P.PLATFORM), "its own"),
-    Rule(
+RULES: tuple[AccessRule, ...] = (
+    AccessRule(
+        _L.API, ("read servingpools", "write servingpools"), (_P.EDITOR, _P.PLATFORM), "its own"
+    ),
+    AccessRule(
         _L.API, ("read rolloutleases", "write rolloutleases"), (_P.EDITOR, _P.PLATFORM), "its own"
     ),
-    Rule(_L.API, ("write rolloutleases/scale",), (_P.EDITOR, _P.PLATFORM), "its own"),
-    Rule(
+    AccessRule(_L.API, ("write rolloutleases/scale",), (_P.EDITOR, _P.PLATFORM), "its own"),
+    AccessRule(
         _L.API, ("read rolloutslots",), (_P.EDITOR, _P.PLATFORM), "in its namespaces: none is there"
     ),
-    Rule(_L.API, ("write rolloutslots",), (_P.OPERATOR,)),
-    Rule(_L.API, ("read tenantpolicies",), (_P.OPERATOR, _P.PLATFORM)),
-    Rule(_L.API, ("write tenantpolicies",), (_P.PLATFORM,)),
-    Rule(
+    AccessRule(_L.API, ("write rolloutslots",), (_P.OPERATOR,)),
+    AccessRule(_L.API, ("read tenantpolicies",), (_P.OPERATOR, _P.PLATFORM)),
+    AccessRule(_L.API, ("write tenantpolicies",), (_P.PLATFORM,)),
+    AccessRule(
         _L.API,
         ("write servingpools/status", "write rolloutleases/status", "write rolloutslots/status"),
         (_P.OPERATOR,),
     ),
-    Rule(_L.ROUTER, (*_PAGES, *_PROBES, "GET /readiness"), (_P.ANYBODY,)),
-    Rule(_L.ROUTER, _TURNS, (*_TEAMS, _P.HARNESS)),
-    Rule(
+    AccessRule(_L.ROUTER, (*_PAGES, *_PROBES, "GET /readiness"), (_P.ANYBODY,)),
+    AccessRule(_L.ROUTER, _TURNS, (*_TEAMS, _P.HARNESS)),
+    AccessRule(
         _L.ROUTER,
         ("POST /abort_request",),
         (*_TEAMS, _P.HARNESS),
         "a turn by its id; all of the lease: the trainer alone",
     ),
-    Rule(_L.ROUTER, _FACADE, (*_TEAMS, _P.HARNESS)),
-    Rule(_L.ROUTER, _PUSHES, _TEAMS),
-    Rule(
+    AccessRule(_L.ROUTER, _FACADE, (*_TEAMS, _P.HARNESS)),
+    AccessRule(_L.ROUTER, _PUSHES, _TEAMS),
+    AccessRule(
         _L.ROUTER, ("GET /trajectories", "POST /trajectories", "GET /turns", "GET /engines"), _TEAMS
     ),
-    Rule(_L.ROUTER, _BATCHES, _TEAMS, "of the caller that the token names"),
-    Rule(
+    AccessRule(_L.ROUTER, _BATCHES, _TEAMS, "of the caller that the token names"),
+    AccessRule(
         _L.ROUTER,
         tuple(f"POST /sessions/{{key}}/{step}" for step in ("fork", "restore", "turns")),
         _TEAMS,
         "of the job that the token names",
     ),
-    Rule(_L.ROUTER, ("GET /sessions/{key}/rows",), _TEAMS, "of the job that the token names"),
-    Rule(_L.ROUTER, _NOT_HERE, _TEAMS, "answered with what to use instead"),
-    Rule(_L.ROUTER, ("/rose.v1.Router/Attach",), (_P.NODE, _P.ROUTER), "engines of this lease"),
-    Rule(_L.ROUTER, ("/rose.v1.Router/Demand",), (_P.OPERATOR,)),
-    Rule(_L.OPERATOR, (*_PAGES, "GET /readyz"), (_P.ANYBODY,)),
-    Rule(
+    AccessRule(_L.ROUTER, ("GET /sessions/{key}/rows",), _TEAMS, "of the job that the token names"),
+    AccessRule(_L.ROUTER, _NOT_HERE, _TEAMS, "answered with what to use instead"),
+    AccessRule(
+        _L.ROUTER, ("/rose.v1.Router/Attach",), (_P.NODE, _P.ROUTER), "engines of this lease"
+    ),
+    AccessRule(_L.ROUTER, ("/rose.v1.Router/Demand",), (_P.OPERATOR,)),
+    AccessRule(_L.OPERATOR, (*_PAGES, "GET /readyz"), (_P.ANYBODY,)),
+    AccessRule(
         _L.OPERATOR, ("/rose.v1.Operator/Sync", "/rose.v1.Operator/Notices"), (_P.NODE,), "itself"
     ),
-    Rule(_L.OPERATOR, ("/rose.v1.Identity/Enrol",), (_P.NODE,), "itself, by its account's token"),
-    Rule(
+    AccessRule(
+        _L.OPERATOR, ("/rose.v1.Identity/Enrol",), (_P.NODE,), "itself, by its account's token"
+    ),
+    AccessRule(
         _L.OPERATOR,
         ("/rose.v1.Identity/EnrolRouter",),
         (_P.ROUTER,),
         "its lease, by its pod's token",
     ),
-    Rule(_L.AGENT, _PAGES, (_P.ANYBODY,)),
-    Rule(_L.AGENT, ("GET /report", "GET /trace"), (_P.NODE, _P.PLATFORM)),
-    Rule(
+    AccessRule(_L.AGENT, _PAGES, (_P.ANYBODY,)),
+    AccessRule(_L.AGENT, ("GET /report", "GET /trace"), (_P.NODE, _P.PLATFORM)),
+    AccessRule(
         _L.AGENT,
         ("/rose.v1.Guard/Follow",),
         (_P.NODE,),
         "of a node that has a pod of the same replica, by that node's certificate",
     ),
-    Rule(_L.TAP, _PAGES, (_P.ANYBODY,)),
-    Rule(_L.HOST, (*_PAGES, "GET /readyz", "GET /vacated"), (_P.ANYBODY,)),
-    Rule(
+    AccessRule(_L.TAP, _PAGES, (_P.ANYBODY,)),
+    AccessRule(_L.HOST, (*_PAGES, "GET /readyz", "GET /vacated"), (_P.ANYBODY,)),
+    AccessRule(
         _L.HOST,
         (
             *(
@@ -212,7 +220,7 @@ RULES: tuple[Rule, ...] = (
         (_P.ROUTER,),
         "slots of its lease",
     ),
-    Rule(
+    AccessRule(
         _L.HOST,
         tuple(
             f"/rose.v1.EngineHost/{name}"
@@ -222,40 +230,40 @@ RULES: tuple[Rule, ...] = (
         "its guard",
         local=True,
     ),
-    Rule(_L.SYNC, _PAGES, (_P.ANYBODY,)),
-    Rule(_L.STORE, _PAGES, (_P.ANYBODY,)),
-    Rule(
+    AccessRule(_L.SYNC, _PAGES, (_P.ANYBODY,)),
+    AccessRule(_L.STORE, _PAGES, (_P.ANYBODY,)),
+    AccessRule(
         _L.STORE,
         (*_READING, "/rose.v1.Weights/Await"),
         (*_TEAMS, _P.NODE, _P.RELAY),
         "runs that it may read",
     ),
-    Rule(_L.STORE, _PUBLISHING, _TEAMS, "runs that it may publish"),
-    Rule(_L.STORE, _RECORDS, (_P.SANDBOX,), "sessions of runs whose records it may keep"),
-    Rule(_L.RELAY, _PAGES, (_P.ANYBODY,)),
-    Rule(_L.RELAY, _READING, (_P.NODE,), "runs of its cluster"),
-    Rule(_L.INGEST, ("GET /health",), (_P.ANYBODY,)),
-    Rule(_L.INGEST, ("POST /ingest",), (_P.ROUTER,), "of its lease"),
-    Rule(
+    AccessRule(_L.STORE, _PUBLISHING, _TEAMS, "runs that it may publish"),
+    AccessRule(_L.STORE, _RECORDS, (_P.SANDBOX,), "sessions of runs whose records it may keep"),
+    AccessRule(_L.RELAY, _PAGES, (_P.ANYBODY,)),
+    AccessRule(_L.RELAY, _READING, (_P.NODE,), "runs of its cluster"),
+    AccessRule(_L.INGEST, ("GET /health",), (_P.ANYBODY,)),
+    AccessRule(_L.INGEST, ("POST /ingest",), (_P.ROUTER,), "of its lease"),
+    AccessRule(
         _L.FORWARD,
         ("* /{path}",),
         (_P.TRAINER,),
         "its machine's loopback: who reaches it calls the router as the trainer",
     ),
-    Rule(_L.REWARDS, _PAGES, (_P.ANYBODY,)),
-    Rule(
+    AccessRule(_L.REWARDS, _PAGES, (_P.ANYBODY,)),
+    AccessRule(
         _L.REWARDS,
         ("POST /v1/rewards", "GET /v1/queue"),
         _TEAMS,
         "functions of its team and those of nobody; by its team's token, or on the loopback",
     ),
-    Rule(
+    AccessRule(
         _L.REWARDS,
         ("GET /v1/work",),
         (_P.PLATFORM,),
         "a pod's worker: serves functions of one team, by the token of that team's workers",
     ),
-    Rule(
+    AccessRule(
         _L.SCALER,
         tuple(
             f"/externalscaler.ExternalScaler/{name}"
@@ -264,15 +272,15 @@ RULES: tuple[Rule, ...] = (
         (_P.ANYBODY,),
         "how many workers are wished for; KEDA shows no token, a NetworkPolicy says who reaches it",
     ),
-    Rule(_L.BATCHES, _PAGES, (_P.ANYBODY,)),
-    Rule(
+    AccessRule(_L.BATCHES, _PAGES, (_P.ANYBODY,)),
+    AccessRule(
         _L.BATCHES,
         _BATCHES,
         (_P.ROUTER,),
         "its lease, for the caller that it names; by the token of rose batches, or on the loopback",
     ),
-    Rule(_L.SANDBOX, _PAGES, (_P.ANYBODY,)),
-    Rule(
+    AccessRule(_L.SANDBOX, _PAGES, (_P.ANYBODY,)),
+    AccessRule(
         _L.SANDBOX,
         (
             *("GET /sessions", "POST /sessions", "DELETE /sessions/{key}"),
@@ -284,7 +292,7 @@ RULES: tuple[Rule, ...] = (
         _TEAMS,
         "of the run that the host serves, by the host's token",
     ),
-    Rule(
+    AccessRule(
         _L.SANDBOX,
         (
             *("GET /sessions/{key}", "GET /sessions/{key}/fence"),
@@ -296,7 +304,9 @@ RULES: tuple[Rule, ...] = (
         (*_TEAMS, _P.ROUTER),
         "of the run that the host serves, by the host's token",
     ),
-    Rule(_L.SANDBOX, ("POST /traffic",), (_P.NODE, _P.TRAINER), "its node, by the host's token"),
+    AccessRule(
+        _L.SANDBOX, ("POST /traffic",), (_P.NODE, _P.TRAINER), "its node, by the host's token"
+    ),
 )
 
 
@@ -305,7 +315,7 @@ def verbs(listener: Listener) -> frozenset[str]:
     return frozenset(verb for rule in RULES if rule.listener is listener for verb in rule.verbs)
 
 
-def allowed(listener: Listener, party: Party, *, local: bool = False) -> frozenset[str]:
+def allowed(listener: Listener, party: CallerParty, *, local: bool = False) -> frozenset[str]:
     """What a party may do there; what everybody may, included.
 
     Args:
@@ -317,7 +327,7 @@ def allowed(listener: Listener, party: Party, *, local: bool = False) -> frozens
         verb
         for rule in RULES
         if rule.listener is listener and (local or not rule.local)
-        if party in rule.parties or Party.ANYBODY in rule.parties
+        if party in rule.parties or CallerParty.ANYBODY in rule.parties
         for verb in rule.verbs
     )
 

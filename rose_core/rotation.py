@@ -30,7 +30,7 @@ _LAST_PART = 1 / 3
 
 
 @dataclass(frozen=True)
-class Window:
+class ValidityWindow:
     """From when to when a certificate is good, Unix seconds."""
 
     begins: float
@@ -49,22 +49,22 @@ class HeldAuthority:
         prepared_at: since when the successor has been in the bundle, Unix seconds.
     """
 
-    signer: Window | None = None
-    successor: Window | None = None
+    signer: ValidityWindow | None = None
+    successor: ValidityWindow | None = None
     prepared_at: float = 0.0
-    former: tuple[Window, ...] = ()
+    former: tuple[ValidityWindow, ...] = ()
 
 
 @dataclass(frozen=True)
 class HeldLeaf:
     """A certificate: its window, and whether signer and names are still those that are wanted."""
 
-    window: Window
+    window: ValidityWindow
     by_signer: bool
     names_wanted: bool
 
 
-class Step(StrEnum):
+class RotationStep(StrEnum):
     """What is to be done with an authority now."""
 
     MAKE = "Make"
@@ -74,17 +74,17 @@ class Step(StrEnum):
     NONE = "None"
 
 
-def decide(held: HeldAuthority, now: float) -> Step:
+def decide(held: HeldAuthority, now: float) -> RotationStep:
     """The next step of the module's table."""
     if held.signer is None or now >= held.signer.ends:
-        return Step.MAKE
+        return RotationStep.MAKE
     if any(now >= former.ends for former in held.former):
-        return Step.DROP
+        return RotationStep.DROP
     if held.successor is None:
-        return Step.PREPARE if held.signer.is_old(now) else Step.NONE
+        return RotationStep.PREPARE if held.signer.is_old(now) else RotationStep.NONE
     if now >= held.prepared_at + SPREAD_SECONDS:
-        return Step.SWITCH
-    return Step.NONE
+        return RotationStep.SWITCH
+    return RotationStep.NONE
 
 
 def is_due(leaf: HeldLeaf | None, now: float) -> bool:

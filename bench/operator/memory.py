@@ -16,17 +16,23 @@ import msgspec
 from bench.operator.agents import Agent
 from bench.operator.fleet import SYSTEM, Fleet
 from rose_core.identity import SlotKey
-from rose_core.lending import Policy
+from rose_core.lending import PlannerPolicy
 from rose_core.wire.sync import SlotReport, SlotState
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 from rose_operator.reconcile import Reconciler
 from rose_operator.settings import Settings
 
 _EPOCH = 1_800_000_000.0
 _CREATED = "2027-01-15T07:00:00Z"
-_KINDS = (Kind.POOL, Kind.LEASE, Kind.SLOT, Kind.DEPLOYMENT, Kind.SERVICE)
+_KINDS = (
+    ObjectKind.POOL,
+    ObjectKind.LEASE,
+    ObjectKind.SLOT,
+    ObjectKind.DEPLOYMENT,
+    ObjectKind.SERVICE,
+)
 
 
 class MemoryApi:
@@ -36,29 +42,29 @@ class MemoryApi:
 
     def __init__(self) -> None:
         self.writes = 0
-        self._objects: dict[tuple[Kind, str], Raw] = {}
+        self._objects: dict[tuple[ObjectKind, str], Raw] = {}
         self._version = 0
 
-    async def apply(self, kind: Kind, manifest: Raw) -> Raw:
+    async def apply(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Make or change an object's spec."""
         return self.put(kind, manifest)
 
-    async def apply_status(self, kind: Kind, manifest: Raw) -> Raw:
+    async def apply_status(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Change an object's status."""
         self.writes += 1
         return self._keep(kind, self._objects[kind, key_of(manifest)], manifest)
 
-    async def create(self, _kind: Kind, manifest: Raw) -> Raw:
+    async def create(self, _kind: ObjectKind, manifest: Raw) -> Raw:
         """Events."""
         self.writes += 1
         return manifest
 
-    async def delete(self, kind: Kind, name: str) -> None:
+    async def delete(self, kind: ObjectKind, name: str) -> None:
         """Gone at once."""
         self.writes += 1
         self._objects.pop((kind, f"{SYSTEM}/{name}"), None)
 
-    def put(self, kind: Kind, manifest: Raw) -> Raw:
+    def put(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Make or change an object's spec."""
         self.writes += 1
         key = kind, key_of(manifest)
@@ -67,14 +73,14 @@ class MemoryApi:
         made["metadata"]["generation"] += known.get("spec") != manifest.get("spec")
         return made
 
-    def _keep(self, kind: Kind, known: Raw, manifest: Raw) -> Raw:
+    def _keep(self, kind: ObjectKind, known: Raw, manifest: Raw) -> Raw:
         self._version += 1
         key = key_of(manifest)
         metadata = {"uid": f"uid-{self._version}", "creationTimestamp": _CREATED}
         metadata |= known["metadata"] | manifest["metadata"]
         metadata["resourceVersion"] = str(self._version)
         made = known | manifest | {"metadata": metadata}
-        if kind is Kind.DEPLOYMENT:
+        if kind is ObjectKind.DEPLOYMENT:
             made["status"] = {"readyReplicas": 1}
         self._objects[kind, key] = made
         return made
@@ -87,8 +93,8 @@ class Inside:
         self.now = 0.0
         self.fleet = fleet
         self.api = MemoryApi()
-        self.stores = {kind: ObjectCache() for kind in Kind}
-        self.telemetry = Telemetry(self.now)
+        self.stores = {kind: ObjectCache() for kind in ObjectKind}
+        self.telemetry = NodeTelemetry(self.now)
         self.random = random.Random(1)
         self.agents = {
             node: Agent(node, replicas, [], lambda _: None, seed)
@@ -102,16 +108,16 @@ class Inside:
             may_write=lambda: True,
             clock=lambda: self.now,
             wall=lambda: _EPOCH + self.now,
-            policy=replace(Policy(), settle_seconds=0.0, toggle_seconds=0.0),
+            policy=replace(PlannerPolicy(), settle_seconds=0.0, toggle_seconds=0.0),
         )
         for kind in _KINDS:
             self.stores[kind].replace((), 0)
         for manifest in fleet.pool_manifests():
-            self.put(Kind.POOL, manifest)
+            self.put(ObjectKind.POOL, manifest)
         for manifest in fleet.lease_manifests():
-            self.put(Kind.LEASE, manifest)
+            self.put(ObjectKind.LEASE, manifest)
 
-    def put(self, kind: Kind, manifest: Raw) -> None:
+    def put(self, kind: ObjectKind, manifest: Raw) -> None:
         """A user applies an object and the watch tells it."""
         self.stores[kind].put(self.api.put(kind, manifest))
 
@@ -126,7 +132,7 @@ class Inside:
 
     def _running(self) -> dict[str, list[SlotReport]]:
         found: dict[str, list[SlotReport]] = defaultdict(list)
-        for raw in self.stores[Kind.SLOT].all():
+        for raw in self.stores[ObjectKind.SLOT].all():
             if raw["spec"]["desired"] == "Lent":
                 found[raw["spec"]["members"][0]["node"]].append(_runs(raw))
         return found

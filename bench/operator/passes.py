@@ -23,7 +23,7 @@ from pathlib import Path
 from bench.operator.fleet import FULL, QUICK, Fleet
 from bench.operator.memory import Inside
 from bench.record import Figure, figure, record
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 
 
 def flags() -> argparse.ArgumentParser:
@@ -64,7 +64,7 @@ async def run(fleet: Fleet, passes: int) -> list[Figure]:
         inside.agents[nodes[number % len(nodes)]].restart_a_pod()
         inside.report(nodes)
         lease = fleet.lease(f"grpo-{number % fleet.leases}", number % fleet.pools, 1 + number % 3)
-        inside.put(Kind.LEASE, lease)
+        inside.put(ObjectKind.LEASE, lease)
 
     writes = inside.api.writes
     resting = await measured(inside, passes, rest, 5.0)

@@ -24,10 +24,10 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 
 from rose_core.rollouts.terms import Policies
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.routing.router import Router, RouterOptions
-from rose_simulate.model.routing.turns import Engine, Leg, Turn
-from rose_simulate.model.scenarios.costs import Costs, pairs, time_of
+from rose_simulate.model.routing.turns import AttachedEngine, RoutedLeg, RoutedTurn
+from rose_simulate.model.scenarios.costs import ModelCosts, pairs, time_of
 
 
 @dataclass(slots=True)
@@ -90,19 +90,19 @@ class Observed(Router):
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         run: str,
         policies: Policies,
         manners: RouterOptions,
         draw: random.Random,
         *,
-        costs: Costs,
+        costs: ModelCosts,
         lives: dict[str, Life],
     ) -> None:
         super().__init__(clock, run, policies, manners, draw)
         self._costs, self._lives = costs, lives
         self._shut_s: dict[str, float] = {}  # of each engine, until its gate moved last
-        self._shut_before: dict[Leg, float] = {}
+        self._shut_before: dict[RoutedLeg, float] = {}
 
     def on_gate(self, name: str, is_open: bool) -> None:
         """An engine's gate has moved."""
@@ -111,7 +111,7 @@ class Observed(Router):
             self._shut_s[name] = self._shut(engine)
         super().on_gate(name, is_open)
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: RoutedTurn) -> None:
         """A turn has come."""
         now = self._clock.now_s
         life = self._lives.setdefault(turn.session, Life(now, now))
@@ -120,19 +120,19 @@ class Observed(Router):
         life.keys = turn.context + turn.output
         super().submit(turn)
 
-    def _begin(self, turn: Turn, engine: Engine) -> None:
+    def _begin(self, turn: RoutedTurn, engine: AttachedEngine) -> None:
         self._lives[turn.session].queue += self._clock.now_s - turn.since
         super()._begin(turn, engine)
         self._shut_before[engine.legs[-1]] = self._shut(engine)
 
-    def _end(self, leg: Leg, *, kept: bool, inside: bool) -> None:
+    def _end(self, leg: RoutedLeg, *, kept: bool, inside: bool) -> None:
         super()._end(leg, kept=kept, inside=inside)
         life, told = self._lives[leg.turn.session], leg.sequence
         life.shut += self._shut(leg.engine) - self._shut_before.pop(leg)
         life.worked += self._alone(told.uncached, told.context, told.produced)
         life.ended = self._clock.now_s
 
-    def _shut(self, engine: Engine) -> float:
+    def _shut(self, engine: AttachedEngine) -> float:
         """For how long the engine's gate has been closed, in all."""
         before = self._shut_s.get(engine.name, 0.0)
         return before + (0 if engine.gate_open else self._clock.now_ns - engine.gate_ns) / SECOND

@@ -20,7 +20,7 @@ from rose_core.rollouts.trajectories.shares import length_bucket
 from rose_core.stats import Clustered, Share, newcombe
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.gpus.paper import STALL_S
-from rose_simulate.model.jobs.job import Fate
+from rose_simulate.model.jobs.job import TrajectoryFate
 from rose_simulate.model.regimes import RULES, RegimeRules
 from rose_simulate.model.routing.router import Ends
 from rose_simulate.model.scenarios.costs import costs
@@ -63,7 +63,7 @@ class RunResult:
     """
 
     makespans: tuple[float, ...]
-    fates: tuple[Fate, ...]
+    fates: tuple[TrajectoryFate, ...]
     begun: int
     ended: int
     inside: int

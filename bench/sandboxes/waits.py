@@ -34,7 +34,7 @@ from bench.sandboxes.__main__ import host_of, kill
 from bench.sandboxes.cost import traced_call
 from bench.sandboxes.mix import PROJECT, Turn, draw
 from bench.sandboxes.own import own_runtime
-from rose_core.sandboxes.policy import Wait
+from rose_core.sandboxes.policy import ModelWait
 from rose_sandbox.box import key_of
 from rose_sandbox.errors import Unavailable
 from rose_sandbox.host import Host
@@ -94,10 +94,10 @@ def scripts(agents: int, turns: int, seed: int) -> tuple[Script, ...]:
     )
 
 
-def expected(written: Sequence[Script]) -> Wait:
+def expected(written: Sequence[Script]) -> ModelWait:
     """What a router would say of each: it knows the last replies, and not this one's length."""
     waits = [wait for script in written for _, wait in script.turns]
-    return Wait(statistics.median(waits), 0.5)
+    return ModelWait(statistics.median(waits), 0.5)
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Stage:
     host: Host
     runtime: RuncRuntime
     way: str
-    wait: Wait
+    wait: ModelWait
     tally: Tally = field(default_factory=Tally)
 
     async def live(self, name: str, script: Script) -> None:

@@ -14,14 +14,14 @@ import msgspec
 from bench.record import Figure, figure, record
 from bench.scenarios import scenario
 from bench.simulate.growth import growth
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
 from rose_simulate.model.outcome import Interval
 from rose_simulate.model.run import run
 from rose_simulate.model.scenarios.costs import costs, kv_tokens
 from rose_simulate.model.scenarios.scenario import Regime, Scenario
 from rose_simulate.model.simulation import SimulationInputs
-from rose_simulate.runs.study import Row, study
+from rose_simulate.runs.study import StudyRow, study
 from rose_simulate.verbs.studies import SCENARIOS
 
 DERATES = (0.4, 0.5, 0.7)
@@ -54,7 +54,7 @@ def calibration() -> list[Figure]:
 
 def saturated(derate: float, prompt: int, output: int, *, attention: bool) -> float:
     """Prompt and output tokens per second of one H100 that never lacks requests."""
-    clock = Clock()
+    clock = VirtualClock()
     pool = kv_tokens("H100", MODEL, 0.9)
     own = costs("H100", MODEL, derate, attention=attention)
     engine = BatchEngine(clock, own, pool, lambda: None)
@@ -85,7 +85,7 @@ def speed(told: Scenario, material: SimulationInputs) -> list[Figure]:
     ]
 
 
-def headline(name: str, row: Row) -> list[Figure]:
+def headline(name: str, row: StudyRow) -> list[Figure]:
     """One regime of one study at one derate; the aims are ours to meet, not the baselines'."""
     head, ours = f"{name}, derate {row.derate:g}, {row.regime}", row.regime == Regime.OURS
     most = 0.0 if ours else None

@@ -23,7 +23,7 @@ from rose_agent.signals import verify
 from rose_agent.signals.http import EngineReader
 from rose_agent.tap.frames import Watch
 from rose_core.identity import PodUid
-from rose_core.telemetry.verify import Verification
+from rose_core.telemetry.verify import SignalVerification
 from rose_dev.waiting import until
 
 _AT_ONCE = 4
@@ -108,7 +108,7 @@ async def against(url: str, model: str, engine: str, requests: int, aborts: int)
         async with tap_process(Path(folder), watch, "--sample-from", "0") as (listener, _):
             async with _reading(listener), aiohttp.ClientSession() as http:
                 reader = EngineReader(http, url, engine)
-                before = await _compared(reader, listener, Verification())
+                before = await _compared(reader, listener, SignalVerification())
                 listener.watched.client = await _talk(url, model, requests)
                 for _ in range(aborts):
                     await _abort(url, model)
@@ -119,7 +119,9 @@ async def against(url: str, model: str, engine: str, requests: int, aborts: int)
             return listener.watched
 
 
-async def _compared(reader: EngineReader, listener: Listener, before: Verification) -> Verification:
+async def _compared(
+    reader: EngineReader, listener: Listener, before: SignalVerification
+) -> SignalVerification:
     async with asyncio.timeout(60):
         while True:
             made = await verify.compare(reader, listener.book, before)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from rose_core.accounting.breakdown import CostBreakdown, breakdown
 from rose_core.accounting.correct import Sampled, violation_price
 from rose_core.accounting.cost import MICRO, Prices
-from rose_core.accounting.ledger import GpuTime, Ledger, ServingImpact, Tier, Trajectories
+from rose_core.accounting.ledger import GpuTier, GpuTime, Ledger, ServingImpact, Trajectories
 from rose_demo.records import Recording
 from rose_demo.statistics import LENT_WINDOWS, WITHHELD_WINDOWS, Attainment, growth
 from rose_simulate.pages.statement_page import table
@@ -61,7 +61,7 @@ def costs(recording: Recording, attainments: Mapping[str, Attainment]) -> CostBr
     return breakdown(
         ledger,
         Prices(DEDICATED_HOUR, LENT_HOUR, round(violation or 0), reserve_hour=DEDICATED_HOUR),
-        Sampled({Tier.DEDICATED: int(dedicated), Tier.BORROWED: int(borrowed)}, trained),
+        Sampled({GpuTier.DEDICATED: int(dedicated), GpuTier.BORROWED: int(borrowed)}, trained),
         violation=violation,
     )
 

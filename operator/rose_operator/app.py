@@ -32,7 +32,7 @@ from rose_core.api import RolloutLease
 from rose_operator import metrics
 from rose_operator.apply.routers import is_ready, router_name
 from rose_operator.errors import ApiUnavailable, NotLeader, OperatorError
-from rose_operator.kube.api import Api, Kind
+from rose_operator.kube.api import Api, ObjectKind
 from rose_operator.kube.backoff import ExponentialBackoff
 from rose_operator.kube.leader import LeaderLock, LockState
 from rose_operator.kube.lock_renewal import LockRenewal
@@ -42,12 +42,12 @@ from rose_operator.kube.watches import watch_kinds
 from rose_operator.notices import Notices
 from rose_operator.own_secrets import OwnSecrets
 from rose_operator.plan.cluster_facts import ClusterFacts
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 from rose_operator.plan.typed_objects import TypedReader
 from rose_operator.reconcile import Reconciler
 from rose_operator.settings import AUTHORITY, Settings
 from rose_operator.sync.demand import Demands
-from rose_operator.sync.enrolment import Authority, Enrolment, RouterEnrolment, RouterTrust
+from rose_operator.sync.enrolment import NodeAuthority, NodeEnrolment, RouterEnrolment, RouterTrust
 from rose_operator.sync.service import SyncService
 from rose_wire.observability import pages
 from rose_wire.rpc import Server
@@ -68,8 +68,8 @@ _SOON_SECONDS = 1.0
 # Keys change once in months; a token of a new one is refused for this long at most.
 _KEYS_SECONDS = 60.0
 # Kinds whose new objects and generations are somebody's wish.
-_ASKED_FOR = frozenset({Kind.POOL, Kind.LEASE, Kind.POLICY})
-_OF_TENANCY = frozenset({Kind.POLICY, Kind.NAMESPACE})
+_ASKED_FOR = frozenset({ObjectKind.POOL, ObjectKind.LEASE, ObjectKind.POLICY})
+_OF_TENANCY = frozenset({ObjectKind.POLICY, ObjectKind.NAMESPACE})
 
 
 class SigningKeys:
@@ -119,12 +119,12 @@ class Operator:
         self.asked = asyncio.Event()
         self.stores = {
             kind: ObjectCache(self.changed.set, *([self.asked.set] if kind in _ASKED_FOR else []))
-            for kind in Kind
+            for kind in ObjectKind
             if (settings.tenancy or kind not in _OF_TENANCY)
-            and (settings.gateway is not None or kind is not Kind.ROUTE)
+            and (settings.gateway is not None or kind is not ObjectKind.ROUTE)
         }
         self.started = time.monotonic()
-        self.telemetry = Telemetry(self.started)
+        self.telemetry = NodeTelemetry(self.started)
         self.surroundings = ClusterFacts(self.changed.set)
         self.notices = Notices()
         self.lock = LeaderLock(
@@ -140,7 +140,7 @@ class Operator:
             clock=time.monotonic,
             stuck_seconds=settings.lock_seconds,
         )
-        self._lease_reader = TypedReader(RolloutLease, self.stores[Kind.LEASE])
+        self._lease_reader = TypedReader(RolloutLease, self.stores[ObjectKind.LEASE])
         self.demands = Demands(
             settings, self._asked_leases, clock=time.monotonic, wake=self.changed.set
         )
@@ -211,7 +211,7 @@ class Operator:
         """Leases whose router is there to be asked."""
         if not self.lock.may_write:
             return []
-        deployments = self.stores[Kind.DEPLOYMENT]
+        deployments = self.stores[ObjectKind.DEPLOYMENT]
         return [
             lease
             for lease in self._lease_reader.read().good.values()
@@ -333,14 +333,16 @@ class Operator:
         server = Server(credentials=server_credentials(settings.tls_dir))
         if settings.node_authority is not None:
             agents = f"{account}{settings.namespace}:{settings.agent_service_account}"
-            Enrolment(self.api, Authority(settings.node_authority, life), agents).serve_on(server)
+            NodeEnrolment(self.api, NodeAuthority(settings.node_authority, life), agents).serve_on(
+                server
+            )
         signing, folder = settings.router_authority, settings.tls_dir
         own = folder / AUTHORITY if folder is not None and settings.operator_authority else None
         trust = RouterTrust(
             settings.token,
             settings.routers,
             f"{account}{settings.routers}:{settings.router_service_account}",
-            None if signing is None else Authority(signing, routers),
+            None if signing is None else NodeAuthority(signing, routers),
             settings.tls_client_ca,
             own,
         )

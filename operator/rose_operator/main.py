@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     return asyncio.run(_run(settings))
 
 
-async def _make(own: own_secrets.Options, argv: list[str]) -> int:
+async def _make(own: own_secrets.SecretOptions, argv: list[str]) -> int:
     """What the other flags name may be what is made here, so it comes before they are read."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--namespace", default="rose-system")

@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Protocol
 
 from rose_core import rotation
-from rose_core.rotation import HeldAuthority, HeldLeaf, Step, Window
+from rose_core.rotation import HeldAuthority, HeldLeaf, RotationStep, ValidityWindow
 from rose_operator.errors import ApiRefused, ApiUnavailable
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import Raw
 from rose_wire import certificates, flags, tls
 
@@ -61,15 +61,15 @@ Files = dict[str, bytes]
 class SecretApi(Protocol):
     """What is asked of the API server."""
 
-    async def get(self, kind: Kind, name: str) -> Raw | None:
+    async def get(self, kind: ObjectKind, name: str) -> Raw | None:
         """One object of ROSE's namespace."""
 
-    async def replace(self, kind: Kind, manifest: Raw) -> Raw:
+    async def replace(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Replace it if nobody else has meanwhile."""
 
 
 @dataclass(frozen=True)
-class Options:
+class SecretOptions:
     """Which Secrets the operator makes; an empty name: somebody else does.
 
     Attributes:
@@ -92,7 +92,7 @@ class Options:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``Options``."""
+    """The flags of ``SecretOptions``."""
     add = parser.add_argument
     add("--own-secrets-dir", type=Path, help="where the operator keeps what it makes itself")
     add("--own-token", default="", help="Secret in which it makes the token")
@@ -118,14 +118,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def options(argv: list[str]) -> Options | None:
+def options(argv: list[str]) -> SecretOptions | None:
     """What the flags ask for; None where everything is somebody else's."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(parser)
     found, _ = parser.parse_known_args(argv)
     if found.own_secrets_dir is None:
         return None
-    return Options(
+    return SecretOptions(
         folder=found.own_secrets_dir,
         token=found.own_token,
         authority=found.own_authority,
@@ -148,7 +148,7 @@ class OwnSecrets:
         wall: Unix seconds.
     """
 
-    def __init__(self, api: SecretApi, wanted: Options, *, wall: Callable[[], float]) -> None:
+    def __init__(self, api: SecretApi, wanted: SecretOptions, *, wall: Callable[[], float]) -> None:
         self._api = api
         self._wanted = wanted
         self._wall = wall
@@ -199,7 +199,7 @@ class OwnSecrets:
 
     async def _one(self, what: str, name: str, change: Callable[[Files], Files]) -> Files:
         """Read, change if due, write, and keep a copy."""
-        raw = await self._api.get(Kind.SECRET, name)
+        raw = await self._api.get(ObjectKind.SECRET, name)
         if raw is None:
             message = f"there is no Secret {name}; apply the chart again, which makes it"
             raise ApiRefused(404, message)
@@ -208,7 +208,7 @@ class OwnSecrets:
         if files != held:
             data = {key: base64.b64encode(content).decode() for key, content in files.items()}
             # Its resource version goes along: who comes second is told 409, and looks again.
-            await self._api.replace(Kind.SECRET, raw | {"data": data})
+            await self._api.replace(ObjectKind.SECRET, raw | {"data": data})
             _log.info("Secret %s: made or renewed", name)
         if self._written.get(what) != files:
             certificates.keep(self._wanted.folder / FOLDERS[what], files)
@@ -235,22 +235,22 @@ class OwnSecrets:
 def turned(held: Files, common_name: str, life: dt.timedelta, now: float) -> Files:
     """An authority's files after every step that is due now."""
     files = dict(held)
-    while (step := rotation.decide(_held_authority(files), now)) is not Step.NONE:
+    while (step := rotation.decide(_held_authority(files), now)) is not RotationStep.NONE:
         when = dt.datetime.fromtimestamp(now, dt.UTC)
-        if step is Step.MAKE:
+        if step is RotationStep.MAKE:
             key, certificate = certificates.make_authority(common_name, life, when)
             files = {tls.KEY: key, tls.CERTIFICATE: certificate, tls.BUNDLE: certificate}
-        elif step is Step.PREPARE:
+        elif step is RotationStep.PREPARE:
             files[NEXT_KEY], files[NEXT_CERTIFICATE] = certificates.make_authority(
                 common_name, life, when
             )
             files[tls.BUNDLE] += files[NEXT_CERTIFICATE]
-        elif step is Step.SWITCH:
+        elif step is RotationStep.SWITCH:
             files[tls.KEY], files[tls.CERTIFICATE] = (
                 files.pop(NEXT_KEY),
                 files.pop(NEXT_CERTIFICATE),
             )
-        elif step is Step.DROP:
+        elif step is RotationStep.DROP:
             living = [
                 one for one in certificates.split(files[tls.BUNDLE]) if _window(one).ends > now
             ]
@@ -274,7 +274,7 @@ def _held_authority(files: Files) -> HeldAuthority:
     return HeldAuthority(signer, following, following.begins if following else 0.0, former)
 
 
-def _successor(files: Files) -> Window | None:
+def _successor(files: Files) -> ValidityWindow | None:
     if NEXT_CERTIFICATE not in files:
         return None
     certificates.check_authority(files[NEXT_KEY], files[NEXT_CERTIFICATE])
@@ -300,5 +300,5 @@ def _token(held: Files) -> Files:
     return held | {TOKEN: secrets.token_urlsafe(_TOKEN_BYTES).encode()}
 
 
-def _window(certificate: bytes) -> Window:
-    return Window(*certificates.window(certificate))
+def _window(certificate: bytes) -> ValidityWindow:
+    return ValidityWindow(*certificates.window(certificate))

@@ -20,7 +20,7 @@ from rose_core.wire.routing import DemandNote
 from rose_operator.apply.router_needs import RouterNeeds
 from rose_operator.apply.router_writes import RouterWrites
 from rose_operator.apply.slot_writes import SlotWrites
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.backoff import KeyedBackoff
 from rose_operator.kube.object_cache import ObjectCache, key_of
 from rose_operator.kube.writer import WriteApi, Writer
@@ -31,7 +31,7 @@ from rose_operator.plan.cluster_facts import ClusterFacts
 from rose_operator.plan.cluster_state import ClusterState, look, utc
 from rose_operator.plan.load_history import LoadHistory
 from rose_operator.plan.snapshot import Knowledge, Snapshots
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 from rose_operator.plan.toggle_costs import ToggleCosts
 from rose_operator.plan.typed_objects import TypedReader
 from rose_operator.settings import Settings
@@ -63,13 +63,13 @@ class Reconciler:
 
     settings: Settings
     api: WriteApi
-    stores: dict[Kind, ObjectCache]
-    telemetry: Telemetry
+    stores: dict[ObjectKind, ObjectCache]
+    telemetry: NodeTelemetry
     may_write: Callable[[], bool]
     clock: Callable[[], float]
     wall: Callable[[], float]
-    policy: lending.Policy = field(default_factory=lending.Policy)
-    memory: lending.Memory = field(default_factory=lending.Memory)
+    policy: lending.PlannerPolicy = field(default_factory=lending.PlannerPolicy)
+    memory: lending.PlannerMemory = field(default_factory=lending.PlannerMemory)
     remembered: dict[str, int] = field(default_factory=dict)
 
     hurry: Callable[[], bool] = lambda: False
@@ -82,11 +82,13 @@ class Reconciler:
     notes: Callable[[str], Sequence[DemandNote]] = lambda _: ()
 
     def __post_init__(self) -> None:
-        self._pools = TypedReader(ServingPool, self.stores[Kind.POOL])
-        self._leases = TypedReader(RolloutLease, self.stores[Kind.LEASE])
-        self._slots = TypedReader(RolloutSlot, self.stores[Kind.SLOT])
+        self._pools = TypedReader(ServingPool, self.stores[ObjectKind.POOL])
+        self._leases = TypedReader(RolloutLease, self.stores[ObjectKind.LEASE])
+        self._slots = TypedReader(RolloutSlot, self.stores[ObjectKind.SLOT])
         self._policies = (
-            TypedReader(TenantPolicy, self.stores[Kind.POLICY]) if self.settings.tenancy else None
+            TypedReader(TenantPolicy, self.stores[ObjectKind.POLICY])
+            if self.settings.tenancy
+            else None
         )
         self._known = Knowledge(self.surroundings, LoadHistory(), ToggleCosts(), self.demand)
         self._snapshots = Snapshots(self._known)
@@ -130,14 +132,14 @@ class Reconciler:
 
     def remember_pools(self) -> None:
         """Keep the pools' sizes from before the start, while agents are still coming back."""
-        for raw in self.stores[Kind.POOL].all():
+        for raw in self.stores[ObjectKind.POOL].all():
             status = raw.get("status") or {}
             key = f"{raw['metadata']['namespace']}/{raw['metadata']['name']}"
             self.remembered[key] = int(status.get("replicas") or 0)
 
     def agents_are_back(self) -> bool:
         """Whether nodes with slots and the pools' replicas from before the start are reported."""
-        nodes = {raw["spec"]["members"][0]["node"] for raw in self.stores[Kind.SLOT].all()}
+        nodes = {raw["spec"]["members"][0]["node"] for raw in self.stores[ObjectKind.SLOT].all()}
         reported = Counter(
             report.pool
             for node in self.telemetry.nodes.values()
@@ -243,7 +245,7 @@ class Reconciler:
 
     async def _tell_releases(self, world: ClusterState, plan: lending.LendingPlan) -> None:
         """One Event per lease and reason."""
-        lost: dict[tuple[str, Reason], list[lending.Release]] = defaultdict(list)
+        lost: dict[tuple[str, Reason], list[lending.SlotRelease]] = defaultdict(list)
         owners = {slot.metadata.name: slot.spec.lease_ref for slot in world.slots.good.values()}
         for release in plan.releases:
             lost[owners[release.slot].key, release.reason].append(release)

@@ -14,7 +14,7 @@ from uuid import uuid4
 import yaml
 
 from rose_core.api.common import DNS_NAME
-from rose_core.lending import Policy
+from rose_core.lending import PlannerPolicy
 from rose_operator import own_secrets, weight_stores
 from rose_operator.errors import ConfigurationError
 from rose_operator.kube.leader import RENEWALS
@@ -28,7 +28,7 @@ AUTHORITY = "ca.crt"
 
 
 @dataclass(frozen=True)
-class Gateway:
+class GatewaySettings:
     """The platform's Gateway (Gateway API), through which callers outside reach routers.
 
     Attributes:
@@ -89,11 +89,11 @@ class Settings:
     certificate_hours: float = 24.0
     agent_service_account: str = "rose-agent"
     router_namespace: str = ""
-    gateway: Gateway | None = None
+    gateway: GatewaySettings | None = None
     router_authority: Path | None = None
     router_certificate_hours: float = 24.0
     operator_authority: str = ""
-    own: own_secrets.Options | None = None
+    own: own_secrets.SecretOptions | None = None
     tenancy: bool = True
     runs: dict[str, Runs] = field(default_factory=dict)
     turn_secrets: bool = False
@@ -121,9 +121,9 @@ class Settings:
         return self.router_namespace or self.namespace
 
     @property
-    def lending(self) -> Policy:
+    def lending(self) -> PlannerPolicy:
         """The planner's figures, with those that the platform has said."""
-        return Policy(
+        return PlannerPolicy(
             settle_seconds=self.settle_seconds,
             cool_seconds=self.cool_seconds,
             rebalance_seconds=self.rebalance_seconds,
@@ -336,7 +336,7 @@ def _enrolment(found: argparse.Namespace) -> str:
     return address
 
 
-def _gateway(found: argparse.Namespace) -> Gateway | None:
+def _gateway(found: argparse.Namespace) -> GatewaySettings | None:
     """Where routes go.
 
     Raises:
@@ -354,7 +354,7 @@ def _gateway(found: argparse.Namespace) -> Gateway | None:
     ):
         message = f"--gateway needs --gateway-domain, a domain; {found.gateway_domain!r} is none"
         raise ConfigurationError(message)
-    return Gateway(namespace, name, section, found.gateway_domain, found.gateway_scheme)
+    return GatewaySettings(namespace, name, section, found.gateway_domain, found.gateway_scheme)
 
 
 def with_authority(settings: Settings) -> Settings:

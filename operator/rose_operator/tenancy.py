@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from rose_core.api import TenantPolicy
 from rose_core.lending.tenancy import Tenancy
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.plan.typed_objects import TypedReader
 
 
 def tenancy_of(
-    policies: TypedReader[TenantPolicy] | None, stores: Mapping[Kind, ObjectCache]
+    policies: TypedReader[TenantPolicy] | None, stores: Mapping[ObjectKind, ObjectCache]
 ) -> Tenancy | None:
     """What the policies allow the namespaces that are known.
 
@@ -24,6 +24,6 @@ def tenancy_of(
         return None
     labels = {
         raw["metadata"]["name"]: raw["metadata"].get("labels") or {}
-        for raw in stores[Kind.NAMESPACE].all()
+        for raw in stores[ObjectKind.NAMESPACE].all()
     }
     return Tenancy(policies.read().good.values(), labels)

@@ -12,7 +12,7 @@ from typing import Final
 
 from rose_core.accounting.correct import CostCorrect, Sampled, taken_apart
 from rose_core.accounting.cost import MICRO, Cost, Prices, cost
-from rose_core.accounting.ledger import Ledger, Tier
+from rose_core.accounting.ledger import GpuTier, Ledger
 
 _MILLION: Final = 1_000_000
 
@@ -84,12 +84,12 @@ def breakdown(
     """
     bill, trajectories = cost(ledger, prices), ledger.trajectories
     factors = taken_apart(bill, tokens, trajectories.accepted, trajectories.correct)
-    own, lent = tokens.by_tier.get(Tier.DEDICATED, 0), tokens.by_tier.get(Tier.BORROWED, 0)
+    own, lent = tokens.by_tier.get(GpuTier.DEDICATED, 0), tokens.by_tier.get(GpuTier.BORROWED, 0)
     own_hours = ledger.dedicated.held_hours
     threshold = None
     if factors is not None and bill.dedicated and own:
         # Without borrowing every token costs what a dedicated one does.
-        alone = factors.per_million[Tier.DEDICATED] * factors.tokens / _MILLION
+        alone = factors.per_million[GpuTier.DEDICATED] * factors.tokens / _MILLION
         threshold = factors.borrowed_threshold(alone)
     return CostBreakdown(
         bill=bill,
@@ -221,10 +221,10 @@ def _factors(parts: CostCorrect, bill: Cost) -> list[Line]:
     ]
 
 
-def _by_tier(parts: CostCorrect, bill: Cost) -> dict[Tier, float | None]:
+def _by_tier(parts: CostCorrect, bill: Cost) -> dict[GpuTier, float | None]:
     """Of a million tokens; where nobody has told the dedicated GPUs, theirs are not free."""
     return {
-        tier: None if tier is Tier.DEDICATED and not bill.dedicated else price
+        tier: None if tier is GpuTier.DEDICATED and not bill.dedicated else price
         for tier, price in parts.per_million.items()
     }
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rose_core.accounting.cost import Cost
-from rose_core.accounting.ledger import Tier
+from rose_core.accounting.ledger import GpuTier
 
 _MILLION = 1_000_000
 
@@ -34,7 +34,7 @@ class Sampled:
         reasoning: of those, tokens before the answers; None = the model's turns are answers.
     """
 
-    by_tier: dict[Tier, int]
+    by_tier: dict[GpuTier, int]
     trained: int
     reasoning: int | None = None
 
@@ -48,8 +48,8 @@ class Sampled:
 class CostCorrect:
     """The factors; ``total`` multiplies them again."""
 
-    per_million: dict[Tier, float]
-    share: dict[Tier, float]
+    per_million: dict[GpuTier, float]
+    share: dict[GpuTier, float]
     answer_tokens: float
     reasoning: float
     rollout_ratio: float
@@ -75,10 +75,10 @@ class CostCorrect:
 
         Below zero: it costs more than that even if borrowing is free. None: nothing was borrowed.
         """
-        borrowed = self.share.get(Tier.BORROWED, 0.0)
+        borrowed = self.share.get(GpuTier.BORROWED, 0.0)
         if not borrowed:
             return None
-        rest = self.blended - self.per_million.get(Tier.BORROWED, 0.0) * borrowed
+        rest = self.blended - self.per_million.get(GpuTier.BORROWED, 0.0) * borrowed
         return (other / self.tokens * _MILLION - rest) / borrowed
 
 
@@ -93,8 +93,8 @@ def taken_apart(bill: Cost, tokens: Sampled, accepted: int, correct: int) -> Cos
         correct: correct answers among them.
     """
     paid = {
-        Tier.DEDICATED: bill.dedicated,
-        Tier.BORROWED: bill.borrowed + bill.taken + bill.network,
+        GpuTier.DEDICATED: bill.dedicated,
+        GpuTier.BORROWED: bill.borrowed + bill.taken + bill.network,
     }
     produced = tokens.produced
     if not produced or not tokens.trained or not accepted or not correct:

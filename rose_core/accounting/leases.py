@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose_core.accounting.ledger import GpuTime, Ledger, ServingImpact, Tokens, Trajectories
+from rose_core.accounting.ledger import GpuTime, Ledger, OutputTokens, ServingImpact, Trajectories
 
 UNLENT = "not lent"
 """How people are told of a pool's part of the bill."""
@@ -57,7 +57,7 @@ def ledger_of(
     return Ledger(
         dedicated=GpuTime(told.dedicated_ms, told.dedicated_ms),
         borrowed=GpuTime(lent_ms, min(lent_ms, open_ms)),
-        tokens=Tokens(tokens),
+        tokens=OutputTokens(tokens),
         trajectories=Trajectories(None, None, told.accepted, told.correct),
         serving=serving or ServingImpact(),
         weight_bytes=weight_bytes,

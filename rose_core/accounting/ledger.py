@@ -14,7 +14,7 @@ from functools import reduce
 _MILLISECONDS_PER_HOUR = 3_600_000
 
 
-class Tier(StrEnum):
+class GpuTier(StrEnum):
     """Whether the GPU was dedicated to rollouts or borrowed from serving."""
 
     DEDICATED = "Dedicated"
@@ -68,7 +68,7 @@ class GpuTime:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class OutputTokens:
     """Output tokens.
 
     Attributes:
@@ -81,8 +81,8 @@ class Tokens:
     redone: int = 0
     discarded: int = 0
 
-    def __add__(self, other: Tokens) -> Tokens:
-        return Tokens(
+    def __add__(self, other: OutputTokens) -> OutputTokens:
+        return OutputTokens(
             self.produced + other.produced,
             self.redone + other.redone,
             self.discarded + other.discarded,
@@ -167,7 +167,7 @@ class Ledger:
 
     dedicated: GpuTime = field(default_factory=GpuTime)
     borrowed: GpuTime = field(default_factory=GpuTime)
-    tokens: Tokens = field(default_factory=Tokens)
+    tokens: OutputTokens = field(default_factory=OutputTokens)
     trajectories: Trajectories = field(default_factory=Trajectories)
     serving: ServingImpact = field(default_factory=ServingImpact)
     weight_bytes: int = 0
@@ -196,9 +196,9 @@ class Ledger:
         """The same of memory that was kept back while nobody borrowed."""
         return self.unlent_reserved_milliseconds / _MILLISECONDS_PER_HOUR
 
-    def gpu(self, tier: Tier) -> GpuTime:
+    def gpu(self, tier: GpuTier) -> GpuTime:
         """GPU time of one tier."""
-        return self.dedicated if tier is Tier.DEDICATED else self.borrowed
+        return self.dedicated if tier is GpuTier.DEDICATED else self.borrowed
 
 
 def total(ledgers: Iterable[Ledger]) -> Ledger:

@@ -16,13 +16,13 @@ from rose_core.accounting.cost import (
     per_accepted,
     per_correct,
 )
-from rose_core.accounting.ledger import Ledger, Tier
+from rose_core.accounting.ledger import GpuTier, Ledger
 
 SWEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
-class Statement:
+class CostStatement:
     """What one span of time used, made and cost; money in micro-units.
 
     Attributes:
@@ -48,17 +48,17 @@ class Statement:
     @property
     def borrowed_hours(self) -> float:
         """GPU-hours in which rollouts could compute on borrowed GPUs."""
-        return self.ledger.gpu(Tier.BORROWED).computing_hours
+        return self.ledger.gpu(GpuTier.BORROWED).computing_hours
 
     @property
     def dedicated_hours(self) -> float:
         """GPU-hours of dedicated engines."""
-        return self.ledger.gpu(Tier.DEDICATED).held_hours
+        return self.ledger.gpu(GpuTier.DEDICATED).held_hours
 
 
 def statement(
     name: str, ledger: Ledger, prices: Prices, dedicated_only: Ledger | None = None
-) -> Statement:
+) -> CostStatement:
     """Make a statement.
 
     Args:
@@ -70,7 +70,7 @@ def statement(
     bill, price = cost(ledger, prices), per_accepted(ledger, prices)
     base = None if dedicated_only is None else per_accepted(dedicated_only, prices)
     saved = None if price is None or not base else 1.0 - price / base
-    return Statement(
+    return CostStatement(
         name=name,
         ledger=ledger,
         cost=bill,

@@ -19,7 +19,14 @@ Live weights are numpy views of unsigned integers (``tensor.kind.unsigned``).
 
 from rose_core.delta.bits import FORMATS, NumberFormat, number_format, ordered, unordered
 from rose_core.delta.build import Builder, TensorSpec, table
-from rose_core.delta.codec import Changes, Codec, check_block, decode_block, encode_tile, name_of
+from rose_core.delta.codec import (
+    Codec,
+    TileChanges,
+    check_block,
+    decode_block,
+    encode_tile,
+    name_of,
+)
 from rose_core.delta.digest import (
     NOTHING,
     Digest,
@@ -39,16 +46,14 @@ from rose_core.delta.errors import (
 from rose_core.delta.found import FoundTile
 from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
 from rose_core.delta.merge import Hop, compose, inverse, then
-from rose_core.delta.tiles import Box, Tiling, tiling
+from rose_core.delta.tiles import TileBox, Tiling, tiling
 
 __all__ = [
     "FORMATS",
     "NOTHING",
     "BlockEntry",
     "BlockError",
-    "Box",
     "Builder",
-    "Changes",
     "Codec",
     "DeltaError",
     "Digest",
@@ -61,6 +66,8 @@ __all__ = [
     "NumberFormat",
     "TensorEntry",
     "TensorSpec",
+    "TileBox",
+    "TileChanges",
     "Tiling",
     "check_block",
     "compose",

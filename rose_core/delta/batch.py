@@ -21,13 +21,13 @@ from rose_core.delta.codec import decode_block, read_streams
 from rose_core.delta.errors import BlockError
 from rose_core.delta.kernels import Backend, kernels
 from rose_core.delta.loops import ESCAPE
-from rose_core.delta.tiles import Box, Tiling
+from rose_core.delta.tiles import TileBox, Tiling
 
 _Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Batch:
+class TileBatch:
     """The changes of several tiles of one tensor, tile after tile.
 
     Attributes:
@@ -47,7 +47,7 @@ def decode_batch(
     cut: Tiling,
     kind: NumberFormat,
     backend: Backend = "auto",
-) -> Batch:
+) -> TileBatch:
     """Decode ``STEPS`` blocks; the bytes were checked by ``check_block``.
 
     Args:
@@ -73,7 +73,7 @@ def decode_batch(
         local = along - np.repeat(_starts(along, ends), counts)
         if all(local[end - 1] < box.elements for end, box in zip(ends, boxes, strict=True)):
             positions = _in_tensor(local, boxes, counts, cut)
-            return Batch(positions, steps, tuple(ends.tolist()))
+            return TileBatch(positions, steps, tuple(ends.tolist()))
     return _one_by_one(blocks, tiles, cut, kind, backend)
 
 
@@ -112,7 +112,7 @@ def _starts(along: Indices, ends: _Counts) -> _Counts:
     return starts
 
 
-def _in_tensor(local: Indices, boxes: Sequence[Box], counts: _Counts, cut: Tiling) -> Indices:
+def _in_tensor(local: Indices, boxes: Sequence[TileBox], counts: _Counts, cut: Tiling) -> Indices:
     """Positions inside tiles as positions inside the tensor."""
     firsts = np.array([box.row0 * cut.columns + box.column0 for box in boxes], np.int64)
     if cut.across == 1:
@@ -131,7 +131,7 @@ def _in_tensor(local: Indices, boxes: Sequence[Box], counts: _Counts, cut: Tilin
 
 def _one_by_one(
     blocks: Sequence[bytes], tiles: Sequence[int], cut: Tiling, kind: NumberFormat, backend: Backend
-) -> Batch:
+) -> TileBatch:
     """The same slowly: whatever is wrong is found in the block that is wrong."""
     positions, steps = [], []
     for block, tile in zip(blocks, tiles, strict=True):
@@ -142,4 +142,4 @@ def _one_by_one(
         positions.append(cut.flat(tile, found.indices))
         steps.append(found.steps)
     ends = np.cumsum([len(one) for one in steps])
-    return Batch(np.concatenate(positions), np.concatenate(steps), tuple(ends.tolist()))
+    return TileBatch(np.concatenate(positions), np.concatenate(steps), tuple(ends.tolist()))

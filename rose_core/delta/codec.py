@@ -77,7 +77,7 @@ SELF_CONTAINED = (Codec.RAW, Codec.PLANES, Codec.STEPS)
 
 
 @dataclass(frozen=True)
-class Changes:
+class TileChanges:
     """What a block says about its tile. Exactly one of ``steps`` and ``values`` is given.
 
     Attributes:
@@ -139,7 +139,7 @@ class TileDiff(NamedTuple):
     indices: Indices
     before: Bits
     after: Bits
-    changes: Changes
+    changes: TileChanges
 
 
 def compare(old: Bits, new: Bits, kind: NumberFormat, backend: Backend = "auto") -> TileDiff:
@@ -153,7 +153,7 @@ def found(
     """What a comparison finds whose positions are known already."""
     between = kernels(backend).steps_between if kind.sign_magnitude else _differences
     steps = between(before, after)
-    return TileDiff(indices, before, after, Changes(indices, steps))
+    return TileDiff(indices, before, after, TileChanges(indices, steps))
 
 
 def _differences(old: Bits, new: Bits) -> Bits:
@@ -161,7 +161,9 @@ def _differences(old: Bits, new: Bits) -> Bits:
     return moved
 
 
-def find_changes(old: Bits, new: Bits, kind: NumberFormat, backend: Backend = "auto") -> Changes:
+def find_changes(
+    old: Bits, new: Bits, kind: NumberFormat, backend: Backend = "auto"
+) -> TileChanges:
     """The changed positions of a tile and their steps; bits of the whole tile, contiguous."""
     return compare(old, new, kind, backend).changes
 
@@ -182,7 +184,7 @@ def encode_tile(
     return encode_found(changes, new, backend), len(changes)
 
 
-def encode_found(changes: Changes, new: Bits, backend: Backend = "auto") -> bytes:
+def encode_found(changes: TileChanges, new: Bits, backend: Backend = "auto") -> bytes:
     """The smallest block for changes that ``find_changes`` found; empty when there are none.
 
     ``new`` are the bits of the whole tile, for the case that a dense block is smaller.
@@ -214,7 +216,7 @@ def may_be_dense(plain_bytes: int, tile_bytes: int) -> bool:
     return (HEADER_BYTES + plain_bytes + plain_bytes // 256 + 256) * 3 > tile_bytes
 
 
-def encode_changes(changes: Changes, elements: int, backend: Backend = "auto") -> bytes:
+def encode_changes(changes: TileChanges, elements: int, backend: Backend = "auto") -> bytes:
     """Positions and steps as a ``STEPS`` block, or dense values as a dense one."""
     if changes.values is not None:
         return encode_dense(changes.values)
@@ -242,7 +244,7 @@ def read_streams(block: bytes, kind: NumberFormat, elements: int) -> tuple[Bits,
 
 
 def encode_on_base(
-    old: Bits, changes: Changes, kind: NumberFormat, backend: Backend = "auto"
+    old: Bits, changes: TileChanges, kind: NumberFormat, backend: Backend = "auto"
 ) -> bytes:
     """Positions and steps as a ``RICE`` block, for a receiver that holds ``old`` (the whole tile).
 
@@ -280,7 +282,7 @@ def decode_block(
     backend: Backend = "auto",
     *,
     base: Bits | None = None,
-) -> Changes:
+) -> TileChanges:
     """Read a block of a tile of ``elements``; its hash was checked by ``check_block``.
 
     ``base`` are the tile's bits in the base; only ``RICE`` blocks need them.
@@ -290,19 +292,19 @@ def decode_block(
     """
     codec, changes, parts = _split(block, kind.width, elements)
     if codec == Codec.RAW:
-        return Changes(values=_typed(parts[0], kind, elements))
+        return TileChanges(values=_typed(parts[0], kind, elements))
     if codec == Codec.PLANES:
         planes = _unpack(parts[0], elements * kind.width)
         if planes.size != elements * kind.width:
             message = f"{planes.size} bytes of planes for {elements} elements of {kind.width}"
             raise BlockError(message)
         values = np.ascontiguousarray(planes.reshape(kind.width, elements).T)
-        return Changes(values=values.reshape(-1).view(kind.unsigned))
+        return TileChanges(values=values.reshape(-1).view(kind.unsigned))
     if codec == Codec.RICE:
         if base is None:
             message = "a block coded on its base cannot be read without it"
             raise BlockError(message)
-        return Changes(*rice.decode(base, parts[0], parts[1], changes, kind, backend))
+        return TileChanges(*rice.decode(base, parts[0], parts[1], changes, kind, backend))
     return _steps(_streams(parts, kind, changes, elements), changes, elements, backend)
 
 
@@ -332,12 +334,12 @@ def _streams(
 
 def _steps(
     streams: tuple[Bits, Bits, Bits], changes: int, elements: int, backend: Backend
-) -> Changes:
+) -> TileChanges:
     found = kernels(backend).unpack(*streams)
     if found is None or (changes and int(found[0][-1]) >= elements):
         message = f"the streams of a block do not describe {changes} of {elements} elements"
         raise BlockError(message)
-    return Changes(*found)
+    return TileChanges(*found)
 
 
 def _pack(stream: Bits) -> bytes:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from rose_core.delta.bits import Bits, Indices, NumberFormat, number_format
-from rose_core.delta.codec import Changes, check_block, decode_block
+from rose_core.delta.codec import TileChanges, check_block, decode_block
 from rose_core.delta.digest import Digest, from_bytes, total_of
 from rose_core.delta.errors import ManifestError
 from rose_core.delta.tiles import Tiling, as_matrix
@@ -174,7 +174,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
         """Position of a block's tile in the tile tables."""
         return self.tensors[block.tensor].first_tile + block.tile
 
-    def read(self, block: BlockEntry, data: bytes, base: Bits | None = None) -> Changes:
+    def read(self, block: BlockEntry, data: bytes, base: Bits | None = None) -> TileChanges:
         """Check and decode one block; positions are inside the tile.
 
         Args:
@@ -190,7 +190,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
         elements = tensor.tiling.box(block.tile).elements
         return decode_block(data, tensor.kind, elements, base=base)
 
-    def positions(self, block: BlockEntry, changes: Changes) -> Indices:
+    def positions(self, block: BlockEntry, changes: TileChanges) -> Indices:
         """Positions inside the block's tensor (flat, ascending per row) of what it changes."""
         tiling = self.tensors[block.tensor].tiling
         indices = changes.indices

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from rose_core.delta.bits import NumberFormat
-from rose_core.delta.codec import Changes, encode_changes, name_of, step
+from rose_core.delta.codec import TileChanges, encode_changes, name_of, step
 from rose_core.delta.errors import LineageError, ManifestError
 from rose_core.delta.manifest import BlockEntry, Manifest
 from rose_core.identity import WeightVersion
@@ -58,7 +58,9 @@ Write = Callable[[bytes], object]
 """Keeps a block that the merge made."""
 
 
-def then(first: Changes | None, second: Changes | None, kind: NumberFormat) -> Changes | None:
+def then(
+    first: TileChanges | None, second: TileChanges | None, kind: NumberFormat
+) -> TileChanges | None:
     """One change after the other; None is *same*."""
     if first is None or second is None or second.values is not None:
         return first if second is None else second
@@ -67,7 +69,7 @@ def then(first: Changes | None, second: Changes | None, kind: NumberFormat) -> C
     if first.values is not None:
         values = first.values.copy()
         values[second.indices] = step(values[second.indices], second.steps, kind)
-        return Changes(values=values)
+        return TileChanges(values=values)
     if first.indices is None or first.steps is None:
         return second
     indices = np.concatenate((first.indices, second.indices))
@@ -79,10 +81,10 @@ def then(first: Changes | None, second: Changes | None, kind: NumberFormat) -> C
         return None
     steps = np.add.reduceat(steps, starts, dtype=steps.dtype)
     moved = steps != 0
-    return Changes(indices[starts][moved], steps[moved]) if moved.any() else None
+    return TileChanges(indices[starts][moved], steps[moved]) if moved.any() else None
 
 
-def inverse(changes: Changes) -> Changes:
+def inverse(changes: TileChanges) -> TileChanges:
     """The change back.
 
     Raises:
@@ -91,7 +93,7 @@ def inverse(changes: Changes) -> Changes:
     if changes.indices is None or changes.steps is None:
         message = "a dense block cannot be taken back without its base"
         raise LineageError(message)
-    return Changes(changes.indices, changes.steps.dtype.type(0) - changes.steps)
+    return TileChanges(changes.indices, changes.steps.dtype.type(0) - changes.steps)
 
 
 def compose(hops: Sequence[Hop], read: Read, write: Write) -> Manifest:
@@ -128,7 +130,7 @@ def _compose_tile(
     if len(parts) == 1 and not hop.back:
         return entry
     tensor = hop.manifest.tensors[entry.tensor]
-    whole: Changes | None = None
+    whole: TileChanges | None = None
     for hop, entry in parts:
         change = hop.manifest.read(entry, read(entry))
         whole = then(whole, inverse(change) if hop.back else change, tensor.kind)

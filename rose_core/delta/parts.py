@@ -21,11 +21,11 @@ from rose_core.delta.digest import Digest, digest_change, digest_run
 from rose_core.delta.errors import ManifestError
 from rose_core.delta.found import FoundTile
 from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
-from rose_core.delta.tiles import Box, as_matrix, tiling
+from rose_core.delta.tiles import TileBox, as_matrix, tiling
 from rose_core.identity import WeightVersion
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RankPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's share of a version.
 
     Attributes:
@@ -49,7 +49,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     blocks: tuple[BlockEntry, ...] = ()
 
 
-class Owned(msgspec.Struct, frozen=True):
+class OwnedTensor(msgspec.Struct, frozen=True):
     """A tensor and the box of its matrix that this rank holds.
 
     Attributes:
@@ -58,11 +58,11 @@ class Owned(msgspec.Struct, frozen=True):
     """
 
     spec: TensorSpec
-    box: Box
+    box: TileBox
     chunk: tuple[int, int]
 
 
-def aligned(owned: Iterable[Owned]) -> tuple[TensorEntry, ...]:
+def aligned(owned: Iterable[OwnedTensor]) -> tuple[TensorEntry, ...]:
     """The tensor table with tiles that no two ranks share; the same on every rank."""
     entries = []
     offset = tiles = 0
@@ -100,7 +100,7 @@ class PartBuilder:
         self.digests: dict[int, Digest] = {}
 
     def add(
-        self, number: int, box: Box, old: Bits | None, new: Bits, *, blocks: bool = True
+        self, number: int, box: TileBox, old: Bits | None, new: Bits, *, blocks: bool = True
     ) -> None:
         """Add this rank's box of tensor ``number``; bits of the box, row-major.
 
@@ -128,7 +128,7 @@ class PartBuilder:
                 before = _cut(old, box, where, width)
                 self._sparse(number, tile, known[tensor.first_tile + tile], (before, after))
 
-    def add_found(self, number: int, box: Box, tiles: Iterable[FoundTile]) -> None:
+    def add_found(self, number: int, box: TileBox, tiles: Iterable[FoundTile]) -> None:
         """Add this rank's box of tensor ``number``, compared with the base where it lies.
 
         Args:
@@ -159,10 +159,10 @@ class PartBuilder:
         base: WeightVersion | None = None,
         tied: dict[str, str] | None = None,
         step: int | None = None,
-    ) -> Part:
+    ) -> RankPart:
         """The part."""
         tiles = tuple(sorted(self.digests))
-        return Part(
+        return RankPart(
             target=target,
             base=base,
             step=step,
@@ -197,7 +197,7 @@ class PartBuilder:
         self._blocks.append(entry(number, tile, data, changes))
 
 
-def assemble(parts: Sequence[Part], base: Manifest | None) -> Manifest:
+def assemble(parts: Sequence[RankPart], base: Manifest | None) -> Manifest:
     """The manifest of all parts together.
 
     Args:
@@ -238,7 +238,7 @@ def assemble(parts: Sequence[Part], base: Manifest | None) -> Manifest:
     )
 
 
-def _check_parts(parts: Sequence[Part], first: Part) -> None:
+def _check_parts(parts: Sequence[RankPart], first: RankPart) -> None:
     if sorted(part.rank for part in parts) != list(range(first.world)):
         message = f"{first.target}: parts of ranks {[part.rank for part in parts]}"
         raise ManifestError(message)
@@ -266,7 +266,7 @@ def _fitting(tile: int, whole: int, chunk: int) -> int:
     return max(part for part in divisors if part <= max(tile, 1))
 
 
-def inside(tensor: TensorEntry, box: Box) -> list[int]:
+def inside(tensor: TensorEntry, box: TileBox) -> list[int]:
     """Numbers of the tiles of a box, row by row.
 
     Raises:
@@ -286,7 +286,7 @@ def inside(tensor: TensorEntry, box: Box) -> list[int]:
     return [row * cut.across + column for row in rows for column in columns]
 
 
-def _cut(bits: Bits, box: Box, tile: Box, width: int) -> Bits:
+def _cut(bits: Bits, box: TileBox, tile: TileBox, width: int) -> Bits:
     matrix = bits.reshape(-1, width)
     part = matrix[
         tile.row0 - box.row0 : tile.row1 - box.row0,
@@ -295,7 +295,7 @@ def _cut(bits: Bits, box: Box, tile: Box, width: int) -> Bits:
     return np.ascontiguousarray(part).reshape(-1)
 
 
-def _digest(tensor: TensorEntry, box: Box, bits: Bits) -> Digest:
+def _digest(tensor: TensorEntry, box: TileBox, bits: Bits) -> Digest:
     width = box.column1 - box.column0
     columns = tensor.tiling.columns
     if width == columns:

@@ -30,7 +30,7 @@ _INPUT_SPLIT = re.compile(r"(o_proj|down_proj|out_proj|dense_4h_to_h|c_proj|\.w2
 
 
 @dataclass(frozen=True)
-class Box:
+class TileBox:
     """Rows ``row0 <= row < row1`` and columns ``column0 <= column < column1`` of the matrix."""
 
     row0: int
@@ -63,18 +63,18 @@ class Tiling:
         """Tiles of the tensor."""
         return -(-self.rows // self.tile_rows) * self.across
 
-    def box(self, tile: int) -> Box:
+    def box(self, tile: int) -> TileBox:
         """Where tile number ``tile`` lies."""
         down, right = divmod(tile, self.across)
         row0, column0 = down * self.tile_rows, right * self.tile_columns
-        return Box(
+        return TileBox(
             row0,
             min(row0 + self.tile_rows, self.rows),
             column0,
             min(column0 + self.tile_columns, self.columns),
         )
 
-    def boxes(self) -> Iterator[Box]:
+    def boxes(self) -> Iterator[TileBox]:
         """Every tile in order."""
         return (self.box(tile) for tile in range(self.count))
 

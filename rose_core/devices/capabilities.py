@@ -42,7 +42,7 @@ _SILENT = "the node's engine host does not speak of it; it is older than this op
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingCapability:
     """A capability that a node lacks.
 
     Attributes:
@@ -73,15 +73,15 @@ def gpu_key(capability: Capability, uuid: str) -> str:
 
 def first_missing(
     said: Mapping[str, str], wanted: Iterable[Capability], gpu_uuids: Iterable[str]
-) -> Missing | None:
+) -> MissingCapability | None:
     """The first capability that a replica's node or one of its GPUs lacks."""
     gpus = tuple(gpu_uuids)
     for capability in (Capability.DEVICE_ACCESS, *wanted):
         own = [said[key] for key in (gpu_key(capability, uuid) for uuid in gpus) if key in said]
         told = next(filter(None, own), "") if own else said.get(capability.value)
         if told is None and capability in _UNSPOKEN:
-            return Missing(capability, _UNSPOKEN[capability], _SILENT)
+            return MissingCapability(capability, _UNSPOKEN[capability], _SILENT)
         if told:
             word, _, text = told.partition(": ")
-            return Missing(capability, word, text)
+            return MissingCapability(capability, word, text)
     return None

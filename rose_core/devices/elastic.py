@@ -30,7 +30,7 @@ FIRST_PERMILLE = BudgetLimits().least_permille
 
 
 @dataclass(frozen=True)
-class Pool:
+class ElasticPool:
     """An elastic pool, bytes.
 
     Attributes:
@@ -77,7 +77,7 @@ class ElasticLimits:
 
 
 @dataclass(frozen=True)
-class Effect:
+class OrderEffect:
     """What has become of the last order.
 
     Attributes:
@@ -110,14 +110,14 @@ class Orders:
 
 
 def judge(
-    before: Effect,
+    before: OrderEffect,
     seen: PoolSeen | None,
     wanted: int,
     now_s: float,
     *,
     running: bool,
     limits: ElasticLimits,
-) -> tuple[Effect, Orders]:
+) -> tuple[OrderEffect, Orders]:
     """One look.
 
     Args:
@@ -133,7 +133,7 @@ def judge(
     passed = now_s - before.looked_s if running and before.looked_s is not None else 0.0
     write = wanted if seen.limit != wanted else None
     if seen.held <= wanted:
-        return Effect(looked_s=now_s), Orders(write)
+        return OrderEffect(looked_s=now_s), Orders(write)
     after = replace(before, over_s=before.over_s + passed, unknown_since_s=None, looked_s=now_s)
     flush = running and after.over_s - after.flushed_s >= limits.flush_s
     if flush:
@@ -147,7 +147,7 @@ def judge(
     return after, Orders(write, flush)
 
 
-def _unknown(before: Effect, now_s: float, limits: ElasticLimits) -> Effect:
+def _unknown(before: OrderEffect, now_s: float, limits: ElasticLimits) -> OrderEffect:
     since = before.unknown_since_s if before.unknown_since_s is not None else now_s
     after = replace(before, unknown_since_s=since, looked_s=now_s)
     if now_s - since < limits.unknown_s:

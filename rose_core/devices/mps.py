@@ -55,7 +55,7 @@ class ServerState(StrEnum):
 
 
 @dataclass(frozen=True)
-class Server:
+class MpsServer:
     """One MPS server.
 
     Attributes:
@@ -82,7 +82,7 @@ class MpsSeen:
         silence: why no daemon answers, where that is known.
     """
 
-    servers: tuple[Server, ...] | None
+    servers: tuple[MpsServer, ...] | None
     serving_pids: frozenset[int]
     silence: str = ""
 
@@ -93,7 +93,7 @@ class Finding:
 
     refusal: MpsRefusal = MpsRefusal.NONE
     message: str = ""
-    server: Server | None = None
+    server: MpsServer | None = None
 
 
 def may_share(seen: MpsSeen, engine_uid: int) -> Finding:
@@ -112,12 +112,12 @@ def may_share(seen: MpsSeen, engine_uid: int) -> Finding:
     return _admits(shared[0], engine_uid)
 
 
-def is_faulty(servers: Sequence[Server]) -> bool:
+def is_faulty(servers: Sequence[MpsServer]) -> bool:
     """A client has crashed a GPU for all that share it; a server does not say which GPU."""
     return any(server.state is ServerState.FAULT for server in servers)
 
 
-def _admits(server: Server, engine_uid: int) -> Finding:
+def _admits(server: MpsServer, engine_uid: int) -> Finding:
     """Whether a server takes this user's processes; others it would let wait for ever."""
     if server.multi_user or server.uid == engine_uid:
         return Finding(server=server)
@@ -130,7 +130,7 @@ def _admits(server: Server, engine_uid: int) -> Finding:
 
 
 @dataclass(frozen=True)
-class Client:
+class MpsClient:
     """What an engine said and was seen as after its start.
 
     Attributes:
@@ -142,7 +142,9 @@ class Client:
     multiprocessors: int | None
 
 
-def is_limited(client: Client, server: Server, whole: int | None, share_percent: int) -> Finding:
+def is_limited(
+    client: MpsClient, server: MpsServer, whole: int | None, share_percent: int
+) -> Finding:
     """Whether an engine that started got its share and no more.
 
     Args:

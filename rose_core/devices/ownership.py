@@ -51,7 +51,7 @@ class Proof(StrEnum):
     WRITTEN = "Written"
 
 
-class Part(StrEnum):
+class AllocatedShare(StrEnum):
     """How much of a GPU is allocated."""
 
     WHOLE = "whole"
@@ -60,7 +60,7 @@ class Part(StrEnum):
 
 
 @dataclass(frozen=True)
-class Device:
+class AllocatedDevice:
     """Something that the kubelet has allocated.
 
     Attributes:
@@ -80,7 +80,7 @@ class Allocation:
 
     namespace: str
     pod: str
-    devices: tuple[Device, ...]
+    devices: tuple[AllocatedDevice, ...]
 
     @property
     def owner(self) -> str:
@@ -102,7 +102,7 @@ class AllocatedGpu:
     """A GPU that an allocation names; ``uuid`` empty = the driver lists none of that name."""
 
     uuid: GpuUuid
-    part: Part
+    part: AllocatedShare
     said: str
 
 
@@ -124,18 +124,18 @@ class Claim:
 SHARED, SLICED, NO_GPU, UNKNOWN_GPU = "SharedGpu", "MigEnabled", "NoGPU", "DeviceUnknown"
 
 
-def find(device: Device, known: Iterable[DriverGpu]) -> AllocatedGpu | None:
+def find(device: AllocatedDevice, known: Iterable[DriverGpu]) -> AllocatedGpu | None:
     """The GPU that a device is or is a part of; None = it is no GPU."""
     name = device.name
     if "MIG-" in name or "/gi" in name or "-mig-" in name:
         return (
-            AllocatedGpu(GpuUuid(""), Part.SLICE, name)
+            AllocatedGpu(GpuUuid(""), AllocatedShare.SLICE, name)
             if _is_nvidia(device) or "MIG-" in name
             else None
         )
     base, _, shared = name.partition("::")
     base, _, virtual = base.partition("/vgpu")
-    part = Part.SHARE if shared or virtual else Part.WHOLE
+    part = AllocatedShare.SHARE if shared or virtual else AllocatedShare.WHOLE
     uuid = _UUID.search(base) or next(filter(None, map(_UUID.search, device.cdi)), None)
     if uuid is not None:
         return AllocatedGpu(GpuUuid(uuid.group()), part, name)
@@ -192,7 +192,7 @@ def _refused(
     mine: list[AllocatedGpu], others: list[tuple[str, AllocatedGpu]], known: int
 ) -> tuple[str, str]:
     for one in mine:
-        if one.part is Part.SLICE:
+        if one.part is AllocatedShare.SLICE:
             text = (
                 f"the kubelet has allocated {one.said}, a slice of a GPU; only whole GPUs are lent"
             )
@@ -204,7 +204,7 @@ def _refused(
             return UNKNOWN_GPU, text
     uuids = {one.uuid for one in mine}
     sharing = sorted({owner for owner, found in others if found.uuid in uuids})
-    shares = [one.said for one in mine if one.part is Part.SHARE]
+    shares = [one.said for one in mine if one.part is AllocatedShare.SHARE]
     if not sharing and not shares:
         return "", ""
     named = ", ".join(sharing[:_MOST_NAMED])
@@ -219,7 +219,7 @@ def _found(allocations: Iterable[Allocation], known: Sequence[DriverGpu]) -> lis
     return [found for found in each if found is not None]
 
 
-def _is_nvidia(device: Device) -> bool:
+def _is_nvidia(device: AllocatedDevice) -> bool:
     return device.kind.startswith("nvidia.com/") or device.kind == DRA_DRIVER
 
 
@@ -242,7 +242,7 @@ class OnGpu:
 
 
 @dataclass(frozen=True)
-class Party:
+class GpuParty:
     """Who may be on a replica's GPU.
 
     Attributes:
@@ -262,7 +262,7 @@ class Party:
     mps: bool = False
 
 
-def stranger(process: OnGpu, party: Party) -> str:
+def stranger(process: OnGpu, party: GpuParty) -> str:
     """Who a process is that has no business on the GPU; empty = it has.
 
     | the process | is |

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
-class Stage(StrEnum):
+class SleepStage(StrEnum):
     """Where serving stands; see the table."""
 
     AWAKE = "Awake"
@@ -39,7 +39,7 @@ class Stage(StrEnum):
     BROKEN = "Broken"
 
 
-class Order(StrEnum):
+class SleeperOrder(StrEnum):
     """What to do to the serving engine now."""
 
     NONE = "None"
@@ -96,7 +96,7 @@ class Sleeper:
         refused_s: when.
     """
 
-    stage: Stage = Stage.AWAKE
+    stage: SleepStage = SleepStage.AWAKE
     since_s: float = 0.0
     ordered_s: float = 0.0
     refusal: str = ""
@@ -105,10 +105,10 @@ class Sleeper:
     @property
     def lendable(self) -> bool:
         """Borrowers may use the memory."""
-        return self.stage is Stage.ASLEEP
+        return self.stage is SleepStage.ASLEEP
 
 
-Step = tuple[Sleeper, Order]
+Step = tuple[Sleeper, SleeperOrder]
 
 
 def resting(state: Sleeper, limits: SleeperLimits, now_s: float) -> bool:
@@ -118,7 +118,7 @@ def resting(state: Sleeper, limits: SleeperLimits, now_s: float) -> bool:
 
 def unknown(now_s: float) -> Sleeper:
     """Nothing is remembered: serving counts as asleep until it answers its probe."""
-    return Sleeper(Stage.WAKING, since_s=now_s, ordered_s=now_s)
+    return Sleeper(SleepStage.WAKING, since_s=now_s, ordered_s=now_s)
 
 
 def decide(state: Sleeper, seen: SleeperSeen, limits: SleeperLimits, now_s: float) -> Step:
@@ -129,62 +129,70 @@ def decide(state: Sleeper, seen: SleeperSeen, limits: SleeperLimits, now_s: floa
 def _awake(state: Sleeper, seen: SleeperSeen, limits: SleeperLimits, now_s: float) -> Step:
     ready = seen.granted and seen.idle and seen.reference
     if not ready or resting(state, limits, now_s):
-        return state, Order.NONE
-    return _ordered(replace(state, refusal=""), Stage.FALLING, Order.RELEASE, now_s)
+        return state, SleeperOrder.NONE
+    return _ordered(replace(state, refusal=""), SleepStage.FALLING, SleeperOrder.RELEASE, now_s)
 
 
 def _asleep(state: Sleeper, seen: SleeperSeen, _limits: SleeperLimits, now_s: float) -> Step:
-    return (state, Order.NONE) if seen.granted else _to(state, Stage.RECALLED, now_s)
+    return (state, SleeperOrder.NONE) if seen.granted else _to(state, SleepStage.RECALLED, now_s)
 
 
 def _recalled(state: Sleeper, seen: SleeperSeen, limits: SleeperLimits, now_s: float) -> Step:
     if seen.vacated or now_s - state.since_s >= limits.vacate_s:
-        return _ordered(state, Stage.WAKING, Order.RESUME, now_s)
-    return state, Order.NONE
+        return _ordered(state, SleepStage.WAKING, SleeperOrder.RESUME, now_s)
+    return state, SleeperOrder.NONE
 
 
 def _falling(state: Sleeper, seen: SleeperSeen, limits: SleeperLimits, now_s: float) -> Step:
     if not seen.granted:
-        return _to(state, Stage.RECALLED, now_s)
+        return _to(state, SleepStage.RECALLED, now_s)
     if seen.refused:
         # Asked first: a resume of what was never released ends an SGLang.
         state = replace(state, refusal=seen.refused, refused_s=now_s, ordered_s=now_s)
-        return _to(state, Stage.WAKING, now_s)
+        return _to(state, SleepStage.WAKING, now_s)
     if seen.released_bytes is not None and seen.released_bytes >= limits.least_bytes:
-        return _to(state, Stage.ASLEEP, now_s)
+        return _to(state, SleepStage.ASLEEP, now_s)
     if now_s - state.since_s < limits.effect_s:
-        return state, Order.NONE
+        return state, SleeperOrder.NONE
     refusal = "MemoryUnknown" if seen.released_bytes is None else "NothingReleased"
-    return _to(replace(state, refusal=refusal, refused_s=now_s), Stage.RECALLED, now_s)
+    return _to(replace(state, refusal=refusal, refused_s=now_s), SleepStage.RECALLED, now_s)
 
 
 def _waking(state: Sleeper, seen: SleeperSeen, limits: SleeperLimits, now_s: float) -> Step:
     """Waking or Broken."""
     if seen.well:
-        return _to(state, Stage.AWAKE, now_s)
+        return _to(state, SleepStage.AWAKE, now_s)
     waited = now_s - state.ordered_s
-    if state.stage is Stage.WAKING:
+    if state.stage is SleepStage.WAKING:
         if now_s - state.since_s >= limits.wake_s:
-            return _ordered(state, Stage.BROKEN, Order.RESTART, now_s)
+            return _ordered(state, SleepStage.BROKEN, SleeperOrder.RESTART, now_s)
         again = waited >= limits.repeat_s
-        return (replace(state, ordered_s=now_s), Order.RESUME) if again else (state, Order.NONE)
+        return (
+            (replace(state, ordered_s=now_s), SleeperOrder.RESUME)
+            if again
+            else (state, SleeperOrder.NONE)
+        )
     again = waited >= limits.restart_s
-    return (replace(state, ordered_s=now_s), Order.RESTART) if again else (state, Order.NONE)
+    return (
+        (replace(state, ordered_s=now_s), SleeperOrder.RESTART)
+        if again
+        else (state, SleeperOrder.NONE)
+    )
 
 
-def _to(state: Sleeper, stage: Stage, now_s: float) -> Step:
-    return replace(state, stage=stage, since_s=now_s), Order.NONE
+def _to(state: Sleeper, stage: SleepStage, now_s: float) -> Step:
+    return replace(state, stage=stage, since_s=now_s), SleeperOrder.NONE
 
 
-def _ordered(state: Sleeper, stage: Stage, order: Order, now_s: float) -> Step:
+def _ordered(state: Sleeper, stage: SleepStage, order: SleeperOrder, now_s: float) -> Step:
     return replace(state, stage=stage, since_s=now_s, ordered_s=now_s), order
 
 
 _RULES = {
-    Stage.AWAKE: _awake,
-    Stage.FALLING: _falling,
-    Stage.ASLEEP: _asleep,
-    Stage.RECALLED: _recalled,
-    Stage.WAKING: _waking,
-    Stage.BROKEN: _waking,
+    SleepStage.AWAKE: _awake,
+    SleepStage.FALLING: _falling,
+    SleepStage.ASLEEP: _asleep,
+    SleepStage.RECALLED: _recalled,
+    SleepStage.WAKING: _waking,
+    SleepStage.BROKEN: _waking,
 }

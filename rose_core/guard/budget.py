@@ -100,7 +100,7 @@ class BurnMeter:
 
 
 @dataclass(frozen=True)
-class Breaker:
+class BudgetBreaker:
     """Lending of a pool rests until ``until_ns``; ``cause`` says why it was opened last."""
 
     until_ns: int = 0
@@ -110,6 +110,6 @@ class Breaker:
         """Whether lending is paused now."""
         return now_ns < self.until_ns
 
-    def trip(self, cause: str, now_ns: int, limits: BurnLimits) -> Breaker:
+    def trip(self, cause: str, now_ns: int, limits: BurnLimits) -> BudgetBreaker:
         """Open it, or keep it open for another rest."""
-        return Breaker(now_ns + limits.rest_ns, cause)
+        return BudgetBreaker(now_ns + limits.rest_ns, cause)

@@ -85,7 +85,7 @@ class LendingCost:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class TtftCertificate:
     """What the next request on an empty replica is promised; seconds.
 
     Attributes:
@@ -140,7 +140,7 @@ def certify(
     *,
     alone_s: float = 0.0,
     chunk_divisor: int = 1,
-) -> Certificate:
+) -> TtftCertificate:
     """The certificate of what was seen.
 
     Args:
@@ -157,7 +157,7 @@ def certify(
     if not level:
         return _without_stops(nexts, slo_s, levels, alone_s, chunk_divisor)
     found = alone_s or conformal(nexts, level)
-    return Certificate(slo_s, found, conformal(stops, level), level, chunk_divisor)
+    return TtftCertificate(slo_s, found, conformal(stops, level), level, chunk_divisor)
 
 
 def _without_stops(
@@ -166,13 +166,13 @@ def _without_stops(
     levels: tuple[float, float],
     alone_s: float,
     chunk_divisor: int,
-) -> Certificate:
+) -> TtftCertificate:
     """Nothing is promised, unless the next request is late by itself: no stop makes up for that."""
     level = next((one for one in levels if alone_s or _enough(len(nexts), one)), 0.0)
     found = alone_s or (conformal(nexts, level) if level else 0.0)
     if found > slo_s:
-        return Certificate(slo_s, found, 0.0, level, chunk_divisor)
-    return Certificate(slo_s, 0.0, FIRST_STOP_S, 0.0, chunk_divisor)
+        return TtftCertificate(slo_s, found, 0.0, level, chunk_divisor)
+    return TtftCertificate(slo_s, 0.0, FIRST_STOP_S, 0.0, chunk_divisor)
 
 
 def _enough(count: int, level: float) -> bool:
@@ -191,7 +191,7 @@ class CertificateCount:
     exceeded: int = 0
     allowed: float = 0.0
 
-    def add(self, ttft_s: float, promised: Certificate) -> bool:
+    def add(self, ttft_s: float, promised: TtftCertificate) -> bool:
         """Count one; returns whether it took longer than it was promised."""
         beyond = ttft_s > promised.ceiling_s
         self.requests += 1
@@ -212,14 +212,14 @@ class Envelope:
             divisor: deque(maxlen=_REMEMBERED) for divisor in CHUNK_DIVISORS
         }
         self._refused = dict.fromkeys(CHUNK_DIVISORS, 0)
-        self._known: dict[tuple[float, int, float, bool], Certificate] = {}
+        self._known: dict[tuple[float, int, float, bool], TtftCertificate] = {}
 
     def note_next(self, seconds: float) -> None:
         """A request has met the replica empty; see the module for what is counted of it."""
         self._nexts.append(seconds)
         self._known.clear()
 
-    def note_refused(self, told: Certificate) -> None:
+    def note_refused(self, told: TtftCertificate) -> None:
         """A request has met a gate that this shut, or opened for short chunks alone."""
         if told.holds:
             refused = [divisor for divisor in CHUNK_DIVISORS if divisor < told.chunk_divisor]
@@ -245,7 +245,7 @@ class Envelope:
 
     def certificate(
         self, slo_s: float, percentile: int, alone_s: float = 0.0, *, whole: bool = False
-    ) -> Certificate:
+    ) -> TtftCertificate:
         """``certify`` of what is remembered, for the longest chunks for which it holds.
 
         Args:
@@ -259,7 +259,9 @@ class Envelope:
             self._known[key] = self._choose(*key)
         return self._known[key]
 
-    def _choose(self, slo_s: float, percentile: int, alone_s: float, whole: bool) -> Certificate:
+    def _choose(
+        self, slo_s: float, percentile: int, alone_s: float, whole: bool
+    ) -> TtftCertificate:
         found = []
         for divisor in CHUNK_DIVISORS[:1] if whole else CHUNK_DIVISORS:
             stops = self._stops[divisor]

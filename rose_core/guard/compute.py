@@ -31,7 +31,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Compute:
+class ComputeWindow:
     """When permits on one replica's GPUs stood open in the last window.
 
     Attributes:
@@ -42,7 +42,7 @@ class Compute:
     spans: tuple[Span, ...] = ()
     percent: int = 0
 
-    def opened(self, until_ns: int, now_ns: int) -> Compute:
+    def opened(self, until_ns: int, now_ns: int) -> ComputeWindow:
         """After a step: permits are open from now until then, 0 = closed.
 
         What was promised before is cut here: a permit is replaced by the next, never added to it.
@@ -56,7 +56,7 @@ class Compute:
             joins = bool(kept) and kept[-1][1] == now_ns
             begin = kept.pop()[0] if joins else now_ns
             kept.append((begin, until_ns))
-        return Compute(tuple(kept), self.percent)
+        return ComputeWindow(tuple(kept), self.percent)
 
     def spent_ns(self, now_ns: int) -> int:
         """Open time in the window that ends now."""

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rose_core.guard.budget import Breaker, BurnLimits, BurnMeter
-from rose_core.guard.certificate import Certificate, CertificateCount, Envelope
+from rose_core.guard.budget import BudgetBreaker, BurnLimits, BurnMeter
+from rose_core.guard.certificate import CertificateCount, Envelope, TtftCertificate
 from rose_core.guard.margin import Margin
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.shares import LEAST_SHARE, OpenTime
-from rose_core.guard.slack import Objective
+from rose_core.guard.slack import LatencyObjective
 from rose_core.telemetry.book import FinishedRequest
 
 BUDGET_CAUSE = "error-budget"
@@ -35,7 +35,7 @@ class ErrorBudget:
 
     limits: BurnLimits = field(default_factory=BurnLimits)
     burn: BurnMeter = field(default_factory=BurnMeter)
-    breaker: Breaker = field(default_factory=Breaker)
+    breaker: BudgetBreaker = field(default_factory=BudgetBreaker)
 
     def spend(self, met: RequestExposure, percentile: int, now_ns: int) -> bool:
         """Take one request that was compared with its SLO.
@@ -117,8 +117,8 @@ class _Mark:
     first_ns: int | None = None
     leads: bool = False
     met_open: bool = False
-    promised: Certificate | None = None
-    refused: Certificate | None = None
+    promised: TtftCertificate | None = None
+    refused: TtftCertificate | None = None
     behind_s: float = 0.0
     stop_s: float = 0.0
 
@@ -140,7 +140,7 @@ class Experience:
         self._marks: dict[int, _Mark] = {}
         self._leader: _Mark | None = None
         self._led_ns = 0
-        self._certificate: Certificate | None = None
+        self._certificate: TtftCertificate | None = None
 
     @property
     def predictor(self) -> Predictor:
@@ -187,8 +187,8 @@ class Experience:
             self._leader.stop_s = seconds
 
     def certificate(
-        self, goals: Objective, percentile: int, *, whole: bool = False
-    ) -> Certificate | None:
+        self, goals: LatencyObjective, percentile: int, *, whole: bool = False
+    ) -> TtftCertificate | None:
         """What the next request on the empty replica is promised; None: the pool names no TTFT.
 
         Args:
@@ -202,7 +202,7 @@ class Experience:
         return told
 
     @property
-    def told(self) -> Certificate | None:
+    def told(self) -> TtftCertificate | None:
         """The certificate that the gate was judged by last."""
         return self._certificate
 
@@ -220,7 +220,7 @@ class Experience:
         self._marks.clear()
         self._leader = None
 
-    def learn(self, done: FinishedRequest, goals: Objective, others: int) -> RequestExposure:
+    def learn(self, done: FinishedRequest, goals: LatencyObjective, others: int) -> RequestExposure:
         """A request is over.
 
         Args:
@@ -283,7 +283,7 @@ def _share(open_ns: int, end_ns: int, start_ns: int) -> float:
 
 
 def _used(
-    done: FinishedRequest, goals: Objective, prefill: float, decode: float
+    done: FinishedRequest, goals: LatencyObjective, prefill: float, decode: float
 ) -> tuple[float, float]:
     """The worse latency / SLO, and which share of that latency rollouts account for."""
     both = ((done.ttft_s, goals.ttft_s, prefill), (done.tpot_s, goals.tpot_s, decode))

@@ -38,7 +38,7 @@ class Activity(IntEnum):
     ITERATING_TOGETHER = 4
 
 
-class Step(StrEnum):
+class FreezeStep(StrEnum):
     """What is done to a tree that may not compute."""
 
     WAIT = "Wait"
@@ -64,7 +64,7 @@ class Grace:
 
 def next_step(
     activity: Activity, stopped_ns: int, grace: Grace = Grace(), *, hurried: bool = False
-) -> Step:
+) -> FreezeStep:
     """What to do now; see the table of the module.
 
     Args:
@@ -74,9 +74,9 @@ def next_step(
         hurried: nobody else is left who would stop it in time.
     """
     if activity is Activity.STARTING:
-        return Step.WAIT if stopped_ns < grace.start_ns else Step.END
+        return FreezeStep.WAIT if stopped_ns < grace.start_ns else FreezeStep.END
     if activity is Activity.ITERATING_TOGETHER:
-        return Step.WAIT if stopped_ns < grace.iteration_ns else Step.END
+        return FreezeStep.WAIT if stopped_ns < grace.iteration_ns else FreezeStep.END
     if activity is Activity.ITERATING and not hurried and stopped_ns < grace.iteration_ns:
-        return Step.WAIT
-    return Step.FREEZE
+        return FreezeStep.WAIT
+    return FreezeStep.FREEZE

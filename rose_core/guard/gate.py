@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from rose_core.guard.certificate import Certificate
-from rose_core.guard.compute import Compute
+from rose_core.guard.certificate import TtftCertificate
+from rose_core.guard.compute import ComputeWindow
 from rose_core.guard.following import HeldWord
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.reasons import GateReason
-from rose_core.guard.slack import Objective, Slack, measure
+from rose_core.guard.slack import LatencyObjective, Slack, measure
 from rose_core.telemetry.events import PERIOD_NS
 from rose_core.telemetry.signal import ServingSignal
 
@@ -76,10 +76,10 @@ class ReplicaFacts:
     withheld: bool = False
     idle_share: float = 1.0
     cool_down_ns: int | None = None
-    compute: Compute = field(default_factory=Compute)
-    certificate: Certificate | None = None
+    compute: ComputeWindow = field(default_factory=ComputeWindow)
+    certificate: TtftCertificate | None = None
     following: HeldWord | None = None
-    objective: Objective = field(default_factory=Objective)
+    objective: LatencyObjective = field(default_factory=LatencyObjective)
     predictor: Predictor = field(default_factory=Predictor)
 
 
@@ -120,7 +120,7 @@ def judge(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
     return bounded(_capped(verdict, facts.compute, now_ns), facts.signal)
 
 
-def _capped(verdict: GateVerdict, compute: Compute, now_ns: int) -> GateVerdict:
+def _capped(verdict: GateVerdict, compute: ComputeWindow, now_ns: int) -> GateVerdict:
     """The verdict inside the owner's share of the GPU's time."""
     if not (verdict.open and compute.percent):
         return verdict
@@ -205,7 +205,7 @@ def _busy(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
     return _paced(slack, limits, now_ns)
 
 
-def gaps_only(objective: Objective, idle_share: float, limits: GateLimits) -> bool:
+def gaps_only(objective: LatencyObjective, idle_share: float, limits: GateLimits) -> bool:
     """Whether a replica with requests that can be measured is lent in its idle gaps alone."""
     return not objective.given or idle_share >= limits.on_off_share
 

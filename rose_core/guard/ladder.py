@@ -32,7 +32,7 @@ class Rung(IntEnum):
     TERMINATE = 5
 
 
-class Order(Enum):
+class SlotOrder(Enum):
     """What the shell is told to do for one slot."""
 
     ENSURE = auto()
@@ -48,10 +48,10 @@ class Order(Enum):
 
 
 @dataclass(frozen=True)
-class Action:
+class SlotAction:
     """One order; ``until_ns`` and ``chunk_divisor`` with EXTEND."""
 
-    order: Order
+    order: SlotOrder
     reason: GateReason
     until_ns: int = 0
     chunk_divisor: int = 1

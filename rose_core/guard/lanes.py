@@ -44,7 +44,7 @@ class LaneLimits:
 
 
 @dataclass(frozen=True)
-class Lane:
+class LaneChoice:
     """The engine chosen, and since when verdicts have been ample or scarce; 0 = they are not."""
 
     chosen: int = WIDE
@@ -52,7 +52,7 @@ class Lane:
     scarce_ns: int = 0
 
 
-def choose(lane: Lane, verdict: GateVerdict, limits: LaneLimits, now_ns: int) -> Lane:
+def choose(lane: LaneChoice, verdict: GateVerdict, limits: LaneLimits, now_ns: int) -> LaneChoice:
     """The next state, from the gate's verdict."""
     ample, scarce = _kind(verdict, limits)
     if ample is None:
@@ -64,7 +64,7 @@ def choose(lane: Lane, verdict: GateVerdict, limits: LaneLimits, now_ns: int) ->
         chosen = BUSY
     elif ample and now_ns - ample_ns >= limits.widen_ns:
         chosen = WIDE
-    return Lane(chosen, ample_ns, scarce_ns)
+    return LaneChoice(chosen, ample_ns, scarce_ns)
 
 
 def _kind(verdict: GateVerdict, limits: LaneLimits) -> tuple[bool | None, bool]:

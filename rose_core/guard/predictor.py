@@ -13,7 +13,7 @@ from rose_core.guard.mixture import Mixture
 
 
 @dataclass(frozen=True)
-class Profile:
+class CostProfile:
     """Shape of the cost of one engine kind on one device; seconds.
 
     Prompt size is the request body's bytes: the tap does not tokenise.
@@ -48,7 +48,7 @@ class Predictor:
         step: speed of learning it, in units of the logarithm.
     """
 
-    profile: Profile = Profile()
+    profile: CostProfile = CostProfile()
     quantile: float = 0.9
     step: float = 0.1
     prefill: Mixture = _UNTAUGHT

@@ -37,7 +37,7 @@ PERIOD_S = 0.1
 
 
 @dataclass(frozen=True)
-class Objective:
+class LatencyObjective:
     """The serving owner's limits; 0 = not given.
 
     Attributes:
@@ -78,7 +78,7 @@ class Slack:
 
 def measure(
     requests: tuple[LiveRequest, ...],
-    objective: Objective,
+    objective: LatencyObjective,
     predictor: Predictor,
     now_ns: int,
     period_s: float = PERIOD_S,
@@ -118,7 +118,7 @@ class _Account:
     step: float
 
     @classmethod
-    def of(cls, streaming: int, objective: Objective, predictor: Predictor) -> _Account:
+    def of(cls, streaming: int, objective: LatencyObjective, predictor: Predictor) -> _Account:
         alone = predictor.decode_s(streaming, shared=False)
         budget = objective.budget_s(objective.tpot_s, alone)
         whole = replace(objective, margin=0.0).budget_s(objective.tpot_s, alone)
@@ -137,7 +137,7 @@ class _Account:
 def _prefill(
     waiting: list[LiveRequest],
     step: float,
-    objective: Objective,
+    objective: LatencyObjective,
     predictor: Predictor,
     now_ns: int,
 ) -> float | None:
@@ -152,7 +152,9 @@ def _prefill(
     return least
 
 
-def duty(streaming: int, objective: Objective, predictor: Predictor, saved: float = 0.0) -> float:
+def duty(
+    streaming: int, objective: LatencyObjective, predictor: Predictor, saved: float = 0.0
+) -> float:
     """Share of time (0..1) that may be lent while requests stream; ``saved`` in periods."""
     alone = predictor.decode_s(max(1, streaming), shared=False)
     budget = objective.budget_s(objective.tpot_s, alone)

@@ -25,13 +25,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rose_core.guard.gate import GateVerdict
-from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
+from rose_core.guard.ladder import LadderLimits, Rung, SlotAction, SlotOrder
 from rose_core.guard.reasons import PACED, VACATING, GateReason
 from rose_core.guard.standstill import StandstillPatience, disobeys
 from rose_core.wire.host import EngineState
 
 
-class Phase(StrEnum):
+class SlotPhase(StrEnum):
     """Where a slot stands on its node."""
 
     ABSENT = "Absent"
@@ -120,7 +120,7 @@ class SlotMachine:
         cordon_until_ns: no new engine before.
     """
 
-    phase: Phase = Phase.ABSENT
+    phase: SlotPhase = SlotPhase.ABSENT
     rung: Rung = Rung.TERMINATE
     since_ns: int = 0
     ordered_ns: int = 0
@@ -134,7 +134,7 @@ class SlotMachine:
     cordon_until_ns: int = 0
 
 
-Step = tuple[SlotMachine, tuple[Action, ...]]
+Step = tuple[SlotMachine, tuple[SlotAction, ...]]
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def decide(state: SlotMachine, seen: SlotSeen, limits: LadderLimits, now_ns: int
     state = _note_times(state, now)
     if not now.exists:
         return _without_engine(state, now)
-    if state.phase is Phase.RELEASING or _must_vacate(state, now):
+    if state.phase is SlotPhase.RELEASING or _must_vacate(state, now):
         return _release(state, now)
     if now.stale:
         return _host_stale(state, now)
@@ -202,16 +202,16 @@ def _must_vacate(state: SlotMachine, now: _Now) -> bool:
 
 
 def _without_engine(state: SlotMachine, now: _Now) -> Step:
-    if state.phase in {Phase.RELEASING, Phase.PRESENT}:
+    if state.phase in {SlotPhase.RELEASING, SlotPhase.PRESENT}:
         state = _emptied(state, now)
     startable = now.seen.granted and now.seen.host_alive and now.reason in STARTABLE
     if not startable or now.ns < state.cordon_until_ns:
-        return (replace(state, phase=Phase.ABSENT), ())
+        return (replace(state, phase=SlotPhase.ABSENT), ())
     waits = now.ns - state.ordered_ns < now.limits.ensure_repeat_ns
-    if state.phase is Phase.STARTING and waits:
+    if state.phase is SlotPhase.STARTING and waits:
         return (state, ())
-    started = replace(state, phase=Phase.STARTING, ordered_ns=now.ns, rung=Rung.STOP)
-    return (started, (Action(Order.ENSURE, now.reason),))
+    started = replace(state, phase=SlotPhase.STARTING, ordered_ns=now.ns, rung=Rung.STOP)
+    return (started, (SlotAction(SlotOrder.ENSURE, now.reason),))
 
 
 def _emptied(state: SlotMachine, now: _Now) -> SlotMachine:
@@ -224,45 +224,47 @@ def _emptied(state: SlotMachine, now: _Now) -> SlotMachine:
 
 
 def _release(state: SlotMachine, now: _Now) -> Step:
-    actions = [Action(Order.CLOSE, now.reason)]
-    if state.phase is not Phase.RELEASING:
+    actions = [SlotAction(SlotOrder.CLOSE, now.reason)]
+    if state.phase is not SlotPhase.RELEASING:
         state = replace(
-            state, phase=Phase.RELEASING, rung=Rung.TERMINATE, since_ns=now.ns, ordered_ns=0
+            state, phase=SlotPhase.RELEASING, rung=Rung.TERMINATE, since_ns=now.ns, ordered_ns=0
         )
     overdue = now.ns - state.since_ns >= now.limits.terminate_ns
     if now.stale and not overdue:
-        actions.append(Action(Order.FREEZE, now.reason))
+        actions.append(SlotAction(SlotOrder.FREEZE, now.reason))
     if now.ns - state.ordered_ns >= now.limits.stop_repeat_ns:
         state = replace(state, ordered_ns=now.ns, killed=state.killed or overdue)
-        actions.append(Action(Order.STOP, now.reason))
+        actions.append(SlotAction(SlotOrder.STOP, now.reason))
         if overdue:
-            actions.append(Action(Order.KILL, now.reason))
+            actions.append(SlotAction(SlotOrder.KILL, now.reason))
     return (state, tuple(actions))
 
 
 def _host_stale(state: SlotMachine, now: _Now) -> Step:
     reason = GateReason.HOST_STALE
     state = _at_rung(state, Rung.STOP, now.ns)
-    actions = [Action(Order.CLOSE, reason)]
+    actions = [SlotAction(SlotOrder.CLOSE, reason)]
     if not state.self_frozen or now.ns - state.ordered_ns >= now.limits.repeat_ns:
         state = replace(state, self_frozen=True, ordered_ns=now.ns)
-        actions.append(Action(Order.FREEZE, reason))
+        actions.append(SlotAction(SlotOrder.FREEZE, reason))
     if now.ns - state.stale_ns >= now.limits.host_dead_ns and not state.killed:
         state = replace(state, killed=True)
-        actions.append(Action(Order.KILL, reason))
+        actions.append(SlotAction(SlotOrder.KILL, reason))
     return (state, tuple(actions))
 
 
 def _with_engine(state: SlotMachine, now: _Now) -> Step:
     engine, reason = now.seen.engine, now.reason
-    if state.phase is not Phase.PRESENT:
+    if state.phase is not SlotPhase.PRESENT:
         # Deadlines of the ladder count from here: the engine has only just been listed.
-        state = replace(state, phase=Phase.PRESENT, rung=Rung.STOP, since_ns=now.ns, ordered_ns=0)
+        state = replace(
+            state, phase=SlotPhase.PRESENT, rung=Rung.STOP, since_ns=now.ns, ordered_ns=0
+        )
     if engine is not None and now.seen.granted and engine.generation < now.seen.generation:
         if now.ns - state.ordered_ns < now.limits.ensure_repeat_ns:
-            return (state, (Action(Order.CLOSE, reason),))
+            return (state, (SlotAction(SlotOrder.CLOSE, reason),))
         state = replace(state, ordered_ns=now.ns)
-        return (state, (Action(Order.CLOSE, reason), Action(Order.ENSURE, reason)))
+        return (state, (SlotAction(SlotOrder.CLOSE, reason), SlotAction(SlotOrder.ENSURE, reason)))
     state, told = _tell_weights(state, now)
     state, actions = _at_gate(state, now)
     return (state, (*actions, *told))
@@ -274,14 +276,14 @@ def _tell_weights(state: SlotMachine, now: _Now) -> Step:
         return (replace(state, told_ns=0) if state.told_ns else state, ())
     if state.told_ns and now.ns - state.told_ns < now.limits.ensure_repeat_ns:
         return (state, ())
-    return (replace(state, told_ns=now.ns), (Action(Order.ENSURE, now.reason),))
+    return (replace(state, told_ns=now.ns), (SlotAction(SlotOrder.ENSURE, now.reason),))
 
 
 def _at_gate(state: SlotMachine, now: _Now) -> Step:
     if now.seen.verdict.open and now.seen.granted:
         return _open(state, now)
     if now.reason in PACED:
-        return (state, (Action(Order.CLOSE, now.reason),))
+        return (state, (SlotAction(SlotOrder.CLOSE, now.reason),))
     return _close(state, now)
 
 
@@ -299,17 +301,17 @@ def _open(state: SlotMachine, now: _Now) -> Step:
         if not frozen:
             state = replace(state, self_frozen=False)
         elif now.ns - state.ordered_ns >= now.limits.repeat_ns:
-            return _repeat(state, Order.HOLD, now)
+            return _repeat(state, SlotOrder.HOLD, now)
     until = now.ns + now.limits.permit_ns
     if verdict.until_ns:
         until = min(until, verdict.until_ns)
-    extend = Action(Order.EXTEND, now.reason, until, verdict.chunk_divisor)
-    actions: tuple[Action, ...] = (extend,)
+    extend = SlotAction(SlotOrder.EXTEND, now.reason, until, verdict.chunk_divisor)
+    actions: tuple[SlotAction, ...] = (extend,)
     if held or asked:
-        state, let_go = _repeat(state, Order.LET_GO, now)
+        state, let_go = _repeat(state, SlotOrder.LET_GO, now)
         actions = (*let_go, *actions)
     elif dormant:  # it takes its memory back under the permit, and computes once it serves
-        state, wake = _repeat(state, Order.ACTIVATE, now)
+        state, wake = _repeat(state, SlotOrder.ACTIVATE, now)
         actions = (*actions, *wake)
     return (state, actions)
 
@@ -325,26 +327,29 @@ def _close(state: SlotMachine, now: _Now) -> Step:
 
 def _held(state: SlotMachine, now: _Now) -> Step:
     """The engine stands still, as the host has confirmed; it may have to give its memory back."""
-    close = Action(Order.CLOSE, now.reason)
+    close = SlotAction(SlotOrder.CLOSE, now.reason)
     if now.reason is GateReason.MEMORY_PRESSURE and state.rung < Rung.DORMANT:
-        return (_at_rung(state, Rung.DORMANT, now.ns), (close, Action(Order.DORMANT, now.reason)))
+        return (
+            _at_rung(state, Rung.DORMANT, now.ns),
+            (close, SlotAction(SlotOrder.DORMANT, now.reason)),
+        )
     return (state, (close,))
 
 
 def _stop(state: SlotMachine, now: _Now) -> Step:
     """Ask the host for a hold; where that is late freeze the tree, where that is late kill it."""
     limits, engine = now.limits, now.seen.engine
-    state, again = _repeat(state, Order.HOLD, now)
-    actions = (Action(Order.CLOSE, now.reason), *again)
+    state, again = _repeat(state, SlotOrder.HOLD, now)
+    actions = (SlotAction(SlotOrder.CLOSE, now.reason), *again)
     late = now.ns - state.since_ns
     frozen = engine is not None and engine.frozen
     if late >= limits.hold_ns and not frozen and (again or not state.self_frozen):
         state = replace(state, self_frozen=True)
-        actions = (*actions, Action(Order.FREEZE, now.reason))
+        actions = (*actions, SlotAction(SlotOrder.FREEZE, now.reason))
     if frozen or state.killed or late <= limits.hold_ns + limits.freeze_ns:
         return (state, actions)
     state, kill = _overdue(state, engine, limits, late)
-    return (state, (*actions, Action(Order.KILL, now.reason)) if kill else actions)
+    return (state, (*actions, SlotAction(SlotOrder.KILL, now.reason)) if kill else actions)
 
 
 def _overdue(
@@ -358,11 +363,11 @@ def _overdue(
     return replace(state, killed=kill, late_cpu_ns=first), kill
 
 
-def _repeat(state: SlotMachine, order: Order, now: _Now) -> Step:
+def _repeat(state: SlotMachine, order: SlotOrder, now: _Now) -> Step:
     """The order, unless one that needs a proof was sent a moment ago."""
     if now.ns - state.ordered_ns < now.limits.repeat_ns:
         return (state, ())
-    return (replace(state, ordered_ns=now.ns), (Action(order, now.reason),))
+    return (replace(state, ordered_ns=now.ns), (SlotAction(order, now.reason),))
 
 
 def _at_rung(state: SlotMachine, rung: Rung, now_ns: int) -> SlotMachine:

@@ -27,12 +27,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rose_core.api.reasons import Reason
-from rose_core.devices.sleeper import Stage
+from rose_core.devices.sleeper import SleepStage
 from rose_core.guard.gate import GateVerdict, ReplicaFacts, bounded, closed
 from rose_core.guard.reasons import GateReason
 
 
-class Phase(StrEnum):
+class WholePhase(StrEnum):
     """Where the loan stands; the table of the module has the edges."""
 
     OFF = "Off"
@@ -63,7 +63,7 @@ class WholeSeen:
     """
 
     granted: bool | None
-    told: Stage | None = None
+    told: SleepStage | None = None
     ready: bool = True
     quiet: bool | None = None
     busy: bool = False
@@ -79,7 +79,7 @@ class Whole:
         failed_s: when.
     """
 
-    phase: Phase = Phase.OFF
+    phase: WholePhase = WholePhase.OFF
     since_s: float = 0.0
     word: Reason | None = None
     failed_s: float = 0.0
@@ -87,18 +87,18 @@ class Whole:
     @property
     def asks(self) -> bool:
         """Whether the sleeper's permit is extended."""
-        return self.phase in {Phase.DRAINING, Phase.DRAINED, Phase.ASLEEP}
+        return self.phase in {WholePhase.DRAINING, WholePhase.DRAINED, WholePhase.ASLEEP}
 
     @property
     def drained(self) -> bool:
         """Whether serving may be put to sleep."""
-        return self.phase in {Phase.DRAINED, Phase.ASLEEP}
+        return self.phase in {WholePhase.DRAINED, WholePhase.ASLEEP}
 
     def refusal(self, limits: WholeLimits, now_s: float) -> Reason | None:
         """Why the replica cannot be lent whole, for the operator; None = it can."""
-        if self.phase is Phase.RETURNING:
+        if self.phase is WholePhase.RETURNING:
             return self.word or Reason.SERVING_WAKING
-        return self.word if self.phase is Phase.OFF and self.rests(limits, now_s) else None
+        return self.word if self.phase is WholePhase.OFF and self.rests(limits, now_s) else None
 
     def rests(self, limits: WholeLimits, now_s: float) -> bool:
         """Whether a loan failed lately, so that serving is left alone."""
@@ -107,68 +107,68 @@ class Whole:
 
 def decide(state: Whole, seen: WholeSeen, limits: WholeLimits, now_s: float) -> Whole:
     """The next state."""
-    if state.phase is Phase.OFF:
+    if state.phase is WholePhase.OFF:
         return _off(state, seen, limits, now_s)
-    if state.phase is Phase.RETURNING:
+    if state.phase is WholePhase.RETURNING:
         return _returning(state, seen, now_s)
     if seen.granted is False:
-        return _to(state, Phase.RETURNING, now_s)
+        return _to(state, WholePhase.RETURNING, now_s)
     if seen.told is None:
         return _failed(state, Reason.SLEEPER_UNAVAILABLE, now_s)
-    if state.phase is Phase.ASLEEP:
+    if state.phase is WholePhase.ASLEEP:
         return _asleep(state, seen, now_s)
     return _falling(state, seen, limits, now_s)
 
 
 def _off(state: Whole, seen: WholeSeen, limits: WholeLimits, now_s: float) -> Whole:
-    if seen.told is Stage.ASLEEP and seen.granted:
-        return _to(state, Phase.ASLEEP, now_s)
-    if seen.told not in {None, Stage.AWAKE}:
+    if seen.told is SleepStage.ASLEEP and seen.granted:
+        return _to(state, WholePhase.ASLEEP, now_s)
+    if seen.told not in {None, SleepStage.AWAKE}:
         # Not heard of a grant yet: the permit of the guard before this one runs for seconds.
-        return state if seen.granted is None else _to(state, Phase.RETURNING, now_s)
+        return state if seen.granted is None else _to(state, WholePhase.RETURNING, now_s)
     if not seen.granted or seen.told is None or state.rests(limits, now_s):
         return state
-    return _to(replace(state, word=None), Phase.DRAINING, now_s)
+    return _to(replace(state, word=None), WholePhase.DRAINING, now_s)
 
 
 def _falling(state: Whole, seen: WholeSeen, limits: WholeLimits, now_s: float) -> Whole:
     """Draining or Drained."""
-    if state.phase is Phase.DRAINED:
-        if seen.told is Stage.ASLEEP:
-            return _to(state, Phase.ASLEEP, now_s)
-        if seen.told not in {Stage.AWAKE, Stage.FALLING}:
+    if state.phase is WholePhase.DRAINED:
+        if seen.told is SleepStage.ASLEEP:
+            return _to(state, WholePhase.ASLEEP, now_s)
+        if seen.told not in {SleepStage.AWAKE, SleepStage.FALLING}:
             return _failed(state, Reason.SLEEP_REFUSED, now_s)
         if seen.ready:
             return _failed(state, Reason.NOT_DRAINED, now_s)
-    elif not seen.ready and seen.quiet and seen.told is Stage.AWAKE:
-        return _to(state, Phase.DRAINED, now_s)
-    overdue = now_s - state.since_s >= limits.drain_s and seen.told is not Stage.FALLING
+    elif not seen.ready and seen.quiet and seen.told is SleepStage.AWAKE:
+        return _to(state, WholePhase.DRAINED, now_s)
+    overdue = now_s - state.since_s >= limits.drain_s and seen.told is not SleepStage.FALLING
     return _failed(state, Reason.NOT_DRAINED, now_s) if overdue else state
 
 
 def _asleep(state: Whole, seen: WholeSeen, now_s: float) -> Whole:
-    if seen.told is not Stage.ASLEEP:
-        return _to(state, Phase.RETURNING, now_s)
+    if seen.told is not SleepStage.ASLEEP:
+        return _to(state, WholePhase.RETURNING, now_s)
     return _failed(state, Reason.REQUEST_WHILE_ASLEEP, now_s) if seen.busy else state
 
 
 def _returning(state: Whole, seen: WholeSeen, now_s: float) -> Whole:
-    if seen.told is Stage.AWAKE and seen.ready:
-        return _to(state, Phase.OFF, now_s)
-    if seen.told is Stage.BROKEN and state.word is not Reason.WAKE_OVERDUE:
+    if seen.told is SleepStage.AWAKE and seen.ready:
+        return _to(state, WholePhase.OFF, now_s)
+    if seen.told is SleepStage.BROKEN and state.word is not Reason.WAKE_OVERDUE:
         return replace(state, word=Reason.WAKE_OVERDUE, failed_s=now_s)
     return state
 
 
 def _failed(state: Whole, word: Reason, now_s: float) -> Whole:
-    return _to(replace(state, word=word, failed_s=now_s), Phase.RETURNING, now_s)
+    return _to(replace(state, word=word, failed_s=now_s), WholePhase.RETURNING, now_s)
 
 
-def _to(state: Whole, phase: Phase, now_s: float) -> Whole:
+def _to(state: Whole, phase: WholePhase, now_s: float) -> Whole:
     return replace(state, phase=phase, since_s=now_s)
 
 
-def judge(facts: ReplicaFacts, phase: Phase) -> GateVerdict:
+def judge(facts: ReplicaFacts, phase: WholePhase) -> GateVerdict:
     """The gate of a whole slot: open only while serving sleeps and has no request."""
     doubt = facts.signal.doubt
     unknown = GateReason(doubt.value) if doubt else GateReason.SIGNAL_MISSING
@@ -176,7 +176,7 @@ def judge(facts: ReplicaFacts, phase: Phase) -> GateVerdict:
         (facts.stop_requested, GateReason.STOP_REQUESTED),
         (not facts.lending, GateReason.POOL_NOT_LENDING),
         (facts.gone, GateReason.SERVING_GONE),
-        (phase is not Phase.ASLEEP, GateReason.SERVING_AWAKE),
+        (phase is not WholePhase.ASLEEP, GateReason.SERVING_AWAKE),
         (bool(facts.signal.running), GateReason.SERVING_BUSY),
         (facts.device_unfit, GateReason.DEVICE_UNFIT),
         (facts.signal.doubt is not None or facts.signal.running is None, unknown),

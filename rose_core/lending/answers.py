@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rose_core.api.reasons import Reason
 from rose_core.identity import PodUid
-from rose_core.lending.facts import Memory
+from rose_core.lending.facts import PlannerMemory
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Lend:
 
 
 @dataclass(frozen=True)
-class Release:
+class SlotRelease:
     """Take this slot back."""
 
     slot: str
@@ -85,10 +85,10 @@ class LendingPlan:
     """
 
     lends: tuple[Lend, ...]
-    releases: tuple[Release, ...]
+    releases: tuple[SlotRelease, ...]
     verdicts: Mapping[PodUid, ReplicaDecision]
     outcomes: Mapping[str, LeaseDecision]
-    memory: Memory
+    memory: PlannerMemory
     members: Mapping[str, tuple[ReplicaDecision, ...]]
     unwanted: Mapping[str, int] = field(default_factory=dict)
     misfits: Mapping[str, tuple[Misfit, ...]] = field(default_factory=dict)

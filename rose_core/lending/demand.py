@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rose_core.api.reasons import Reason
-from rose_core.lending.facts import Demand, Lease, Policy, Snapshot
+from rose_core.lending.facts import Demand, Lease, PlannerPolicy, Snapshot
 from rose_core.wire.routing import DemandNote
 
 
@@ -65,7 +65,7 @@ def by_demand(snapshot: Snapshot, now: float) -> Snapshot:
     return replace(snapshot, leases=tuple(leases))
 
 
-def _bounded(lease: Lease, held: int, policy: Policy, now: float) -> Lease:
+def _bounded(lease: Lease, held: int, policy: PlannerPolicy, now: float) -> Lease:
     found = want(lease, held, policy, now)
     return replace(
         lease,
@@ -76,7 +76,7 @@ def _bounded(lease: Lease, held: int, policy: Policy, now: float) -> Lease:
     )
 
 
-def want(lease: Lease, held: int, policy: Policy, now: float) -> WantedSlots:
+def want(lease: Lease, held: int, policy: PlannerPolicy, now: float) -> WantedSlots:
     """Slots that the lease wants when it holds that many."""
     if lease.suspended:
         return WantedSlots(0, Reason.SUSPENDED, "spec.suspend is true")
@@ -91,7 +91,7 @@ def want(lease: Lease, held: int, policy: Policy, now: float) -> WantedSlots:
     return _without_turns(lease, asked, held, policy)
 
 
-def _without_turns(lease: Lease, asked: Demand, held: int, policy: Policy) -> WantedSlots:
+def _without_turns(lease: Lease, asked: Demand, held: int, policy: PlannerPolicy) -> WantedSlots:
     idle = asked.up_seconds if asked.idle_seconds is None else asked.idle_seconds
     if idle < lease.idle_seconds:
         # A pause takes no first slot and is no wish for fewer: what a failure takes comes back.

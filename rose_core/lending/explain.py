@@ -9,7 +9,7 @@ from dataclasses import replace
 from rose_core.api.reasons import Reason
 from rose_core.identity import PodUid
 from rose_core.lending.answers import LeaseDecision, ReplicaDecision
-from rose_core.lending.facts import Lease, Pool, Replica, Traits
+from rose_core.lending.facts import Lease, PoolTerms, Replica, Traits
 from rose_core.lending.gate import not_worth
 from rose_core.lending.loan import pool_shares
 from rose_core.lending.planning_pass import PlanningPass
@@ -28,7 +28,7 @@ def member_verdicts(world: PlanningPass) -> Members:
 
 
 def _of_pool(
-    world: PlanningPass, pool: Pool, lent: Mapping[PodUid, str]
+    world: PlanningPass, pool: PoolTerms, lent: Mapping[PodUid, str]
 ) -> tuple[ReplicaDecision, ...]:
     stop = blocked(world, pool)
     return tuple(
@@ -51,7 +51,7 @@ def _with_memory(found: ReplicaDecision, replica: Replica) -> ReplicaDecision:
 
 
 def _unlent(
-    world: PlanningPass, pool: Pool, replica: Replica, stop: Cause | None
+    world: PlanningPass, pool: PoolTerms, replica: Replica, stop: Cause | None
 ) -> ReplicaDecision:
     found = world.verdicts[replica.uid]
     if world.could_sleep(replica):
@@ -66,7 +66,7 @@ def _unlent(
 
 
 def _left_awake(
-    world: PlanningPass, pool: Pool, replica: Replica, stop: Cause | None
+    world: PlanningPass, pool: PoolTerms, replica: Replica, stop: Cause | None
 ) -> ReplicaDecision:
     """Why a replica is not put to sleep either."""
     cause = stop or refused(world, pool)
@@ -175,7 +175,7 @@ def _own_cause(world: PlanningPass, lease: Lease) -> Cause | None:
     return causes[0] if causes and all(causes) else None
 
 
-def _cause_in(world: PlanningPass, pool: Pool, lease: Lease) -> Cause | None:
+def _cause_in(world: PlanningPass, pool: PoolTerms, lease: Lease) -> Cause | None:
     shut = closed(world, pool)
     if shut is not None:
         return shut

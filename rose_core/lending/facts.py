@@ -16,7 +16,7 @@ from rose_core.identity import LeaseUid, PodUid, SlotUid
 
 
 @dataclass(frozen=True)
-class Policy:
+class PlannerPolicy:
     """The planner's own figures.
 
     Attributes:
@@ -55,7 +55,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Window:
+class DailyWindow:
     """Minutes of the day in UTC; ``days`` are 0 = Monday, on which the window starts."""
 
     days: frozenset[int]
@@ -96,7 +96,7 @@ class WholeTerms:
 
 
 @dataclass(frozen=True)
-class Breaker:
+class BreakerTerms:
     """What happens when live traffic misses its objective.
 
     Attributes:
@@ -110,7 +110,7 @@ class Breaker:
 
 
 @dataclass(frozen=True)
-class Pool:
+class PoolTerms:
     """What the owner allows.
 
     Attributes:
@@ -125,7 +125,7 @@ class Pool:
     max_replicas_percent: int
     min_unlent_replicas: int
     allowed_signals: frozenset[str]
-    windows: tuple[Window, ...] = ()
+    windows: tuple[DailyWindow, ...] = ()
     remembered_replicas: int = 0
     per_node: int | None = None
     per_zone_percent: int = 100
@@ -133,7 +133,7 @@ class Pool:
     per_minute: int | None = None
     spread: Spread = Spread.LEAST_USED
     outlook: LoadOutlook | None = None
-    breaker: Breaker = field(default_factory=Breaker)
+    breaker: BreakerTerms = field(default_factory=BreakerTerms)
     whole: WholeTerms | None = None
 
 
@@ -386,7 +386,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PlannerMemory:
     """What the planner remembers from pass to pass; losing it only delays loans.
 
     Attributes:
@@ -413,11 +413,11 @@ class Snapshot:
         reporting: nodes whose last report is fresh, so that what they leave out is gone.
     """
 
-    pools: tuple[Pool, ...] = ()
+    pools: tuple[PoolTerms, ...] = ()
     replicas: tuple[Replica, ...] = ()
     leases: tuple[Lease, ...] = ()
     slots: tuple[Slot, ...] = ()
     silence: Mapping[str, float] = field(default_factory=dict)
     reporting: frozenset[str] = frozenset()
-    memory: Memory = field(default_factory=Memory)
-    policy: Policy = field(default_factory=Policy)
+    memory: PlannerMemory = field(default_factory=PlannerMemory)
+    policy: PlannerPolicy = field(default_factory=PlannerPolicy)

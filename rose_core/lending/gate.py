@@ -8,14 +8,14 @@ guessed: without a known end a loan is worth it.
 
 from __future__ import annotations
 
-from rose_core.lending.facts import Lease, Policy, Pool
+from rose_core.lending.facts import Lease, PlannerPolicy, PoolTerms
 from rose_core.lending.limits import closes_at
 
 _NEWEST_WEIGHT = 0.3
 """The newest start counts this much: weights grow and nodes warm up."""
 
 
-def not_worth(lease: Lease, pool: Pool, policy: Policy, now: float) -> str:
+def not_worth(lease: Lease, pool: PoolTerms, policy: PlannerPolicy, now: float) -> str:
     """Why a loan that is made now would not pay, with its numbers; empty when it does."""
     known = {
         "the time window closes": closes_at(pool, now),

@@ -25,7 +25,7 @@ _NAMED = 4  # of the places that are missing
 
 
 @dataclass(frozen=True)
-class Group:
+class ReportedGroup:
     """What is reported of one.
 
     Attributes:
@@ -44,7 +44,7 @@ def unit(report: ReplicaReport) -> str:
     return report.pod_uid if report.place is None else f"{report.pool}/{report.place.group}"
 
 
-def form(requests: Iterable[SyncRequest]) -> dict[str, Group]:
+def form(requests: Iterable[SyncRequest]) -> dict[str, ReportedGroup]:
     """Groups by name, of what nodes have reported last."""
     found: dict[str, list[tuple[SyncRequest, ReplicaReport]]] = defaultdict(list)
     for request in requests:
@@ -59,15 +59,15 @@ def _order(pod: tuple[SyncRequest, ReplicaReport]) -> tuple[int, str]:
     return (-1 if place is None else place.index, pod[1].pod_uid)
 
 
-def _group(found: list[tuple[SyncRequest, ReplicaReport]]) -> Group:
+def _group(found: list[tuple[SyncRequest, ReplicaReport]]) -> ReportedGroup:
     pods = tuple((request.node, report) for request, report in found)
     refusal = _refusal(found)
     if refusal:
-        return Group(pods, refusal)
+        return ReportedGroup(pods, refusal)
     (request, leader), *rest = found
     followers = tuple(FollowerPod(report.pod_uid, other.node) for other, report in rest)
     told = ReplicaGroup(leader.pod_uid, request.node, request.guard, followers)
-    return Group(pods, told=told)
+    return ReportedGroup(pods, told=told)
 
 
 def _refusal(found: list[tuple[SyncRequest, ReplicaReport]]) -> str:

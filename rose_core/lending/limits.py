@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from rose_core.api.reasons import Reason
-from rose_core.lending.facts import LoadOutlook, Pool, Window
+from rose_core.lending.facts import DailyWindow, LoadOutlook, PoolTerms
 
 _MARGIN = 1.1  # more is lent only with a tenth to spare; less at once: a dead band between both
 _DAYS = 7  # windows repeat by the week, so whoever looks so far ahead has seen them all
@@ -25,13 +25,13 @@ class Limit:
     message: str
 
 
-def most_lent(pool: Pool, replicas: int) -> int:
+def most_lent(pool: PoolTerms, replicas: int) -> int:
     """Most replicas of the pool that the owner's fixed limits allow when it has this many."""
     by_percent = replicas * pool.max_replicas_percent // 100
     return max(0, min(by_percent, replicas - pool.min_unlent_replicas))
 
 
-def limit(pool: Pool, replicas: int, *, growing: bool) -> Limit:
+def limit(pool: PoolTerms, replicas: int, *, growing: bool) -> Limit:
     """The tightest limit of a pool of this size, for a loan that would be made or that exists."""
     most = most_lent(pool, replicas)
     text = (
@@ -56,13 +56,13 @@ def by_outlook(outlook: LoadOutlook, replicas: int, margin: float = 1.0) -> Limi
     return Limit(max(0, replicas - int(needed)), Reason.PEAK_EXPECTED, text)
 
 
-def is_open(pool: Pool, now: float) -> bool:
+def is_open(pool: PoolTerms, now: float) -> bool:
     """Whether one of the pool's time windows is open; no windows means always."""
     moment = datetime.fromtimestamp(now, UTC)
     return not pool.windows or any(_ends(window, moment) for window in pool.windows)
 
 
-def opens_at(pool: Pool, now: float) -> datetime | None:
+def opens_at(pool: PoolTerms, now: float) -> datetime | None:
     """When the next window begins, for a pool of which none is open; None for never."""
     moment = datetime.fromtimestamp(now, UTC)
     midnight = moment.replace(hour=0, minute=0, second=0, microsecond=0)
@@ -76,7 +76,7 @@ def opens_at(pool: Pool, now: float) -> datetime | None:
     return min((begin for begin in begins if begin > moment), default=None)
 
 
-def closes_at(pool: Pool, now: float) -> float | None:
+def closes_at(pool: PoolTerms, now: float) -> float | None:
     """When lending must end because no window is open any more; None for never.
 
     Windows that meet are followed from one to the next, for a week at most.
@@ -92,7 +92,7 @@ def closes_at(pool: Pool, now: float) -> float | None:
     return None
 
 
-def _ends(window: Window, moment: datetime) -> datetime | None:
+def _ends(window: DailyWindow, moment: datetime) -> datetime | None:
     """When the window that is open at this moment closes, None when it is not open."""
     midnight = moment.replace(hour=0, minute=0, second=0, microsecond=0)
     for begun in (midnight, midnight - timedelta(days=1)):

@@ -3,7 +3,7 @@
 Replicas that have to sleep for it come last, when no other one is left (``whole``).
 
 ``shares`` says which lease is next, ``_Shelf`` which replica: the least used one of the place that
-has lent the least, where a place is the whole pool, a node or a zone (``Pool.spread``).
+has lent the least, where a place is the whole pool, a node or a zone (``PoolTerms.spread``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from rose_core.api.poollending import Spread
 from rose_core.identity import PodUid
-from rose_core.lending.facts import Lease, Pool, Replica, Traits
+from rose_core.lending.facts import Lease, PoolTerms, Replica, Traits
 from rose_core.lending.gate import not_worth
 from rose_core.lending.planning_pass import PlanningPass
 from rose_core.lending.radius import blocked, refusal
@@ -26,7 +26,7 @@ from rose_core.lending.whole import refused
 _UNKNOWN_KV = 1001
 
 
-class ReplicaGroup(NamedTuple):
+class LendingGroup(NamedTuple):
     """Replicas that the same leases take.
 
     Attributes:
@@ -42,7 +42,7 @@ class ReplicaGroup(NamedTuple):
         return lease.key not in self.too_small_for and lease.takes_traits(self.traits)
 
 
-Place = tuple[ReplicaGroup, str]
+Place = tuple[LendingGroup, str]
 Entry = tuple[int, tuple[int, PodUid], Place]
 
 
@@ -68,7 +68,7 @@ def unwanted(world: PlanningPass) -> dict[str, int]:
     return {pool.key: _unwanted_in(world, pool) for pool in world.snapshot.pools}
 
 
-def _unwanted_in(world: PlanningPass, pool: Pool) -> int:
+def _unwanted_in(world: PlanningPass, pool: PoolTerms) -> int:
     if blocked(world, pool) is not None:
         return 0
     left = sorted(
@@ -79,19 +79,19 @@ def _unwanted_in(world: PlanningPass, pool: Pool) -> int:
     return sum(left[: max(0, world.room(pool))])
 
 
-def worth(world: PlanningPass, pool: Pool, lease: Lease) -> bool:
+def worth(world: PlanningPass, pool: PoolTerms, lease: Lease) -> bool:
     """The borrow gate."""
     return not not_worth(lease, pool, world.policy, world.now)
 
 
-def most_slots(world: PlanningPass, pool: Pool, lease: Lease) -> int:
+def most_slots(world: PlanningPass, pool: PoolTerms, lease: Lease) -> int:
     """Most slots of this pool that the lease may hold beside those it has of others."""
     mine = max(0, lease.max_slots - world.elsewhere(lease, pool.key))
     return min(mine, world.lease_cap(pool))
 
 
 def pool_shares(
-    world: PlanningPass, pool: Pool, leases: Iterable[Lease], slots: int
+    world: PlanningPass, pool: PoolTerms, leases: Iterable[Lease], slots: int
 ) -> dict[str, int]:
     """Lease key -> slots of this pool that it is entitled to when the pool lends so many."""
     here = [
@@ -102,7 +102,7 @@ def pool_shares(
     return targets(here, slots, caps, world.policy)
 
 
-def _lend_in(world: PlanningPass, pool: Pool, leases: list[Lease], *, whole: bool) -> None:
+def _lend_in(world: PlanningPass, pool: PoolTerms, leases: list[Lease], *, whole: bool) -> None:
     queue = [
         place(one, world.coming(one), world.policy)
         for one in leases
@@ -138,7 +138,7 @@ class _Shelf:
     def __init__(
         self,
         world: PlanningPass,
-        pool: Pool,
+        pool: PoolTerms,
         replicas: Iterable[Replica],
         asking: Iterable[Lease],
         fits: Callable[[Lease, Replica], bool],
@@ -149,11 +149,11 @@ class _Shelf:
         for replica in replicas:
             if world.unrested(replica) is None:
                 small = frozenset(one.key for one in sized if not fits(one, replica))
-                group = ReplicaGroup(replica.traits, small)
+                group = LendingGroup(replica.traits, small)
                 self._places[group, _place(replica, pool.spread)].append(_preference(replica))
         for found in self._places.values():
             heapq.heapify(found)
-        self._queues: dict[ReplicaGroup, list[Entry]] = defaultdict(list)
+        self._queues: dict[LendingGroup, list[Entry]] = defaultdict(list)
         for where in self._places:
             self._queues[where[0]].append(self._entry(where))
         for queue in self._queues.values():

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from rose_core.api.reasons import Reason
 from rose_core.identity import PodUid
-from rose_core.lending.answers import Lend, Release, ReplicaDecision
-from rose_core.lending.facts import Lease, Memory, Pool, Replica, Slot, Snapshot
+from rose_core.lending.answers import Lend, ReplicaDecision, SlotRelease
+from rose_core.lending.facts import Lease, PlannerMemory, PoolTerms, Replica, Slot, Snapshot
 from rose_core.lending.limits import Limit, limit, most_lent
 from rose_core.lending.qualify import contests, still_asleep, still_fit, verdict
 
@@ -38,7 +38,7 @@ class PlanningPass:
         for replica in snapshot.replicas:
             self.members[replica.pool].append(replica)
         self.busy_gpus = {gpu for slot in snapshot.slots for gpu in slot.devices}
-        self.releases: dict[str, Release] = {}
+        self.releases: dict[str, SlotRelease] = {}
         self.lends: list[Lend] = []
         self.verdicts = self._judge()
         self._index()
@@ -97,7 +97,7 @@ class PlanningPass:
         if replica is not None:
             self.lent_on[pool, f"zone/{replica.zone}"] += change
 
-    def _remember(self) -> Memory:
+    def _remember(self) -> PlannerMemory:
         old = self.snapshot.memory
         recent = self.now - self.policy.cool_seconds
         missed = {pool.key: self.now for pool in self.snapshot.pools if pool.breaker.missed}
@@ -106,7 +106,7 @@ class PlanningPass:
             for key, times in old.loans_at.items()
             if (kept := tuple(at for at in times if self.now - at < _MINUTE))
         }
-        return Memory(
+        return PlannerMemory(
             fit_since={
                 uid: old.fit_since.get(uid, self.now)
                 for uid, found in self.verdicts.items()
@@ -208,12 +208,12 @@ class PlanningPass:
         """Whether a slot is on this replica already, on another of its pods."""
         return (replica.pool, replica.unit) in self._lent_units
 
-    def is_beyond(self, pool: Pool, replica: Replica) -> bool:
+    def is_beyond(self, pool: PoolTerms, replica: Replica) -> bool:
         """Whether only more pods of what is lent already may be lent, and this is none of them."""
         grouped = pool.key in self._grouped
         return grouped and self.room(pool) <= 0 and not self.lends_unit(replica)
 
-    def more_of_a_group(self, pool: Pool) -> bool:
+    def more_of_a_group(self, pool: PoolTerms) -> bool:
         """Whether a replica that is lent has another free pod, which no limit counts again."""
         if pool.key not in self._grouped:
             return False
@@ -224,26 +224,26 @@ class PlanningPass:
         """Whether ``free`` has it."""
         return replica.uid in self._free[replica.pool]
 
-    def limit(self, pool: Pool) -> Limit:
+    def limit(self, pool: PoolTerms) -> Limit:
         """Most replicas of the pool that may be lent now, for a loan that would be made."""
         return limit(pool, self._reporting[pool.key], growing=True)
 
-    def room(self, pool: Pool) -> int:
+    def room(self, pool: PoolTerms) -> int:
         """How many more replicas of the pool may be lent now."""
         return self.limit(pool).count - self._lent_by_pool[pool.key]
 
-    def lease_cap(self, pool: Pool) -> int:
+    def lease_cap(self, pool: PoolTerms) -> int:
         """Most slots of the pool that one lease may hold; at least one where any may be lent."""
         most = most_lent(pool, max(self._reporting[pool.key], pool.remembered_replicas))
         pods = max((n for (key, _), n in self._pods.items() if key == pool.key), default=1)
         return max(1, most * pool.per_lease_percent // 100) * pods
 
-    def broken(self, pool: Pool) -> float:
+    def broken(self, pool: PoolTerms) -> float:
         """Seconds for which the pool's breaker stays open; 0 when it is closed."""
         at = self.memory.missed_at.get(pool.key)
         return 0.0 if at is None else max(0.0, at + pool.breaker.cooldown_seconds - self.now)
 
-    def loans_in_last_minute(self, pool: Pool) -> int:
+    def loans_in_last_minute(self, pool: PoolTerms) -> int:
         """Loans of this and earlier passes."""
         return len(self._loans_at.get(pool.key, ()))
 
@@ -266,7 +266,7 @@ class PlanningPass:
 
     def release(self, slot: Slot, reason: Reason, message: str) -> None:
         """Take the slot back; until its object is gone its replica still counts as lent."""
-        self.releases[slot.name] = Release(slot.name, reason, message)
+        self.releases[slot.name] = SlotRelease(slot.name, reason, message)
         del self._held[slot.name]
         self._held_by_lease[slot.lease] -= 1
         self._held_by_pool[slot.pool] -= 1

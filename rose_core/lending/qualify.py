@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from rose_core.api.reasons import MEANING, Reason
 from rose_core.identity import PodUid
 from rose_core.lending.answers import ReplicaDecision
-from rose_core.lending.facts import Policy, Pool, Replica
+from rose_core.lending.facts import PlannerPolicy, PoolTerms, Replica
 from rose_core.wire.sync import SignalSource
 
 # A claim that nobody proves ends no loan, whoever makes it: else naming a GPU would be enough.
@@ -28,36 +28,42 @@ SLEEP_ENDED = frozenset(
     }
 )
 
-Check = Callable[[Replica, Pool, Policy], tuple[Reason, str] | None]
+Check = Callable[[Replica, PoolTerms, PlannerPolicy], tuple[Reason, str] | None]
 
 
-def _fresh(replica: Replica, _pool: Pool, policy: Policy) -> tuple[Reason, str] | None:
+def _fresh(replica: Replica, _pool: PoolTerms, policy: PlannerPolicy) -> tuple[Reason, str] | None:
     if not replica.stale:
         return None
     return Reason.TELEMETRY_STALE, f"no report for more than {policy.stale_seconds:.0f} s"
 
 
-def _not_stopped(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+def _not_stopped(
+    replica: Replica, _pool: PoolTerms, _policy: PlannerPolicy
+) -> tuple[Reason, str] | None:
     return (Reason.STOP_REQUESTED, "the stop button is pressed") if replica.stopped else None
 
 
-def _stays(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+def _stays(replica: Replica, _pool: PoolTerms, _policy: PlannerPolicy) -> tuple[Reason, str] | None:
     cordoned = f"node {replica.node} is cordoned; a drain may follow"
     return (Reason.NODE_CORDONED, cordoned) if replica.cordoned else None
 
 
-def _not_sleepy(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+def _not_sleepy(
+    replica: Replica, _pool: PoolTerms, _policy: PlannerPolicy
+) -> tuple[Reason, str] | None:
     """Asked before readiness, which a replica that slept lacks as well."""
     if replica.refusal not in SLEEP_ENDED:
         return None
     return replica.refusal, MEANING[replica.refusal]
 
 
-def _ready(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+def _ready(replica: Replica, _pool: PoolTerms, _policy: PlannerPolicy) -> tuple[Reason, str] | None:
     return None if replica.ready else (Reason.REPLICA_NOT_READY, "the serving pod is not Ready")
 
 
-def _not_refused(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+def _not_refused(
+    replica: Replica, _pool: PoolTerms, _policy: PlannerPolicy
+) -> tuple[Reason, str] | None:
     if replica.refusal is None:
         return None
     # An agent sends a word alone; people read what it means.
@@ -65,11 +71,15 @@ def _not_refused(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason
     return replica.refusal, MEANING[replica.refusal] if text == replica.refusal else text
 
 
-def _has_gpu(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+def _has_gpu(
+    replica: Replica, _pool: PoolTerms, _policy: PlannerPolicy
+) -> tuple[Reason, str] | None:
     return None if replica.gpus else (Reason.NO_GPU, "the agent names no GPU of this replica")
 
 
-def _signalled(replica: Replica, pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+def _signalled(
+    replica: Replica, pool: PoolTerms, _policy: PlannerPolicy
+) -> tuple[Reason, str] | None:
     if replica.signal is None:
         allowed = ", ".join(sorted(pool.allowed_signals)) or "none"
         text = f"no source shows whether it is busy; allowedSignals has {allowed}"
@@ -79,7 +89,9 @@ def _signalled(replica: Replica, pool: Pool, _policy: Policy) -> tuple[Reason, s
     return None
 
 
-def _verified(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+def _verified(
+    replica: Replica, _pool: PoolTerms, _policy: PlannerPolicy
+) -> tuple[Reason, str] | None:
     # Only the tap counts requests beside the engine; the engine's own figures verify themselves.
     tapped = replica.signal == SignalSource.WIRE_TAP
     if replica.verified or (replica.verified is None and not tapped):
@@ -90,7 +102,7 @@ def _verified(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, s
     return Reason.SIGNAL_NOT_VERIFIED, "the tap's request count does not equal the engine's"
 
 
-def _roomy(replica: Replica, _pool: Pool, policy: Policy) -> tuple[Reason, str] | None:
+def _roomy(replica: Replica, _pool: PoolTerms, policy: PlannerPolicy) -> tuple[Reason, str] | None:
     used = replica.kv_permille
     if used is None or used <= policy.max_kv_permille:
         return None
@@ -112,7 +124,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def verdict(replica: Replica, pool: Pool, policy: Policy) -> ReplicaDecision:
+def verdict(replica: Replica, pool: PoolTerms, policy: PlannerPolicy) -> ReplicaDecision:
     """Whether the replica is fit to be lent for the first time."""
     for check in CHECKS:
         refused = check(replica, pool, policy)

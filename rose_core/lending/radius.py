@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from rose_core.api.reasons import Reason
 from rose_core.lending.answers import ReplicaDecision
-from rose_core.lending.facts import Pool, Replica
+from rose_core.lending.facts import PoolTerms, Replica
 from rose_core.lending.limits import is_open, opens_at
 from rose_core.lending.planning_pass import PlanningPass
 
 Cause = tuple[Reason, str]
 
 
-def closed(world: PlanningPass, pool: Pool) -> Cause | None:
+def closed(world: PlanningPass, pool: PoolTerms) -> Cause | None:
     """Why no loan can be made in the pool for a while, whatever comes back; None otherwise."""
     if not is_open(pool, world.now):
         return Reason.OUTSIDE_TIME_WINDOW, _when_open(pool, world.now)
@@ -26,14 +26,14 @@ def closed(world: PlanningPass, pool: Pool) -> Cause | None:
     return None
 
 
-def _when_open(pool: Pool, now: float) -> str:
+def _when_open(pool: PoolTerms, now: float) -> str:
     at = opens_at(pool, now)
     if at is None:
         return "no time window is open, and none will be"
     return f"no time window is open; the next one opens {at:%a %H:%M} UTC"
 
 
-def blocked(world: PlanningPass, pool: Pool) -> Cause | None:
+def blocked(world: PlanningPass, pool: PoolTerms) -> Cause | None:
     """Why no loan is made in the pool in this pass; None otherwise."""
     shut = closed(world, pool)
     if shut is not None:
@@ -48,7 +48,7 @@ def blocked(world: PlanningPass, pool: Pool) -> Cause | None:
     return None
 
 
-def refusal(world: PlanningPass, pool: Pool, replica: Replica) -> ReplicaDecision | None:
+def refusal(world: PlanningPass, pool: PoolTerms, replica: Replica) -> ReplicaDecision | None:
     """Why this replica may not be lent beside those that are; None when it may."""
     if world.is_beyond(pool, replica):
         full = world.limit(pool)
@@ -65,7 +65,7 @@ def refusal(world: PlanningPass, pool: Pool, replica: Replica) -> ReplicaDecisio
     return None
 
 
-def most_in_zone(world: PlanningPass, pool: Pool, zone: str) -> int:
+def most_in_zone(world: PlanningPass, pool: PoolTerms, zone: str) -> int:
     """Most replicas of the pool that may be lent in the zone."""
     return world.zone_size[pool.key, zone] * pool.per_zone_percent // 100
 

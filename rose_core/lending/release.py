@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from rose_core.api.reasons import Reason
-from rose_core.lending.facts import Lease, Pool, Slot
+from rose_core.lending.facts import Lease, PoolTerms, Slot
 from rose_core.lending.limits import is_open, limit
 from rose_core.lending.loan import pool_shares, worth
 from rose_core.lending.planning_pass import PlanningPass
@@ -51,7 +51,7 @@ def _lost_cause(world: PlanningPass, slot: Slot) -> tuple[Reason, str] | None:
 
 
 def _shut_out(
-    world: PlanningPass, slot: Slot, lease: Lease, pool: Pool
+    world: PlanningPass, slot: Slot, lease: Lease, pool: PoolTerms
 ) -> tuple[Reason, str] | None:
     """The pool does not lend to the lease, or to nobody just now."""
     if slot.pool not in lease.pools:
@@ -112,7 +112,7 @@ def _above_pool_limits(world: PlanningPass) -> None:
         _above_radius(world, pool, [slot for slot in held if slot.name not in world.releases])
 
 
-def _above_radius(world: PlanningPass, pool: Pool, held: list[Slot]) -> None:
+def _above_radius(world: PlanningPass, pool: PoolTerms, held: list[Slot]) -> None:
     """Limits per node and zone that were lowered after the loans."""
     if pool.per_node is not None:
         for node, slots in _by(held, lambda slot: slot.node).items():
@@ -167,7 +167,7 @@ def _preempt(world: PlanningPass, leaving: set[str]) -> None:
                 break
 
 
-def _waits(world: PlanningPass, pool: Pool, lease: Lease) -> bool:
+def _waits(world: PlanningPass, pool: PoolTerms, lease: Lease) -> bool:
     """Whether only another lease could give this one a slot of the pool."""
     if lease.refusal is not None:
         return False

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from rose_core.api.reasons import Reason
 from rose_core.devices.memory import in_gib
 from rose_core.lending.answers import Misfit, ReplicaDecision
-from rose_core.lending.facts import Lease, Pool, Replica, Slot
+from rose_core.lending.facts import Lease, PoolTerms, Replica, Slot
 from rose_core.lending.planning_pass import PlanningPass
 
 Cause = tuple[Reason, str]
@@ -41,7 +41,7 @@ def too_small(lease: Lease, replica: Replica) -> ReplicaDecision | None:
     return ReplicaDecision(replica.name, Reason.INSUFFICIENT_MEMORY, text)
 
 
-def fits_nowhere(world: PlanningPass, pool: Pool, lease: Lease) -> Cause | None:
+def fits_nowhere(world: PlanningPass, pool: PoolTerms, lease: Lease) -> Cause | None:
     """Why no replica of the pool has room for the lease's engine, however free it becomes."""
     if any(lease.takes(one) and lease.fits_asleep(one) for one in world.full(pool.key)):
         return None  # one may be put to sleep for it

@@ -11,9 +11,9 @@ than he wants (``demand``), and nobody's share can grow but at the cost of one t
 weight. A slot is all that a lease is given, so this is also what dominant resource fairness (Ghodsi
 et al., 2011) comes to.
 
-With ``Policy.by_gain`` rule 3 asks first to whom a slot brings most, times weight, in steps of a
-tenth (``gain``), and by weight among those. It is off: a lease whose turns are few gets fewer slots
-than its weight says (docs/decisions/0630).
+With ``PlannerPolicy.by_gain`` rule 3 asks first to whom a slot brings most, times weight, in steps
+of a tenth (``gain``), and by weight among those. It is off: a lease whose turns are few gets fewer
+slots than its weight says (docs/decisions/0630).
 
 ``place`` is what loans follow; ``targets`` is the same order played through for all slots of the
 pool at once: what every lease is entitled to, from which rebalancing and explanations follow.
@@ -24,13 +24,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping
 
-from rose_core.lending.facts import Lease, Policy
+from rose_core.lending.facts import Lease, PlannerPolicy
 from rose_core.lending.gain import gain
 
 Place = tuple[bool, int, float, float, float, str]
 
 
-def place(lease: Lease, held: int, policy: Policy) -> Place:
+def place(lease: Lease, held: int, policy: PlannerPolicy) -> Place:
     """Sort key of the lease's next slot when it holds this many; the least is served next."""
     below = held < lease.min_slots
     share = 0.0 if below else (held + 1) / lease.weight
@@ -42,7 +42,7 @@ def place(lease: Lease, held: int, policy: Policy) -> Place:
 
 
 def targets(
-    leases: Iterable[Lease], slots: int, caps: Mapping[str, int], policy: Policy
+    leases: Iterable[Lease], slots: int, caps: Mapping[str, int], policy: PlannerPolicy
 ) -> dict[str, int]:
     """Lease key -> slots it is entitled to when the pool may lend this many.
 

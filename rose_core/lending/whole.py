@@ -19,14 +19,14 @@ Between the two lies the dead band; a GPU that was given back rests besides
 from __future__ import annotations
 
 from rose_core.api.reasons import Reason
-from rose_core.lending.facts import Pool, Slot
+from rose_core.lending.facts import PoolTerms, Slot
 from rose_core.lending.planning_pass import PlanningPass
 
 Cause = tuple[Reason, str]
 _MARGIN = 1.1  # the dead band between lending one more and calling one back
 
 
-def refused(world: PlanningPass, pool: Pool) -> Cause | None:
+def refused(world: PlanningPass, pool: PoolTerms) -> Cause | None:
     """Why no replica of the pool may be put to sleep now; None when one may."""
     terms, outlook = pool.whole, pool.outlook
     if terms is None:
@@ -56,7 +56,7 @@ def return_sleepers(world: PlanningPass) -> None:
             world.release(slot, *cause)
 
 
-def _excess(world: PlanningPass, pool: Pool, held: list[Slot]) -> tuple[Cause, int]:
+def _excess(world: PlanningPass, pool: PoolTerms, held: list[Slot]) -> tuple[Cause, int]:
     if pool.whole is None:
         return (Reason.POOL_LIMIT_REACHED, "the pool no longer names wholeReplica"), len(held)
     if world.broken(pool):
@@ -74,7 +74,7 @@ def _excess(world: PlanningPass, pool: Pool, held: list[Slot]) -> tuple[Cause, i
     return (Reason.POOL_LIMIT_REACHED, text), above
 
 
-def _needed(world: PlanningPass, pool: Pool, margin: float) -> int:
+def _needed(world: PlanningPass, pool: PoolTerms, margin: float) -> int:
     """Replicas that must be awake; all of them while nobody knows the load."""
     replicas = world.size(pool.key)
     if pool.whole is None or pool.outlook is None:
@@ -83,6 +83,6 @@ def _needed(world: PlanningPass, pool: Pool, margin: float) -> int:
     return max(pool.whole.min_awake, int(-(-replicas * busy // pool.whole.max_busy_permille)))
 
 
-def _figures(pool: Pool, awake: int, needed: int) -> str:
+def _figures(pool: PoolTerms, awake: int, needed: int) -> str:
     peak = 1000 if pool.outlook is None else pool.outlook.peak_permille
     return f"{awake} replicas are awake, {needed} must carry a peak of {peak} permille busy"

@@ -17,7 +17,7 @@ _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _IDEMPOTENT = frozenset({"PUT", "DELETE"})
 
 
-class Kind(StrEnum):
+class Repeatability(StrEnum):
     """Whether an effect on the outside may be repeated."""
 
     READ = "read"
@@ -32,7 +32,7 @@ class EffectsCrossed(Exception):
         effects: those effects, in order.
     """
 
-    def __init__(self, effects: tuple[Effect, ...]) -> None:
+    def __init__(self, effects: tuple[EgressEffect, ...]) -> None:
         shown = "; ".join(f"turn {one.turn}: {one.method} {one.target}" for one in effects[:3])
         more = f" and {len(effects) - 3} more" if len(effects) > 3 else ""
         super().__init__(
@@ -43,7 +43,7 @@ class EffectsCrossed(Exception):
 
 
 @dataclass(frozen=True)
-class Effect:
+class EgressEffect:
     """One request that left a sandbox.
 
     Attributes:
@@ -61,17 +61,17 @@ class Effect:
     keyed: bool = False
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> Repeatability:
         """What a repetition does."""
         if self.method in _READS:
-            return Kind.READ
+            return Repeatability.READ
         if self.method in _IDEMPOTENT or self.keyed:
-            return Kind.IDEMPOTENT
-        return Kind.ONCE
+            return Repeatability.IDEMPOTENT
+        return Repeatability.ONCE
 
 
 @dataclass(frozen=True)
-class Crossing:
+class RewoundEffects:
     """What lies between the present and a turn gone back to.
 
     Attributes:
@@ -80,12 +80,12 @@ class Crossing:
         once: what cannot be repeated.
     """
 
-    stale: tuple[Effect, ...] = ()
-    repeated: tuple[Effect, ...] = ()
-    once: tuple[Effect, ...] = ()
+    stale: tuple[EgressEffect, ...] = ()
+    repeated: tuple[EgressEffect, ...] = ()
+    once: tuple[EgressEffect, ...] = ()
 
 
-def cross(effects: Iterable[Effect], back_to: int, *, flag: bool = False) -> Crossing:
+def cross(effects: Iterable[EgressEffect], back_to: int, *, flag: bool = False) -> RewoundEffects:
     """What going back to the end of a turn crosses.
 
     Args:
@@ -97,11 +97,11 @@ def cross(effects: Iterable[Effect], back_to: int, *, flag: bool = False) -> Cro
         EffectsCrossed: something cannot be repeated, and ``flag`` is not set.
     """
     later = [one for one in effects if one.turn > back_to]
-    once = tuple(one for one in later if one.kind is Kind.ONCE)
+    once = tuple(one for one in later if one.kind is Repeatability.ONCE)
     if once and not flag:
         raise EffectsCrossed(once)
-    return Crossing(
-        tuple(one for one in later if one.kind is Kind.READ),
-        tuple(one for one in later if one.kind is Kind.IDEMPOTENT),
+    return RewoundEffects(
+        tuple(one for one in later if one.kind is Repeatability.READ),
+        tuple(one for one in later if one.kind is Repeatability.IDEMPOTENT),
         once,
     )

@@ -36,7 +36,7 @@ class TornPart(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
+class PackPiece:
     """Bytes of a pack.
 
     Attributes:
@@ -59,11 +59,11 @@ class Cut:
         known: where each page now lies, by its digest; for the next record.
     """
 
-    pieces: tuple[Piece, ...]
-    known: Mapping[bytes, Piece]
+    pieces: tuple[PackPiece, ...]
+    known: Mapping[bytes, PackPiece]
 
 
-def pack(data: Data, known: Mapping[bytes, Piece], put: Put, most: int = PACK) -> Cut:
+def pack(data: Data, known: Mapping[bytes, PackPiece], put: Put, most: int = PACK) -> Cut:
     """Cut a part against the pages that are known.
 
     Args:
@@ -91,12 +91,14 @@ def pack(data: Data, known: Mapping[bytes, Piece], put: Put, most: int = PACK) -
         order.append(name)
     if filling:
         hand_over()
-    places = {name: Piece(names[one], start, size) for name, (one, start, size) in added.items()}
+    places = {
+        name: PackPiece(names[one], start, size) for name, (one, start, size) in added.items()
+    }
     now = {name: known[name] if name in known else places[name] for name in order}
     return Cut(tuple(_joined(now[name] for name in order)), now)
 
 
-def pages(pieces: Iterable[Piece], data: Data) -> dict[bytes, Piece]:
+def pages(pieces: Iterable[PackPiece], data: Data) -> dict[bytes, PackPiece]:
     """Where each page of a part lies, from the part and its pieces: what ``pack`` knew then."""
     found, at, ends = {}, 0, []
     for piece in pieces:
@@ -111,11 +113,13 @@ def pages(pieces: Iterable[Piece], data: Data) -> dict[bytes, Piece]:
         begin, stop, piece = ends[index]
         if end <= stop:
             name = hashlib.sha256(data[start:end]).digest()
-            found[name] = Piece(piece.pack, piece.start + start - begin, end - start)
+            found[name] = PackPiece(piece.pack, piece.start + start - begin, end - start)
     return found
 
 
-def unpack(pieces: Iterable[Piece], fetch: Callable[[str], bytes], digest: str) -> Iterator[bytes]:
+def unpack(
+    pieces: Iterable[PackPiece], fetch: Callable[[str], bytes], digest: str
+) -> Iterator[bytes]:
     """The part, piece by piece; all of it has to be taken before any of it is believed.
 
     Args:
@@ -170,11 +174,11 @@ def _member(data: Data, at: int) -> int | None:
     return -(-size // _TAR_BLOCK) * _TAR_BLOCK
 
 
-def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    last: Piece | None = None
+def _joined(pieces: Iterable[PackPiece]) -> Iterator[PackPiece]:
+    last: PackPiece | None = None
     for piece in pieces:
         if last is not None and (last.pack, last.start + last.size) == (piece.pack, piece.start):
-            last = Piece(last.pack, last.start, last.size + piece.size)
+            last = PackPiece(last.pack, last.start, last.size + piece.size)
             continue
         if last is not None:
             yield last

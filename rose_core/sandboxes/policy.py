@@ -18,7 +18,7 @@ PRESSED_FACTOR = 2.0
 """The same where the host's memory is short: others could not begin at all."""
 
 
-class Action(StrEnum):
+class BoundaryAction(StrEnum):
     """What a host does at a boundary."""
 
     NONE = "none"
@@ -28,7 +28,7 @@ class Action(StrEnum):
     SUSPEND = "suspend"
 
 
-class Reason(StrEnum):
+class SaveReason(StrEnum):
     """Why, for metrics and people."""
 
     UNCHANGED = "unchanged"
@@ -40,7 +40,7 @@ class Reason(StrEnum):
     LOST = "an earlier record is lost"
 
 
-class Changes(Protocol):
+class SandboxChanges(Protocol):
     """Since the last record; what an inspector says (``unknown``: why it cannot vouch)."""
 
     @property
@@ -60,7 +60,7 @@ class Changes(Protocol):
 
 
 @dataclass(frozen=True)
-class Wait:
+class ModelWait:
     """Until the model answers, as the router expects it.
 
     Attributes:
@@ -78,7 +78,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Costs:
+class SaveCosts:
     """Seconds that this host needs, measured on the sandbox or its likes.
 
     Attributes:
@@ -91,7 +91,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnBoundary:
     """The boundary that is decided about.
 
     Attributes:
@@ -109,7 +109,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class HostTraffic:
     """The rest of the host.
 
     Attributes:
@@ -131,28 +131,32 @@ class Decision:
         deferred: asked again when the traffic has changed; the turn is not recoverable until then.
     """
 
-    action: Action
-    reason: Reason
+    action: BoundaryAction
+    reason: SaveReason
     deferred: bool = field(default=False)
 
 
-def needed(effects: Changes, *, first: bool) -> tuple[Action, Reason]:
+def needed(effects: SandboxChanges, *, first: bool) -> tuple[BoundaryAction, SaveReason]:
     """What must be saved for the turn to be recoverable."""
     if first:
-        return Action.FULL, Reason.CHANGED
+        return BoundaryAction.FULL, SaveReason.CHANGED
     if effects.unknown:
-        return Action.FULL, Reason.UNKNOWN
+        return BoundaryAction.FULL, SaveReason.UNKNOWN
     if effects.files and effects.processes:
-        return Action.FULL, Reason.CHANGED
+        return BoundaryAction.FULL, SaveReason.CHANGED
     if effects.files:
-        return Action.FILES, Reason.CHANGED
+        return BoundaryAction.FILES, SaveReason.CHANGED
     if effects.processes:
-        return Action.PROCESSES, Reason.CHANGED
-    return Action.NONE, Reason.UNCHANGED
+        return BoundaryAction.PROCESSES, SaveReason.CHANGED
+    return BoundaryAction.NONE, SaveReason.UNCHANGED
 
 
 def decide(
-    turn: Turn, effects: Changes, wait: Wait | None, costs: Costs, traffic: Traffic
+    turn: TurnBoundary,
+    effects: SandboxChanges,
+    wait: ModelWait | None,
+    costs: SaveCosts,
+    traffic: HostTraffic,
 ) -> Decision:
     """What a host does at the boundary of a turn.
 
@@ -166,11 +170,11 @@ def decide(
     action, reason = needed(effects, first=turn.first)
     if traffic.serving_burns:
         # Unchanged: a record that only points costs serving nothing.
-        pays = action is not Action.NONE
-        return Decision(Action.NONE, Reason.SERVING if pays else reason, deferred=pays)
+        pays = action is not BoundaryAction.NONE
+        return Decision(BoundaryAction.NONE, SaveReason.SERVING if pays else reason, deferred=pays)
     if turn.saved >= turn.number:
-        action, reason = Action.NONE, Reason.SAVED
+        action, reason = BoundaryAction.NONE, SaveReason.SAVED
     factor = PRESSED_FACTOR if traffic.memory_short else SUSPEND_FACTOR
     if wait is not None and wait.sure > factor * (costs.suspend + costs.resume):
-        return Decision(Action.SUSPEND, Reason.LONG_WAIT)
+        return Decision(BoundaryAction.SUSPEND, SaveReason.LONG_WAIT)
     return Decision(action, reason)

@@ -10,7 +10,7 @@ STARVED_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Request:
+class CheckpointRequest:
     """A checkpoint that is wanted.
 
     Attributes:
@@ -25,8 +25,8 @@ class Request:
 
 
 def admit(
-    waiting: Iterable[Request], now: float, free: int, *, serving_burns: bool
-) -> tuple[Request, ...]:
+    waiting: Iterable[CheckpointRequest], now: float, free: int, *, serving_burns: bool
+) -> tuple[CheckpointRequest, ...]:
     """Those that begin now, in order.
 
     Args:
@@ -38,7 +38,7 @@ def admit(
     if serving_burns or free <= 0:
         return ()
 
-    def order(request: Request) -> tuple[bool, float, float, str]:
+    def order(request: CheckpointRequest) -> tuple[bool, float, float, str]:
         starved = now - request.asked >= STARVED_SECONDS
         until = request.expected if request.expected is not None else request.asked
         # The starved among themselves by age, or one of them could starve on.

@@ -21,13 +21,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from rose_core.sandboxes.policy import Wait
+from rose_core.sandboxes.policy import ModelWait
 
 HOLD_SECONDS = 2.0
 """A reply is held this long at most: twice the slowest tenth of full checkpoints of 100 MB."""
 
 
-class Phase(StrEnum):
+class SandboxPhase(StrEnum):
     """What a sandbox is doing, as the clock of its turns sees it."""
 
     ACTING = "acting"
@@ -42,7 +42,7 @@ class OutOfTurn(Exception):
 
 
 @dataclass(frozen=True)
-class Clock:
+class SandboxClock:
     """Where a sandbox stands in its trajectory.
 
     Attributes:
@@ -54,90 +54,90 @@ class Clock:
         ready_at: when tokens were there while the sandbox was not; None: they are not.
     """
 
-    phase: Phase = Phase.ACTING
+    phase: SandboxPhase = SandboxPhase.ACTING
     turn: int = 0
     saved: int = 0
     expected: float | None = None
-    wait: Wait | None = None
+    wait: ModelWait | None = None
     ready_at: float | None = None
 
-    def begin_wait(self, now: float, wait: Wait | None = None) -> Clock:
+    def begin_wait(self, now: float, wait: ModelWait | None = None) -> SandboxClock:
         """Begin to wait for the model, which the agent has asked: a boundary."""
-        self._must(Phase.ACTING)
+        self._must(SandboxPhase.ACTING)
         expected = now + wait.seconds if wait is not None else None
         return replace(
             self,
-            phase=Phase.WAITING,
+            phase=SandboxPhase.WAITING,
             turn=self.turn + 1,
             expected=expected,
             wait=wait,
             ready_at=None,
         )
 
-    def ready(self, now: float) -> Clock:
+    def ready(self, now: float) -> SandboxClock:
         """The model has answered."""
-        self._must(Phase.WAITING, Phase.SAVING, Phase.SUSPENDED)
-        if self.phase is Phase.WAITING:
-            return replace(self, phase=Phase.ACTING, expected=None)
+        self._must(SandboxPhase.WAITING, SandboxPhase.SAVING, SandboxPhase.SUSPENDED)
+        if self.phase is SandboxPhase.WAITING:
+            return replace(self, phase=SandboxPhase.ACTING, expected=None)
         return replace(self, ready_at=now if self.ready_at is None else self.ready_at)
 
-    def saving(self) -> Clock:
+    def saving(self) -> SandboxClock:
         """A checkpoint of this boundary begins."""
-        self._must(Phase.WAITING)
-        return replace(self, phase=Phase.SAVING)
+        self._must(SandboxPhase.WAITING)
+        return replace(self, phase=SandboxPhase.SAVING)
 
-    def stored(self) -> Clock:
+    def stored(self) -> SandboxClock:
         """The record of this boundary is durable."""
-        self._must(Phase.SAVING, Phase.WAITING)
+        self._must(SandboxPhase.SAVING, SandboxPhase.WAITING)
         return self._on(replace(self, saved=self.turn))
 
-    def failed(self) -> Clock:
+    def failed(self) -> SandboxClock:
         """There is no record of this boundary."""
-        self._must(Phase.SAVING)
+        self._must(SandboxPhase.SAVING)
         return self._on(self)
 
-    def abandon(self, *, suspending: bool = False) -> Clock:
+    def abandon(self, *, suspending: bool = False) -> SandboxClock:
         """Give a boundary up that ended by an unforeseen error; there is no record of it.
 
         Args:
             suspending: its processes may be gone: whoever needs it brings it back first.
         """
-        if self.phase not in {Phase.WAITING, Phase.SAVING}:
+        if self.phase not in {SandboxPhase.WAITING, SandboxPhase.SAVING}:
             return self
-        return replace(self, phase=Phase.SUSPENDED) if suspending else self._on(self)
+        return replace(self, phase=SandboxPhase.SUSPENDED) if suspending else self._on(self)
 
-    def suspended(self) -> Clock:
+    def suspended(self) -> SandboxClock:
         """Its memory is free; the record of this boundary is durable."""
-        self._must(Phase.WAITING, Phase.SAVING)
-        return replace(self, phase=Phase.SUSPENDED, saved=self.turn)
+        self._must(SandboxPhase.WAITING, SandboxPhase.SAVING)
+        return replace(self, phase=SandboxPhase.SUSPENDED, saved=self.turn)
 
-    def resumed(self) -> Clock:
+    def resumed(self) -> SandboxClock:
         """It runs again."""
-        self._must(Phase.SUSPENDED)
+        self._must(SandboxPhase.SUSPENDED)
         return self._on(self)
 
-    def ended(self) -> Clock:
+    def ended(self) -> SandboxClock:
         """It is gone, and may be from any state."""
-        return replace(self, phase=Phase.ENDED)
+        return replace(self, phase=SandboxPhase.ENDED)
 
     def released(self, now: float) -> bool:
         """Whether a reply may go to the agent now."""
-        if self.phase is Phase.ACTING:
+        if self.phase is SandboxPhase.ACTING:
             return True
         late = self.ready_at is not None and now - self.ready_at >= HOLD_SECONDS
-        return self.phase is Phase.SAVING and late
+        return self.phase is SandboxPhase.SAVING and late
 
     @property
     def recoverable_to(self) -> int:
         """The newest turn that survives the loss of the host."""
         return self.saved
 
-    def _on(self, clock: Clock) -> Clock:
+    def _on(self, clock: SandboxClock) -> SandboxClock:
         if clock.ready_at is not None:
-            return replace(clock, phase=Phase.ACTING, expected=None, ready_at=None)
-        return replace(clock, phase=Phase.WAITING)
+            return replace(clock, phase=SandboxPhase.ACTING, expected=None, ready_at=None)
+        return replace(clock, phase=SandboxPhase.WAITING)
 
-    def _must(self, *phases: Phase) -> None:
+    def _must(self, *phases: SandboxPhase) -> None:
         if self.phase not in phases:
             wanted = " or ".join(phases)
             raise OutOfTurn(f"turn {self.turn} is {self.phase}; this step needs {wanted}")

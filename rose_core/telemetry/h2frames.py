@@ -17,7 +17,7 @@ _LARGEST_FRAME = 1 << 20  # engines and proxies use 16 kB; a larger one is taken
 _LARGEST_BLOCK = 256 * 1024
 
 
-class Kind(IntEnum):
+class FrameType(IntEnum):
     """Frame types that matter here."""
 
     DATA = 0
@@ -29,11 +29,13 @@ class Kind(IntEnum):
 
 
 END_STREAM, END_HEADERS, PADDED, PRIORITY = 0x1, 0x4, 0x8, 0x20
-_KEPT = frozenset({Kind.HEADERS, Kind.RST_STREAM, Kind.GOAWAY, Kind.CONTINUATION})
-_KINDS = frozenset(Kind)
+_KEPT = frozenset(
+    {FrameType.HEADERS, FrameType.RST_STREAM, FrameType.GOAWAY, FrameType.CONTINUATION}
+)
+_KINDS = frozenset(FrameType)
 
 
-class Frame(NamedTuple):
+class Http2Frame(NamedTuple):
     """A frame, or a part of a DATA frame.
 
     Attributes:
@@ -41,7 +43,7 @@ class Frame(NamedTuple):
         whole: its last byte has passed; a header frame that is not whole has only begun.
     """
 
-    kind: Kind
+    kind: FrameType
     flags: int
     stream: int
     data: bytes
@@ -59,30 +61,32 @@ class FrameReader:
         self._told = False
         self.lost = False
 
-    def feed(self, data: bytes) -> list[Frame]:
+    def feed(self, data: bytes) -> list[Http2Frame]:
         """Take the next bytes of the stream."""
-        frames: list[Frame] = []
+        frames: list[Http2Frame] = []
         position = 0
         while position < len(data) and not self.lost:
             if len(self._head) < _HEAD:
                 position = self._take_head(data, position, frames)
             else:
                 position = self._take_payload(data, position, frames)
-        if len(self._head) == _HEAD and self._kind == Kind.HEADERS and not self._told:
+        if len(self._head) == _HEAD and self._kind == FrameType.HEADERS and not self._told:
             self._told = True
-            frames.append(Frame(Kind.HEADERS, self._flags, self._stream, b"", whole=False))
+            frames.append(
+                Http2Frame(FrameType.HEADERS, self._flags, self._stream, b"", whole=False)
+            )
         return frames
 
-    def skip(self, hole: int) -> list[Frame]:
+    def skip(self, hole: int) -> list[Http2Frame]:
         """Note bytes that passed unseen."""
-        inside = len(self._head) == _HEAD and self._kind == Kind.DATA and hole <= self._left
+        inside = len(self._head) == _HEAD and self._kind == FrameType.DATA and hole <= self._left
         if not inside:
             self.lost = True
             return []
         self._left -= hole
         return [] if self._left else [self._finish(b"")]
 
-    def _take_head(self, data: bytes, position: int, frames: list[Frame]) -> int:
+    def _take_head(self, data: bytes, position: int, frames: list[Http2Frame]) -> int:
         used = data[position : position + _HEAD - len(self._head)]
         self._head += used
         if len(self._head) == _HEAD:
@@ -95,7 +99,7 @@ class FrameReader:
                 self._emit(frames, self._finish(b""))
         return position + len(used)
 
-    def _take_payload(self, data: bytes, position: int, frames: list[Frame]) -> int:
+    def _take_payload(self, data: bytes, position: int, frames: list[Http2Frame]) -> int:
         used = data[position : position + self._left]
         self._left -= len(used)
         if self._kind in _KEPT:
@@ -103,20 +107,20 @@ class FrameReader:
             self.lost = len(self._kept) > _LARGEST_BLOCK
         if not self._left:
             self._emit(frames, self._finish(used))
-        elif self._kind == Kind.DATA:
-            frames.append(Frame(Kind.DATA, self._flags, self._stream, used, whole=False))
+        elif self._kind == FrameType.DATA:
+            frames.append(Http2Frame(FrameType.DATA, self._flags, self._stream, used, whole=False))
         return position + len(used)
 
-    def _finish(self, last: bytes) -> Frame:
+    def _finish(self, last: bytes) -> Http2Frame:
         self._head = b""
-        kind = Kind(self._kind) if self._kind in _KINDS else Kind.PUSH_PROMISE
-        payload = last if kind is Kind.DATA else self._kept
-        if kind is Kind.HEADERS:
+        kind = FrameType(self._kind) if self._kind in _KINDS else FrameType.PUSH_PROMISE
+        payload = last if kind is FrameType.DATA else self._kept
+        if kind is FrameType.HEADERS:
             payload = _block(payload, self._flags)
-        return Frame(kind, self._flags, self._stream, payload, whole=True)
+        return Http2Frame(kind, self._flags, self._stream, payload, whole=True)
 
-    def _emit(self, frames: list[Frame], frame: Frame) -> None:
-        if frame.kind is not Kind.PUSH_PROMISE:  # this and unknown types are passed over
+    def _emit(self, frames: list[Http2Frame], frame: Http2Frame) -> None:
+        if frame.kind is not FrameType.PUSH_PROMISE:  # this and unknown types are passed over
             frames.append(frame)
 
 
@@ -137,7 +141,7 @@ def looks_like_frames(data: bytes) -> bool:
         length, kind = int.from_bytes(data[position : position + 3]), data[position + 3]
         stream = int.from_bytes(data[position + 5 : position + 9])
         connection_wide = kind in {4, 6, 7}
-        if length > _LARGEST_FRAME or kind > Kind.CONTINUATION or stream >> 31:
+        if length > _LARGEST_FRAME or kind > FrameType.CONTINUATION or stream >> 31:
             return False
         if connection_wide != (stream == 0) and kind != 8:
             return False

@@ -118,7 +118,7 @@ Body = LengthBody | ChunkedBody | CloseBody
 
 
 @dataclass(frozen=True)
-class Head:
+class MessageHead:
     """Start line and the headers that framing needs.
 
     Attributes:
@@ -143,7 +143,7 @@ def decimal(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
 
 
-def parse_head(block: bytes) -> Head | None:
+def parse_head(block: bytes) -> MessageHead | None:
     """Read start line and headers (without the empty line); None when it is no HTTP/1 head."""
     lines = block.split(b"\r\n")
     words = lines[0].split(b" ", 2)
@@ -162,7 +162,9 @@ def parse_head(block: bytes) -> Head | None:
             chunked = b"chunked" in value.lower()
         elif key == b"content-type":
             stream = b"text/event-stream" in value.lower()
-    return Head(words[0].decode("latin-1"), words[1].decode("latin-1"), length, chunked, stream)
+    return MessageHead(
+        words[0].decode("latin-1"), words[1].decode("latin-1"), length, chunked, stream
+    )
 
 
 class MarkKind(Enum):
@@ -185,11 +187,11 @@ class Mark:
     """One thing a reader noticed; ``head`` with HEAD and DONE, ``data`` with DATA."""
 
     kind: MarkKind
-    head: Head | None = None
+    head: MessageHead | None = None
     data: bytes = b""
 
 
-class Reader:
+class Http1Reader:
     """Splits one direction of a connection into messages.
 
     Args:
@@ -200,7 +202,7 @@ class Reader:
         self._response = response
         self._buffer = b""
         self._body: Body | None = None
-        self._head: Head | None = None
+        self._head: MessageHead | None = None
 
     @property
     def idle(self) -> bool:
@@ -289,7 +291,7 @@ class Reader:
             marks.append(self._finish())
         return rest
 
-    def _framing(self, head: Head) -> Body:
+    def _framing(self, head: MessageHead) -> Body:
         if not self._response:
             return ChunkedBody() if head.chunked else LengthBody(head.length or 0)
         if head.second in {"204", "304"} or head.second.startswith("1"):

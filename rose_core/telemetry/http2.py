@@ -25,13 +25,13 @@ from rose_core.telemetry.h2frames import (
     END_HEADERS,
     END_STREAM,
     PREFACE,
-    Frame,
     FrameReader,
-    Kind,
+    FrameType,
+    Http2Frame,
 )
 from rose_core.telemetry.http1 import decimal
-from rose_core.telemetry.ledger import Ledger, Request
-from rose_core.telemetry.segments import Piece
+from rose_core.telemetry.ledger import Request, RequestLedger
+from rose_core.telemetry.segments import SegmentPiece
 
 _TABLE_BYTES = 64 * 1024
 _HEADERS_BYTES = 128 * 1024
@@ -47,19 +47,19 @@ class _Side:
     block: bytes = b""
     block_flags: int = 0
 
-    def frames(self, piece: Piece) -> list[Frame]:
+    def frames(self, piece: SegmentPiece) -> list[Http2Frame]:
         """Frames of the next bytes."""
         frames = self.reader.skip(piece.hole) if piece.hole else []
         frames += self.reader.feed(piece.data) if piece.data else []
         return frames + (self.reader.skip(piece.cut) if piece.cut else [])
 
-    def headers(self, frame: Frame) -> dict[str, str] | None:
+    def headers(self, frame: Http2Frame) -> dict[str, str] | None:
         """Headers once their block is complete; empty when it cannot be read.
 
         Raises:
             HPACKError: the block contradicts what was seen before.
         """
-        if frame.kind is Kind.HEADERS:
+        if frame.kind is FrameType.HEADERS:
             self.block, self.block_flags = b"", frame.flags
         self.block += frame.data
         if not frame.flags & END_HEADERS:
@@ -93,7 +93,7 @@ class Http2:
 
     unreadable = False
 
-    def __init__(self, ledger: Ledger, *, joined: bool) -> None:
+    def __init__(self, ledger: RequestLedger, *, joined: bool) -> None:
         self._ledger = ledger
         self._sides = {True: _Side(), False: _Side()}
         if not joined:
@@ -118,13 +118,13 @@ class Http2:
         """END_STREAM is a bit in the head of a frame."""
         return any(not request.quiet for request in self.requests())
 
-    def feed_client(self, piece: Piece, time_ns: int) -> None:
+    def feed_client(self, piece: SegmentPiece, time_ns: int) -> None:
         """Take bytes of the client."""
         if self._preface:
             piece = self._take_preface(piece)
         self._read(self._sides[True], piece, time_ns, to_server=True)
 
-    def feed_server(self, piece: Piece, time_ns: int) -> None:
+    def feed_server(self, piece: SegmentPiece, time_ns: int) -> None:
         """Take bytes of the server."""
         self._read(self._sides[False], piece, time_ns, to_server=False)
 
@@ -133,7 +133,7 @@ class Http2:
         for number in list(self._streams):
             self._end(number, time_ns, how)
 
-    def _take_preface(self, piece: Piece) -> Piece:
+    def _take_preface(self, piece: SegmentPiece) -> SegmentPiece:
         used = len(self._preface)
         head, rest = piece.data[:used], piece.data[used:]
         if piece.hole or not self._preface.startswith(head):
@@ -141,7 +141,7 @@ class Http2:
         self._preface = self._preface[len(head) :]
         return piece._replace(data=rest)
 
-    def _read(self, side: _Side, piece: Piece, time_ns: int, *, to_server: bool) -> None:
+    def _read(self, side: _Side, piece: SegmentPiece, time_ns: int, *, to_server: bool) -> None:
         try:
             for frame in side.frames(piece):
                 if to_server:
@@ -154,13 +154,13 @@ class Http2:
 
     # --- client side
 
-    def _from_client(self, side: _Side, frame: Frame, time_ns: int) -> None:
-        if frame.kind is Kind.RST_STREAM:
+    def _from_client(self, side: _Side, frame: Http2Frame, time_ns: int) -> None:
+        if frame.kind is FrameType.RST_STREAM:
             self._end(frame.stream, time_ns, EndKind.RESET)
-        elif frame.kind is Kind.HEADERS and frame.stream > self._newest:
+        elif frame.kind is FrameType.HEADERS and frame.stream > self._newest:
             self._newest = frame.stream
             self._streams[frame.stream] = _Stream(self._ledger.arrive(time_ns))
-        if frame.kind in {Kind.HEADERS, Kind.CONTINUATION} and frame.whole:
+        if frame.kind in {FrameType.HEADERS, FrameType.CONTINUATION} and frame.whole:
             headers = side.headers(frame)
             if headers is not None:
                 self._know(frame.stream, headers, bare=bool(side.block_flags & END_STREAM))
@@ -179,27 +179,27 @@ class Http2:
 
     # --- server side
 
-    def _from_server(self, side: _Side, frame: Frame, time_ns: int) -> None:
-        if frame.kind is Kind.GOAWAY:
+    def _from_server(self, side: _Side, frame: Http2Frame, time_ns: int) -> None:
+        if frame.kind is FrameType.GOAWAY:
             last = int.from_bytes(frame.data[:4]) & 0x7FFFFFFF
             for number in [n for n in self._streams if n > last]:
                 self._end(number, time_ns, EndKind.RESET)
             return
         headers = None
-        if frame.kind in {Kind.HEADERS, Kind.CONTINUATION} and frame.whole:
+        if frame.kind in {FrameType.HEADERS, FrameType.CONTINUATION} and frame.whole:
             headers = side.headers(frame)
         stream = self._streams.get(frame.stream)
         if stream is None:
-            if frame.kind is Kind.DATA and side.decoder is None:
+            if frame.kind is FrameType.DATA and side.decoder is None:
                 self._join(frame.stream, time_ns)
             return
         if headers is not None:
             self._answer(stream, headers)
             if side.block_flags & END_STREAM:
                 self._end(frame.stream, time_ns, EndKind.COMPLETE)
-        elif frame.kind is Kind.DATA:
+        elif frame.kind is FrameType.DATA:
             self._data(stream, frame, time_ns)
-        elif frame.kind is Kind.RST_STREAM:
+        elif frame.kind is FrameType.RST_STREAM:
             self._end(frame.stream, time_ns, EndKind.RESET)
 
     def _join(self, number: int, time_ns: int) -> None:
@@ -214,7 +214,7 @@ class Http2:
             stream.request.status = status
         stream.grpc = stream.grpc or headers.get("content-type", "").startswith("application/grpc")
 
-    def _data(self, stream: _Stream, frame: Frame, time_ns: int) -> None:
+    def _data(self, stream: _Stream, frame: Http2Frame, time_ns: int) -> None:
         if stream.grpc:
             if frame.whole and frame.data:
                 self._ledger.take_message(stream.request, time_ns)

@@ -74,7 +74,7 @@ class Request:
         self.event_bytes = size
 
 
-class Ledger:
+class RequestLedger:
     """Writes the events of one replica.
 
     Args:

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from rose_core.telemetry.events import EndKind
-from rose_core.telemetry.http1 import Mark, MarkKind, Reader, decimal
-from rose_core.telemetry.ledger import Ledger, Request
-from rose_core.telemetry.segments import Piece
+from rose_core.telemetry.http1 import Http1Reader, Mark, MarkKind, decimal
+from rose_core.telemetry.ledger import Request, RequestLedger
+from rose_core.telemetry.segments import SegmentPiece
 
 METHODS = (b"GET ", b"POST", b"PUT ", b"HEAD", b"DELE", b"OPTI", b"PATC")
 
@@ -32,10 +32,10 @@ class Plain:
 
     unreadable = False
 
-    def __init__(self, ledger: Ledger, *, joined: bool) -> None:
+    def __init__(self, ledger: RequestLedger, *, joined: bool) -> None:
         self._ledger = ledger
-        self._asked = Reader(response=False)
-        self._answered = Reader(response=True)
+        self._asked = Http1Reader(response=False)
+        self._answered = Http1Reader(response=True)
         self._open: deque[Request] = deque()
         self._heard_client = self._heard_server = not joined
         self.garbled = False
@@ -68,7 +68,7 @@ class Plain:
 
     # --- client side
 
-    def feed_client(self, piece: Piece, time_ns: int) -> None:
+    def feed_client(self, piece: SegmentPiece, time_ns: int) -> None:
         """Take bytes of the client."""
         first, self._heard_client = not self._heard_client, True
         if first and not piece.data.startswith(METHODS):
@@ -86,7 +86,7 @@ class Plain:
 
     # --- server side
 
-    def feed_server(self, piece: Piece, time_ns: int) -> None:
+    def feed_server(self, piece: SegmentPiece, time_ns: int) -> None:
         """Take bytes of the server."""
         first, self._heard_server = not self._heard_server, True
         reader = self._answered
@@ -134,7 +134,7 @@ class Plain:
             self._ledger.end(self._open.popleft(), time_ns, how)
 
 
-def _marks(reader: Reader, piece: Piece) -> list[Mark]:
+def _marks(reader: Http1Reader, piece: SegmentPiece) -> list[Mark]:
     marks = reader.skip(piece.hole) if piece.hole else []
     marks += reader.feed(piece.data) if piece.data else []
     marks += reader.skip(piece.cut) if piece.cut else []

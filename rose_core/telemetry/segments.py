@@ -26,7 +26,7 @@ class Segment(NamedTuple):
     size: int
 
 
-class Piece(NamedTuple):
+class SegmentPiece(NamedTuple):
     """What one segment adds to its stream: ``hole`` unseen bytes, data, ``cut`` unseen bytes."""
 
     hole: int
@@ -34,16 +34,16 @@ class Piece(NamedTuple):
     cut: int
 
 
-NOTHING = Piece(0, b"", 0)
+NOTHING = SegmentPiece(0, b"", 0)
 
 
 @dataclass(slots=True)
-class Stream:
+class StreamPosition:
     """Position in one direction of a connection; None before the first segment."""
 
     next: int | None = None
 
-    def advance(self, segment: Segment) -> Piece:
+    def advance(self, segment: Segment) -> SegmentPiece:
         """Place the segment; ``NOTHING`` when all of it has been seen before."""
         if self.next is None:
             self.next = segment.sequence
@@ -55,6 +55,6 @@ class Stream:
                 return NOTHING
             self.next = after
             cut = segment.size - max(old, len(segment.payload))
-            return Piece(0, segment.payload[old:], cut)
+            return SegmentPiece(0, segment.payload[old:], cut)
         self.next = after
-        return Piece(ahead, segment.payload, segment.size - len(segment.payload))
+        return SegmentPiece(ahead, segment.payload, segment.size - len(segment.payload))

@@ -32,7 +32,7 @@ from rose_core.telemetry.book import Book, LiveRequest
 from rose_core.telemetry.reading import Reading, advance, level
 from rose_core.wire.sync import SignalSource
 
-__all__ = ["Doubt", "Limits", "Reading", "ServingSignal", "advance", "merge", "unknown"]
+__all__ = ["Doubt", "Reading", "ServingSignal", "SignalLimits", "advance", "merge", "unknown"]
 
 
 class Doubt(StrEnum):
@@ -47,7 +47,7 @@ class Doubt(StrEnum):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SignalLimits:
     """When a source stops being believed; nanoseconds."""
 
     tap_stale_ns: int = 200_000_000
@@ -94,7 +94,7 @@ def merge(
     readings: tuple[Reading, ...],
     *,
     allowed: tuple[SignalSource, ...],
-    limits: Limits,
+    limits: SignalLimits,
     now_ns: int,
 ) -> ServingSignal:
     """Merge what the tap and the polled sources say."""
@@ -119,7 +119,9 @@ def merge(
     return _without_tap(book, fresh, doubt, limits, now_ns)
 
 
-def _tap_doubt(book: Book, verified: bool | None, limits: Limits, now_ns: int) -> Doubt | None:
+def _tap_doubt(
+    book: Book, verified: bool | None, limits: SignalLimits, now_ns: int
+) -> Doubt | None:
     health = book.health
     if health is None:
         return Doubt.NO_SIGNAL
@@ -136,7 +138,7 @@ def _tap_doubt(book: Book, verified: bool | None, limits: Limits, now_ns: int) -
     return next((doubt for applies, doubt in rules if applies), None)
 
 
-def _with_tap(book: Book, fresh: list[Reading], limits: Limits, now_ns: int) -> ServingSignal:
+def _with_tap(book: Book, fresh: list[Reading], limits: SignalLimits, now_ns: int) -> ServingSignal:
     requests = _under_way(book, fresh, limits, now_ns)
     empty = book.empty_since_ns()
     if empty is None and not requests:
@@ -161,7 +163,7 @@ def _with_tap(book: Book, fresh: list[Reading], limits: Limits, now_ns: int) -> 
 
 
 def _under_way(
-    book: Book, fresh: list[Reading], limits: Limits, now_ns: int
+    book: Book, fresh: list[Reading], limits: SignalLimits, now_ns: int
 ) -> tuple[LiveRequest, ...]:
     """The tap's requests without those that figures show to be over."""
     idle = [r.idle_since_ns for r in fresh if r.source is not SignalSource.METRICS]
@@ -179,7 +181,7 @@ def _under_way(
 
 
 def _without_tap(
-    book: Book | None, fresh: list[Reading], doubt: Doubt, limits: Limits, now_ns: int
+    book: Book | None, fresh: list[Reading], doubt: Doubt, limits: SignalLimits, now_ns: int
 ) -> ServingSignal:
     if not fresh:
         return unknown(doubt)

@@ -35,7 +35,7 @@ from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived, EndKind, TapEvent
 from rose_core.telemetry.h2frames import looks_like_frames
 from rose_core.telemetry.http2 import Http2
-from rose_core.telemetry.ledger import Ledger, Request
+from rose_core.telemetry.ledger import Request, RequestLedger
 from rose_core.telemetry.plain import METHODS, Plain
 from rose_core.telemetry.segments import (
     FIN,
@@ -43,9 +43,9 @@ from rose_core.telemetry.segments import (
     RST,
     SYN,
     Client,
-    Piece,
     Segment,
-    Stream,
+    SegmentPiece,
+    StreamPosition,
 )
 
 _RECORD_TYPES = (b"\x14", b"\x15", b"\x16", b"\x17")
@@ -76,7 +76,7 @@ class Opaque:
     ends_unmarked = False
     unreadable = True
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: RequestLedger) -> None:
         self._ledger = ledger
         self._request: Request | None = None
         self._answered = False
@@ -86,7 +86,7 @@ class Opaque:
         if self._request is not None:
             yield self._request
 
-    def feed_client(self, _piece: Piece, time_ns: int) -> None:
+    def feed_client(self, _piece: SegmentPiece, time_ns: int) -> None:
         """Take bytes of the client: more of a request, or the next one."""
         if self._request is None or self._answered:
             self.end_all(time_ns, EndKind.REPLACED)
@@ -94,7 +94,7 @@ class Opaque:
         self._answered = False
         self._ledger.touch(self._request, time_ns)
 
-    def feed_server(self, _piece: Piece, time_ns: int) -> None:
+    def feed_server(self, _piece: SegmentPiece, time_ns: int) -> None:
         """Take bytes of the server: the request is alive."""
         if self._request is None:
             self._request = self._ledger.arrive(time_ns, opaque=True)
@@ -108,7 +108,7 @@ class Opaque:
             self._request = None
 
 
-class Conversation(Protocol):
+class TrackedConversation(Protocol):
     """What a connection carries.
 
     Attributes:
@@ -133,10 +133,10 @@ class Conversation(Protocol):
     def requests(self) -> Iterator[Request]:
         """Requests without an end yet."""
 
-    def feed_client(self, piece: Piece, time_ns: int) -> None:
+    def feed_client(self, piece: SegmentPiece, time_ns: int) -> None:
         """Take bytes of the client."""
 
-    def feed_server(self, piece: Piece, time_ns: int) -> None:
+    def feed_server(self, piece: SegmentPiece, time_ns: int) -> None:
         """Take bytes of the server."""
 
     def end_all(self, time_ns: int, how: EndKind) -> None:
@@ -147,9 +147,9 @@ class Conversation(Protocol):
 class _Connection:
     began: int | None
     """Sequence number of the client's SYN; None when the tap joined late."""
-    client: Stream = field(default_factory=Stream)
-    server: Stream = field(default_factory=Stream)
-    talk: Conversation | None = None
+    client: StreamPosition = field(default_factory=StreamPosition)
+    server: StreamPosition = field(default_factory=StreamPosition)
+    talk: TrackedConversation | None = None
     touched_ns: int = 0
 
     def busy(self) -> bool:
@@ -174,7 +174,7 @@ class Tracker:
     def __init__(
         self, replica: PodUid, number: Callable[[], int], most: int = MOST_CONNECTIONS
     ) -> None:
-        self.ledger = Ledger(replica, number)
+        self.ledger = RequestLedger(replica, number)
         self._most = most
         # Both in the order of their last segment, so that the old ones are found first.
         self._connections: OrderedDict[Client, _Connection] = OrderedDict()
@@ -324,7 +324,7 @@ class Tracker:
             connection.talk.feed_server(piece, segment.time_ns)
             talk.end_all(segment.time_ns, EndKind.REPLACED)
 
-    def _recognise(self, data: bytes, *, joined: bool) -> Conversation:
+    def _recognise(self, data: bytes, *, joined: bool) -> TrackedConversation:
         if data.startswith(_PREFACE_START):
             return Http2(self.ledger, joined=False)
         if is_tls(data):

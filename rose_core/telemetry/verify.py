@@ -28,7 +28,7 @@ _SILENT_NS = 60_000_000_000
 _HIDING_SHARE = 100
 
 
-class Span(NamedTuple):
+class NumberBounds(NamedTuple):
     """Bounds of a number."""
 
     least: int
@@ -44,21 +44,21 @@ class Count(NamedTuple):
             no such route).
     """
 
-    requests: Span
+    requests: NumberBounds
     unsure: int = 0
 
 
 def counted(before: Health, after: Health, *, at_arrival: bool) -> Count:
     """The tap's count between two of its heartbeats, by the moment at which the engine counts."""
     if at_arrival:
-        return Count(Span(before.seen, after.seen), after.unsure)
-    return Count(Span(before.finished, after.finished), after.unsure)
+        return Count(NumberBounds(before.seen, after.seen), after.unsure)
+    return Count(NumberBounds(before.finished, after.finished), after.unsure)
 
 
 class _Mark(NamedTuple):
     """A difference engine - tap, and how many unsure requests there had been."""
 
-    difference: Span
+    difference: NumberBounds
     unsure: int
 
     def meet(self, here: _Mark) -> _Mark | None:
@@ -68,7 +68,7 @@ class _Mark(NamedTuple):
         """
         least = max(self.difference.least - (here.unsure - self.unsure), here.difference.least)
         most = min(self.difference.most, here.difference.most)
-        return _Mark(Span(least, most), here.unsure) if least <= most else None
+        return _Mark(NumberBounds(least, most), here.unsure) if least <= most else None
 
     def hidden(self, here: _Mark) -> int:
         """How many requests the tap may have missed since without a contradiction."""
@@ -76,7 +76,7 @@ class _Mark(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verification:
+class SignalVerification:
     """State of the comparison.
 
     Attributes:
@@ -98,7 +98,7 @@ class Verification:
 
     def compare(
         self, engine: int, tap: Count, own_sent: int, own_seen: int, now_ns: int
-    ) -> Verification:
+    ) -> SignalVerification:
         """Add one reading.
 
         Args:
@@ -110,7 +110,7 @@ class Verification:
             now_ns: time of the reading.
         """
         most = tap.requests.most
-        here = _Mark(Span(engine - most, engine - tap.requests.least), tap.unsure)
+        here = _Mark(NumberBounds(engine - most, engine - tap.requests.least), tap.unsure)
         unseen = own_sent - own_seen
         read = replace(
             self, compared_ns=now_ns, missed=0, _last=here, _engine=engine, _tap=most, _own=unseen
@@ -125,10 +125,10 @@ class Verification:
         narrow = base.hidden(here) * _HIDING_SHARE <= max(0, most - self._base)
         return replace(read, verified=True if narrow else self.verified, _agreed=base.meet(here))
 
-    def unanswered(self, now_ns: int) -> Verification:
+    def unanswered(self, now_ns: int) -> SignalVerification:
         """The engine did not answer: what was agreed holds for a minute."""
         return self if now_ns - self.compared_ns <= _SILENT_NS else replace(self, verified=None)
 
 
-def _distance(last: Span, here: Span) -> int:
+def _distance(last: NumberBounds, here: NumberBounds) -> int:
     return max(0, here.least - last.most) + min(0, here.most - last.least)

@@ -12,7 +12,7 @@ import msgspec
 from rose_core.identity import PodUid
 
 
-class Question(msgspec.Struct, frozen=True, omit_defaults=True):
+class LeaderQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
     """A follower's guard asks for the leader's word, every ``following.ASK_NS``.
 
     Attributes:
@@ -42,7 +42,7 @@ class Word(msgspec.Struct, frozen=True, omit_defaults=True):
         open: followers may open.
         reason: a ``GateReason``.
         lease_ns: how long they may, from the moment at which the question was sent.
-        arrived: it closes because of a request; ``Question.stopped`` answers that.
+        arrived: it closes because of a request; ``LeaderQuestion.stopped`` answers that.
     """
 
     boot: str

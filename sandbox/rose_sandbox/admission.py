@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from rose_core.sandboxes.policy import Traffic
-from rose_core.sandboxes.traffic import Request, admit
+from rose_core.sandboxes.policy import HostTraffic
+from rose_core.sandboxes.traffic import CheckpointRequest, admit
 
 CHECKPOINTS = 2
 """At the same time: each is mostly one processor's work, and agents run beside them."""
@@ -22,13 +22,13 @@ _MEMORY_SHORT = 0.15
 """Part of the machine's memory: below it the next sandbox of 1 GiB may not fit on 8 GiB."""
 
 
-def memory_traffic() -> Traffic:
+def memory_traffic() -> HostTraffic:
     """What this machine's memory says; of serving it knows nothing."""
     told = dict(
         line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
     )
     free = int(told["MemAvailable"].split()[0]) / int(told["MemTotal"].split()[0])
-    return Traffic(memory_short=free < _MEMORY_SHORT)
+    return HostTraffic(memory_short=free < _MEMORY_SHORT)
 
 
 class Admission:
@@ -39,9 +39,9 @@ class Admission:
         clock: monotonic seconds.
     """
 
-    def __init__(self, traffic: Callable[[], Traffic], clock: Callable[[], float]) -> None:
+    def __init__(self, traffic: Callable[[], HostTraffic], clock: Callable[[], float]) -> None:
         self._traffic, self._now = traffic, clock
-        self._waiting: dict[str, tuple[Request, asyncio.Event]] = {}
+        self._waiting: dict[str, tuple[CheckpointRequest, asyncio.Event]] = {}
         self._running = 0
         self._pumping: asyncio.Task[None] | None = None
 
@@ -49,7 +49,7 @@ class Admission:
     async def place(self, session: str, expected: float | None) -> AsyncIterator[None]:
         """Wait for a place and have it; ``expected``: when the reply is, None: not known."""
         event = asyncio.Event()
-        self._waiting[session] = (Request(session, self._now(), expected), event)
+        self._waiting[session] = (CheckpointRequest(session, self._now(), expected), event)
         self._pump()
         try:
             await event.wait()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose_core.sandboxes.outside import Crossing
-from rose_core.sandboxes.policy import Action
+from rose_core.sandboxes.outside import RewoundEffects
+from rose_core.sandboxes.policy import BoundaryAction
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Told:
     turn: int
     phase: str
     recoverable_to: int
-    action: str = Action.NONE
+    action: str = BoundaryAction.NONE
     reason: str = ""
     unsaved: str = ""
     seconds: float = 0.0
@@ -47,7 +47,7 @@ class Restored:
     told: Told
     ids: tuple[int, ...]
     weight_versions: tuple[str, ...]
-    crossing: Crossing
+    crossing: RewoundEffects
     history: bytes = b""
 
 

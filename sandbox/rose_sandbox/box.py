@@ -10,12 +10,12 @@ import hashlib
 from dataclasses import dataclass, field
 
 from rose_core.sandboxes import policy
-from rose_core.sandboxes.outside import Effect
-from rose_core.sandboxes.policy import Action, Costs, Decision
-from rose_core.sandboxes.turns import Clock
+from rose_core.sandboxes.outside import EgressEffect
+from rose_core.sandboxes.policy import BoundaryAction, Decision, SaveCosts
+from rose_core.sandboxes.turns import SandboxClock
 from rose_sandbox.egress import Egress
 from rose_sandbox.runtimes.runtime import Handle, SandboxSpec
-from rose_weights.store.records import Command, Owned
+from rose_weights.store.records import Command, OwnedSession
 
 
 @dataclass
@@ -42,14 +42,14 @@ class Box:
 
     spec: SandboxSpec
     handle: Handle
-    owned: Owned
-    clock: Clock = field(default_factory=Clock)
-    effects: tuple[Effect, ...] = ()
+    owned: OwnedSession
+    clock: SandboxClock = field(default_factory=SandboxClock)
+    effects: tuple[EgressEffect, ...] = ()
     commands: dict[str, Command] = field(default_factory=dict)
     ids: tuple[int, ...] = ()
     versions: tuple[str, ...] = ()
     history: bytes = b""
-    decision: Decision = field(default=Decision(Action.NONE, policy.Reason.UNCHANGED))
+    decision: Decision = field(default=Decision(BoundaryAction.NONE, policy.SaveReason.UNCHANGED))
     unsaved: str = ""
     seconds: float = 0.0
     forced: bool = False
@@ -57,7 +57,7 @@ class Box:
     egress: Egress | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    costs: Costs = field(default_factory=Costs)
+    costs: SaveCosts = field(default_factory=SaveCosts)
     tunnels: int = 0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 

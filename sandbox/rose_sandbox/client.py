@@ -31,8 +31,8 @@ import aiohttp
 import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from rose_core.sandboxes.outside import Effect, EffectsCrossed
-from rose_core.sandboxes.policy import Wait
+from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect
+from rose_core.sandboxes.policy import ModelWait
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_sandbox import errors
 from rose_sandbox.answers import Forked, Told
@@ -100,7 +100,7 @@ class Sandboxes(Protocol):
         ids: Sequence[int],
         *,
         weight_versions: Sequence[str],
-        wait: Wait | None,
+        wait: ModelWait | None,
     ) -> Told:
         """See ``Host``."""
         ...
@@ -246,7 +246,12 @@ class RemoteHost:
         return Told(**await self._call("GET", f"/{session}", None))
 
     async def turn_began(
-        self, session: str, ids: Sequence[int], *, weight_versions: Sequence[str], wait: Wait | None
+        self,
+        session: str,
+        ids: Sequence[int],
+        *,
+        weight_versions: Sequence[str],
+        wait: ModelWait | None,
     ) -> Told:
         """See ``Host``."""
         body = {
@@ -348,7 +353,7 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
     except (ValueError, KeyError, TypeError, aiohttp.ClientError) as error:
         raise HostAway(f"{answer.url} answered {answer.status}") from error
     if name == "EffectsCrossed":
-        raise EffectsCrossed(tuple(Effect(**one) for one in told["effects"]))
+        raise EffectsCrossed(tuple(EgressEffect(**one) for one in told["effects"]))
     if name == "CannotCheckpoint":
         raise CannotCheckpoint(str(told["what"]), text)
     _raise(name, text)
@@ -503,7 +508,7 @@ class Sandbox:
         ids: Sequence[int] = (),
         *,
         weight_versions: Sequence[str] = (),
-        wait: Wait | None = None,
+        wait: ModelWait | None = None,
     ) -> Told:
         """The model is asked: what the turn changed is saved while it thinks."""
         return await self._there.turn_began(

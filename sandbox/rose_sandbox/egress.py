@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rose_core.sandboxes.outside import Effect
+from rose_core.sandboxes.outside import EgressEffect
 from rose_sandbox.runtimes import kernel
 
 PORT = 3128
@@ -51,7 +51,7 @@ _OF_CLOUDS = tuple(
 _NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
 """What a translator makes of an IPv4 address, which stands in the last 32 bits."""
 
-Tell = Callable[[Effect], Awaitable[None]]
+Tell = Callable[[EgressEffect], Awaitable[None]]
 
 
 class Egress:
@@ -184,7 +184,7 @@ class Egress:
             return await _say(writer, 413, "the body is over 64 MiB")
         shown = f"{host}:{port}" if method == "CONNECT" else f"{host}:{port}{url.path or '/'}"
         try:
-            await self._tell(Effect(0, method, shown, keyed="idempotency-key" in fields))
+            await self._tell(EgressEffect(0, method, shown, keyed="idempotency-key" in fields))
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing unrecorded goes out
             return await _say(writer, 503, f"the effect cannot be recorded: {error}")
         there, out = await _dialled(addresses, port)

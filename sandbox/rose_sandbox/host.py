@@ -30,10 +30,10 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from rose_core.sandboxes import outside, policy
-from rose_core.sandboxes.outside import Effect
-from rose_core.sandboxes.policy import Action, Decision, Traffic, Wait
+from rose_core.sandboxes.outside import EgressEffect
+from rose_core.sandboxes.policy import BoundaryAction, Decision, HostTraffic, ModelWait
 from rose_core.sandboxes.tunnels import TunnelLimits, may_open
-from rose_core.sandboxes.turns import HOLD_SECONDS, Clock, Phase
+from rose_core.sandboxes.turns import HOLD_SECONDS, SandboxClock, SandboxPhase
 from rose_sandbox import metrics
 from rose_sandbox.admission import Admission, memory_traffic
 from rose_sandbox.answers import Forked, Restored, Told
@@ -70,10 +70,10 @@ from rose_sandbox.tunnel import Tunnel
 from rose_weights.errors import Fenced, UnknownVersion, WeightsError
 from rose_weights.store.records import (
     Command,
-    Owned,
-    Record,
+    OwnedSession,
+    PublishedTurn,
     Records,
-    Turn,
+    TurnRecord,
     digest_of,
 )
 
@@ -112,7 +112,7 @@ class Host:
         owner: str,
         scratch: Path,
         egress: Sequence[str] = (),
-        traffic: Callable[[], Traffic] | None = None,
+        traffic: Callable[[], HostTraffic] | None = None,
         clock: Callable[[], float] = time.monotonic,
         renew_seconds: float = RENEW_SECONDS,
         tunnels: TunnelLimits = TunnelLimits(),  # noqa: B008 - frozen
@@ -169,10 +169,10 @@ class Host:
             await self._end_leftover(session)
             handle = await self._runtime.create(spec)
 
-            def take() -> Owned:
+            def take() -> OwnedSession:
                 owned = self._records.own(session, self._owner, seen)
                 # Turn 0, the bare image: what leaves the sandbox before turn 1 has a record too.
-                self._records.publish(owned, Turn(0, (), written_spec(spec)))
+                self._records.publish(owned, PublishedTurn(0, (), written_spec(spec)))
                 return owned
 
             owned, watching = await self._take(handle, take)
@@ -310,7 +310,7 @@ class Host:
         ids: Sequence[int] = (),
         *,
         weight_versions: Sequence[str] = (),
-        wait: Wait | None = None,
+        wait: ModelWait | None = None,
         history: bytes = b"",
     ) -> Told:
         """The agent asks the model: a boundary. Its checkpoint begins in the background.
@@ -326,7 +326,8 @@ class Host:
             OutOfTurn: the session waits for the model already.
         """
         box = self._box(session)
-        if box.clock.phase is Phase.ACTING:  # a boundary that nobody waited for is this one's now
+        # A boundary that nobody waited for is this one's now.
+        if box.clock.phase is SandboxPhase.ACTING:
             await self._settle(box)
         async with box.lock:
             self._box(session)  # it may have ended meanwhile
@@ -351,7 +352,7 @@ class Host:
             metrics.HELD_SECONDS.inc(self._now() - asked)
         if box.boundary is not None and box.boundary.done():
             box.boundary.result()
-        if box.clock.phase is not Phase.ACTING:
+        if box.clock.phase is not SandboxPhase.ACTING:
             box.clock = box.clock.ready(self._now())
         await self._awake(box)
         return self._tell(session, box)
@@ -368,9 +369,8 @@ class Host:
             await asyncio.wait({box.boundary})
             self._box(session)  # who ends a sandbox cancels its boundary
             box.boundary.result()
-        box.clock = (
-            box.clock.ready(self._now()) if box.clock.phase is not Phase.ACTING else box.clock
-        )
+        if box.clock.phase is not SandboxPhase.ACTING:
+            box.clock = box.clock.ready(self._now())
         if box.unsaved:
             raise CannotCheckpoint(box.unsaved, f"session {session}: {box.unsaved}")
         return self._tell(session, box)
@@ -389,11 +389,13 @@ class Host:
         box = self._box(session)
         await self._settle(box)
         async with self._ended_if_fenced(session, box), box.lock:
-            if box.clock.phase is Phase.ACTING:
+            if box.clock.phase is SandboxPhase.ACTING:
                 box.clock = box.clock.begin_wait(self._now())
-            if box.clock.phase is Phase.WAITING:
-                await self._saver.save(box, Decision(Action.SUSPEND, policy.Reason.LONG_WAIT))
-            if box.clock.phase is not Phase.ACTING:  # not saved, and a command has come meanwhile
+            if box.clock.phase is SandboxPhase.WAITING:
+                suspending = Decision(BoundaryAction.SUSPEND, policy.SaveReason.LONG_WAIT)
+                await self._saver.save(box, suspending)
+            # Not saved, and a command has come meanwhile.
+            if box.clock.phase is not SandboxPhase.ACTING:
                 box.clock = box.clock.ready(self._now())
         if box.unsaved:
             raise CannotCheckpoint(box.unsaved, f"session {session}: {box.unsaved}")
@@ -458,13 +460,13 @@ class Host:
             ((handle, spec),) = await self._saver.bring(record, [key_of(session)])
             noted = tuple(written_effect(one) for one in happened)
 
-            def take() -> Owned:
+            def take() -> OwnedSession:
                 owned = self._records.own(session, self._owner, seen)
                 self._records.back(owned, record.turn, noted)
                 return owned
 
             owned, watching = await self._take(handle, take)
-            box = Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
+            box = Box(spec, handle, owned, SandboxClock(turn=record.turn, saved=record.turn))
             box.ids, box.versions, box.effects = ids, record.weight_versions, happened
             box.history = history
             box.commands = {one.name: one for one in record.commands}
@@ -522,20 +524,20 @@ class Host:
     async def _child(
         self,
         name: str,
-        parent: tuple[str, Record],
+        parent: tuple[str, TurnRecord],
         given: Forked,
         handle: Handle,
         spec: SandboxSpec,
     ) -> None:
         session, record = parent
 
-        def take() -> Owned:
+        def take() -> OwnedSession:
             owned = self._records.own(name, self._owner)
             self._records.adopt(owned, record, (session, record.turn))
             return owned
 
         owned, watching = await self._take(handle, take)
-        box = Box(spec, handle, owned, Clock(turn=record.turn, saved=record.turn))
+        box = Box(spec, handle, owned, SandboxClock(turn=record.turn, saved=record.turn))
         box.ids, box.versions, box.history = given.ids, given.weight_versions, given.history
         box.effects = tuple(read_effect(one) for one in record.effects)
         box.commands = {one.name: one for one in record.commands}
@@ -565,7 +567,7 @@ class Host:
             self._ended_if_fenced(session, box),
             box.lock,
         ):
-            if self._boxes.get(session) is box and box.clock.phase is Phase.WAITING:
+            if self._boxes.get(session) is box and box.clock.phase is SandboxPhase.WAITING:
                 await self._saver.save_what_changed(box)
 
     @asynccontextmanager
@@ -603,7 +605,7 @@ class Host:
                 LOG.warning("session %s: looked at again later: %s", session, error)
 
     async def _renew_one(self, session: str, box: Box) -> None:
-        if box.clock.phase is Phase.ENDED:
+        if box.clock.phase is SandboxPhase.ENDED:
             return await self._drop(session, box)
         try:
             await asyncio.to_thread(self._records.check, box.owned)
@@ -619,13 +621,13 @@ class Host:
             await asyncio.sleep(self._renew_seconds)
             await self.renew()
 
-    async def _record(self, session: str, turn: int | None) -> Record:
+    async def _record(self, session: str, turn: int | None) -> TurnRecord:
         try:
             return await asyncio.to_thread(self._records.read, session, turn)
         except UnknownVersion as error:
             raise UnknownTurn(str(error)) from error
 
-    async def _happened(self, session: str) -> tuple[Effect, ...]:
+    async def _happened(self, session: str) -> tuple[EgressEffect, ...]:
         box = self._boxes.get(session)
         newest = await self._record(session, None)
         noted = tuple(read_effect(one) for one in newest.effects)
@@ -641,8 +643,8 @@ class Host:
         return self._changing.setdefault(session, asyncio.Lock())
 
     async def _take(
-        self, handle: Handle, take: Callable[[], Owned]
-    ) -> tuple[Owned, asyncio.Task[None]]:
+        self, handle: Handle, take: Callable[[], OwnedSession]
+    ) -> tuple[OwnedSession, asyncio.Task[None]]:
         """Make a new sandbox's session this host's, while the inspector looks at the sandbox.
 
         Raises:
@@ -682,11 +684,11 @@ class Host:
             elif facts.init is not None:
                 await box.egress.listen(facts.init)
 
-    async def _left(self, box: Box, effect: Effect) -> None:
+    async def _left(self, box: Box, effect: EgressEffect) -> None:
         """Write an effect down before it happens."""
         seen = replace(effect, turn=box.clock.turn + 1)
         box.effects = (*box.effects, seen)
-        if seen.kind is not outside.Kind.READ:
+        if seen.kind is not outside.Repeatability.READ:
             await asyncio.to_thread(self._records.note, box.owned, written_effect(seen))
 
     @asynccontextmanager
@@ -696,7 +698,7 @@ class Host:
         It waits for the record of its turn, as ``tokens_ready`` does: what a command changes must
         not become part of the turn before it.
         """
-        if self._box(session).clock.phase is not Phase.ACTING:
+        if self._box(session).clock.phase is not SandboxPhase.ACTING:
             await self.tokens_ready(session)
         box = self._box(session)
         async with box.lock:
@@ -707,7 +709,7 @@ class Host:
     async def _running(self, session: str) -> Box:
         """The box of a sandbox that is read beside its commands."""
         box = self._box(session)
-        if box.clock.phase is Phase.SAVING and box.decision.action is Action.SUSPEND:
+        if box.clock.phase is SandboxPhase.SAVING and box.decision.action is BoundaryAction.SUSPEND:
             async with box.lock:  # its processes are on their way out
                 pass
         await self._awake(box)
@@ -715,7 +717,7 @@ class Host:
 
     async def _awake(self, box: Box) -> None:
         async with box.waking:  # whoever comes beside finds it awake
-            if box.clock.phase is not Phase.SUSPENDED:
+            if box.clock.phase is not SandboxPhase.SUSPENDED:
                 return
             await self._resume(box)
             box.clock = box.clock.resumed()
@@ -732,7 +734,7 @@ class Host:
         boundary = box.boundary
         if boundary is None or boundary.done() or boundary is asyncio.current_task():
             return
-        if box.clock.phase is not Phase.SAVING:
+        if box.clock.phase is not SandboxPhase.SAVING:
             boundary.cancel()
         try:
             await boundary
@@ -767,7 +769,7 @@ class Host:
 
     def _box(self, session: str) -> Box:
         box = self._boxes.get(session)
-        if box is not None and box.clock.phase is not Phase.ENDED:
+        if box is not None and box.clock.phase is not SandboxPhase.ENDED:
             return box
         if session in self._fenced:
             raise Fenced(self._fenced[session])

@@ -39,7 +39,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
 from rose_core.sandboxes.outside import EffectsCrossed
-from rose_core.sandboxes.policy import Traffic, Wait
+from rose_core.sandboxes.policy import HostTraffic, ModelWait
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_core.unreadable import UNREADABLE
 from rose_sandbox import errors, metrics
@@ -143,7 +143,7 @@ class ServingTraffic:
         """Serving burns its budget for so long, unless told otherwise."""
         self._until = time.monotonic() + min(seconds, MOST_BURN_SECONDS)
 
-    def __call__(self) -> Traffic:
+    def __call__(self) -> HostTraffic:
         """Now."""
         return replace(memory_traffic(), serving_burns=time.monotonic() < self._until)
 
@@ -355,7 +355,9 @@ class _Api:
 
     async def turn(self, request: web.Request) -> web.Response:
         asked = await _read(request, _Turn)
-        wait = Wait(asked.wait.seconds, asked.wait.confidence) if asked.wait is not None else None
+        wait = (
+            ModelWait(asked.wait.seconds, asked.wait.confidence) if asked.wait is not None else None
+        )
         told = await self._host.turn_began(
             _key(request),
             asked.ids,

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from rose_core.sandboxes.policy import Traffic
+from rose_core.sandboxes.policy import HostTraffic
 from rose_core.sandboxes.tunnels import IDLE_SECONDS, MOST_TUNNELS, TunnelLimits
 from rose_sandbox.admission import memory_traffic
 from rose_sandbox.errors import SandboxError, Unavailable
@@ -58,7 +58,7 @@ def open_host(
     *,
     egress: Sequence[str] = (),
     owner: str = "",
-    traffic: Callable[[], Traffic] = memory_traffic,
+    traffic: Callable[[], HostTraffic] = memory_traffic,
     store_token: Path | None = None,
     within: str = "",
     gibibytes: int | None = None,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rose_core.sandboxes.outside import Effect
+from rose_core.sandboxes.outside import EgressEffect
 from rose_sandbox.runtimes.runtime import ExecResult, Limits, SandboxSpec
 from rose_weights.store.records import OutsideEffect
 
@@ -22,12 +22,12 @@ def read_spec(told: Mapping[str, Any], key: str) -> SandboxSpec:
     return SandboxSpec(key, told["image"], limits, dict(told["environment"]), told["folder"])
 
 
-def read_effect(one: OutsideEffect) -> Effect:
+def read_effect(one: OutsideEffect) -> EgressEffect:
     """An effect of a record."""
-    return Effect(one.turn, one.method, one.target, one.status, one.keyed)
+    return EgressEffect(one.turn, one.method, one.target, one.status, one.keyed)
 
 
-def written_effect(one: Effect) -> OutsideEffect:
+def written_effect(one: EgressEffect) -> OutsideEffect:
     """An effect, as a record has it."""
     return OutsideEffect(one.turn, one.method, one.target, one.status, one.keyed)
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rose_core.sandboxes import policy
-from rose_core.sandboxes.policy import Action, Decision, Traffic, decide
-from rose_core.sandboxes.turns import Phase
+from rose_core.sandboxes.policy import BoundaryAction, Decision, HostTraffic, decide
+from rose_core.sandboxes.turns import SandboxPhase
 from rose_sandbox import metrics
 from rose_sandbox.box import Box
 from rose_sandbox.errors import CannotCheckpoint, SandboxError
@@ -25,7 +25,7 @@ from rose_sandbox.inspector.inspector import Effects, Inspector
 from rose_sandbox.recorded import read_spec, written_effect, written_spec
 from rose_sandbox.runtimes.runtime import CheckpointParts, Handle, Kind, Part, Runtime, SandboxSpec
 from rose_weights.errors import Damaged, Fenced, Incomplete, WeightsError
-from rose_weights.store.records import Record, Records, SavedPart, Turn, mapped
+from rose_weights.store.records import PublishedTurn, Records, SavedPart, TurnRecord, mapped
 
 LOG = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Saver:
         records: Records,
         *,
         scratch: Path,
-        traffic: Callable[[], Traffic],
+        traffic: Callable[[], HostTraffic],
         clock: Callable[[], float],
         resume: Callable[[Box], Awaitable[None]],
     ) -> None:
@@ -69,7 +69,7 @@ class Saver:
             effects = await self._inspector.effects(box.spec.key, facts)
             if box.forced:
                 effects = replace(effects, unknown=(*effects.unknown, "a record failed"))
-            turn = policy.Turn(box.clock.turn, box.clock.saved)
+            turn = policy.TurnBoundary(box.clock.turn, box.clock.saved)
             traffic = replace(self._traffic(), serving_burns=False)  # admitted
             await self.save(box, decide(turn, effects, box.clock.wait, box.costs, traffic))
         except Fenced:
@@ -77,7 +77,10 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - whatever it is must not hold the agent for ever
             LOG.warning("sandbox %s: turn %d is not saved: %s", box.spec.key, box.clock.turn, error)
             box.unsaved, box.forced = str(error) or type(error).__name__, True
-            suspending = box.clock.phase is Phase.SAVING and box.decision.action is Action.SUSPEND
+            suspending = (
+                box.clock.phase is SandboxPhase.SAVING
+                and box.decision.action is BoundaryAction.SUSPEND
+            )
             box.clock = box.clock.abandon(suspending=suspending)
             metrics.TURNS.labels("failed", box.decision.reason).inc()
 
@@ -91,7 +94,7 @@ class Saver:
         box.clock, box.decision, box.unsaved = box.clock.saving(), decision, ""
         try:
             async with self._folder() as folder:
-                suspends = decision.action is Action.SUSPEND
+                suspends = decision.action is BoundaryAction.SUSPEND
                 if suspends:  # its parts stay where ``resume`` looks for them
                     kept = self._scratch / box.spec.key
                     shutil.rmtree(kept, ignore_errors=True)
@@ -112,7 +115,7 @@ class Saver:
             box.unsaved = str(error)
             # A suspended sandbox has no processes to go on with: it is brought back at once. Where
             # a suspend failed nobody knows whether it is one; to resume one that runs is nothing.
-            if decision.action is Action.SUSPEND:
+            if decision.action is BoundaryAction.SUSPEND:
                 box.forced = True
                 await self._resume(box)
             box.clock = box.clock.failed()
@@ -128,14 +131,14 @@ class Saver:
             # What an earlier record holds is lost there; the sandbox has all of it still.
             LOG.warning("sandbox %s: saved in full: %s", box.spec.key, error)
             if parts.files is None or parts.processes is None:
-                box.decision = Decision(Action.FULL, policy.Reason.LOST)
+                box.decision = Decision(BoundaryAction.FULL, policy.SaveReason.LOST)
                 (again := folder / "again").mkdir()
                 parts = await self._runtime.checkpoint(box.handle, Kind.FULL, again)
                 await self._inspector.saved(box.spec.key)
             await self._publish(box, parts)
 
     async def _cut(self, box: Box, decision: Decision, folder: Path) -> CheckpointParts:
-        if decision.action is Action.NONE:
+        if decision.action is BoundaryAction.NONE:
             return CheckpointParts(box.spec)
         kind = Kind(decision.action.value)
         parts = await self._runtime.checkpoint(box.handle, kind, folder)
@@ -150,13 +153,13 @@ class Saver:
         other = since.processes if kind is Kind.FILES else since.files
         if not (since.unknown or other):
             return parts
-        box.decision = Decision(Action.FULL, policy.Reason.CHANGED)
+        box.decision = Decision(BoundaryAction.FULL, policy.SaveReason.CHANGED)
         parts = await self._runtime.checkpoint(box.handle, Kind.FULL, folder)
         await self._inspector.saved(box.spec.key)
         return parts
 
     async def _publish(self, box: Box, parts: CheckpointParts) -> None:
-        turn = Turn(
+        turn = PublishedTurn(
             box.clock.turn,
             box.ids,
             written_spec(box.spec),
@@ -186,7 +189,9 @@ class Saver:
             parts_of = (one.size for one in (made.files, made.processes) if one is not None)
             metrics.STATE_BYTES.inc(sum(parts_of))
 
-    async def bring(self, record: Record, keys: Sequence[str]) -> list[tuple[Handle, SandboxSpec]]:
+    async def bring(
+        self, record: TurnRecord, keys: Sequence[str]
+    ) -> list[tuple[Handle, SandboxSpec]]:
         """Sandboxes of a record, whose parts are read once. All of them, or none.
 
         Raises:

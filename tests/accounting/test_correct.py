@@ -14,7 +14,7 @@ from rose_core.accounting.correct import (
     violation_price,
 )
 from rose_core.accounting.cost import Cost
-from rose_core.accounting.ledger import Tier
+from rose_core.accounting.ledger import GpuTier
 
 BILL = Cost(
     dedicated=9_000_000.0,
@@ -24,15 +24,15 @@ BILL = Cost(
     reserve=200_000.0,
 )
 TOKENS = Sampled(
-    {Tier.DEDICATED: 300_000, Tier.BORROWED: 100_000}, trained=200_000, reasoning=150_000
+    {GpuTier.DEDICATED: 300_000, GpuTier.BORROWED: 100_000}, trained=200_000, reasoning=150_000
 )
 
 
 def test_each_factor_is_what_its_name_says() -> None:
     found = taken_apart(BILL, TOKENS, accepted=1000, correct=400)
     assert found is not None
-    assert found.per_million == {Tier.DEDICATED: 30_000_000.0, Tier.BORROWED: 10_000_000.0}
-    assert found.share == {Tier.DEDICATED: 0.75, Tier.BORROWED: 0.25}
+    assert found.per_million == {GpuTier.DEDICATED: 30_000_000.0, GpuTier.BORROWED: 10_000_000.0}
+    assert found.share == {GpuTier.DEDICATED: 0.75, GpuTier.BORROWED: 0.25}
     assert (found.answer_tokens, found.reasoning) == (50.0, 4.0)
     assert (found.rollout_ratio, found.accept_rate) == (2.0, 0.4)
     assert found.blended == 25_000_000.0
@@ -54,7 +54,9 @@ def test_the_factors_give_the_bill_again(
     correct: int,
 ) -> None:
     bill = Cost(*paid)
-    tokens = Sampled(dict(zip((Tier.DEDICATED, Tier.BORROWED), sampled, strict=True)), trained)
+    tokens = Sampled(
+        dict(zip((GpuTier.DEDICATED, GpuTier.BORROWED), sampled, strict=True)), trained
+    )
     found = taken_apart(bill, tokens, accepted, correct)
     if not sum(sampled):
         assert found is None
@@ -66,11 +68,11 @@ def test_the_factors_give_the_bill_again(
 @pytest.mark.parametrize(
     ("tokens", "accepted", "correct"),
     [
-        (Sampled({Tier.DEDICATED: 0}, 10), 1, 1),
-        (Sampled({Tier.DEDICATED: 10}, 0), 1, 1),
-        (Sampled({Tier.DEDICATED: 10}, 10), 0, 0),
-        (Sampled({Tier.DEDICATED: 10}, 10), 5, 0),
-        (Sampled({Tier.DEDICATED: 10}, 10, reasoning=10), 5, 1),
+        (Sampled({GpuTier.DEDICATED: 0}, 10), 1, 1),
+        (Sampled({GpuTier.DEDICATED: 10}, 0), 1, 1),
+        (Sampled({GpuTier.DEDICATED: 10}, 10), 0, 0),
+        (Sampled({GpuTier.DEDICATED: 10}, 10), 5, 0),
+        (Sampled({GpuTier.DEDICATED: 10}, 10, reasoning=10), 5, 1),
     ],
 )
 def test_what_nobody_counted_is_unknown_and_not_free(
@@ -82,7 +84,7 @@ def test_what_nobody_counted_is_unknown_and_not_free(
 def test_the_threshold_is_the_price_at_which_borrowing_makes_no_difference() -> None:
     found = taken_apart(BILL, TOKENS, 1000, 400)
     assert found is not None
-    dedicated = found.per_million[Tier.DEDICATED]
+    dedicated = found.per_million[GpuTier.DEDICATED]
     threshold = found.borrowed_threshold(dedicated * found.total / found.blended)
     assert threshold == pytest.approx(dedicated)
     free = found.borrowed_threshold(found.total * 0.5)

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose_core.accounting.ledger import (
+    GpuTier,
     GpuTime,
     Ledger,
+    OutputTokens,
     ServingImpact,
-    Tier,
-    Tokens,
     Trajectories,
     total,
 )
@@ -20,7 +20,7 @@ LEDGERS = st.builds(
     Ledger,
     TIMES,
     TIMES,
-    st.builds(Tokens, COUNT, COUNT, COUNT),
+    st.builds(OutputTokens, COUNT, COUNT, COUNT),
     st.builds(Trajectories, COUNT, COUNT, COUNT, COUNT),
     st.builds(ServingImpact, COUNT, COUNT),
     COUNT,
@@ -51,10 +51,10 @@ def test_impossible_times_are_refused(held: int, computing: int) -> None:
 
 
 def test_useful_tokens_are_what_is_neither_redone_nor_discarded() -> None:
-    assert Tokens(produced=100, redone=10, discarded=25).useful == 65
+    assert OutputTokens(produced=100, redone=10, discarded=25).useful == 65
 
 
 def test_each_tier_has_its_time() -> None:
     ledger = Ledger(dedicated=GpuTime(5, 5), borrowed=GpuTime(9, 3))
-    assert ledger.gpu(Tier.DEDICATED) == GpuTime(5, 5)
-    assert ledger.gpu(Tier.BORROWED) == GpuTime(9, 3)
+    assert ledger.gpu(GpuTier.DEDICATED) == GpuTime(5, 5)
+    assert ledger.gpu(GpuTier.BORROWED) == GpuTime(9, 3)

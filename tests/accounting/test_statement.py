@@ -3,7 +3,7 @@
 import pytest
 
 from rose_core.accounting.cost import Prices
-from rose_core.accounting.ledger import GpuTime, Ledger, ServingImpact, Tokens, Trajectories
+from rose_core.accounting.ledger import GpuTime, Ledger, OutputTokens, ServingImpact, Trajectories
 from rose_core.accounting.statement import SWEEP, statement
 
 HOUR = 3_600_000
@@ -12,7 +12,7 @@ ALONE = Ledger(dedicated=GpuTime(10 * HOUR, 10 * HOUR), trajectories=Trajectorie
 MIXED = Ledger(
     dedicated=GpuTime(10 * HOUR, 10 * HOUR),
     borrowed=GpuTime(20 * HOUR, 10 * HOUR),
-    tokens=Tokens(1_000_000),
+    tokens=OutputTokens(1_000_000),
     trajectories=Trajectories(200, 200, 200, 50),
     serving=ServingImpact(10_000, 4),
 )

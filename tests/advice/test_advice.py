@@ -13,7 +13,7 @@ from rose_core.api import ServingPool
 from rose_simulate.advice.errors import TelemetryError, TooLittle
 from rose_simulate.advice.estimate import Assumed, estimate
 from rose_simulate.advice.recommend import Goal, recommend
-from rose_simulate.advice.telemetry import Telemetry
+from rose_simulate.advice.telemetry import LoadTelemetry
 from rose_simulate.verbs.advise import PERCENTS, main, read
 
 HOUR = 3600.0
@@ -34,7 +34,9 @@ def rows(
     return "\n".join(lines) + "\n"
 
 
-def telemetry(tmp_path: Path, text: str, name: str = "load.csv", meaning: str = "") -> Telemetry:
+def telemetry(
+    tmp_path: Path, text: str, name: str = "load.csv", meaning: str = ""
+) -> LoadTelemetry:
     path = tmp_path / name
     path.write_text(text)
     return read(path, meaning)

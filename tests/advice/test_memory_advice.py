@@ -18,7 +18,14 @@ from rose_core.devices.memory import (
     lendable,
 )
 from rose_simulate.advice.errors import NoRoom
-from rose_simulate.advice.memory import Change, Engine, Serving, changes, largest, settings
+from rose_simulate.advice.memory import (
+    Serving,
+    ServingEngineKind,
+    SettingChange,
+    changes,
+    largest,
+    settings,
+)
 from tests.engines.model_shapes import SHAPES
 
 CARD = int(139.8 * GIB)
@@ -42,7 +49,7 @@ def test_what_is_lent_is_taken_from_servings_kv_pool() -> None:
 
 
 def test_sglangs_fraction_is_of_free_memory_and_vllms_of_all() -> None:
-    other = Serving(15 * GIB, 144 << 10, engine=Engine.VLLM)
+    other = Serving(15 * GIB, 144 << 10, engine=ServingEngineKind.VLLM)
     assert EIGHT.used(CARD, 0.5) - other.used(CARD, 0.5) == pytest.approx(
         CONTEXT_BYTES // 2 + EIGHT.besides, abs=2
     )
@@ -125,19 +132,23 @@ def parts(fraction: float, *, watched_s: float = 86_400.0) -> MemorySum:
     return found.parts
 
 
-def by_setting(found: tuple[Change, ...]) -> dict[str, Change]:
+def by_setting(found: tuple[SettingChange, ...]) -> dict[str, SettingChange]:
     return {one.setting: one for one in found}
 
 
-@pytest.mark.parametrize("engine", list(Engine))
+@pytest.mark.parametrize("engine", list(ServingEngineKind))
 def test_a_smaller_fraction_on_a_measured_gpu_is_what_that_fraction_would_have_lent(
-    engine: Engine,
+    engine: ServingEngineKind,
 ) -> None:
     serving = Serving(15 * GIB, 144 << 10, engine=engine)
     now = lendable(CARD, serving.used(CARD, 0.8), Headroom(), 86_400.0).parts
     assert now is not None
     table = by_setting(changes(now, ROLLOUT, engine, serving=serving))
-    flag = "--mem-fraction-static" if engine is Engine.SGLANG else "--gpu-memory-utilization"
+    flag = (
+        "--mem-fraction-static"
+        if engine is ServingEngineKind.SGLANG
+        else "--gpu-memory-utilization"
+    )
     before, after = settings(CARD, serving, ROLLOUT, Headroom(), (0.8, 0.7))
     found = table[f"{flag} 0.10 less"]
     assert found.lends == pytest.approx(after.lends, abs=8)
@@ -147,7 +158,7 @@ def test_a_smaller_fraction_on_a_measured_gpu_is_what_that_fraction_would_have_l
 
 def test_every_gibibyte_of_a_smaller_fraction_is_paid_for_in_kv_tokens() -> None:
     now = parts(0.88)
-    for one in changes(now, ROLLOUT, Engine.SGLANG, serving=EIGHT):
+    for one in changes(now, ROLLOUT, ServingEngineKind.SGLANG, serving=EIGHT):
         gained = one.lends - now.lends
         assert gained == pytest.approx(one.pool + one.margin, abs=8)
         if one.pool:
@@ -156,7 +167,9 @@ def test_every_gibibyte_of_a_smaller_fraction_is_paid_for_in_kv_tokens() -> None
 
 def test_the_least_that_the_owner_has_to_give_up_is_in_the_table_and_less_does_not_fit() -> None:
     now = parts(0.88)
-    found = [one for one in changes(now, ROLLOUT, Engine.SGLANG, serving=EIGHT) if one.pool]
+    found = [
+        one for one in changes(now, ROLLOUT, ServingEngineKind.SGLANG, serving=EIGHT) if one.pool
+    ]
     fitting = [one for one in found if one.fits]
     step = (CARD - CONTEXT_BYTES) // 100
     assert 0 <= fitting[0].lends - ROLLOUT.total < step
@@ -165,7 +178,7 @@ def test_the_least_that_the_owner_has_to_give_up_is_in_the_table_and_less_does_n
 
 def test_a_lease_that_asks_for_less_costs_the_owner_nothing() -> None:
     now = parts(0.88)
-    table = by_setting(changes(now, ROLLOUT, Engine.SGLANG, fp8_weights=8 * GIB))
+    table = by_setting(changes(now, ROLLOUT, ServingEngineKind.SGLANG, fp8_weights=8 * GIB))
     half = table["kvTokens: 8192"]
     assert ROLLOUT.total - half.takes == 8192 * ROLLOUT.kv_per_token
     assert ROLLOUT.total - table["FP8 checkpoint"].takes == 7 * GIB
@@ -173,7 +186,7 @@ def test_a_lease_that_asks_for_less_costs_the_owner_nothing() -> None:
 
 
 def test_a_headroom_of_the_owners_own_and_a_day_of_watching_are_in_the_table() -> None:
-    table = by_setting(changes(parts(0.8, watched_s=0.0), ROLLOUT, Engine.SGLANG))
+    table = by_setting(changes(parts(0.8, watched_s=0.0), ROLLOUT, ServingEngineKind.SGLANG))
     assert table["watched for a day"].lends - table[""].lends == 3 * GIB
     assert table["memoryHeadroomGiB: 2"].lends - table[""].lends == 4 * GIB
     assert table["memoryHeadroomGiB: 2"].margin == 4 * GIB
@@ -183,7 +196,7 @@ def test_serving_whose_weights_no_longer_fit_does_not_start_so_nothing_fits_besi
     huge = Serving(weights=100 * GIB, per_token=144 << 10)
     now = lendable(CARD, huge.used(CARD, 0.88), Headroom(), 86_400.0).parts
     assert now is not None
-    table = by_setting(changes(now, ROLLOUT, Engine.SGLANG, serving=huge))
+    table = by_setting(changes(now, ROLLOUT, ServingEngineKind.SGLANG, serving=huge))
     assert table["--mem-fraction-static 0.05 less"].starts
     gone = table["--mem-fraction-static 0.30 less"]
     assert (gone.starts, gone.fits) == (False, False)

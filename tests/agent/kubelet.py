@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from rose_agent.pods.podresources import METHOD
-from rose_core.devices.ownership import DRA_DRIVER, Allocation, Device
+from rose_core.devices.ownership import DRA_DRIVER, AllocatedDevice, Allocation
 
 
 def _varint(value: int) -> bytes:
@@ -40,7 +40,7 @@ def _pod(one: Allocation) -> bytes:
     return _field(1, one.pod) + _field(2, one.namespace) + _field(3, container)
 
 
-def _claim(devices: Iterable[Device]) -> bytes:
+def _claim(devices: Iterable[AllocatedDevice]) -> bytes:
     """As ``containerManagerImpl.GetDynamicResources`` of 1.36: CDI devices pile up."""
     cdi, said = b"", _field(1, "claim") + _field(2, "research")
     for device in devices:

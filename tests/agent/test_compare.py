@@ -15,7 +15,7 @@ from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Health
-from rose_core.telemetry.verify import Verification
+from rose_core.telemetry.verify import SignalVerification
 
 MS = 1_000_000
 
@@ -42,8 +42,8 @@ class Page:
 
 
 async def compared(
-    page: Page, before: Verification, *, beats: bool = True
-) -> tuple[Verification, Figures | None] | None:
+    page: Page, before: SignalVerification, *, beats: bool = True
+) -> tuple[SignalVerification, Figures | None] | None:
     """Compare with a tap whose heartbeats come late, and tell the truth when they come."""
     app = web.Application()
     app.router.add_get("/metrics", page.answer)
@@ -67,8 +67,8 @@ async def compared(
         return made
 
 
-async def agreed(page: Page) -> Verification:
-    state = Verification()
+async def agreed(page: Page) -> SignalVerification:
+    state = SignalVerification()
     for _ in range(2):
         page.book.apply(beat(page.requests, page.scrapes, ago_ms=200), 0)
         made = await compared(page, state)
@@ -110,6 +110,7 @@ async def test_a_page_without_a_count_verifies_nothing() -> None:
 
 async def test_nothing_is_compared_with_a_tap_that_is_not_heard() -> None:
     page = Page()
-    assert await verify.compare(EngineReader(None, "", "SGLang"), page.book, Verification()) is None  # type: ignore[arg-type]
+    reader = EngineReader(None, "", "SGLang")  # type: ignore[arg-type]
+    assert await verify.compare(reader, page.book, SignalVerification()) is None
     page.book.apply(beat(10, 0, ago_ms=200), 0)
-    assert await compared(page, Verification(), beats=False) is None
+    assert await compared(page, SignalVerification(), beats=False) is None

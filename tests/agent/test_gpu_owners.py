@@ -21,7 +21,7 @@ from rose_agent.guard.loop import Guard, Settings
 from rose_agent.pods import podresources
 from rose_agent.pods.claims import GPU_ANNOTATION
 from rose_agent.signals.reader import DirectReaders
-from rose_core.devices.ownership import Allocation, Device, Proof
+from rose_core.devices.ownership import AllocatedDevice, Allocation, Proof
 from rose_core.identity import PodUid
 from rose_core.wire.sync import PoolPolicy, ReplicaReport, SyncReply
 from rose_dev.gpu.state import State
@@ -60,7 +60,7 @@ class Node:
     def give(self, name: str, *gpus: int, suffix: str = "", namespace: str = "chat") -> None:
         """The device plugin allocates GPUs to a pod."""
         names = [f"{self.nvml.gpus[gpu].uuid}{suffix}" for gpu in gpus]
-        devices = tuple(Device("nvidia.com/gpu", one) for one in names)
+        devices = tuple(AllocatedDevice("nvidia.com/gpu", one) for one in names)
         self.kubelet.allocations.append(Allocation(namespace, name, devices))
 
     def reports(self) -> dict[str, ReplicaReport]:

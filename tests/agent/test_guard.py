@@ -23,7 +23,7 @@ from rose_core.guard.certificate import CHUNK_DIVISORS
 from rose_core.guard.gate import GateLimits, GateVerdict
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Slack
-from rose_core.guard.slot import Phase, SlotMachine
+from rose_core.guard.slot import SlotMachine, SlotPhase
 from rose_core.host_reasons import HostReason
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.telemetry.events import (
@@ -36,8 +36,8 @@ from rose_core.telemetry.events import (
     Sized,
     TapEvent,
 )
-from rose_core.telemetry.signal import Limits
-from rose_core.telemetry.verify import Verification
+from rose_core.telemetry.signal import SignalLimits
+from rose_core.telemetry.verify import SignalVerification
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
 from rose_core.wire.sync import (
     EngineSpec,
@@ -105,9 +105,9 @@ async def guarding(
         made.host.engines = {KEY.uid: EngineStatus(KEY, EngineState.SERVING)}
         made.host.asked_ns = made.host.answered_ns = time.monotonic_ns() + 10**12
         replica = made.replicas[POD]
-        replica.verification = Verification(verified=True)
+        replica.verification = SignalVerification(verified=True)
         # A busy test machine must not make the tap look stale.
-        replica.limits = Limits(tap_stale_ns=10**12)
+        replica.limits = SignalLimits(tap_stale_ns=10**12)
         made.on_tap([health()], time.monotonic_ns())
         replica.book.blind_ns = 0
         permit.beat_host(time.monotonic_ns() + 10**12)
@@ -380,7 +380,7 @@ async def test_a_slot_without_an_engine_rests_though_no_host_was_told_of_its_wei
     """It may not start, so nobody will be told."""
     made, _ = guard
     slot = made.slots[KEY.uid]
-    slot.machine, slot._ordered_weights = SlotMachine(phase=Phase.PRESENT), None
+    slot.machine, slot._ordered_weights = SlotMachine(phase=SlotPhase.PRESENT), None
     slot._hold.confirmed = True
     assert not slot.at_rest, "an engine has to hear of them"
     slot.machine = SlotMachine()

@@ -29,7 +29,7 @@ from rose_core.telemetry.events import (
     Sized,
     TapEvent,
 )
-from rose_core.telemetry.signal import Limits
+from rose_core.telemetry.signal import SignalLimits
 from rose_core.wire.sync import PoolPolicy, SyncReply
 from rose_engines.node.permit import Permit
 from tests.agent.test_guard import GRANT, KEY, guard, health, is_open
@@ -86,7 +86,7 @@ async def test_an_interface_that_goes_down_in_a_burst_keeps_the_gate_closed_unti
 
 async def test_a_guard_that_was_suspended_opens_nothing_on_its_old_knowledge(guard: Parts) -> None:
     made, permit = guard
-    made.replicas[POD].limits = Limits()
+    made.replicas[POD].limits = SignalLimits()
     now = time.monotonic_ns()
     made.on_tap([health()], now)
     made.replicas[POD].book.blind_ns = 0

@@ -22,7 +22,7 @@ from rose_core.guard.gate import GateVerdict
 from rose_core.guard.reasons import GateReason
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived
-from rose_core.wire.leading import Question, Word
+from rose_core.wire.leading import LeaderQuestion, Word
 from rose_core.wire.sync import FollowerPod, ReplicaGroup, SyncReply
 from rose_dev.pki import Authority
 from rose_dev.waiting import until
@@ -81,12 +81,12 @@ class Town:
         finally:
             await server.stop(0)
 
-    async def ask(self, node: str, question: Question, token: str = TOKEN) -> Word:
+    async def ask(self, node: str, question: LeaderQuestion, token: str = TOKEN) -> Word:
         folder = self.of(node)
         credentials = tls.client_credentials(folder / tls.BUNDLE, folder)
         channel = rpc.connect(self.address, credentials=credentials, name="leader", own=True)
 
-        async def one() -> AsyncIterator[Question]:
+        async def one() -> AsyncIterator[LeaderQuestion]:
             yield question
 
         try:
@@ -127,7 +127,7 @@ async def town(tmp_path: Path) -> AsyncIterator[Town]:
         yield found
 
 
-ASKED = Question(LEADER, POD, 17)
+ASKED = LeaderQuestion(LEADER, POD, 17)
 
 
 async def test_a_follower_hears_how_the_leaders_gate_stands(town: Town) -> None:
@@ -145,9 +145,9 @@ async def test_nobody_else_is_answered(town: Town) -> None:
     with pytest.raises(Refused, match="certificate names stranger"):
         await town.ask("stranger", ASKED)
     with pytest.raises(Refused, match="does not follow pod leader-pod"):
-        await town.ask("follower", Question(LEADER, OTHER, 1))
+        await town.ask("follower", LeaderQuestion(LEADER, OTHER, 1))
     with pytest.raises(Refused, match="does not follow pod other-pod"):
-        await town.ask("follower", Question(OTHER, POD, 1))
+        await town.ask("follower", LeaderQuestion(OTHER, POD, 1))
     with pytest.raises(Refused, match="bearer token"):
         await town.ask("follower", ASKED, token="guess")
     foreign = Town(town.root / "abroad", Authority(town.root / "abroad" / "pki"))
@@ -268,7 +268,7 @@ async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
         assert word_age() is None
 
 
-async def test_what_computes_beside_a_follower_counts_as_beside_the_leader(
+async def test_what_computes_load_a_follower_counts_as_load_the_leader(
     town: Town, short_dir: Path
 ) -> None:
     led, root = Town(town.root / "led", town.authority, node="node"), short_dir
@@ -282,7 +282,7 @@ async def test_what_computes_beside_a_follower_counts_as_beside_the_leader(
             group = ReplicaGroup(POD, "node", led.address, follower)
             policies, began_s = (test_guard.POLICY,), time.monotonic()
             guard.on_reply(SyncReply(1, True, (), policies, groups=(group,)), began_s)
-            assert permit.until_ns == 0, "no slot beside the leader itself"
+            assert permit.until_ns == 0, "no slot load the leader itself"
             replica = guard.replicas[POD]
             experience = replica.outcomes.experience
 

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from rose_agent.pods import podresources
 from rose_agent.pods.claims import ClaimingPod, KubeletClaims, WrittenClaims, own_namespace
 from rose_agent.pods.podresources import MalformedAnswer, PodResources, read
-from rose_core.devices.ownership import DRA_DRIVER, Allocation, Claim, Device, DriverGpu, Proof
+from rose_core.devices.ownership import (
+    DRA_DRIVER,
+    AllocatedDevice,
+    Allocation,
+    Claim,
+    DriverGpu,
+    Proof,
+)
 from rose_core.identity import GpuUuid
 from rose_dev.waiting import until
 from tests.agent.kubelet import FakeKubelet, encode
@@ -34,7 +41,7 @@ A = GpuUuid("GPU-38e410e6-8951-5c30-a62d-4cc6f2689ea8")
 B = GpuUuid("GPU-427319c6-49af-56ee-959f-c9d23263d261")
 
 GPUS = (DriverGpu(A, 0, 0), DriverGpu(B, 1, 1))
-SERVING = Allocation("chat", "serving", (Device("nvidia.com/gpu", A),))
+SERVING = Allocation("chat", "serving", (AllocatedDevice("nvidia.com/gpu", A),))
 
 
 @pytest.fixture
@@ -59,11 +66,15 @@ async def following(
 
 def test_the_kubelets_own_encoding_is_read() -> None:
     assert read(RECORDED) == (
-        Allocation("chat", "serving", (Device("nvidia.com/gpu", A), Device("nvidia.com/gpu", B))),
+        Allocation(
+            "chat",
+            "serving",
+            (AllocatedDevice("nvidia.com/gpu", A), AllocatedDevice("nvidia.com/gpu", B)),
+        ),
         Allocation(
             "research",
             "claimed",
-            (Device(DRA_DRIVER, "gpu-2", ("k8s.gpu.nvidia.com/device=gpu-2",)),),
+            (AllocatedDevice(DRA_DRIVER, "gpu-2", ("k8s.gpu.nvidia.com/device=gpu-2",)),),
         ),
     )
 
@@ -73,9 +84,9 @@ def test_the_fake_kubelet_encodes_what_is_read() -> None:
     assert read(encode(allocations)) == allocations
 
 
-def by_uuid(number: int, uuid: GpuUuid) -> Device:
+def by_uuid(number: int, uuid: GpuUuid) -> AllocatedDevice:
     """As a DRA driver prepares a GPU whose CDI device is named by its uuid."""
-    return Device(DRA_DRIVER, f"gpu-{number}", (f"nvidia.com/gpu={uuid}",))
+    return AllocatedDevice(DRA_DRIVER, f"gpu-{number}", (f"nvidia.com/gpu={uuid}",))
 
 
 def test_each_device_of_a_claim_is_a_gpu_of_its_own() -> None:

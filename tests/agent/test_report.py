@@ -23,7 +23,7 @@ from rose_core.guard.reasons import GateReason
 from rose_core.identity import PodUid
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Arrived, Health
-from rose_core.telemetry.verify import Verification
+from rose_core.telemetry.verify import SignalVerification
 from rose_core.wire.sync import GroupPlace, PoolPolicy, SignalSource
 
 POD = PodUid("pod")
@@ -65,7 +65,7 @@ def answers(replica: GuardedReplica, seconds: range, running: int) -> None:
 
 def heard(replica: GuardedReplica, at_s: int) -> None:
     """The tap is alive, verified, and knows what is under way."""
-    replica.verification = Verification(verified=True)
+    replica.verification = SignalVerification(verified=True)
     beat = Health(
         POD,
         at_s * S,

@@ -26,11 +26,11 @@ from rose_agent.guard.loop import Guard, Settings
 from rose_agent.pods.static import StaticPods
 from rose_agent.signals.reader import DirectReaders
 from rose_core.guard.gate import GateLimits
-from rose_core.guard.whole import Phase
+from rose_core.guard.whole import WholePhase
 from rose_core.identity import PodUid, SlotKey
 from rose_core.telemetry.events import Arrived
-from rose_core.telemetry.signal import Limits
-from rose_core.telemetry.verify import Verification
+from rose_core.telemetry.signal import SignalLimits
+from rose_core.telemetry.verify import SignalVerification
 from rose_core.wire.host import EngineState, EngineStatus
 from rose_core.wire.sync import Grant, SleepTerms, SyncReply
 from rose_engines.node.permit import Permit
@@ -64,9 +64,9 @@ class Node:
     sleeper: subprocess.Popen[bytes] | None = None
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> WholePhase:
         known = self.guard.whole._known.get(POD)
-        return known.whole.phase if known else Phase.OFF
+        return known.whole.phase if known else WholePhase.OFF
 
     @property
     def held(self) -> int:
@@ -125,7 +125,7 @@ class Node:
             self.guard.step_all()
             await asyncio.sleep(0.1)
 
-    async def until_phase(self, phase: Phase) -> None:
+    async def until_phase(self, phase: WholePhase) -> None:
         await self.until(lambda: self.phase is phase, str(phase))
 
     async def falls_asleep(self) -> int:
@@ -133,7 +133,7 @@ class Node:
         await self.until(self.guard.whole._sleeper_lives, "a sleeper")
         before = self.held
         self.grant(WHOLE)
-        await self.until_phase(Phase.ASLEEP)
+        await self.until_phase(WholePhase.ASLEEP)
         return before
 
 
@@ -173,8 +173,10 @@ async def node(folder: Path, feature: str = "on") -> AsyncIterator[Node]:
         guard.pods = StaticPods(folder / "replicas.yaml")
         made.grant()
         known = guard.replicas[POD]
-        known.verification = Verification(verified=True)
-        known.limits = Limits(tap_stale_ns=10**12)  # a busy machine must not look like a dead tap
+        known.verification = SignalVerification(verified=True)
+        known.limits = SignalLimits(
+            tap_stale_ns=10**12
+        )  # a busy machine must not look like a dead tap
         guard.on_tap([health()], time.monotonic_ns())
         known.book.blind_ns = 0
         permit.beat_host(time.monotonic_ns() + 10**12)
@@ -223,7 +225,7 @@ async def test_serving_is_drained_sleeps_and_is_ready_again_when_the_loan_ends(
         await made.until(lambda: not is_open(made.permit), "the gate closes")
         assert made.refusal == "ServingWaking"
         made.guard.host.engines = {}
-        await made.until_phase(Phase.OFF)
+        await made.until_phase(WholePhase.OFF)
         assert made.held > before - MEMORY // 10
         assert not made.drain.exists()
         assert made.is_ready()
@@ -236,7 +238,7 @@ async def test_nobody_is_lent_the_gpu_before_serving_sleeps(short_dir: Path) -> 
         made.kubelet = False
         made.grant(WHOLE)
         serve_rollouts(made)
-        await made.until_phase(Phase.DRAINING)
+        await made.until_phase(WholePhase.DRAINING)
         made.guard.step_all()
         assert not is_open(made.permit)
         assert made.guard.slots[KEY.uid].verdict.reason == "ServingAwake"
@@ -249,10 +251,10 @@ async def test_a_pod_that_stays_ready_is_left_alone(short_dir: Path) -> None:
         before = made.held
         await made.until(made.guard.whole._sleeper_lives, "a sleeper")
         made.grant(WHOLE)
-        await made.until_phase(Phase.RETURNING)
+        await made.until_phase(WholePhase.RETURNING)
         assert made.refusal == "NotDrained"
         await made.until(lambda: not made.drain.exists(), "the word to drain is taken back")
-        await made.until_phase(Phase.OFF)
+        await made.until_phase(WholePhase.OFF)
         assert made.held > before - MEMORY // 10
 
 
@@ -260,9 +262,9 @@ async def test_an_answer_of_200_that_frees_nothing_ends_the_loan(short_dir: Path
     async with node(short_dir, "off") as made:
         await made.until(made.guard.whole._sleeper_lives, "a sleeper")
         made.grant(WHOLE)
-        await made.until_phase(Phase.RETURNING)
+        await made.until_phase(WholePhase.RETURNING)
         assert made.refusal == "SleepRefused"
-        await made.until_phase(Phase.OFF)
+        await made.until_phase(WholePhase.OFF)
         assert made.engine.poll() is None
 
 
@@ -275,7 +277,7 @@ async def test_a_request_to_a_sleeping_replica_wakes_it(short_dir: Path) -> None
         made.guard.on_tap([Arrived(POD, 1, now, "/generate")], now)
         assert not is_open(made.permit), "at its arrival"
         made.guard.match()
-        assert made.phase is Phase.RETURNING
+        assert made.phase is WholePhase.RETURNING
         assert made.refusal == "RequestWhileAsleep"
         made.guard.host.engines = {}
         await made.until(lambda: made.held > before - MEMORY // 10, "its memory is back")
@@ -300,9 +302,9 @@ async def test_a_sleeper_that_is_ended_wakes_first_and_one_that_was_killed_after
         made.sleeper.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(made.sleeper.wait, PATIENCE_SECONDS) == 0
         assert made.held > before - MEMORY // 10
-        await made.until_phase(Phase.RETURNING)
+        await made.until_phase(WholePhase.RETURNING)
         made.start_sleeper()
-        await made.until_phase(Phase.OFF)
+        await made.until_phase(WholePhase.OFF)
 
 
 async def test_a_killed_sleeper_ends_the_loan_and_the_next_one_wakes_serving(
@@ -313,11 +315,11 @@ async def test_a_killed_sleeper_ends_the_loan_and_the_next_one_wakes_serving(
         assert made.sleeper is not None
         os.kill(made.sleeper.pid, signal.SIGKILL)
         made.sleeper.wait()
-        await made.until_phase(Phase.RETURNING)
+        await made.until_phase(WholePhase.RETURNING)
         assert made.refusal == "SleeperUnavailable"
         assert before - made.held > MEMORY // 2
         made.start_sleeper()
-        await made.until_phase(Phase.OFF)
+        await made.until_phase(WholePhase.OFF)
         assert made.held > before - MEMORY // 10
 
 
@@ -325,8 +327,8 @@ async def test_the_stop_button_wakes_serving(short_dir: Path) -> None:
     async with node(short_dir) as made:
         await made.falls_asleep()
         made.guard._stop_pressed = True
-        await made.until_phase(Phase.RETURNING)
-        await made.until_phase(Phase.OFF)
+        await made.until_phase(WholePhase.RETURNING)
+        await made.until_phase(WholePhase.OFF)
 
 
 def replace_terms(**changes: float) -> SleepTerms:

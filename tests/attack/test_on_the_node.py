@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from rose_core import rights
-from rose_core.rights import Listener, Party
+from rose_core.rights import CallerParty, Listener
 from rose_core.wire.enrolment import EnrolRequest, EnrolRouterRequest
 from rose_dev.errors import CommandFailed
 from rose_dev.waiting import wait_until
@@ -145,7 +145,7 @@ def test_the_api_server_lets_a_tenant_do_what_the_table_says_and_in_its_namespac
     for verb, namespace in product(verbs, (EVIL, RESEARCH, SYSTEM)):
         right, _, resource = verb.partition(" ")
         name, _, sub = resource.partition("/")
-        may = verb in rights.allowed(Listener.API, Party.EDITOR) and namespace == EVIL
+        may = verb in rights.allowed(Listener.API, CallerParty.EDITOR) and namespace == EVIL
         for way in WAYS[right] if not sub else ("update", "patch"):
             asked = {"group": "rose-gpu.dev", "verb": way, "resource": name, "subresource": sub}
             reviews.append(review({**asked, "namespace": namespace}))
@@ -284,7 +284,7 @@ def ports(installed: Installed) -> Iterator[tuple[Listener, str, frozenset[str]]
                 yield listener, address, verbs
 
 
-def bearers(installed: Installed) -> dict[str, tuple[str, dict[Listener, tuple[Party, ...]]]]:
+def bearers(installed: Installed) -> dict[str, tuple[str, dict[Listener, tuple[CallerParty, ...]]]]:
     """Credentials that somebody could bring, and where they make him somebody."""
     theirs, lease_of = f"{EVIL}/default", f"{RESEARCH}/grpo"
     token = installed.token
@@ -297,17 +297,17 @@ def bearers(installed: Installed) -> dict[str, tuple[str, dict[Listener, tuple[P
         "another namespace's account": (token(theirs, f"rose-lease/{lease_of}"), {}),
         "another lease's account": (token(f"{RESEARCH}/default", "rose-lease/research/other"), {}),
         "the account's own token": (token(f"{RESEARCH}/default", "https://kubernetes"), {}),
-        "the installation's token": (platform, {Listener.AGENT: (Party.PLATFORM,)}),
+        "the installation's token": (platform, {Listener.AGENT: (CallerParty.PLATFORM,)}),
         "another team's credential": (store["evil"], {}),
-        "the cluster's credential": (store["cluster"], {at_store: (Party.NODE,)}),
-        "the team's credential": (store["research"], {at_store: (Party.TRAINER,)}),
+        "the cluster's credential": (store["cluster"], {at_store: (CallerParty.NODE,)}),
+        "the team's credential": (store["research"], {at_store: (CallerParty.TRAINER,)}),
         "the team's harness": (
             token(f"{RESEARCH}/default", f"rose-turns/{lease_of}"),
-            {router: (Party.HARNESS,)},
+            {router: (CallerParty.HARNESS,)},
         ),
         "the team's trainer": (
             token(f"{RESEARCH}/default", f"rose-lease/{lease_of}"),
-            {router: (Party.TRAINER,)},
+            {router: (CallerParty.TRAINER,)},
         ),
     }
 
@@ -323,12 +323,12 @@ async def test_each_port_opens_each_verb_to_whom_the_table_says(installed: Insta
         trust = None if listener is Listener.STORE else doors.Trust(authority, f"any.{at}.svc")
         for bearer, (word, parties) in who.items():
             found = await doors.knock(place, word, verbs, trust)
-            known = parties.get(listener, (Party.ANYBODY,))
+            known = parties.get(listener, (CallerParty.ANYBODY,))
             may = set().union(*(rights.allowed(listener, party) for party in known))
             if bearer == "another team's credential" and listener is Listener.STORE:
                 may |= BLOCKS
             if listener is Listener.ROUTER:  # no `rose batches` stands behind this one: 404
-                may -= rights.allowed(Listener.BATCHES, Party.ROUTER) - PAGES
+                may -= rights.allowed(Listener.BATCHES, CallerParty.ROUTER) - PAGES
             if found.heard != may & found.answered:
                 more, less = found.heard - may, (may & found.answered) - found.heard
                 wrong.append(f"{listener} {place}, {bearer}: opened {more}, closed {less}")
@@ -424,7 +424,7 @@ async def test_a_router_that_was_taken_over_opens_what_the_table_gives_routers_a
             found = await doors.knock(place, word, verbs, trust, held.slot)
             assert found.answered, f"{listener} {place} answers nothing"
             opened.setdefault(listener, set()).update(found.heard)
-            if more := found.heard - rights.allowed(listener, Party.ROUTER):
+            if more := found.heard - rights.allowed(listener, CallerParty.ROUTER):
                 wrong.append(f"{listener} {place}, {what}: opened {more}")
     assert not wrong, "\n".join(wrong)
     assert opened.keys() >= {Listener.OPERATOR, Listener.AGENT, Listener.HOST, Listener.STORE}

@@ -36,14 +36,14 @@ from rose_weights.messages import (
 )
 from rose_weights.receive.record_client import RemoteRecords
 from rose_weights.serve import tenants
-from rose_weights.serve.access import Access
+from rose_weights.serve.access import StoreAccess
 from rose_weights.serve.identification import Identification
 from rose_weights.serve.records_service import RecordsService
 from rose_weights.serve.service import WeightService
 from rose_weights.serve.tenants import Tenants
-from rose_weights.store.record import Record, SavedPart
+from rose_weights.store.record import SavedPart, TurnRecord
 from rose_weights.store.record_store import StoredRecords, place_of
-from rose_weights.store.records import Owned, Records, Turn
+from rose_weights.store.records import OwnedSession, PublishedTurn, Records
 from rose_weights.store.store import Store
 from rose_wire import rpc
 from rose_wire.method import encode
@@ -59,8 +59,8 @@ class Shop:
     root: Path
     address: str
     words: dict[str, str]
-    owned: Owned
-    record: Record
+    owned: OwnedSession
+    record: TurnRecord
     clients: list[RemoteRecords]
 
     def client(self, who: str) -> RemoteRecords:
@@ -83,18 +83,18 @@ async def shop(tmp_path: Path) -> AsyncIterator[Shop]:
         "installation": "word",
         "nobody": "",
     }
-    access = Access(tenants=Tenants(file))
+    access = StoreAccess(tenants=Tenants(file))
     server = rpc.Server(identify=Identification(Tenants(file), "word"))
     store = Store(tmp_path / "store")
     service = WeightService(store, access=access)
     service.bind(server)
     RecordsService(store, access).bind(server)
     port = await server.start("127.0.0.1:0")
-    made = Shop(tmp_path, f"127.0.0.1:{port}", words, Owned("", "", 0), None, [])  # type: ignore[arg-type]
+    made = Shop(tmp_path, f"127.0.0.1:{port}", words, OwnedSession("", "", 0), None, [])  # type: ignore[arg-type]
     try:
         own = made.records("a", "a-grpo")
         made.owned = await asyncio.to_thread(own.own, "s", "host-a")
-        turn = Turn(1, (1, 2), SPEC, files=SECRET, processes=b"p")
+        turn = PublishedTurn(1, (1, 2), SPEC, files=SECRET, processes=b"p")
         made.record = await asyncio.to_thread(own.publish, made.owned, turn)
         yield made
     finally:
@@ -104,7 +104,7 @@ async def shop(tmp_path: Path) -> AsyncIterator[Shop]:
         await service.close()
 
 
-def name_of(record: Record) -> str:
+def name_of(record: TurnRecord) -> str:
     """What a record that was just published is listed by."""
     return hashlib.sha256(msgspec.json.encode(record)).hexdigest()
 
@@ -131,7 +131,7 @@ async def test_its_own_host_keeps_and_reads_them_over_the_network(shop: Shop) ->
         await asyncio.to_thread(shop.records("a", "a-grpo").check, shop.owned)
 
 
-ATTEMPTS: dict[str, Callable[[RemoteRecords, Record], object]] = {
+ATTEMPTS: dict[str, Callable[[RemoteRecords, TurnRecord], object]] = {
     "own": lambda client, _: client.own("a-grpo", "s", "thief"),
     "look": lambda client, _: client.look("a-grpo", "s"),
     "read": lambda client, record: client.read("a-grpo", "s", name_of(record)),
@@ -174,8 +174,10 @@ async def test_another_run_cannot_adopt_a_block_by_its_name(shop: Shop) -> None:
                 client.commit, "b-1", "t", state.fence, msgspec.json.encode(record)
             )
     assert (await asyncio.to_thread(client.look, "b-1", "t")).turns == ()
-    own = Turn(1, (), SPEC, files=b"own")
-    await asyncio.to_thread(Records(client, "b-1").publish, Owned("t", "thief", state.fence), own)
+    own = PublishedTurn(1, (), SPEC, files=b"own")
+    await asyncio.to_thread(
+        Records(client, "b-1").publish, OwnedSession("t", "thief", state.fence), own
+    )
     with pytest.raises(Incomplete, match="is not here"):
         await asyncio.to_thread(client.block, "b-1", blocks_of(shop.record.files)[0])
     with pytest.raises(Damaged):  # by the name of another's record
@@ -328,7 +330,7 @@ def test_what_is_staged_is_of_one_run_and_takes_no_memory_of_the_store(tmp_path:
     """A tenant that stages without an end fills its own blocks, and no other team waits for it."""
     first = Records(Store(tmp_path), "a")
     one = first.own("one", "h")
-    made = first.publish(one, Turn(1, (), SPEC, files=b"f" * 5000))
+    made = first.publish(one, PublishedTurn(1, (), SPEC, files=b"f" * 5000))
     data = msgspec.json.encode(msgspec.structs.replace(made, turn=2))
     # Another process serves the store by now: whatever was remembered of the staging is gone.
     after = StoredRecords(Store(tmp_path))

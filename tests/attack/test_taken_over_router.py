@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from yarl import URL
 
 from rose_core import rights
-from rose_core.rights import Listener, Party
+from rose_core.rights import CallerParty, Listener
 from rose_rewards.main import running
 from rose_sandbox.http import ServingTraffic, application
 from rose_wire.bearer import lease_token
@@ -99,6 +99,6 @@ async def test_it_opens_there_what_everybody_may(
         for what, word in held.items():
             found = await doors.knock(port, word, verbs)
             assert found.answered == verbs, what
-            assert found.heard == rights.allowed(listener, Party.ANYBODY), what
+            assert found.heard == rights.allowed(listener, CallerParty.ANYBODY), what
         own = await doors.knock(port, "word", verbs)
-        assert own.heard > rights.allowed(listener, Party.ANYBODY), "its own token opens more"
+        assert own.heard > rights.allowed(listener, CallerParty.ANYBODY), "its own token opens more"

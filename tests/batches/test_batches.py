@@ -339,7 +339,7 @@ async def test_every_route_has_a_rule(tmp_path: Path) -> None:
 async def test_every_route_asks_for_the_routers_token(tmp_path: Path) -> None:
     async with fake_router() as router, serving(tmp_path, router, token="secret") as caller:
         for verb in rights.verbs(Listener.BATCHES) - rights.allowed(
-            Listener.BATCHES, rights.Party.ANYBODY
+            Listener.BATCHES, rights.CallerParty.ANYBODY
         ):
             method, path = verb.split()
             path = path.replace("{id}", "x")

@@ -5,14 +5,14 @@ import pytest
 from bench.simulate.__main__ import AIM, headline
 from rose_simulate.model.outcome import Interval
 from rose_simulate.model.scenarios.scenario import Regime
-from rose_simulate.runs.study import Row
+from rose_simulate.runs.study import StudyRow
 
 BELOW, ABOVE = 0.9 * AIM, 1.1 * AIM
 
 
-def row(regime: Regime, low: float, high: float, *, added: int = 0) -> Row:
+def row(regime: Regime, low: float, high: float, *, added: int = 0) -> StudyRow:
     ratio = Interval((low + high) / 2, low, high, pairs=3)
-    return Row(
+    return StudyRow(
         regime=regime,
         derate=0.5,
         throughput=ratio,
@@ -33,7 +33,7 @@ def row(regime: Regime, low: float, high: float, *, added: int = 0) -> Row:
     )
 
 
-def verdicts(one: Row) -> dict[str, bool | None]:
+def verdicts(one: StudyRow) -> dict[str, bool | None]:
     return {found.name.rpartition(": ")[2]: found.met for found in headline("normal", one)}
 
 

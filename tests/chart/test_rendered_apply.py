@@ -16,7 +16,7 @@ from rose_dev.control_plane import ControlPlane
 from rose_dev.shell import run
 from rose_operator.errors import ApiRefused
 from rose_operator.kube.api import Api
-from rose_operator.own_secrets import Options, OwnSecrets
+from rose_operator.own_secrets import OwnSecrets, SecretOptions
 from rose_wire import tls
 from tests.chart.rendering import CHART, HELM
 
@@ -107,7 +107,7 @@ def account(plane: ControlPlane, name: str) -> AsyncClient:
 
 async def fill(plane: ControlPlane, folder: Path, name: str, *, first: str = "rose-token") -> None:
     """What the operator does as it starts, as this service account."""
-    wanted = Options(
+    wanted = SecretOptions(
         folder,
         token=first,
         authority="rose-authority",

@@ -18,7 +18,7 @@ from rose_core.identity import PodUid
 from rose_core.lending import ReplicaDecision
 from rose_core.wire.sync import ReplicaReport
 from rose_operator.status.explain_requests import answer
-from rose_simulate.advice.memory import Engine
+from rose_simulate.advice.memory import ServingEngineKind
 from tests.api.objects import LEASE, POOL, changed
 from tests.engines.model_shapes import SHAPES
 
@@ -37,7 +37,7 @@ def given(model: Path, *, serving: Path | None = None) -> argparse.Namespace:
     return argparse.Namespace(
         rollout=model,
         serving=serving,
-        engine=Engine.SGLANG,
+        engine=ServingEngineKind.SGLANG,
         serving_gpus=1,
         serving_besides=3.0,
         rollout_besides=None,

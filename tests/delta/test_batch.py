@@ -9,7 +9,7 @@ from rose_core.delta import FORMATS, BlockError, NumberFormat, Tiling, decode_bl
 from rose_core.delta.batch import decode_batch
 from rose_core.delta.bits import Bits
 from rose_core.delta.codec import (
-    Changes,
+    TileChanges,
     encode_changes,
     encode_dense,
     encode_streams,
@@ -40,7 +40,7 @@ def blocks_of(
         places = np.flatnonzero(before != after)
         if len(places):
             moved = kind_steps(before[places], after[places], kind)
-            found.append((encode_changes(Changes(places, moved), len(before)), tile))
+            found.append((encode_changes(TileChanges(places, moved), len(before)), tile))
     return [block for block, _ in found], [tile for _, tile in found]
 
 
@@ -61,7 +61,7 @@ def test_together_as_one_by_one(case: tuple[NumberFormat, Bits, Bits, Tiling]) -
     for backend in BACKENDS:
         batch = decode_batch(blocks, tiles, cut, kind, backend)
         made = old.copy()
-        made[batch.positions] = Changes(steps=batch.steps).resolve(old[batch.positions], kind)
+        made[batch.positions] = TileChanges(steps=batch.steps).resolve(old[batch.positions], kind)
         assert np.array_equal(made, new)
         first = 0
         for block, tile, end in zip(blocks, tiles, batch.ends, strict=True):
@@ -73,7 +73,7 @@ def test_together_as_one_by_one(case: tuple[NumberFormat, Bits, Bits, Tiling]) -
 
 def two_tiles(changes: tuple[list[int], list[int]], elements: int) -> list[bytes]:
     return [
-        encode_changes(Changes(np.array(one, np.int64), np.ones(len(one), np.uint16)), elements)
+        encode_changes(TileChanges(np.array(one, np.int64), np.ones(len(one), np.uint16)), elements)
         for one in changes
     ]
 

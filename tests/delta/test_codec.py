@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from rose_core.delta import (
     FORMATS,
     BlockError,
-    Changes,
     Codec,
     NumberFormat,
+    TileChanges,
     check_block,
     decode_block,
     encode_tile,
@@ -204,4 +204,4 @@ def test_a_block_cannot_make_us_allocate_more_than_its_tile() -> None:
 
 def test_changes_without_positions_cannot_be_encoded() -> None:
     with pytest.raises(BlockError, match="without positions"):
-        encode_changes(Changes(), 10)
+        encode_changes(TileChanges(), 10)

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose_core.delta import (
-    Changes,
     Hop,
     LineageError,
     Manifest,
     NumberFormat,
+    TileChanges,
     compose,
     inverse,
     name_of,
@@ -64,7 +64,7 @@ def same(one: dict[str, Bits], two: dict[str, Bits]) -> bool:
     return all(np.array_equal(one[name], two[name]) for name in two)
 
 
-def equal(one: Changes | None, two: Changes) -> bool:
+def equal(one: TileChanges | None, two: TileChanges) -> bool:
     if one is None:
         return False
     sides = ((one.indices, two.indices), (one.steps, two.steps), (one.values, two.values))
@@ -134,8 +134,8 @@ def test_changes_form_a_group(case: tuple[NumberFormat, Bits, Bits], seed: int) 
         assert equal(merged, direct)
     if len(one):
         assert then(one, inverse(one), kind) is None
-    dense = Changes(values=b)
-    assert equal(then(dense, two if len(two) else None, kind), Changes(values=c))
+    dense = TileChanges(values=b)
+    assert equal(then(dense, two if len(two) else None, kind), TileChanges(values=c))
     assert then(one, dense, kind) is dense
     assert then(None, None, kind) is None
 

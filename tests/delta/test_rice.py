@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose_core.delta import FORMATS, BlockError, Changes, Codec, NumberFormat, decode_block
+from rose_core.delta import FORMATS, BlockError, Codec, NumberFormat, TileChanges, decode_block
 from rose_core.delta.bits import Bits
 from rose_core.delta.codec import encode_changes, encode_on_base, find_changes
 from tests.delta.strategies import BACKENDS, SLOW_MACHINE, kind_and_pair
 
 
-def same(one: Changes, two: Changes) -> bool:
+def same(one: TileChanges, two: TileChanges) -> bool:
     pairs = ((one.indices, two.indices), (one.steps, two.steps))
     return all(a is not None and b is not None and np.array_equal(a, b) for a, b in pairs)
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from rose_core.accounting.ledger import Tier
+from rose_core.accounting.ledger import GpuTier
 from rose_demo.costs import costs, late_requests, section
 from rose_demo.records import Recording
 from rose_demo.statistics import Attainment
@@ -31,7 +31,7 @@ def test_the_bill_is_of_the_time_that_its_tokens_and_steps_are_of(recording: Rec
     assert found.bill.dedicated == pytest.approx(2 * 300 / 3600 * 1e6), (
         "the trainer too, and the minute before the measurement in which tokens were counted"
     )
-    assert set(found.factors.per_million) == {Tier.DEDICATED, Tier.BORROWED}
+    assert set(found.factors.per_million) == {GpuTier.DEDICATED, GpuTier.BORROWED}
     assert found.violation is not None
     assert found.violation == pytest.approx(2 * 240 / 3600 * 1e6 / len(recording.requests)), (
         "of the time in which the requests were served"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rose_core.devices.capabilities import (
     Capability,
-    Missing,
+    MissingCapability,
     compute_needs,
     first_missing,
     memory_needs,
@@ -29,14 +29,20 @@ def test_what_an_engine_host_does_not_speak_of_is_missing() -> None:
 def test_the_gpus_own_word_comes_before_the_nodes() -> None:
     said = {"MPS": "MpsUnavailable: none", "MPS/GPU-a": "", "MPS/GPU-b": "MpsFault: crashed"}
     assert first_missing(said, MPS, ("GPU-a",)) is None
-    assert first_missing(said, MPS, GPUS) == Missing(Capability.MPS, "MpsFault", "crashed")
-    assert first_missing(said, MPS, ("GPU-c",)) == Missing(Capability.MPS, "MpsUnavailable", "none")
+    assert first_missing(said, MPS, GPUS) == MissingCapability(
+        Capability.MPS, "MpsFault", "crashed"
+    )
+    assert first_missing(said, MPS, ("GPU-c",)) == MissingCapability(
+        Capability.MPS, "MpsUnavailable", "none"
+    )
 
 
 def test_a_host_that_cannot_reach_its_gpus_lends_none() -> None:
     said = {"DeviceAccess": "DeviceAccess: no /dev/nvidia-uvm"}
     missing = first_missing(said, (), GPUS)
-    assert missing == Missing(Capability.DEVICE_ACCESS, "DeviceAccess", "no /dev/nvidia-uvm")
+    assert missing == MissingCapability(
+        Capability.DEVICE_ACCESS, "DeviceAccess", "no /dev/nvidia-uvm"
+    )
 
 
 def test_each_memory_choice_needs_its_own_capability() -> None:

@@ -19,16 +19,16 @@ from rose_agent.devices.elastic import SHM, KvcachedSegment
 from rose_agent.errors import QueryFailed
 from rose_agent.os.groups import wait_for
 from rose_core.devices.elastic import (
-    Effect,
     ElasticLimits,
+    ElasticPool,
+    OrderEffect,
     Orders,
-    Pool,
     PoolSeen,
     judge,
 )
 
 LIMITS = ElasticLimits()
-POOL = Pool(1000, 10)
+POOL = ElasticPool(1000, 10)
 
 
 @pytest.mark.parametrize(
@@ -41,34 +41,34 @@ def test_a_limit_is_of_whole_bundles_and_never_one_that_kvcached_ignores(
 
 
 def look(
-    before: Effect, seen: PoolSeen | None, at: float, *, running: bool = True
-) -> tuple[Effect, Orders]:
+    before: OrderEffect, seen: PoolSeen | None, at: float, *, running: bool = True
+) -> tuple[OrderEffect, Orders]:
     return judge(before, seen, 500, at, running=running, limits=LIMITS)
 
 
 def test_a_limit_that_is_not_the_wanted_one_is_written_again() -> None:
-    assert look(Effect(), PoolSeen(990, 100, 0), 0.0)[1] == Orders(write=500)
-    assert look(Effect(), PoolSeen(500, 100, 0), 0.0)[1] == Orders()
+    assert look(OrderEffect(), PoolSeen(990, 100, 0), 0.0)[1] == Orders(write=500)
+    assert look(OrderEffect(), PoolSeen(500, 100, 0), 0.0)[1] == Orders()
 
 
 def test_an_engine_that_gives_back_is_left_alone() -> None:
-    effect, orders = look(Effect(), PoolSeen(500, 700, 10), 0.0)
+    effect, orders = look(OrderEffect(), PoolSeen(500, 700, 10), 0.0)
     assert orders == Orders()
     effect, orders = look(effect, PoolSeen(500, 700, 10), 1.5)
     assert orders.flush
     effect, orders = look(effect, PoolSeen(500, 490, 10), 3.0)
-    assert (effect, orders) == (Effect(looked_s=3.0), Orders())
+    assert (effect, orders) == (OrderEffect(looked_s=3.0), Orders())
 
 
 def test_spare_pages_count_as_held() -> None:
-    effect, _ = look(Effect(), PoolSeen(500, 495, 10), 0.0)
+    effect, _ = look(OrderEffect(), PoolSeen(500, 495, 10), 0.0)
     effect, _ = look(effect, PoolSeen(500, 495, 10), 11.0)
     assert effect.reason == "MemoryKept"
 
 
 def test_an_engine_that_keeps_its_memory_is_ended_and_one_that_is_stopped_is_not() -> None:
     kept = PoolSeen(500, 900, 0)
-    effect = Effect()
+    effect = OrderEffect()
     for second in range(60):
         effect, orders = look(effect, kept, float(second), running=False)
         assert (effect.reason, orders) == ("", Orders())
@@ -81,7 +81,7 @@ def test_an_engine_that_keeps_its_memory_is_ended_and_one_that_is_stopped_is_not
 
 
 def test_a_segment_that_is_gone_is_unknown_and_after_a_while_the_end() -> None:
-    effect, orders = look(Effect(), None, 0.0)
+    effect, orders = look(OrderEffect(), None, 0.0)
     assert (effect.reason, orders) == ("", Orders())
     back, _ = look(effect, PoolSeen(500, 100, 0), 5.0)
     assert back.unknown_since_s is None

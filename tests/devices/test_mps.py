@@ -25,11 +25,11 @@ from rose_agent.devices.mps.main import Question, check, end, main
 from rose_agent.errors import MpsError
 from rose_agent.os.groups import wait_for
 from rose_core.devices.mps import (
-    Client,
     EndStep,
+    MpsClient,
     MpsRefusal,
     MpsSeen,
-    Server,
+    MpsServer,
     ServerState,
     client_environment,
     expected_multiprocessors,
@@ -41,7 +41,7 @@ from rose_core.devices.mps import (
 # An answer is a new process of the stand-in: on a busy machine that takes seconds, and a daemon
 # that is late counts as none.
 PATIENCE = 120.0
-SERVER = Server(100, ServerState.ACTIVE, 0, frozenset({11, 22}), multi_user=True)
+SERVER = MpsServer(100, ServerState.ACTIVE, 0, frozenset({11, 22}), multi_user=True)
 SEEN = MpsSeen((SERVER,), frozenset({11}))
 
 
@@ -72,23 +72,23 @@ def test_a_server_of_the_engines_own_user_needs_no_multi_user_mode() -> None:
 
 
 def test_an_engine_outside_the_server_is_refused_however_little_it_sees() -> None:
-    found = is_limited(Client(frozenset({33}), 10), SERVER, 132, 30)
+    found = is_limited(MpsClient(frozenset({33}), 10), SERVER, 132, 30)
     assert found.refusal is MpsRefusal.NOT_A_CLIENT
 
 
 @pytest.mark.parametrize(("seen", "given"), [(40, True), (38, True), (41, False), (132, False)])
 def test_an_engine_sees_its_share_and_no_more(seen: int, given: bool) -> None:
-    found = is_limited(Client(frozenset({22}), seen), SERVER, 132, 30)
+    found = is_limited(MpsClient(frozenset({22}), seen), SERVER, 132, 30)
     assert (found.refusal is MpsRefusal.NONE) is given
 
 
 def test_an_engine_that_does_not_say_what_it_sees_is_not_believed() -> None:
-    found = is_limited(Client(frozenset({22}), None), SERVER, 132, 30)
+    found = is_limited(MpsClient(frozenset({22}), None), SERVER, 132, 30)
     assert found.refusal is MpsRefusal.SHARE_NOT_GIVEN
 
 
 def test_a_share_of_an_unknown_whole_is_not_believed() -> None:
-    found = is_limited(Client(frozenset({22}), 10), SERVER, None, 30)
+    found = is_limited(MpsClient(frozenset({22}), 10), SERVER, None, 30)
     assert found.refusal is MpsRefusal.SHARE_NOT_GIVEN
 
 
@@ -256,17 +256,10 @@ def test_the_second_grammar_reads_numbers_and_no_table() -> None:
         "client": ("3165259,main,0,default,python -c 1,2", "51087,main,0,high,python"),
     }
     (server,) = mps3.servers(lambda words: made[words[0]], multi_user=True)
-    assert server == Server(48201, ServerState.ACTIVE, 1000, frozenset({3165259, 51087}), True)
+    assert server == MpsServer(48201, ServerState.ACTIVE, 1000, frozenset({3165259, 51087}), True)
     for name, line in (("server", "main,1000,48201,Odd,x"), ("client", "316...,main")):
         with pytest.raises(MpsError, match="not understood"):
             mps3.servers(lambda words: {**made, name: (line,)}[words[0]], multi_user=True)  # noqa: B023
-
-
-def test_lists_of_protocol_3_have_a_head_unless_they_are_asked_for_as_csv() -> None:
-    daemon = fake_mps.FakeDaemon(multi_user=False, protocol=3)
-    assert daemon.answer("client list") == "PID SERVER DEVICE NAMESPACE CMD\n"
-    assert daemon.answer("server list") == "NAME UID PID STATUS PIPE-DIRECTORY\n"
-    assert daemon.answer("client list --format=csv,noheader") == "\n"
 
 
 @pytest.mark.parametrize("daemon", [2], indirect=True)

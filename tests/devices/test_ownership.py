@@ -6,13 +6,13 @@ import pytest
 
 from rose_core.devices.ownership import (
     DRA_DRIVER,
+    AllocatedDevice,
+    AllocatedShare,
     Allocation,
     Claim,
-    Device,
     DriverGpu,
+    GpuParty,
     OnGpu,
-    Part,
-    Party,
     Proof,
     claim,
     find,
@@ -36,25 +36,29 @@ GPU = "nvidia.com/gpu"
 @pytest.mark.parametrize(
     ("device", "uuid", "part"),
     [
-        (Device(GPU, A), A, Part.WHOLE),
-        (Device("acme.example/h100", A), A, Part.WHOLE),
-        (Device(GPU, "1"), B, Part.WHOLE),
-        (Device(GPU, "nvidia5"), B, Part.WHOLE),
-        (Device(DRA_DRIVER, "gpu-5"), B, Part.WHOLE),
-        (Device("dra.acme.example", "dev7", (f"acme.example/gpu={A}",)), A, Part.WHOLE),
-        (Device(GPU, "GPU-a"), "GPU-a", Part.WHOLE),
-        (Device(f"{GPU}.shared", f"{A}::3"), A, Part.SHARE),
-        (Device(GPU, "1::0"), B, Part.SHARE),
-        (Device(GPU, "nvidia5/vgpu1"), B, Part.SHARE),
-        (Device("nvidia.com/mig-1g.10gb", f"MIG-{A}"), "", Part.SLICE),
-        (Device(GPU, "nvidia0/gi3"), "", Part.SLICE),
-        (Device(DRA_DRIVER, "gpu-0-mig-1g.10gb-19-0"), "", Part.SLICE),
-        (Device(GPU, "nvidia9"), "", Part.WHOLE),
-        (Device(GPU, "9"), "", Part.WHOLE),
+        (AllocatedDevice(GPU, A), A, AllocatedShare.WHOLE),
+        (AllocatedDevice("acme.example/h100", A), A, AllocatedShare.WHOLE),
+        (AllocatedDevice(GPU, "1"), B, AllocatedShare.WHOLE),
+        (AllocatedDevice(GPU, "nvidia5"), B, AllocatedShare.WHOLE),
+        (AllocatedDevice(DRA_DRIVER, "gpu-5"), B, AllocatedShare.WHOLE),
+        (
+            AllocatedDevice("dra.acme.example", "dev7", (f"acme.example/gpu={A}",)),
+            A,
+            AllocatedShare.WHOLE,
+        ),
+        (AllocatedDevice(GPU, "GPU-a"), "GPU-a", AllocatedShare.WHOLE),
+        (AllocatedDevice(f"{GPU}.shared", f"{A}::3"), A, AllocatedShare.SHARE),
+        (AllocatedDevice(GPU, "1::0"), B, AllocatedShare.SHARE),
+        (AllocatedDevice(GPU, "nvidia5/vgpu1"), B, AllocatedShare.SHARE),
+        (AllocatedDevice("nvidia.com/mig-1g.10gb", f"MIG-{A}"), "", AllocatedShare.SLICE),
+        (AllocatedDevice(GPU, "nvidia0/gi3"), "", AllocatedShare.SLICE),
+        (AllocatedDevice(DRA_DRIVER, "gpu-0-mig-1g.10gb-19-0"), "", AllocatedShare.SLICE),
+        (AllocatedDevice(GPU, "nvidia9"), "", AllocatedShare.WHOLE),
+        (AllocatedDevice(GPU, "9"), "", AllocatedShare.WHOLE),
     ],
 )
 def test_a_device_is_found_by_what_its_plugin_calls_it(
-    device: Device, uuid: str, part: Part
+    device: AllocatedDevice, uuid: str, part: AllocatedShare
 ) -> None:
     found = find(device, GPUS)
     assert found is not None
@@ -64,27 +68,32 @@ def test_a_device_is_found_by_what_its_plugin_calls_it(
 @pytest.mark.parametrize(
     "device",
     [
-        Device("rdma.example/hca", "1"),
-        Device("rdma.example/hca", "nvidia0"),
-        Device("dra.net.example", "gpu-0"),
-        Device("nvidia.com/nvswitch", "nvidia-nvswitch0"),
+        AllocatedDevice("rdma.example/hca", "1"),
+        AllocatedDevice("rdma.example/hca", "nvidia0"),
+        AllocatedDevice("dra.net.example", "gpu-0"),
+        AllocatedDevice("nvidia.com/nvswitch", "nvidia-nvswitch0"),
     ],
 )
-def test_other_devices_are_no_gpus(device: Device) -> None:
+def test_other_devices_are_no_gpus(device: AllocatedDevice) -> None:
     assert find(device, GPUS) is None
 
 
-def pod(name: str, *devices: Device, namespace: str = "chat") -> Allocation:
+def pod(name: str, *devices: AllocatedDevice, namespace: str = "chat") -> Allocation:
     return Allocation(namespace, name, devices)
 
 
 def test_several_gpus_of_a_pod_are_its_own() -> None:
-    serving = pod("serving", Device(GPU, A), Device("rdma.example/hca", "1"), Device(GPU, B))
+    serving = pod(
+        "serving",
+        AllocatedDevice(GPU, A),
+        AllocatedDevice("rdma.example/hca", "1"),
+        AllocatedDevice(GPU, B),
+    )
     assert claim("chat", "serving", [serving], GPUS) == Claim((A, B), Proof.ALLOCATED)
 
 
 def test_a_gpu_given_out_in_shares_is_refused_by_name() -> None:
-    each = [pod("a", Device(GPU, f"{A}::0")), pod("b", Device(GPU, f"{A}::1"))]
+    each = [pod("a", AllocatedDevice(GPU, f"{A}::0")), pod("b", AllocatedDevice(GPU, f"{A}::1"))]
     found = claim("chat", "a", each, GPUS)
     assert found.refusal == "SharedGpu"
     assert "chat/b" in found.message
@@ -93,7 +102,7 @@ def test_a_gpu_given_out_in_shares_is_refused_by_name() -> None:
 
 
 def test_a_gpu_of_two_pods_is_refused_for_both_by_name() -> None:
-    each = [pod("a", Device(DRA_DRIVER, "gpu-0")), pod("b", Device(GPU, A))]
+    each = [pod("a", AllocatedDevice(DRA_DRIVER, "gpu-0")), pod("b", AllocatedDevice(GPU, A))]
     for name, other in (("a", "chat/b"), ("b", "chat/a")):
         found = claim("chat", name, each, GPUS)
         assert (found.gpus, found.refusal) == ((A,), "SharedGpu")
@@ -102,20 +111,20 @@ def test_a_gpu_of_two_pods_is_refused_for_both_by_name() -> None:
 
 def test_the_platforms_administrative_claims_share_nothing() -> None:
     """Those of DRA's admin access look like any other to the kubelet."""
-    guard = pod("rose-agent", Device(DRA_DRIVER, "gpu-0"), namespace="rose-system")
-    each = [pod("a", Device(GPU, A)), guard]
+    guard = pod("rose-agent", AllocatedDevice(DRA_DRIVER, "gpu-0"), namespace="rose-system")
+    each = [pod("a", AllocatedDevice(GPU, A)), guard]
     assert claim("chat", "a", each, GPUS, frozenset({"rose-system"})).refusal == ""
     assert claim("chat", "a", each, GPUS).refusal == "SharedGpu"
 
 
 def test_a_slice_is_refused_with_its_name() -> None:
-    found = claim("chat", "a", [pod("a", Device("nvidia.com/mig-1g.10gb", "MIG-1"))], GPUS)
+    found = claim("chat", "a", [pod("a", AllocatedDevice("nvidia.com/mig-1g.10gb", "MIG-1"))], GPUS)
     assert found.refusal == "MigEnabled"
     assert "MIG-1" in found.message
 
 
 def test_a_gpu_that_the_driver_does_not_list_is_unknown_with_numbers() -> None:
-    found = claim("chat", "a", [pod("a", Device(GPU, "nvidia7"))], GPUS)
+    found = claim("chat", "a", [pod("a", AllocatedDevice(GPU, "nvidia7"))], GPUS)
     assert (found.gpus, found.refusal) == ((), "DeviceUnknown")
     assert "nvidia7" in found.message
     assert "2 GPUs" in found.message
@@ -123,7 +132,7 @@ def test_a_gpu_that_the_driver_does_not_list_is_unknown_with_numbers() -> None:
 
 # --- strangers
 
-PARTY = Party(
+PARTY = GpuParty(
     pod=POD_OWN,
     pids=frozenset({4}),
     names={POD_OWN: "chat/a", POD_EVIL: "evil/bait", POD_HOST: "rose-system/engine-host"},
@@ -163,11 +172,11 @@ def test_everybody_else_is_named(process: OnGpu, named: str) -> None:
 
 def test_the_mps_server_of_a_node_serves_pools_that_share_by_it() -> None:
     server = OnGpu(9, command="nvidia-cuda-mps-server")
-    assert stranger(server, Party(POD_OWN, mps=True)) == ""
+    assert stranger(server, GpuParty(POD_OWN, mps=True)) == ""
     pretender = OnGpu(9, pod=POD_EVIL, command="nvidia-cuda-mps-server")
-    assert stranger(pretender, Party(POD_OWN, names=PARTY.names, mps=True)) != ""
+    assert stranger(pretender, GpuParty(POD_OWN, names=PARTY.names, mps=True)) != ""
 
 
 def test_a_replica_from_a_file_may_share_its_gpu_with_processes_of_no_pod() -> None:
-    assert stranger(OnGpu(9), Party(POD_OWN, proof=Proof.WRITTEN)) == ""
-    assert stranger(OnGpu(9, pod=POD_EVIL), Party(POD_OWN, proof=Proof.WRITTEN)) != ""
+    assert stranger(OnGpu(9), GpuParty(POD_OWN, proof=Proof.WRITTEN)) == ""
+    assert stranger(OnGpu(9, pod=POD_EVIL), GpuParty(POD_OWN, proof=Proof.WRITTEN)) != ""

@@ -21,7 +21,7 @@ from rose_agent.devices.watch import (
 )
 from rose_core.devices.health import Vitals
 from rose_core.devices.memory import Headroom
-from rose_core.devices.ownership import Claim, Party, Proof
+from rose_core.devices.ownership import Claim, GpuParty, Proof
 from rose_core.identity import GpuUuid, PodUid, SlotUid
 from rose_dev.gpu.state import DRIVER_NOT_LOADED, NOT_SUPPORTED, State
 from rose_dev.waiting import until
@@ -108,7 +108,7 @@ class Node:
     ) -> ReplicaGpus:
         """Without reading anew."""
         claim = Claim(tuple(GpuUuid(uuid) for uuid in uuids), Proof.ALLOCATED)
-        party = Party(POD, names=self.names, platform=frozenset({HOST}), proof=claim.proof)
+        party = GpuParty(POD, names=self.names, platform=frozenset({HOST}), proof=claim.proof)
         return self.watch.look(claim, party, terms or FIFTH, lent or LentState(), None)
 
 
@@ -407,7 +407,7 @@ def test_a_process_that_cannot_be_seen_refuses_once_it_stays(node: Node) -> None
 def test_a_claim_that_is_refused_closes_the_gate(node: Node) -> None:
     node.read()
     claim = Claim((GpuUuid(node.gpu.uuid),), Proof.ALLOCATED, "SharedGpu", "also allocated to a/b")
-    view = node.watch.look(claim, Party(POD), PoolGpuTerms(), LentState(), None)
+    view = node.watch.look(claim, GpuParty(POD), PoolGpuTerms(), LentState(), None)
     assert (view.refusal, view.message) == ("SharedGpu", "also allocated to a/b")
 
 

@@ -36,7 +36,7 @@ from rose_engines.weights.calls import Commit, Committed, Refused, Stage, Staged
 from rose_engines.weights.decoding import Decoded, held_of
 from rose_engines.weights.host_memory import HostMemory
 from rose_engines.weights.live import commit, confirm, digest_live
-from rose_engines.weights.segment import Segment, SharedMemory, Sizes, memory_of
+from rose_engines.weights.segment import SharedMemory, Sizes, StagedSegment, memory_of
 from rose_engines.weights.session import WeightSession
 from rose_engines.weights.stager import InThread, OwnProcess
 from rose_engines.weights.staging import stage
@@ -583,7 +583,7 @@ def test_it_ends_when_its_engine_is_killed(tmp_path: Path, old: State) -> None:
 
 def test_sizes_cover_every_region() -> None:
     sizes = Sizes(3, 2, 5, 7, 4, (1, 2, 3, 4))
-    segment = Segment.over(bytearray(sizes.nbytes), sizes)
+    segment = StagedSegment.over(bytearray(sizes.nbytes), sizes)
     assert segment.rows.shape == (3, segments.FIELDS)
     assert [len(segment.given[width]) for width in segments.WIDTHS] == [1, 2, 3, 4]
     assert (len(segment.raw), len(segment.places), len(segment.names)) == (5, 7, 4)

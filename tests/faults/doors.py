@@ -16,7 +16,7 @@ import msgspec
 import psutil
 
 from rose_core.delta.manifest import Manifest
-from rose_core.delta.parts import Part
+from rose_core.delta.parts import RankPart
 from rose_core.identity import WeightVersion
 from rose_router.errors import REASON
 from rose_weights import methods as weight_plane
@@ -38,7 +38,7 @@ _VERSION = WeightVersion(RUN, 1, 1)
 _BYTES = {
     "manifest": Manifest(target=_VERSION, digest="0" * 32, tensors=(), tiles=b"").encode(),
     "part": encode(
-        Part(target=_VERSION, rank=0, world=1, tensors=(), tiles=(), digests=b"", blocks=())
+        RankPart(target=_VERSION, rank=0, world=1, tensors=(), tiles=(), digests=b"", blocks=())
     ),
 }
 

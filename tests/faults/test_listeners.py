@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from rose_core import rights
 from rose_core.api.crd import KINDS
-from rose_core.rights import Listener, Party
+from rose_core.rights import CallerParty, Listener
 from rose_dev.control_plane import ControlPlane
 from rose_engines.process.exposed_routes import KEY_VARIABLE
 from rose_rewards import keda
@@ -47,23 +47,23 @@ LISTENERS = {"host": Listener.HOST, "sync": Listener.SYNC}
 LISTENERS |= {name: Listener(name) for name in PORTS.keys() - {"host", "sync"}}
 
 # Each credential of the fleet, and where it makes its bearer somebody; elsewhere he is anybody.
-WHO: dict[str, dict[Listener, tuple[Party, ...]]] = {
+WHO: dict[str, dict[Listener, tuple[CallerParty, ...]]] = {
     "": {},
     "guess": {},
     "installation": {
-        Listener.AGENT: (Party.NODE, Party.PLATFORM),
-        Listener.ROUTER: (Party.NODE, Party.OPERATOR),
-        Listener.RELAY: (Party.NODE,),
-        Listener.STORE: (Party.NODE,),
+        Listener.AGENT: (CallerParty.NODE, CallerParty.PLATFORM),
+        Listener.ROUTER: (CallerParty.NODE, CallerParty.OPERATOR),
+        Listener.RELAY: (CallerParty.NODE,),
+        Listener.STORE: (CallerParty.NODE,),
     },
-    "turns": {Listener.ROUTER: (Party.TRAINER,)},
-    "harness": {Listener.ROUTER: (Party.HARNESS,)},
-    "store": {Listener.STORE: (Party.TRAINER,)},
-    "hosts": {Listener.STORE: (Party.SANDBOX,)},
+    "turns": {Listener.ROUTER: (CallerParty.TRAINER,)},
+    "harness": {Listener.ROUTER: (CallerParty.HARNESS,)},
+    "store": {Listener.STORE: (CallerParty.TRAINER,)},
+    "hosts": {Listener.STORE: (CallerParty.SANDBOX,)},
     "rival": {},
     "engine": {},
-    "slot": {Listener.HOST: (Party.ROUTER,)},
-    "callers": {Listener.INGEST: (Party.ROUTER,)},
+    "slot": {Listener.HOST: (CallerParty.ROUTER,)},
+    "callers": {Listener.INGEST: (CallerParty.ROUTER,)},
 }
 # A team with rights to runs of its own reaches these too: blocks have no run, and are known by the
 # hashes in the manifests of runs that it may read.
@@ -202,7 +202,7 @@ def sockets(found: Fleet) -> list[Path]:
 def opened(name: str, word: str) -> set[str]:
     """What the table opens to the bearer of a credential at a process, over the network."""
     listener = LISTENERS[name]
-    parties = WHO[word].get(listener, ()) or (Party.ANYBODY,)
+    parties = WHO[word].get(listener, ()) or (CallerParty.ANYBODY,)
     return set().union(*(rights.allowed(listener, party) for party in parties))
 
 
@@ -350,7 +350,11 @@ async def test_the_operator_hears_no_stranger(control_plane: ControlPlane, tmp_p
         # Without --enrol-address nobody is given an identity.
         unbound = {"/rose.v1.Identity/Enrol", "/rose.v1.Identity/EnrolRouter"}
         assert served | unbound == rights.verbs(Listener.OPERATOR)
-        for token, party in (("", Party.ANYBODY), ("guess", Party.ANYBODY), (word, Party.NODE)):
+        for token, party in (
+            ("", CallerParty.ANYBODY),
+            ("guess", CallerParty.ANYBODY),
+            (word, CallerParty.NODE),
+        ):
             answers = [await doors.knock(port, token, served) for port in ports]
             heard = set().union(*(answer.heard for answer in answers))
             assert heard == rights.allowed(Listener.OPERATOR, party) - unbound, party

@@ -11,7 +11,7 @@ import pytest
 from rose_core.api import Desired, RolloutLease, RolloutSlot
 from rose_core.api.rolloutlease import LeaseSpec
 from rose_core.wire.sync import Grant, SyncRequest
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.settings import Settings
 from rose_operator.sync.grants import adapter_runs, grants_of
 from tests.api.objects import LEASE
@@ -38,7 +38,7 @@ async def borrowing(settings: Settings) -> Bench:
 
 
 def slots(bench: Bench) -> list[RolloutSlot]:
-    return [RolloutSlot.model_validate(raw) for raw in bench.api.all(Kind.SLOT)]
+    return [RolloutSlot.model_validate(raw) for raw in bench.api.all(ObjectKind.SLOT)]
 
 
 def granted(found: Iterable[RolloutSlot], settings: Settings) -> list[Grant]:
@@ -48,7 +48,7 @@ def granted(found: Iterable[RolloutSlot], settings: Settings) -> list[Grant]:
 
 
 def accepted(bench: Bench) -> dict[str, Any]:
-    (lease,) = bench.api.all(Kind.LEASE)
+    (lease,) = bench.api.all(ObjectKind.LEASE)
     (found,) = (one for one in lease["status"]["conditions"] if one["type"] == "Accepted")
     return dict(found)
 
@@ -73,7 +73,7 @@ async def test_a_run_of_another_team_is_left_out_beside_ones_own() -> None:
         "left out of adapterRuns: theirs; this namespace may not follow"
         in accepted(bench)["message"]
     )
-    (raw,) = bench.api.all(Kind.LEASE)
+    (raw,) = bench.api.all(ObjectKind.LEASE)
     lease = RolloutLease.model_validate(raw)
     assert adapter_runs([lease], settings, None) == {}  # no node hears of it
     theirs_too = replace(SETTINGS, runs={"main": {NAMESPACE: (RUN, "theirs")}})

@@ -16,7 +16,7 @@ from rose_core.guard.experience import Experience
 from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, judge
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.reasons import GateReason
-from rose_core.guard.slack import Objective
+from rose_core.guard.slack import LatencyObjective
 from rose_core.telemetry.book import FinishedRequest, LiveRequest
 from rose_core.telemetry.events import EndKind
 from tests.guard.worlds import MS, NOW, busy, facts
@@ -225,7 +225,7 @@ class Guarded:
     """
 
     def __init__(
-        self, goals: Objective, predictor: Predictor, size: int = 350, told_ms: int = 0
+        self, goals: LatencyObjective, predictor: Predictor, size: int = 350, told_ms: int = 0
     ) -> None:
         self.goals, self.size = goals, size
         self._every_ms, self._told_ns = told_ms, 0
@@ -263,7 +263,9 @@ class Guarded:
 
     def _facts(self, requests: tuple[LiveRequest, ...]) -> ReplicaFacts:
         margin = self.experience.margin.value
-        goals = Objective(self.goals.ttft_s, self.goals.tpot_s, self.goals.max_increase, margin)
+        goals = LatencyObjective(
+            self.goals.ttft_s, self.goals.tpot_s, self.goals.max_increase, margin
+        )
         predictor = self.experience.predictor
         signal = replace(busy(*requests), told_ns=self._told_ns)
         return facts(signal, idle_share=0.0, objective=goals, predictor=predictor)

@@ -10,14 +10,14 @@ from rose_core.guard.certificate import (
     CHUNK_DIVISORS,
     FIRST_STOP_S,
     RELEARN,
-    Certificate,
     Envelope,
+    TtftCertificate,
     certify,
 )
 from rose_core.guard.experience import Experience, Lessons
 from rose_core.guard.gate import GateLimits, judge
 from rose_core.guard.reasons import GateReason
-from rose_core.guard.slack import Objective
+from rose_core.guard.slack import LatencyObjective
 from rose_core.guard.trial import added
 from rose_core.stats import conformal, mixture_sequence
 from rose_core.telemetry.book import FinishedRequest
@@ -26,9 +26,9 @@ from rose_core.wire.sync import Trial
 from tests.guard.worlds import MS, NOW, S, busy, facts, idle
 
 SHORT = CHUNK_DIVISORS[-1]
-GOALS = Objective(ttft_s=0.4)
-HOLDS = Certificate(0.4, 0.2, 0.05, 0.99)
-FAILS = Certificate(0.4, 0.38, 0.05, 0.99)
+GOALS = LatencyObjective(ttft_s=0.4)
+HOLDS = TtftCertificate(0.4, 0.2, 0.05, 0.99)
+FAILS = TtftCertificate(0.4, 0.38, 0.05, 0.99)
 
 
 class World:
@@ -64,7 +64,7 @@ class World:
         return said.learn(done, GOALS, 0).exceeded
 
     @property
-    def certificate(self) -> Certificate:
+    def certificate(self) -> TtftCertificate:
         found = self.experience.certificate(GOALS, 99)
         assert found is not None
         return found
@@ -187,7 +187,7 @@ def test_beside_ranks_that_keep_whole_chunks_no_short_ones_are_promised() -> Non
 
 
 def test_a_gate_that_opens_under_a_certificate_carries_its_chunks() -> None:
-    short = Certificate(0.4, 0.35, 0.02, 0.99, SHORT)
+    short = TtftCertificate(0.4, 0.35, 0.02, 0.99, SHORT)
     for certificate, divisor in ((short, SHORT), (HOLDS, 1), (None, 1)):
         verdict = judge(facts(idle(), certificate=certificate), GateLimits(), NOW)
         assert (verdict.open, verdict.chunk_divisor) == (True, divisor)
@@ -235,7 +235,7 @@ def test_a_gate_that_was_shut_for_slow_stops_opens_to_learn_them_anew() -> None:
     ("first_ns", "status"), [(0, 200), (9 * MS, 500)], ids=["not streamed", "failed"]
 )
 def test_a_shut_gate_opens_again_for_requests_without_a_ttft(first_ns: int, status: int) -> None:
-    goals = Objective(ttft_s=0.4, alone_s=0.35)
+    goals = LatencyObjective(ttft_s=0.4, alone_s=0.35)
     said = Experience(NOW, lessons=Lessons())
     for _ in range(20):
         said.note_stop(0.075)

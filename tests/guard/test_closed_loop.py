@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose_core.guard.predictor import Predictor
-from rose_core.guard.slack import Objective
+from rose_core.guard.slack import LatencyObjective
 from rose_core.stats import quantile
 from tests.guard.closed_loop import Asked, Guarded, Machine, World, fixed
 
@@ -32,32 +32,32 @@ MACHINES = {
 }
 
 
-def objective(machine: Machine) -> Objective:
+def objective(machine: Machine) -> LatencyObjective:
     """Twice the 99th percentile of serving alone, on other arrivals."""
     quiet = replace(machine, slow=())
     done = World(quiet, 101, 10).run(fixed(0.0)).done
     ttft = quantile([asked.ttft_ms for asked in done], 0.99)
     tpot = quantile([asked.tpot_ms for asked in done], 0.99)
-    return Objective(2e-3 * ttft, 2e-3 * tpot)
+    return LatencyObjective(2e-3 * ttft, 2e-3 * tpot)
 
 
 class AddedViolation(Exception):
     """Ends a world of the search: a request is late that serving alone would have kept."""
 
 
-def is_slow(asked: Asked, goals: Objective) -> bool:
+def is_slow(asked: Asked, goals: LatencyObjective) -> bool:
     """Whether a request is over its objective."""
     return asked.ttft_ms > 1e3 * goals.ttft_s or asked.tpot_ms > 1e3 * goals.tpot_s
 
 
-def slow(world: World, goals: Objective) -> set[int]:
+def slow(world: World, goals: LatencyObjective) -> set[int]:
     """Requests over their objective."""
     return {asked.number for asked in world.done if is_slow(asked, goals)}
 
 
 def searched(
     machine: Machine,
-    goals: Objective,
+    goals: LatencyObjective,
     allowed: set[int],
     *,
     seed: int = 1,
@@ -78,7 +78,7 @@ def searched(
 
 
 @cache
-def alone(name: str) -> tuple[Objective, set[int]]:
+def alone(name: str) -> tuple[LatencyObjective, set[int]]:
     """Objective of a machine's pool, and requests that serving alone answers too late."""
     goals = objective(MACHINES[name])
     return goals, slow(World(MACHINES[name], 1, SECONDS).run(fixed(0.0)), goals)

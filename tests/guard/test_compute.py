@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rose_core.guard.compute import WINDOW_NS, Compute
+from rose_core.guard.compute import WINDOW_NS, ComputeWindow
 from rose_core.guard.gate import GateLimits, GateVerdict, judge
 from rose_core.guard.reasons import GateReason
 from tests.guard.worlds import MS, NOW, S, busy, facts, idle
@@ -22,7 +22,7 @@ def lend(
     """Spans that were open and verdicts, of a guard that looks every tick; with a seed, serving
     is busy for some of the time."""
     draw = random.Random(seed)
-    compute, verdicts, spans, until, works = Compute(percent=percent), [], [], 0, False
+    compute, verdicts, spans, until, works = ComputeWindow(percent=percent), [], [], 0, False
     for now in range(NOW, NOW + seconds * S, tick_ms * MS):
         if seed is not None and draw.random() < 0.02:
             works = not works
@@ -75,22 +75,24 @@ def test_engines_are_not_let_go_for_moments() -> None:
 
 
 def test_a_permit_is_replaced_by_the_next_and_not_added_to_it() -> None:
-    compute = Compute(percent=30).opened(NOW + PERMIT_NS, NOW).opened(NOW + 150 * MS, NOW + 10 * MS)
+    compute = (
+        ComputeWindow(percent=30).opened(NOW + PERMIT_NS, NOW).opened(NOW + 150 * MS, NOW + 10 * MS)
+    )
     assert compute.spent_ns(NOW + 150 * MS) == 150 * MS
 
 
 def test_a_permit_that_is_closed_early_costs_only_what_was_open() -> None:
-    compute = Compute(percent=30).opened(NOW + PERMIT_NS, NOW).opened(0, NOW + 10 * MS)
+    compute = ComputeWindow(percent=30).opened(NOW + PERMIT_NS, NOW).opened(0, NOW + 10 * MS)
     assert compute.spent_ns(NOW + 500 * MS) == 10 * MS
 
 
 def test_serving_that_is_busy_is_the_first_reason() -> None:
-    spent = Compute(((NOW - 300 * MS, NOW),), percent=30)
+    spent = ComputeWindow(((NOW - 300 * MS, NOW),), percent=30)
     verdict = judge(facts(busy(), compute=spent), GateLimits(), NOW)
     assert verdict.reason is GateReason.SERVING_BUSY
 
 
 def test_without_a_limit_nothing_is_counted_or_closed() -> None:
-    compute = Compute().opened(NOW + PERMIT_NS, NOW)
-    assert compute == Compute()
+    compute = ComputeWindow().opened(NOW + PERMIT_NS, NOW)
+    assert compute == ComputeWindow()
     assert judge(replace(facts(idle(for_ms=1000)), compute=compute), GateLimits(), NOW).open

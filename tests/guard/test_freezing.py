@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rose_core.guard.freezing import Activity, Grace, Step, next_step
+from rose_core.guard.freezing import Activity, FreezeStep, Grace, next_step
 from rose_core.guard.ladder import LadderLimits
 
 GRACE = Grace(iteration_ns=100, start_ns=1000)
@@ -13,23 +13,23 @@ GRACE = Grace(iteration_ns=100, start_ns=1000)
 @pytest.mark.parametrize(
     ("activity", "stopped_ns", "hurried", "expected"),
     [
-        (Activity.UNTOLD, 0, False, Step.FREEZE),
-        (Activity.RESTING, 0, False, Step.FREEZE),
-        (Activity.ITERATING, 99, False, Step.WAIT),
-        (Activity.ITERATING, 100, False, Step.FREEZE),
-        (Activity.ITERATING, 0, True, Step.FREEZE),
-        (Activity.ITERATING_TOGETHER, 99, False, Step.WAIT),
-        (Activity.ITERATING_TOGETHER, 99, True, Step.WAIT),
-        (Activity.ITERATING_TOGETHER, 100, False, Step.END),
-        (Activity.ITERATING_TOGETHER, 100, True, Step.END),
-        (Activity.STARTING, 999, False, Step.WAIT),
-        (Activity.STARTING, 999, True, Step.WAIT),
-        (Activity.STARTING, 1000, False, Step.END),
-        (Activity.STARTING, 1000, True, Step.END),
+        (Activity.UNTOLD, 0, False, FreezeStep.FREEZE),
+        (Activity.RESTING, 0, False, FreezeStep.FREEZE),
+        (Activity.ITERATING, 99, False, FreezeStep.WAIT),
+        (Activity.ITERATING, 100, False, FreezeStep.FREEZE),
+        (Activity.ITERATING, 0, True, FreezeStep.FREEZE),
+        (Activity.ITERATING_TOGETHER, 99, False, FreezeStep.WAIT),
+        (Activity.ITERATING_TOGETHER, 99, True, FreezeStep.WAIT),
+        (Activity.ITERATING_TOGETHER, 100, False, FreezeStep.END),
+        (Activity.ITERATING_TOGETHER, 100, True, FreezeStep.END),
+        (Activity.STARTING, 999, False, FreezeStep.WAIT),
+        (Activity.STARTING, 999, True, FreezeStep.WAIT),
+        (Activity.STARTING, 1000, False, FreezeStep.END),
+        (Activity.STARTING, 1000, True, FreezeStep.END),
     ],
 )
 def test_every_row_of_the_table(
-    activity: Activity, stopped_ns: int, hurried: bool, expected: Step
+    activity: Activity, stopped_ns: int, hurried: bool, expected: FreezeStep
 ) -> None:
     assert next_step(activity, stopped_ns, GRACE, hurried=hurried) is expected
 

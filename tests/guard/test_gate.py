@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from rose_core.guard.gate import GateLimits, GateVerdict, judge
-from rose_core.guard.predictor import Predictor, Profile
+from rose_core.guard.predictor import CostProfile, Predictor
 from rose_core.guard.reasons import GateReason
-from rose_core.guard.slack import Objective
+from rose_core.guard.slack import LatencyObjective
 from rose_core.telemetry.book import LiveRequest
 from rose_core.telemetry.signal import Doubt, ServingSignal
 from rose_core.wire.sync import SignalSource
@@ -69,8 +69,8 @@ def test_the_stop_button_comes_first() -> None:
 
 # --- a replica that is never idle
 
-GOAL = Objective(ttft_s=1.0, tpot_s=0.1)
-COST = Predictor(Profile(0.01, 0.05, 0.02, 0.0, shared_prefill=2.0, shared_decode=2.0))
+GOAL = LatencyObjective(ttft_s=1.0, tpot_s=0.1)
+COST = Predictor(CostProfile(0.01, 0.05, 0.02, 0.0, shared_prefill=2.0, shared_decode=2.0))
 
 
 def streaming(tokens: int = 50, started_ms: int = 1000) -> LiveRequest:
@@ -103,15 +103,17 @@ def test_a_stream_late_by_less_than_a_period_only_pauses() -> None:
 
 
 def test_a_relative_limit_alone_lends_between_prefills() -> None:
-    goal = Objective(max_increase=0.25)
+    goal = LatencyObjective(max_increase=0.25)
     waiting = LiveRequest(2, NOW, size=400)
     assert never_idle(busy(streaming(50, 500)), objective=goal).reason is GateReason.SLACK
     verdict = never_idle(busy(streaming(50, 500), waiting), objective=goal)
     assert verdict.reason is GateReason.NO_PREFILL_SLACK
 
 
-@pytest.mark.parametrize("goal", [Objective(), Objective(ttft_s=1.0), Objective(tpot_s=0.1)])
-def test_without_both_goals_there_is_no_slack(goal: Objective) -> None:
+@pytest.mark.parametrize(
+    "goal", [LatencyObjective(), LatencyObjective(ttft_s=1.0), LatencyObjective(tpot_s=0.1)]
+)
+def test_without_both_goals_there_is_no_slack(goal: LatencyObjective) -> None:
     verdict = never_idle(busy(streaming()), objective=goal)
     assert verdict.reason is GateReason.SERVING_BUSY
 
@@ -140,7 +142,7 @@ def test_a_large_prompt_closes_and_a_small_one_need_not() -> None:
 def test_the_duty_paces_the_gate_within_a_control_period() -> None:
     # 20 ms alone, 40 ms shared, budget 0.8 x 30 = 24 ms: with a third of the time lent a step
     # takes 20 / (1 - 1/3 x 1/2) = 24 ms.
-    goal = Objective(ttft_s=1.0, tpot_s=0.03)
+    goal = LatencyObjective(ttft_s=1.0, tpot_s=0.03)
     # Its 360 ms of savings are less than another prefill of its size would take.
     stream = replace(streaming(tokens=100, started_ms=2000), size=20_000)
     signal = busy(stream)
@@ -153,14 +155,14 @@ def test_the_duty_paces_the_gate_within_a_control_period() -> None:
 
 
 def test_a_duty_that_is_not_worth_it_closes() -> None:
-    goal = Objective(ttft_s=1.0, tpot_s=0.0255)
+    goal = LatencyObjective(ttft_s=1.0, tpot_s=0.0255)
     stream = streaming(tokens=100, started_ms=2000)
     verdict = never_idle(busy(stream), objective=goal)
     assert verdict.reason is GateReason.NO_DECODE_SLACK
 
 
 def test_what_a_stream_saved_is_lent() -> None:
-    goal = Objective(ttft_s=1.0, tpot_s=0.0255)
+    goal = LatencyObjective(ttft_s=1.0, tpot_s=0.0255)
     verdict = never_idle(busy(streaming(tokens=100, started_ms=1900)), objective=goal)
     assert (verdict.open, verdict.duty) == (True, 1.0)
 
@@ -172,7 +174,7 @@ def test_a_relative_limit_caps_the_duty() -> None:
 
 
 def test_saturated_lends_nothing() -> None:
-    goal = Objective(ttft_s=0.2, tpot_s=0.02)
+    goal = LatencyObjective(ttft_s=0.2, tpot_s=0.02)
     queue = tuple(LiveRequest(n, NOW - S, size=4000) for n in range(5))
     verdict = never_idle(busy(streaming(), *queue), objective=goal)
     assert not verdict.open

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.guard.budget import Breaker, BurnLimits, BurnMeter
+from rose_core.guard.budget import BudgetBreaker, BurnLimits, BurnMeter
 from rose_core.guard.gate import GateLimits, judge
 from rose_core.guard.margin import LEAST, MOST, Margin
-from rose_core.guard.predictor import Predictor, Profile
+from rose_core.guard.predictor import CostProfile, Predictor
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.regime import FEWEST, Gaps, cool_down
 from rose_core.guard.shares import OpenTime, lendable
-from rose_core.guard.slack import Objective
+from rose_core.guard.slack import LatencyObjective
 from rose_core.telemetry.book import LiveRequest
 from tests.guard.worlds import MS, NOW, S, busy, facts
 
@@ -155,8 +155,8 @@ def test_the_margin_does_not_answer_for_what_rollouts_did_not_do() -> None:
 
 
 def test_a_saturated_engine_lends_nothing() -> None:
-    goal = Objective(ttft_s=1.0, tpot_s=0.03, margin=0.05)
-    predictor = Predictor(Profile(0.01, 0.01, 0.03, 0.0, shared_decode=2.0))
+    goal = LatencyObjective(ttft_s=1.0, tpot_s=0.03, margin=0.05)
+    predictor = Predictor(CostProfile(0.01, 0.01, 0.03, 0.0, shared_decode=2.0))
     stream = LiveRequest(1, NOW, size=10, first_ns=NOW - 3 * S, tokens=100)
     world = facts(busy(stream), idle_share=0.0, objective=goal, predictor=predictor)
     verdicts = [judge(world, GateLimits(), NOW + step * MS) for step in range(200)]
@@ -208,7 +208,9 @@ def test_nobody_is_blamed_without_evidence() -> None:
 
 def test_the_breaker_rests_from_its_last_cause() -> None:
     limits = BurnLimits(rest_ns=10 * S)
-    breaker = Breaker().trip("error-budget", NOW, limits).trip("error-budget", NOW + S, limits)
-    assert not Breaker().open(NOW)
+    breaker = (
+        BudgetBreaker().trip("error-budget", NOW, limits).trip("error-budget", NOW + S, limits)
+    )
+    assert not BudgetBreaker().open(NOW)
     assert breaker.open(NOW + 10 * S)
     assert not breaker.open(NOW + 11 * S)

@@ -13,9 +13,9 @@ from rose_agent.tap import parser
 from rose_core.guard.freezing import Grace
 from rose_core.guard.gate import GateLimits, ReplicaFacts, judge
 from rose_core.guard.ladder import LadderLimits
-from rose_core.guard.whole import Phase
+from rose_core.guard.whole import WholePhase
 from rose_core.guard.whole import judge as judge_whole
-from rose_core.telemetry.signal import Limits, ServingSignal
+from rose_core.telemetry.signal import ServingSignal, SignalLimits
 from rose_core.wire.sync import SignalSource
 
 PROMISE = 250
@@ -25,7 +25,7 @@ TICK, LOOK, BEAT = (
 PERMIT, HOST_STALE = (
     limit // 1_000_000 for limit in (LadderLimits().permit_ns, LadderLimits().host_stale_ns)
 )
-TAP_STALE = Limits().tap_stale_ns // 1_000_000
+TAP_STALE = SignalLimits().tap_stale_ns // 1_000_000
 GRACE = Grace().iteration_ns // 1_000_000
 SUMS = {
     "guard": (PERMIT, LOOK, GRACE),
@@ -64,6 +64,6 @@ def test_no_permit_outlasts_what_it_was_judged_by() -> None:
     facts = ReplicaFacts(signal=heard)
     verdict = judge(facts, GateLimits(), now_ns=until - 1)
     assert (verdict.open, verdict.until_ns) == (True, until)
-    assert judge_whole(facts, Phase.ASLEEP).until_ns == until
+    assert judge_whole(facts, WholePhase.ASLEEP).until_ns == until
     unbounded = ReplicaFacts(signal=ServingSignal(SignalSource.WIRE_TAP, 0, empty_since_ns=0))
     assert judge(unbounded, GateLimits(), now_ns=until - 1).until_ns == 0

@@ -18,12 +18,12 @@ from rose_core.guard.crossover import (
     floor,
     judge,
 )
-from rose_core.guard.predictor import Predictor, Profile
-from rose_core.guard.slack import Objective, duty, measure
+from rose_core.guard.predictor import CostProfile, Predictor
+from rose_core.guard.slack import LatencyObjective, duty, measure
 from rose_core.telemetry.book import LiveRequest
 from tests.guard.worlds import MS, NOW
 
-PROFILE = Profile(0.01, 0.05, 0.02, 0.002, shared_prefill=2.0, shared_decode=3.0)
+PROFILE = CostProfile(0.01, 0.05, 0.02, 0.002, shared_prefill=2.0, shared_decode=3.0)
 
 
 def test_the_profile_alone_and_shared() -> None:
@@ -67,7 +67,7 @@ def test_nonsense_teaches_nothing(seconds: float) -> None:
 
 
 def test_slack_of_a_queue_adds_the_ones_ahead() -> None:
-    goal = Objective(ttft_s=1.0, tpot_s=0.1, margin=0.2)
+    goal = LatencyObjective(ttft_s=1.0, tpot_s=0.1, margin=0.2)
     first = LiveRequest(1, NOW - 100 * MS, size=1024)
     second = LiveRequest(2, NOW, size=1024)
     slack = measure((second, first), goal, Predictor(PROFILE), NOW)
@@ -77,7 +77,7 @@ def test_slack_of_a_queue_adds_the_ones_ahead() -> None:
 
 
 def test_decode_slack_is_what_was_earned() -> None:
-    goal = Objective(ttft_s=1.0, tpot_s=0.1, margin=0.0)
+    goal = LatencyObjective(ttft_s=1.0, tpot_s=0.1, margin=0.0)
     stream = LiveRequest(1, NOW - 3_000 * MS, first_ns=NOW - 2_000 * MS, tokens=30)
     slack = measure((stream,), goal, Predictor(PROFILE), NOW)
     assert slack.decode_s == pytest.approx(30 * 0.1 - 2.0 - 0.066)
@@ -86,24 +86,24 @@ def test_decode_slack_is_what_was_earned() -> None:
 def test_the_duty_is_what_a_calculation_by_hand_gives() -> None:
     predictor = Predictor(PROFILE)
     # Three times slower beside a rollout engine, twice as slow allowed: 1 - f (1 - 1/3) = 1/2.
-    assert duty(1, Objective(tpot_s=0.022 * 2 / 0.8), predictor) == pytest.approx(0.75)
-    assert duty(1, Objective(), predictor) == 0.0
-    assert duty(1, Objective(tpot_s=10.0), predictor) == 1.0
-    assert duty(1, Objective(tpot_s=0.001), predictor) == 0.0
+    assert duty(1, LatencyObjective(tpot_s=0.022 * 2 / 0.8), predictor) == pytest.approx(0.75)
+    assert duty(1, LatencyObjective(), predictor) == 0.0
+    assert duty(1, LatencyObjective(tpot_s=10.0), predictor) == 1.0
+    assert duty(1, LatencyObjective(tpot_s=0.001), predictor) == 0.0
 
 
 def test_what_was_saved_is_lent_as_well() -> None:
-    goal = Objective(tpot_s=0.022 * 2 / 0.8)
+    goal = LatencyObjective(tpot_s=0.022 * 2 / 0.8)
     predictor = Predictor(PROFILE)
     # A tenth of a period's tokens need only nine tenths of it: 1 - f (1 - 1/3) = 0.9 / 2.
     assert duty(1, goal, predictor, saved=0.1) == pytest.approx(0.825)
     assert duty(1, goal, predictor, saved=-0.1) == duty(1, goal, predictor)
     assert duty(1, goal, predictor, saved=1.0) == 1.0
-    assert duty(1, Objective(tpot_s=0.001), predictor, saved=1.0) == 0.0, "late by itself"
+    assert duty(1, LatencyObjective(tpot_s=0.001), predictor, saved=1.0) == 0.0, "late by itself"
 
 
 def test_savings_outlast_the_prefill_of_one_more_request() -> None:
-    goal = Objective(ttft_s=1.0, tpot_s=0.05, margin=0.0)
+    goal = LatencyObjective(ttft_s=1.0, tpot_s=0.05, margin=0.0)
     now = NOW + 1000 * MS
     shares = []
     for tokens in (22, 25, 28):

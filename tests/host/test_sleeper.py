@@ -20,7 +20,7 @@ import pytest
 
 from rose_agent.devices.usage import ResidentMeter
 from rose_agent.sleeper.sleeper import DeadMan, SleeperRecord, WatchedServing
-from rose_core.devices.sleeper import SleeperLimits, Stage
+from rose_core.devices.sleeper import SleeperLimits, SleepStage
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_template import ProcessHandle
 from rose_dev.engine_testing import start_engine
@@ -115,7 +115,7 @@ class Bench:
     man: DeadMan
     world: World
 
-    async def until(self, stage: Stage) -> None:
+    async def until(self, stage: SleepStage) -> None:
         """Step, half a second at a time."""
         for _ in range(400):
             await self.man.step()
@@ -161,20 +161,20 @@ async def test_an_idle_engine_sleeps_while_it_is_granted_and_is_verified_when_it
 ) -> None:
     with engine(kind) as one:
         async with bench(kind, one, grant, rundir / "record") as made:
-            await made.until(Stage.AWAKE)
+            await made.until(SleepStage.AWAKE)
             await busy(one.url, 1)
             await made.man.step()
-            assert made.man.state.stage is Stage.AWAKE
+            assert made.man.state.stage is SleepStage.AWAKE
             await busy(one.url, 0)
             before = one.held
-            await made.until(Stage.ASLEEP)
+            await made.until(SleepStage.ASLEEP)
             assert before - one.held > MEMORY // 2
             grant.lapse()
             made.world.vacated = False
-            await made.until(Stage.RECALLED)
+            await made.until(SleepStage.RECALLED)
             assert before - one.held > MEMORY // 2, "borrowers leave before serving comes back"
             made.world.vacated = True
-            await made.until(Stage.AWAKE)
+            await made.until(SleepStage.AWAKE)
             assert one.held > before - MEMORY // 10
             assert made.man.state.refusal == ""
             assert (made.world.restarts, one.process.poll()) == ([], None)
@@ -186,9 +186,9 @@ async def test_an_answer_of_200_that_frees_nothing_is_found_out_and_serving_goes
 ) -> None:
     with engine(kind, "off") as one:
         async with bench(kind, one, grant, rundir / "record") as made:
-            await made.until(Stage.RECALLED)
+            await made.until(SleepStage.RECALLED)
             assert made.man.state.refusal == "NothingReleased"
-            await made.until(Stage.AWAKE)
+            await made.until(SleepStage.AWAKE)
             assert (made.world.restarts, one.process.poll()) == ([], None)
 
 
@@ -198,8 +198,8 @@ async def test_an_engine_without_the_route_is_refused_by_its_own_words(
 ) -> None:
     with engine(kind, "missing") as one:
         async with bench(kind, one, grant, rundir / "record") as made:
-            await made.until(Stage.FALLING)
-            await made.until(Stage.AWAKE)
+            await made.until(SleepStage.FALLING)
+            await made.until(SleepStage.AWAKE)
             assert "answered 404" in made.man.state.refusal
             assert (made.world.restarts, one.process.poll()) == ([], None)
 
@@ -209,9 +209,9 @@ async def test_a_vllm_that_answers_well_and_does_not_sleep_is_refused(
 ) -> None:
     with engine("VLLM", "insomniac") as one:
         async with bench("VLLM", one, grant, rundir / "record") as made:
-            await made.until(Stage.FALLING)
+            await made.until(SleepStage.FALLING)
             grant.lapse()
-            await made.until(Stage.RECALLED)
+            await made.until(SleepStage.RECALLED)
             assert "/is_sleeping" in made.man._refused
 
 
@@ -224,14 +224,14 @@ async def test_serving_that_comes_back_with_other_weights_or_not_at_all_is_resta
     early = replace(LIMITS, wake_s=LIMITS.repeat_s / 2)
     with engine(kind, feature) as one:
         async with bench(kind, one, grant, rundir / "record", early) as made:
-            await made.until(Stage.ASLEEP)
+            await made.until(SleepStage.ASLEEP)
             grant.lapse()
-            await made.until(Stage.BROKEN)
+            await made.until(SleepStage.BROKEN)
             assert len(made.world.restarts) == 1
     with engine(kind) as fresh:
         async with bench(kind, fresh, grant, rundir / "record") as made:
             made.world.now = 1000.0
-            await made.until(Stage.AWAKE)
+            await made.until(SleepStage.AWAKE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -249,7 +249,7 @@ async def test_the_switch_is_killed_while_serving_sleeps_and_the_next_one_wakes_
             command += ["--pid", str(one.process.pid), "--release-bytes", str(MEMORY // 2)]
             return subprocess.Popen([*command, "--vacate-seconds", "0"])
 
-        async def stands(stage: Stage) -> None:
+        async def stands(stage: SleepStage) -> None:
             async def there() -> bool:
                 told = read_json(record, SleeperRecord)
                 return told is not None and told.sleeper.stage is stage
@@ -257,14 +257,14 @@ async def test_the_switch_is_killed_while_serving_sleeps_and_the_next_one_wakes_
             await until(there, f"serving is {stage}")
 
         man = start()
-        await stands(Stage.ASLEEP)
+        await stands(SleepStage.ASLEEP)
         os.kill(man.pid, signal.SIGKILL)
         man.wait()
         grant.lapse()
         assert before - one.held > MEMORY // 2
         man = start()
         try:
-            await stands(Stage.AWAKE)
+            await stands(SleepStage.AWAKE)
             assert one.held > before - MEMORY // 10
             assert one.process.poll() is None
         finally:
@@ -285,15 +285,15 @@ async def test_a_real_sglang_that_ends_at_its_release_is_restarted_and_verified(
     with start_engine(rundir / "first") as real:
         one = Engine(real.url, real.process)
         async with bench("SGLang", one, grant, record) as made:
-            await made.until(Stage.FALLING)
+            await made.until(SleepStage.FALLING)
             grant.lapse()
-            await made.until(Stage.BROKEN)
+            await made.until(SleepStage.BROKEN)
             reference, now = made.man.record.reference, made.world.now
             assert made.world.restarts == [now]
             assert real.process.poll() is not None
     with start_engine(rundir / "second") as real:
         async with bench("SGLang", Engine(real.url, real.process), grant, record) as made:
             made.world.now = now + 1
-            await made.until(Stage.AWAKE)
+            await made.until(SleepStage.AWAKE)
             assert len(reference.split(",")) > 1
             assert made.man.record.reference == reference

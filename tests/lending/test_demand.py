@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rose_core.api import Reason
-from rose_core.lending import Demand, Lease, Policy, plan
+from rose_core.lending import Demand, Lease, PlannerPolicy, plan
 from rose_core.lending.demand import want
 from tests.lending.world import NOW, lease, lent, released, replica, slot, world
 
@@ -19,11 +19,11 @@ IDLE = Demand(0, usual_turns=16, idle_seconds=300.0)
 def slots(of: Lease, held: int = 0, **said: Any) -> int:  # noqa: ANN401  # any field
     """Slots wanted when the router says that."""
     asked = replace(of.demand or Demand(0), **said)
-    return want(replace(of, demand=asked), held, Policy(), NOW).slots
+    return want(replace(of, demand=asked), held, PlannerPolicy(), NOW).slots
 
 
 def test_a_router_that_was_never_heard_is_not_taken_for_an_idle_one() -> None:
-    assert want(replace(EIGHT, demand=None), 0, Policy(), NOW).slots == 8
+    assert want(replace(EIGHT, demand=None), 0, PlannerPolicy(), NOW).slots == 8
 
 
 def test_nor_is_one_that_has_not_been_heard_for_a_while() -> None:
@@ -93,7 +93,7 @@ def test_a_router_that_was_started_again_costs_a_pausing_trainer_nothing() -> No
 
 def test_a_suspended_lease_wants_nothing_whatever_waits_for_it() -> None:
     suspended = replace(EIGHT, min_slots=2, suspended=True)
-    asked = want(replace(suspended, demand=Demand(turns=64)), 4, Policy(), NOW)
+    asked = want(replace(suspended, demand=Demand(turns=64)), 4, PlannerPolicy(), NOW)
     assert (asked.slots, asked.reason) == (0, Reason.SUSPENDED)
 
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.lending import Demand, Lease, Policy
+from rose_core.lending import Demand, Lease, PlannerPolicy
 from rose_core.lending.gain import gain, work
 from rose_core.lending.shares import targets
 from tests.lending.world import POLICY, lease, lent, released, replica, slot, world
 
 PLACES = 16
 DEAF = POLICY.deaf_seconds
-BY_GAIN = Policy(by_gain=True)
+BY_GAIN = PlannerPolicy(by_gain=True)
 
 turns = st.integers(0, 400)
 

@@ -6,8 +6,8 @@ from typing import Any
 from rose_core.api import Reason
 from rose_core.identity import LeaseUid, PodUid
 from rose_core.lending import (
-    Memory,
-    Window,
+    DailyWindow,
+    PlannerMemory,
     plan,
 )
 from tests.lending.world import NOW, POLICY, lease, lent, pool, released, replica, slot, world
@@ -83,7 +83,7 @@ def test_a_gpu_that_the_kubelet_gave_to_two_replicas_is_taken_back() -> None:
     both = [replica(name, gpus=("G",), node="n", proven=True) for name in "ab"]
     one = lease("x")
     held = slot(one, both[0])
-    snapshot = world(both, [one], [held], memory=Memory(unfit_since={held.uid: NOW - 1000}))
+    snapshot = world(both, [one], [held], memory=PlannerMemory(unfit_since={held.uid: NOW - 1000}))
     done = plan(snapshot, NOW)
     assert {found.reason for found in done.verdicts.values()} == {Reason.SPANS_REPLICAS}
     assert released(snapshot) == {held.name: Reason.SPANS_REPLICAS}
@@ -110,7 +110,7 @@ def test_naming_a_lent_gpu_takes_back_no_slot_and_lends_none() -> None:
         evil = lease("evil", pool="s/evil", priority=1000)
         held = slot(one, owner)
         # A replica that is unfit loses its slot only where it has been so for a while.
-        memory = Memory(unfit_since={held.uid: NOW - 1000})
+        memory = PlannerMemory(unfit_since={held.uid: NOW - 1000})
         snapshot = world([owner, thief], [one, evil], [held], pools=pools, memory=memory)
         assert (lent(snapshot), released(snapshot)) == ([], {})
 
@@ -126,7 +126,7 @@ def test_an_unproven_owner_of_a_slot_loses_it_to_the_proven_one() -> None:
     owner = replica("a", gpus=("G",), node="n", proven=True)
     one = lease("x")
     held = slot(one, thief)
-    long = Memory(unfit_since={held.uid: NOW - 1000})
+    long = PlannerMemory(unfit_since={held.uid: NOW - 1000})
     snapshot = world([owner, thief], [one], [held], memory=long)
     assert released(snapshot) == {held.name: Reason.GPU_NOT_OWNED}
 
@@ -169,14 +169,14 @@ def test_silent_nodes_and_a_restart_do_not_look_like_a_smaller_pool() -> None:
 
 
 def test_hysteresis_a_replica_settles_first_and_a_freed_gpu_rests() -> None:
-    snapshot = world([replica("a")], [lease("x")], memory=Memory())
+    snapshot = world([replica("a")], [lease("x")], memory=PlannerMemory())
     first = plan(snapshot, NOW)
     assert first.lends == ()
     assert first.outcomes["r/x"].verdicts[0].reason is Reason.SETTLING
     later = replace(snapshot, memory=first.memory)
     assert lent(later, NOW + POLICY.settle_seconds) == [("r/x", "a")]
 
-    freed = Memory(
+    freed = PlannerMemory(
         fit_since={POD: NOW - 1000}, freed_at=dict.fromkeys(replica("a").devices, NOW - 1)
     )
     assert lent(replace(snapshot, memory=freed)) == []
@@ -270,12 +270,12 @@ def test_a_stronger_lease_below_its_minimum_takes_one_settled_slot() -> None:
 
 def test_a_closed_window_is_named_as_the_cause_with_the_next_one() -> None:
     # NOW is a Friday, 08:00 UTC.
-    windows = (Window(frozenset({1}), 120, 180), Window(frozenset({4}), 600, 660))
+    windows = (DailyWindow(frozenset({1}), 120, 180), DailyWindow(frozenset({4}), 600, 660))
     done = plan(world([replica("a")], [lease("x")], pools=[pool(windows=windows)]), NOW)
     found = done.outcomes["r/x"]
     assert found.reason is Reason.OUTSIDE_TIME_WINDOW
     assert "the next one opens Fri 10:00 UTC" in found.message
-    never = pool(windows=(Window(frozenset(), 0, 1),))
+    never = pool(windows=(DailyWindow(frozenset(), 0, 1),))
     done = plan(world([replica("a")], [lease("x")], pools=[never]), NOW)
     assert "none will be" in done.outcomes["r/x"].message
 
@@ -298,7 +298,7 @@ def test_time_windows_may_cross_midnight() -> None:
     # 2027-01-15 08:00 UTC is a Friday.
     friday_8 = 1_800_000_000.0
     hour = 3600.0
-    night = Window(frozenset({3}), 20 * 60, 9 * 60)  # starts on Thursday
+    night = DailyWindow(frozenset({3}), 20 * 60, 9 * 60)  # starts on Thursday
     a, one = replica("a"), lease("x")
     for now, is_open in (
         (friday_8, True),
@@ -306,7 +306,7 @@ def test_time_windows_may_cross_midnight() -> None:
         (friday_8 - 12 * hour, True),
         (friday_8 + 12 * hour, False),
     ):
-        settled = Memory(fit_since={POD: 0.0})
+        settled = PlannerMemory(fit_since={POD: 0.0})
         snapshot = world([a], [one], pools=[pool(windows=(night,))], memory=settled)
         assert bool(lent(snapshot, now)) is is_open
         held = world([a], [one], [slot(one, a)], pools=[pool(windows=(night,))])
@@ -325,7 +325,7 @@ def test_slots_on_gpus_that_their_host_has_lost_go_back_after_the_planners_patie
     """The host then starts anew with its device files; nothing new is lent there meanwhile."""
     lost, one = replica("a", refusal=Reason.DEVICE_ACCESS), lease("x", max_slots=2)
     held = slot(one, lost)
-    since = Memory(unfit_since={held.uid: NOW})
+    since = PlannerMemory(unfit_since={held.uid: NOW})
     early, late = NOW + POLICY.patience_seconds - 1, NOW + POLICY.patience_seconds
     snapshot = world([lost], [one], [held], memory=since)
     assert (lent(snapshot, early), released(snapshot, early)) == ([], {})

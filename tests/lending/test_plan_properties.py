@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from rose_core.api import Reason
 from rose_core.api.poollending import Spread
 from rose_core.lending import (
-    Breaker,
+    BreakerTerms,
     Lend,
-    Release,
+    SlotRelease,
     Snapshot,
     plan,
 )
@@ -65,7 +65,7 @@ def worlds(draw: st.DrawFn) -> Snapshot:
         per_lease_percent=draw(st.integers(1, 100)),
         per_minute=draw(st.one_of(st.none(), st.integers(1, 3))),
         spread=draw(st.sampled_from(list(Spread))),
-        breaker=Breaker(missed=draw(st.sampled_from([False, False, True]))),
+        breaker=BreakerTerms(missed=draw(st.sampled_from([False, False, True]))),
     )
     return world(replicas, leases, slots, pools=[limits])
 
@@ -129,7 +129,7 @@ def test_carrying_a_plan_out_reaches_rest(snapshot: Snapshot) -> None:
 
 
 def carried_out(
-    snapshot: Snapshot, releases: tuple[Release, ...], lends: tuple[Lend, ...], now: float
+    snapshot: Snapshot, releases: tuple[SlotRelease, ...], lends: tuple[Lend, ...], now: float
 ) -> Snapshot:
     leaving = {release.slot for release in releases}
     leases = {one.key: one for one in snapshot.leases}

@@ -5,7 +5,15 @@ from dataclasses import replace
 from rose_core.api import Reason
 from rose_core.api.poollending import Spread
 from rose_core.identity import PodUid
-from rose_core.lending import Breaker, Lease, Memory, Pool, Replica, Window, plan
+from rose_core.lending import (
+    BreakerTerms,
+    DailyWindow,
+    Lease,
+    PlannerMemory,
+    PoolTerms,
+    Replica,
+    plan,
+)
 from tests.lending.world import NOW, lease, lent, pool, released, replica, slot, world
 
 WANTS = lease("x", max_slots=9)
@@ -15,7 +23,7 @@ def on(node: str, *names: str, zone: str = "") -> list[Replica]:
     return [replica(name, node=node, zone=zone) for name in names]
 
 
-def reasons(replicas: list[Replica], limits: Pool, wants: Lease = WANTS) -> list[Reason]:
+def reasons(replicas: list[Replica], limits: PoolTerms, wants: Lease = WANTS) -> list[Reason]:
     done = plan(world(replicas, [wants], pools=[limits]), NOW)
     return sorted(found.reason for found in done.members[limits.key])
 
@@ -58,7 +66,7 @@ def test_a_pool_grows_by_so_many_loans_a_minute() -> None:
     first = plan(world(replicas, [WANTS], pools=[limits]), NOW)
     assert len(first.lends) == 2
     assert reasons(replicas, limits).count(Reason.GROWTH_LIMITED) == 3
-    memory = Memory(fit_since=first.memory.fit_since, loans_at=first.memory.loans_at)
+    memory = PlannerMemory(fit_since=first.memory.fit_since, loans_at=first.memory.loans_at)
     rest = [one for one in replicas if one.uid not in {lend.replica for lend in first.lends}]
     again = world(rest, [WANTS], pools=[limits], memory=memory)
     assert lent(again, NOW + 59) == []
@@ -68,12 +76,12 @@ def test_a_pool_grows_by_so_many_loans_a_minute() -> None:
 def test_a_missed_objective_opens_the_breaker_until_it_has_cooled_down() -> None:
     a, b = replica("a"), replica("b")
     held = [slot(WANTS, a)]
-    missed = pool(breaker=Breaker(missed=True, cooldown_seconds=100.0))
+    missed = pool(breaker=BreakerTerms(missed=True, cooldown_seconds=100.0))
     first = plan(world([a, b], [WANTS], held, [missed]), NOW)
     assert (first.lends, first.releases) == ((), ())
     assert Reason.BREAKER_OPEN in {found.reason for found in first.members["s/chat"]}
-    met = pool(breaker=Breaker(cooldown_seconds=100.0))
-    memory = Memory(fit_since={PodUid("b"): 0.0}, missed_at=first.memory.missed_at)
+    met = pool(breaker=BreakerTerms(cooldown_seconds=100.0))
+    memory = PlannerMemory(fit_since={PodUid("b"): 0.0}, missed_at=first.memory.missed_at)
     later = world([a, b], [WANTS], held, [met], memory=memory)
     assert lent(later, NOW + 99) == []
     assert lent(later, NOW + 101) == [("r/x", "b")]
@@ -81,7 +89,7 @@ def test_a_missed_objective_opens_the_breaker_until_it_has_cooled_down() -> None
 
 def test_a_breaker_that_returns_takes_everything_back() -> None:
     a = replica("a")
-    open_breaker = pool(breaker=Breaker(missed=True, returns=True))
+    open_breaker = pool(breaker=BreakerTerms(missed=True, returns=True))
     held = [slot(WANTS, a)]
     assert released(world([a], [WANTS], held, [open_breaker])) == {
         held[0].name: Reason.BREAKER_OPEN
@@ -98,11 +106,13 @@ def test_a_cordoned_node_gives_back_at_once_and_gets_nothing() -> None:
 
 def test_a_loan_that_ends_before_it_pays_is_not_made() -> None:
     friday_8 = 1_800_000_000.0
-    closing = pool(windows=(Window(frozenset(range(7)), 0, 8 * 60 + 3),))  # closes in 180 s
+    closing = pool(windows=(DailyWindow(frozenset(range(7)), 0, 8 * 60 + 3),))  # closes in 180 s
     a = replica("a")
     for cost, worth in ((60.0, True), (120.0, False), (None, True)):
         one = lease("x", toggle_seconds=cost)
-        done = plan(world([a], [one], pools=[closing], memory=Memory({PodUid("a"): 0.0})), friday_8)
+        done = plan(
+            world([a], [one], pools=[closing], memory=PlannerMemory({PodUid("a"): 0.0})), friday_8
+        )
         assert bool(done.lends) is worth
         if not worth:
             outcome = done.outcomes["r/x"]
@@ -114,8 +124,10 @@ def test_a_loan_that_ends_before_it_pays_is_not_made() -> None:
 def test_windows_that_meet_are_one() -> None:
     friday_8 = 1_800_000_000.0
     every_day = frozenset(range(7))
-    day = Window(every_day, 6 * 60, 8 * 60 + 1)
-    night = Window(every_day, 8 * 60, 6 * 60)
+    day = DailyWindow(every_day, 6 * 60, 8 * 60 + 1)
+    night = DailyWindow(every_day, 8 * 60, 6 * 60)
     one = lease("x", toggle_seconds=3600.0)
     always = world([replica("a")], [one], pools=[pool(windows=(day, night))])
-    assert lent(replace(always, memory=Memory({PodUid("a"): 0.0})), friday_8) == [("r/x", "a")]
+    assert lent(replace(always, memory=PlannerMemory({PodUid("a"): 0.0})), friday_8) == [
+        ("r/x", "a")
+    ]

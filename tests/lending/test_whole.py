@@ -8,10 +8,10 @@ import pytest
 from rose_core.api import Reason
 from rose_core.identity import PodUid, SlotUid
 from rose_core.lending import (
-    Breaker,
+    BreakerTerms,
     EngineNeeds,
     LoadOutlook,
-    Pool,
+    PoolTerms,
     Replica,
     Snapshot,
     WholeTerms,
@@ -26,7 +26,7 @@ WANTS = lease("a", min_slots=0, max_slots=10)
 TERMS = WholeTerms(max_asleep=4, min_awake=1, max_busy_permille=400)
 
 
-def trough(peak: int = 100, **changes: Any) -> Pool:  # noqa: ANN401  # any field
+def trough(peak: int = 100, **changes: Any) -> PoolTerms:  # noqa: ANN401  # any field
     return replace(pool(outlook=LoadOutlook(peak, HALF_HOUR, 500), whole=TERMS), **changes)
 
 
@@ -34,7 +34,7 @@ def full(count: int, **changes: Any) -> list[Replica]:  # noqa: ANN401  # any fi
     return [replica(f"f{number}", **FULL | changes) for number in range(count)]
 
 
-def asleep(count: int, terms: Pool, *, of: int = 4) -> Snapshot:
+def asleep(count: int, terms: PoolTerms, *, of: int = 4) -> Snapshot:
     """So many of the replicas are lent whole: drained, so not Ready."""
     replicas = full(of)
     down = [replace(one, ready=False, occupied=True) for one in replicas[:count]]
@@ -79,7 +79,7 @@ def test_what_can_be_shared_is_lent_first_and_is_waited_for() -> None:
         ({"outlook": LoadOutlook(400, HALF_HOUR, 900)}, Reason.PEAK_EXPECTED),
         ({"whole": replace(TERMS, min_awake=4)}, Reason.PEAK_EXPECTED),
         ({"min_unlent_replicas": 4}, Reason.POOL_LIMIT_REACHED),
-        ({"breaker": Breaker(missed=True)}, Reason.BREAKER_OPEN),
+        ({"breaker": BreakerTerms(missed=True)}, Reason.BREAKER_OPEN),
     ],
     ids=str,
 )
@@ -175,7 +175,7 @@ def test_the_floor_counts_those_on_their_way_back_only_for_what_stays() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"breaker": Breaker(missed=True)}, Reason.BREAKER_OPEN),
+        ({"breaker": BreakerTerms(missed=True)}, Reason.BREAKER_OPEN),
         ({"whole": None}, Reason.POOL_LIMIT_REACHED),
         ({"whole": replace(TERMS, max_asleep=1)}, Reason.POOL_LIMIT_REACHED),
     ],

@@ -7,9 +7,9 @@ from rose_core.api import Reason
 from rose_core.identity import LeaseUid, PodUid, SlotUid
 from rose_core.lending import (
     Lease,
-    Memory,
-    Policy,
-    Pool,
+    PlannerMemory,
+    PlannerPolicy,
+    PoolTerms,
     Replica,
     Slot,
     Snapshot,
@@ -17,12 +17,12 @@ from rose_core.lending import (
 )
 
 NOW = 1_800_000_000.0
-POLICY = Policy()
+POLICY = PlannerPolicy()
 ALL_SIGNALS = frozenset({"WireTap", "Loads"})
 
 
-def pool(**changes: Any) -> Pool:  # noqa: ANN401  # any field
-    return replace(Pool("s/chat", 100, 0, ALL_SIGNALS), **changes)
+def pool(**changes: Any) -> PoolTerms:  # noqa: ANN401  # any field
+    return replace(PoolTerms("s/chat", 100, 0, ALL_SIGNALS), **changes)
 
 
 def replica(name: str, **changes: Any) -> Replica:  # noqa: ANN401  # any field
@@ -66,7 +66,7 @@ def world(
     replicas: list[Replica],
     leases: list[Lease],
     slots: list[Slot] | None = None,
-    pools: list[Pool] | None = None,
+    pools: list[PoolTerms] | None = None,
     **changes: Any,  # noqa: ANN401  # any field
 ) -> Snapshot:
     """Replicas have settled long ago unless the test says otherwise."""
@@ -77,7 +77,7 @@ def world(
         slots=tuple(slots or ()),
         silence={one.node: 60.0 if one.stale else 1.0 for one in replicas},
         reporting=frozenset(one.node for one in replicas),
-        memory=Memory(fit_since={one.uid: NOW - 1000 for one in replicas}),
+        memory=PlannerMemory(fit_since={one.uid: NOW - 1000 for one in replicas}),
     )
     return replace(made, **changes)
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from rose_core.identity import SlotKey
-from rose_core.lending import Demand, Policy
+from rose_core.lending import Demand, PlannerPolicy
 from rose_core.wire.routing import AdapterVersion
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import ObjectCache
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 from rose_operator.reconcile import Reconciler
 from rose_operator.settings import Settings
 from tests.api.objects import LEASE, POOL, changed
@@ -42,8 +42,8 @@ class Bench:
 
     def boot(self) -> None:
         """A new process: nothing is remembered but what the API server has."""
-        self.stores = {kind: ObjectCache() for kind in Kind}
-        self.telemetry = Telemetry(self.now)
+        self.stores = {kind: ObjectCache() for kind in ObjectKind}
+        self.telemetry = NodeTelemetry(self.now)
         self.reconciler = Reconciler(
             self.settings,
             self.api,
@@ -52,14 +52,16 @@ class Bench:
             may_write=lambda: self.leads,
             clock=lambda: self.now,
             wall=lambda: START + self.now,
-            policy=replace(Policy(), settle_seconds=0.0, cool_seconds=0.0, toggle_seconds=0.0),
+            policy=replace(
+                PlannerPolicy(), settle_seconds=0.0, cool_seconds=0.0, toggle_seconds=0.0
+            ),
             demand=self.demand.get,
         )
         self.read()
         self.reconciler.remember_pools()
 
     def read(self) -> None:
-        for kind in Kind:
+        for kind in ObjectKind:
             raws = self.api.all(kind)
             newest = max((int(raw["metadata"]["resourceVersion"]) for raw in raws), default=0)
             self.stores[kind].replace(raws, newest)
@@ -72,11 +74,11 @@ class Bench:
     def pool(self, **changes: Any) -> None:  # noqa: ANN401  # any field
         lends = {"spec.mode": "Lend", "spec.slo": {"ttftMilliseconds": 500}}
         lends["spec.lending"] = {"maxReplicasPercent": 100, "minUnlentReplicas": 0}
-        self.api.add(Kind.POOL, changed(POOL, lends | changes))
+        self.api.add(ObjectKind.POOL, changed(POOL, lends | changes))
 
     def lease(self, name: str = "grpo", **changes: Any) -> None:  # noqa: ANN401  # any field
         values = {key.replace("__", "."): value for key, value in changes.items()}
-        self.api.add(Kind.LEASE, changed(LEASE, {"metadata.name": name} | values))
+        self.api.add(ObjectKind.LEASE, changed(LEASE, {"metadata.name": name} | values))
 
     def report(
         self,
@@ -92,7 +94,7 @@ class Bench:
         adapters: tuple[AdapterVersion, ...] = (),
     ) -> None:
         """The agent of node n1 realises every slot that is lent, with these versions in turn."""
-        lent = [raw for raw in self.api.all(Kind.SLOT) if raw["spec"]["desired"] == "Lent"]
+        lent = [raw for raw in self.api.all(ObjectKind.SLOT) if raw["spec"]["desired"] == "Lent"]
         slots = [
             SlotReport(
                 SlotKey(raw["metadata"]["uid"], raw["metadata"]["generation"]),
@@ -120,17 +122,19 @@ class Bench:
 
     async def ready_routers(self) -> None:
         """Every router that was made has a ready pod."""
-        for raw in self.api.all(Kind.DEPLOYMENT):
-            await self.api.apply_status(Kind.DEPLOYMENT, raw | {"status": {"readyReplicas": 1}})
+        for raw in self.api.all(ObjectKind.DEPLOYMENT):
+            await self.api.apply_status(
+                ObjectKind.DEPLOYMENT, raw | {"status": {"readyReplicas": 1}}
+            )
 
     def slots(self) -> list[dict[str, Any]]:
-        return self.api.all(Kind.SLOT)
+        return self.api.all(ObjectKind.SLOT)
 
     def reason(self, name: str = "grpo", kind: str = "Ready") -> str:
         return str(self.condition(name, kind)["reason"])
 
     def condition(self, name: str = "grpo", kind: str = "Ready") -> dict[str, Any]:
-        raw = self.api.objects[Kind.LEASE, f"default/{name}"]
+        raw = self.api.objects[ObjectKind.LEASE, f"default/{name}"]
         found = {entry["type"]: entry for entry in raw["status"]["conditions"]}
         return dict(found[kind])
 

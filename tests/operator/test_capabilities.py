@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from rose_core.wire.sync import Sharing, SyncRequest
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.leader import LeaderLock
 from tests.operator.bench import Bench
 from tests.operator.stub_agent import replica
@@ -24,7 +24,7 @@ def report(bench: Bench, said: dict[str, str]) -> None:
 
 
 def conditions(bench: Bench) -> dict[str, dict[str, Any]]:
-    status = bench.api.objects[Kind.POOL, "default/chat"]["status"]
+    status = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]
     return {entry["type"]: entry for entry in status["conditions"]}
 
 
@@ -154,14 +154,14 @@ async def test_who_uses_a_gpu_that_is_not_his_is_named_to_its_owner() -> None:
     bench = Bench()
     bench.pool()
     bench.lease()
-    ask_why(bench, Kind.POOL, "chat", "why")
+    ask_why(bench, ObjectKind.POOL, "chat", "why")
     one = msgspec.structs.replace(
         replica("default/chat", "a"), refusal="ForeignProcess", refusal_text=text
     )
     bench.telemetry.record(SyncRequest("n1", "t", 0, (one,), (), READY), bench.now)
     await bench.turn(3)
     assert bench.slots() == []
-    status = bench.api.objects[Kind.POOL, "default/chat"]["status"]
+    status = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]
     assert text in str(status["explanation"])
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from bench.operator.fleet import QUICK, Fleet
 from bench.operator.memory import Inside
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.metrics import DECISIONS
 
 ROUNDS = 60
@@ -52,7 +52,7 @@ async def churned(inside: Inside) -> Bill:
     for number in range(ROUNDS):
         turn, lease = divmod(number, fleet.leases)
         slots = 1 + (lease + turn) % fleet.slots_per_lease
-        inside.put(Kind.LEASE, fleet.lease(f"grpo-{lease}", lease % fleet.pools, slots))
+        inside.put(ObjectKind.LEASE, fleet.lease(f"grpo-{lease}", lease % fleet.pools, slots))
         asked += 1
         inside.now += 1.0
         inside.report()

@@ -14,7 +14,7 @@ from rose_core.wire.sync import (
     Trial,
 )
 from rose_operator import metrics
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.leader import LeaderLock
 from tests.operator.bench import Bench, running
 from tests.operator.stub_agent import replica
@@ -22,12 +22,12 @@ from tests.operator.test_knowledge import SCALER
 from tests.operator.test_sync import ask as sync
 
 
-def explanation(bench: Bench, kind: Kind, name: str) -> dict[str, Any] | None:
+def explanation(bench: Bench, kind: ObjectKind, name: str) -> dict[str, Any] | None:
     found = bench.api.objects[kind, f"default/{name}"]["status"].get("explanation")
     return found if found is None else dict(found)
 
 
-def ask(bench: Bench, kind: Kind, name: str, request: str | None) -> None:
+def ask(bench: Bench, kind: ObjectKind, name: str, request: str | None) -> None:
     raw = bench.api.objects[kind, f"default/{name}"]
     annotations = {EXPLAIN_ANNOTATION: request} if request else {}
     bench.api.add(kind, raw | {"metadata": raw["metadata"] | {"annotations": annotations}})
@@ -35,9 +35,9 @@ def ask(bench: Bench, kind: Kind, name: str, request: str | None) -> None:
 
 async def test_a_question_is_answered_once_with_a_verdict_for_every_replica() -> None:
     bench = await running()
-    ask(bench, Kind.LEASE, "grpo", "first")
+    ask(bench, ObjectKind.LEASE, "grpo", "first")
     await bench.turn()
-    found = explanation(bench, Kind.LEASE, "grpo")
+    found = explanation(bench, ObjectKind.LEASE, "grpo")
     assert found is not None
     assert found["request"] == "first"
     assert found["summary"].startswith("AllSlotsGranted: 1 of 1 slots. Priority 0, weight 1")
@@ -46,19 +46,19 @@ async def test_a_question_is_answered_once_with_a_verdict_for_every_replica() ->
     bench.api.writes.clear()
     await bench.turn(2)
     assert bench.api.writes == []
-    ask(bench, Kind.LEASE, "grpo", "second")
+    ask(bench, ObjectKind.LEASE, "grpo", "second")
     await bench.turn()
-    again = explanation(bench, Kind.LEASE, "grpo")
+    again = explanation(bench, ObjectKind.LEASE, "grpo")
     assert again is not None
     assert again["request"] == "second"
-    ask(bench, Kind.LEASE, "grpo", None)
+    ask(bench, ObjectKind.LEASE, "grpo", None)
     bench.now += 10
     bench.report()
     await bench.turn(2)
     bench.now += 10
     bench.report()
     await bench.turn()
-    assert explanation(bench, Kind.LEASE, "grpo") is None
+    assert explanation(bench, ObjectKind.LEASE, "grpo") is None
 
 
 async def test_a_replica_that_spans_nodes_is_refused_by_name() -> None:
@@ -69,10 +69,10 @@ async def test_a_replica_that_spans_nodes_is_refused_by_name() -> None:
     # Groups of several pods are told by their agent; here the agents of two nodes claim one pod.
     both = (replica("default/chat", "a"), replica("default/chat", "b", kv=300))
     bench.telemetry.record(SyncRequest("n2", "t", 0, both, ()), bench.now)
-    ask(bench, Kind.LEASE, "grpo", "why")
+    ask(bench, ObjectKind.LEASE, "grpo", "why")
     await bench.turn(2)
     assert bench.slots() == []
-    found = explanation(bench, Kind.LEASE, "grpo")
+    found = explanation(bench, ObjectKind.LEASE, "grpo")
     assert found is not None
     assert {one["reason"] for one in found["verdicts"]} == {Reason.MULTI_NODE_REPLICA}
     assert {one["message"] for one in found["verdicts"]} == {"nodes n1 and n2 both report it"}
@@ -97,16 +97,16 @@ async def seen_by(bench: Bench, signal: SignalSource | None) -> str:
         bench.now += 6  # another reason is told soon, another message alone after minutes
         bench.telemetry.record(SyncRequest("n1", "t", 0, (one,), ()), bench.now)
         await bench.turn()
-    status = bench.api.objects[Kind.POOL, "default/chat"]["status"]
+    status = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]
     (found,) = [one for one in status["conditions"] if one["type"] == "SignalVerified"]
     return f"{found['status']} {found['reason']} {found['message']}"
 
 
 async def test_a_pool_is_explained_too() -> None:
     bench = await running()
-    ask(bench, Kind.POOL, "chat", "why")
+    ask(bench, ObjectKind.POOL, "chat", "why")
     await bench.turn()
-    found = explanation(bench, Kind.POOL, "chat")
+    found = explanation(bench, ObjectKind.POOL, "chat")
     assert found is not None
     assert found["summary"].startswith("mode Lend: 1 of 2 replicas lent")
     assert {one["replica"] for one in found["verdicts"]} == {"default/a", "default/b"}
@@ -116,11 +116,11 @@ async def test_a_refused_lease_is_explained_by_its_refusal() -> None:
     bench = Bench()
     bench.pool()
     bench.lease(spec__engineClass="other")
-    ask_first = bench.api.objects[Kind.LEASE, "default/grpo"]
+    ask_first = bench.api.objects[ObjectKind.LEASE, "default/grpo"]
     ask_first["metadata"]["annotations"] = {EXPLAIN_ANNOTATION: "why"}
     bench.report()
     await bench.turn()
-    found = explanation(bench, Kind.LEASE, "grpo")
+    found = explanation(bench, ObjectKind.LEASE, "grpo")
     assert found is not None
     assert found["summary"].startswith("UnknownEngineClass: engineClass 'other' is none of")
 
@@ -136,7 +136,7 @@ async def test_an_autoscaler_on_gpu_figures_forbids_lending_until_its_owner_says
     bench.reconciler.surroundings.autoscalers = conflicting([SCALER])
     await bench.turn(2)
     assert bench.slots() == []
-    pool = bench.api.objects[Kind.POOL, "default/chat"]["status"]["conditions"]
+    pool = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]["conditions"]
     accepted = next(entry for entry in pool if entry["type"] == "Accepted")
     assert accepted["reason"] == Reason.AUTOSCALER_CONFLICT
     assert "DCGM_FI_DEV_GPU_UTIL" in accepted["message"]
@@ -177,7 +177,7 @@ async def test_the_pool_says_what_its_next_request_is_promised() -> None:
         pair = (replica("default/chat", name, certificate=told, trial=trial) for name in "ab")
         bench.telemetry.record(SyncRequest("n1", "t", 0, tuple(pair)), bench.now)
         await bench.turn(2)
-        said = bench.api.objects[Kind.POOL, "default/chat"]["status"]["conditions"]
+        said = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]["conditions"]
         found: dict[str, str] = next(one for one in said if one["type"] == "LendingCertified")
         return found
 
@@ -205,12 +205,12 @@ async def test_a_missed_objective_opens_the_pools_breaker() -> None:
     served(100, 50)
     await bench.turn(2)
     assert bench.slots() == []
-    reason = bench.api.objects[Kind.POOL, "default/chat"]["status"]["conditions"]
+    reason = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]["conditions"]
     protected = next(entry for entry in reason if entry["type"] == "ServingProtected")
     assert protected["reason"] == Reason.OBJECTIVE_MISSED
     assert "2 BreakerOpen" in next(
         entry["message"]
-        for entry in bench.api.objects[Kind.LEASE, "default/grpo"]["status"]["conditions"]
+        for entry in bench.api.objects[ObjectKind.LEASE, "default/grpo"]["status"]["conditions"]
         if entry["type"] == "Granted"
     )
 

@@ -18,7 +18,7 @@ from rose_core.rollouts.training.rhythm import Rhythm, observe
 from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_dev.waiting import until
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.sync.demand import Demands
 from rose_router.config import Settings as RouterSettings
 from rose_router.main import RunningRouter
@@ -48,7 +48,7 @@ async def lending(slots: int = 2) -> Bench:
 
 
 def status(bench: Bench) -> dict[str, object]:
-    found: dict[str, object] = bench.api.objects[Kind.LEASE, KEY]["status"]
+    found: dict[str, object] = bench.api.objects[ObjectKind.LEASE, KEY]["status"]
     return found
 
 

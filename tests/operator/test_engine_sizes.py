@@ -8,7 +8,7 @@ from rose_core.lending import EngineNeeds
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.plan.engine_sizes import EngineSizes
 from rose_operator.plan.slot_terms import engine_of, sharing_of
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 from tests.api.objects import LEASE, POOL, SLOT, changed
 from tests.operator.bench import Bench
 
@@ -66,7 +66,7 @@ def test_a_size_is_of_one_lease_one_pool_and_the_terms_of_both() -> None:
     slot = RolloutSlot.model_validate(changed(SLOT, made))
     terms = {"engine": engine_of(lease), "sharing": sharing_of(pool)}
     slot = slot.model_copy(update={"spec": slot.spec.model_copy(update=terms)})
-    sizes, telemetry, pools = EngineSizes(), Telemetry(0.0), {slot.spec.pool_ref.key: pool}
+    sizes, telemetry, pools = EngineSizes(), NodeTelemetry(0.0), {slot.spec.pool_ref.key: pool}
     node = slot.spec.member.node
     known = EngineNeeds({(slot.spec.pool_ref.key, node): NEEDED})
 

@@ -29,7 +29,7 @@ from rose_dev.pki import Authority as Maker
 from rose_operator.errors import ApiUnavailable, ConfigurationError
 from rose_operator.kube.api import Api
 from rose_operator.settings import parse
-from rose_operator.sync.enrolment import Authority, Enrolment, RouterEnrolment, RouterTrust
+from rose_operator.sync.enrolment import NodeAuthority, NodeEnrolment, RouterEnrolment, RouterTrust
 from rose_wire import certificates, tls
 from rose_wire.bearer import BATCHES, INGEST, lease_token, service_token
 from rose_wire.errors import Refused, Unavailable
@@ -73,8 +73,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def enrol(folder: Path, status: dict[str, Any] | Exception, node: str = "n1") -> EnrolReply:
-    authority = Authority(folder, dt.timedelta(hours=24))
-    service = Enrolment(cast("Api", Reviewer(status)), authority, ACCOUNT)
+    authority = NodeAuthority(folder, dt.timedelta(hours=24))
+    service = NodeEnrolment(cast("Api", Reviewer(status)), authority, ACCOUNT)
     _, asked = certificates.request("system:node:somebody")
     return await service.enrol(EnrolRequest(node, "mine", asked))
 
@@ -122,8 +122,8 @@ async def test_without_the_api_server_the_agent_is_told_to_try_again(folder: Pat
 
 
 async def test_nonsense_instead_of_a_request_is_refused(folder: Path) -> None:
-    authority = Authority(folder, dt.timedelta(hours=1))
-    service = Enrolment(cast("Api", Reviewer(review())), authority, ACCOUNT)
+    authority = NodeAuthority(folder, dt.timedelta(hours=1))
+    service = NodeEnrolment(cast("Api", Reviewer(review())), authority, ACCOUNT)
     with pytest.raises(Refused):
         await service.enrol(EnrolRequest("n1", "mine", b"nonsense"))
 
@@ -190,8 +190,8 @@ async def test_a_real_api_server_says_which_node_a_token_is_from(
     config = KubeConfig.from_file(str(plane.kubeconfig)).get()
     client = AsyncClient(config=config, trust_env=False)
     try:
-        service = Enrolment(
-            Api(client, namespace), Authority(folder, dt.timedelta(hours=1)), account
+        service = NodeEnrolment(
+            Api(client, namespace), NodeAuthority(folder, dt.timedelta(hours=1)), account
         )
         _, asked = certificates.request("x")
         assert (await service.enrol(EnrolRequest(node, token, asked))).certificate
@@ -263,7 +263,7 @@ def router_enrolment(
 ) -> RouterEnrolment:
     """The operator's side, for one lease."""
     found = RolloutLease.model_validate(lease)
-    signing = Authority(folder, dt.timedelta(hours=hours))
+    signing = NodeAuthority(folder, dt.timedelta(hours=hours))
     agents = folder / "tls.crt"
     trust = RouterTrust("secret", "rose-routers", ROUTERS, signing, agents, agents)
     return RouterEnrolment(
@@ -403,7 +403,7 @@ async def test_a_real_api_server_says_which_lease_a_routers_token_is_for(
             "secret",
             namespace,
             f"system:serviceaccount:{namespace}:rose-router",
-            Authority(folder, dt.timedelta(hours=1)),
+            NodeAuthority(folder, dt.timedelta(hours=1)),
         )
         service = RouterEnrolment(Api(client, namespace), trust, leases.get, lambda: "")
         _, asked = certificates.request("x")

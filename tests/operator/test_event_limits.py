@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 from rose_core.api import Condition, RolloutLease
 from rose_operator.errors import ApiRefused
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import Raw
 from rose_operator.metrics import REGISTRY
 from rose_operator.status.event_limits import BURST, REFILL_SECONDS, EventLimiter
@@ -22,7 +22,7 @@ def event(name: str = "grpo", message: str = "why") -> Raw:
         type="Ready", status="False", reason="RouterNotReady", message=message,
         last_transition_time="2026-01-01T00:00:00Z",
     )  # fmt: skip
-    return of_condition(Kind.LEASE, lease, ready, NOW)
+    return of_condition(ObjectKind.LEASE, lease, ready, NOW)
 
 
 class Desk:
@@ -76,7 +76,7 @@ async def test_an_object_that_is_gone_is_forgotten() -> None:
 
 async def test_an_event_that_is_refused_harms_nobody() -> None:
     class Refusing(FakeApi):
-        async def create(self, kind: Kind, manifest: Raw) -> Raw:
+        async def create(self, kind: ObjectKind, manifest: Raw) -> Raw:
             raise ApiRefused(403, f"no {kind.value} {manifest['metadata']['name']}")
 
     assert not await EventLimiter(Refusing(), lambda: 0.0).tell(event())

@@ -29,7 +29,7 @@ from rose_core.lending import Demand
 from rose_core.lending.autoscalers import Autoscaler
 from rose_core.wire import sync
 from rose_core.wire.sync import AdapterSpec, Grant, SyncRequest
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.sync.enrolment import callers_of
 from rose_operator.sync.grants import adapter_runs, grants_of, policy_of
 from tests.api.objects import LEASE, POOL, changed
@@ -134,7 +134,7 @@ class Stage:
     def of(self, lease: str) -> list[RolloutSlot]:
         return [one for one in self.live() if one.spec.lease_ref.name == lease]
 
-    def object(self, kind: Kind, name: str) -> dict[str, Any]:
+    def object(self, kind: ObjectKind, name: str) -> dict[str, Any]:
         return self.bench.api.objects[kind, f"default/{name}"]
 
     async def _turn(self) -> None:
@@ -164,17 +164,17 @@ class Stage:
         self.bench.pool(**{f"spec.{path}": value for path, value in self.pool.items()})
         if self.row.busy:
             day = (self.row.busy * 48)[:48] if len(self.row.busy) == 1 else self.row.busy
-            self.object(Kind.POOL, "chat")["status"] = {"load": {"busyPermille": list(day)}}
+            self.object(ObjectKind.POOL, "chat")["status"] = {"load": {"busyPermille": list(day)}}
         lends = {"spec.mode": "Lend", "spec.slo": {"ttftMilliseconds": 500}}
         lending = {"maxReplicasPercent": 100, "minUnlentReplicas": 0}
         other = changed(POOL, {"metadata.name": "other", "spec.lending": lending} | lends)
-        self.bench.api.add(Kind.POOL, other)
+        self.bench.api.add(ObjectKind.POOL, other)
 
     def _add_lease(self, name: str, spec: Spec, made: str) -> None:
         paths = {f"spec.{path}": value for path, value in spec.items()}
         body = changed(LEASE, {"metadata.name": name} | paths)
-        self.bench.api.add(Kind.LEASE, body)
-        self.object(Kind.LEASE, name)["metadata"]["creationTimestamp"] = made
+        self.bench.api.add(ObjectKind.LEASE, body)
+        self.object(ObjectKind.LEASE, name)["metadata"]["creationTimestamp"] = made
 
     def _add_policy(self) -> None:
         base = {
@@ -188,9 +188,9 @@ class Stage:
             "spec": base,
         }
         spec = {f"spec.{path}": value for path, value in self.policy.items()}
-        self.bench.api.add(Kind.POLICY, changed(bare, spec))
+        self.bench.api.add(ObjectKind.POLICY, changed(bare, spec))
         labelled = {"metadata": {"name": "default", "labels": {"team": "a"}}}
-        self.bench.api.add(Kind.NAMESPACE, labelled)
+        self.bench.api.add(ObjectKind.NAMESPACE, labelled)
 
 
 # What is seen.
@@ -223,7 +223,7 @@ def grant(path: str) -> Callable[[Stage], object]:
 
 def others(stage: Stage) -> object:
     """Runs whose adapters a node gets beside the lease's first."""
-    lease = RolloutLease.model_validate(stage.object(Kind.LEASE, "grpo"))
+    lease = RolloutLease.model_validate(stage.object(ObjectKind.LEASE, "grpo"))
     slot = stage.of("grpo")[0]
     node, runs = slot.spec.member.node, adapter_runs([lease], SETTINGS, None)
     (found,) = grants_of(node, [slot], 1, SETTINGS, others=runs)
@@ -260,25 +260,25 @@ CALLER = {"name": "a", "sha256": "0" * 64}
 
 def told(stage: Stage) -> object:
     """Whom the lease's router is told to hear."""
-    lease = RolloutLease.model_validate(stage.object(Kind.LEASE, "grpo"))
+    lease = RolloutLease.model_validate(stage.object(ObjectKind.LEASE, "grpo"))
     callers = callers_of(lease)
     return " ".join(f"{one.name} {one.turns_only:d} {one.expires}" for one in callers)
 
 
 def price(stage: Stage) -> object:
     """What a lent hour costs on the lease's statement."""
-    lease = RolloutLease.model_validate(stage.object(Kind.LEASE, "grpo"))
+    lease = RolloutLease.model_validate(stage.object(ObjectKind.LEASE, "grpo"))
     (one,) = usages([lease], {"default/chat": _pool(stage)})
     assert one.prices is not None
     return one.prices.lent_hour
 
 
 def _pool(stage: Stage) -> ServingPool:
-    return ServingPool.model_validate(stage.object(Kind.POOL, "chat"))
+    return ServingPool.model_validate(stage.object(ObjectKind.POOL, "chat"))
 
 
 def _router(stage: Stage) -> dict[str, Any]:
-    (made,) = stage.bench.api.all(Kind.DEPLOYMENT)
+    (made,) = stage.bench.api.all(ObjectKind.DEPLOYMENT)
     spec: dict[str, Any] = made["spec"]
     return spec
 

@@ -17,7 +17,7 @@ from rose_core.api import Reason, RolloutSlot
 from rose_core.identity import SlotKey
 from rose_core.wire.routing import AdapterVersion
 from rose_core.wire.sync import AdapterSpec, Grant, SlotReport, SlotState, SyncRequest
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.sync.grants import grants_of
 from tests.api.objects import SLOT, changed
 from tests.operator.bench import SETTINGS, Bench
@@ -186,9 +186,9 @@ async def test_a_slot_of_a_lease_that_was_made_anew_is_taken_back_and_says_why()
     ):
         bench = Bench()
         home = {"metadata.namespace": "rose-system", "spec.leaseRef.uid": uid}
-        made = bench.api.add(Kind.SLOT, changed(SLOT, home))
+        made = bench.api.add(ObjectKind.SLOT, changed(SLOT, home))
         bench.lease()
-        bench.api.objects[Kind.LEASE, "default/grpo"]["metadata"]["uid"] = "uid-of-grpo"
+        bench.api.objects[ObjectKind.LEASE, "default/grpo"]["metadata"]["uid"] = "uid-of-grpo"
         bench.pool()
         one = replica("default/chat", "p0", pod_uid="p-1", gpu_uuids=("GPU-0",))
         key = SlotKey(made["metadata"]["uid"], made["metadata"]["generation"])

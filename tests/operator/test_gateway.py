@@ -16,15 +16,15 @@ from rose_dev.parts import GATEWAY_KINDS
 from rose_dev.waiting import wait_until_established
 from rose_operator.apply import routers
 from rose_operator.errors import ConfigurationError
-from rose_operator.kube.api import Kind
-from rose_operator.settings import Gateway, parse
+from rose_operator.kube.api import ObjectKind
+from rose_operator.settings import GatewaySettings, parse
 from tests.api.objects import LEASE, POOL, changed
 from tests.operator import harness as env
 from tests.operator.bench import SETTINGS, Bench
 from tests.operator.harness import Cluster, OperatorProcess, until
 from tests.operator.stub_agent import StubAgent, replica
 
-GATEWAY = Gateway("infra", "public", "https", "turns.example.com")
+GATEWAY = GatewaySettings("infra", "public", "https", "turns.example.com")
 SETTINGS_WITH = replace(SETTINGS, gateway=GATEWAY)
 INSIDE = "http://router-default-grpo.rose-system.svc:8000"
 OUTSIDE = "https://router-default-grpo.turns.example.com"
@@ -76,21 +76,21 @@ async def test_the_leases_url_follows_its_route_and_the_route_goes_with_the_leas
     await bench.turn(2)
 
     def url() -> str:
-        return str(bench.api.objects[Kind.LEASE, "default/grpo"]["status"]["routerURL"])
+        return str(bench.api.objects[ObjectKind.LEASE, "default/grpo"]["status"]["routerURL"])
 
     assert url() == INSIDE
-    (route,) = bench.api.all(Kind.ROUTE)
+    (route,) = bench.api.all(ObjectKind.ROUTE)
     told = {**route, "status": accepted(route["metadata"]["generation"])}
-    await bench.api.apply_status(Kind.ROUTE, told)
+    await bench.api.apply_status(ObjectKind.ROUTE, told)
     await bench.turn()
     bench.now += 30  # a change that is no condition's may wait for others
     bench.report()
     await bench.turn(2)
     assert url() == OUTSIDE
     bench.lease("later")
-    del bench.api.objects[Kind.LEASE, "default/grpo"]
+    del bench.api.objects[ObjectKind.LEASE, "default/grpo"]
     await bench.turn(2)
-    assert [one["metadata"]["name"] for one in bench.api.all(Kind.ROUTE)] == [
+    assert [one["metadata"]["name"] for one in bench.api.all(ObjectKind.ROUTE)] == [
         "router-default-later"
     ]
 

@@ -7,7 +7,7 @@ from typing import Any
 from rose_core.api import Reason
 from rose_core.identity import PodUid
 from rose_core.wire.sync import FollowerPod, GroupPlace, ReplicaGroup, ReplicaReport, SyncRequest
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from tests.operator.bench import Bench
 from tests.operator.stub_agent import replica
 from tests.operator.test_decisions import ask, explanation
@@ -41,7 +41,7 @@ async def test_each_pod_of_a_group_lends_on_its_node_by_its_leaders_telemetry() 
     await bench.turn(3)
     members = [raw["spec"]["members"][0] for raw in bench.slots()]
     assert sorted((one["node"], one["podName"]) for one in members) == [("n1", "a"), ("n2", "b")]
-    status = bench.api.objects[Kind.POOL, "default/chat"]["status"]
+    status = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]
     assert (status["replicas"], status["lentReplicas"], status["qualifiedReplicas"]) == (1, 1, 1)
     (verified,) = [one for one in status["conditions"] if one["type"] == "SignalVerified"]
     assert verified["status"] == "True"
@@ -56,11 +56,11 @@ async def test_what_is_so_of_the_leader_is_so_of_its_followers() -> None:
         ({"kv_used_permille": 999}, Reason.KV_USE_TOO_HIGH),
     ):
         bench = lending()
-        ask(bench, Kind.LEASE, "grpo", "why")
+        ask(bench, ObjectKind.LEASE, "grpo", "why")
         report(bench, pod("a", 0, **changes), pod("b", 1, **BLIND))
         await bench.turn(2)
         assert bench.slots() == []
-        found = explanation(bench, Kind.LEASE, "grpo")
+        found = explanation(bench, ObjectKind.LEASE, "grpo")
         assert found is not None
         assert {one["reason"] for one in found["verdicts"]} == {reason}
 
@@ -74,14 +74,14 @@ async def test_a_group_lends_nothing_while_one_of_its_pods_is_not_ready() -> Non
 
 async def test_a_group_lends_nothing_while_its_leaders_node_is_silent() -> None:
     bench = lending()
-    ask(bench, Kind.LEASE, "grpo", "why")
+    ask(bench, ObjectKind.LEASE, "grpo", "why")
     report(bench, pod("a", 0), pod("b", 1, **BLIND))
     bench.now += 20.0  # more than a report may be old, and less than makes it forgotten
     follower = SyncRequest("n2", "t", 0, (pod("b", 1, **BLIND),), guard="10.0.0.2:7448")
     bench.telemetry.record(follower, bench.now)
     await bench.turn(2)
     assert bench.slots() == []
-    found = explanation(bench, Kind.LEASE, "grpo")
+    found = explanation(bench, ObjectKind.LEASE, "grpo")
     assert found is not None
     assert {one["reason"] for one in found["verdicts"]} == {Reason.TELEMETRY_STALE}
 
@@ -105,11 +105,11 @@ async def test_a_pod_whose_place_is_told_from_now_on_makes_its_group_whole_at_on
 
 async def test_a_group_without_its_leader_lends_nothing_and_says_what_is_missing() -> None:
     bench = lending()
-    ask(bench, Kind.LEASE, "grpo", "why")
+    ask(bench, ObjectKind.LEASE, "grpo", "why")
     report(bench, None, pod("b", 1, **BLIND))
     await bench.turn(2)
     assert bench.slots() == []
-    found = explanation(bench, Kind.LEASE, "grpo")
+    found = explanation(bench, ObjectKind.LEASE, "grpo")
     assert found is not None
     (verdict,) = found["verdicts"]
     assert verdict["reason"] == Reason.MULTI_NODE_REPLICA

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from rose_core.identity import SlotKey, SlotUid
-from rose_core.lending import Memory, Policy, plan
+from rose_core.lending import PlannerMemory, PlannerPolicy, plan
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.plan.admission import Offer
 from rose_operator.plan.cluster_facts import ClusterFacts
@@ -17,14 +17,14 @@ from rose_operator.plan.cluster_state import ClusterState, look, utc
 from rose_operator.plan.load_history import LoadHistory
 from rose_operator.plan.memo import Memo
 from rose_operator.plan.snapshot import Knowledge, Snapshots, snapshot
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 from rose_operator.plan.toggle_costs import ToggleCosts
 from rose_operator.plan.typed_objects import TypedReader
 from tests.api.objects import LEASE, POOL, SLOT, changed
 from tests.operator.stub_agent import replica
 
 START = 1_800_000_000.0
-POLICY = Policy()
+POLICY = PlannerPolicy()
 NODES = ("n0", "n1", "n2")
 PODS = ("a", "b", "c")
 CREATED = "2027-01-15T07:00:00Z"
@@ -109,16 +109,16 @@ REPORTS = st.builds(
 )
 EVENTS = st.one_of(
     st.tuples(st.just("report"), REPORTS),
-    st.tuples(st.just(Kind.POOL), POOLS),
-    st.tuples(st.just(Kind.LEASE), LEASES),
-    st.tuples(st.just(Kind.SLOT), SLOTS),
-    st.tuples(st.just("remove"), st.tuples(st.sampled_from(list(Kind)), st.integers(0, 3))),
+    st.tuples(st.just(ObjectKind.POOL), POOLS),
+    st.tuples(st.just(ObjectKind.LEASE), LEASES),
+    st.tuples(st.just(ObjectKind.SLOT), SLOTS),
+    st.tuples(st.just("remove"), st.tuples(st.sampled_from(list(ObjectKind)), st.integers(0, 3))),
     st.tuples(st.just("sleep"), st.sampled_from([0.5, 5.0, 20.0, 2000.0])),
     st.tuples(st.just("cordon"), st.sets(st.sampled_from(NODES))),
     st.tuples(st.just("zones"), st.dictionaries(st.sampled_from(NODES), st.just("z1"))),
     st.tuples(st.just("again"), st.sampled_from(NODES)),
 )
-BASES = {Kind.POOL: POOL, Kind.LEASE: LEASE, Kind.SLOT: SLOT}
+BASES = {ObjectKind.POOL: POOL, ObjectKind.LEASE: LEASE, ObjectKind.SLOT: SLOT}
 
 
 class Inside:
@@ -126,18 +126,18 @@ class Inside:
 
     def __init__(self) -> None:
         self.now, self.version = 0.0, 0
-        self.stores = {kind: ObjectCache() for kind in Kind}
+        self.stores = {kind: ObjectCache() for kind in ObjectKind}
         self.readers = (
-            TypedReader(ServingPool, self.stores[Kind.POOL]),
-            TypedReader(RolloutLease, self.stores[Kind.LEASE]),
-            TypedReader(RolloutSlot, self.stores[Kind.SLOT]),
+            TypedReader(ServingPool, self.stores[ObjectKind.POOL]),
+            TypedReader(RolloutLease, self.stores[ObjectKind.LEASE]),
+            TypedReader(RolloutSlot, self.stores[ObjectKind.SLOT]),
         )
-        self.telemetry = Telemetry(0.0)
+        self.telemetry = NodeTelemetry(0.0)
         self.known = Knowledge(ClusterFacts(), LoadHistory(), ToggleCosts())
 
     def happen(self, what: object, value: Any) -> None:  # noqa: ANN401  # as the event says
         self.version += 1
-        if isinstance(what, Kind):
+        if isinstance(what, ObjectKind):
             name = value["metadata.name"]
             known = self.stores[what].get(f"default/{name}")
             metadata = {
@@ -190,7 +190,7 @@ class Inside:
 def test_whatever_happens_the_kept_snapshot_is_the_one_made_from_nothing(
     events: list[tuple[object, object]],
 ) -> None:
-    inside, memory = Inside(), Memory()
+    inside, memory = Inside(), PlannerMemory()
     snapshots = Snapshots(inside.known)
     for what, value in events:
         inside.happen(what, value)
@@ -205,9 +205,9 @@ def test_whatever_happens_the_kept_snapshot_is_the_one_made_from_nothing(
 
 def test_a_pass_translates_only_what_has_changed() -> None:
     inside = Inside()
-    inside.happen(Kind.POOL, {"metadata.name": "chat"})
+    inside.happen(ObjectKind.POOL, {"metadata.name": "chat"})
     for name in ("one", "two"):
-        inside.happen(Kind.LEASE, {"metadata.name": name})
+        inside.happen(ObjectKind.LEASE, {"metadata.name": name})
     for number, node in enumerate(NODES):
         said = replica("default/chat", PODS[number])
         inside.happen("report", SyncRequest(node, "t", 0, (said,)))
@@ -215,7 +215,7 @@ def test_a_pass_translates_only_what_has_changed() -> None:
 
     def made() -> int:
         before = snapshots.made
-        snapshots.take(inside.look(), Memory(), POLICY, {})
+        snapshots.take(inside.look(), PlannerMemory(), POLICY, {})
         return snapshots.made - before
 
     assert made() == 6
@@ -225,7 +225,7 @@ def test_a_pass_translates_only_what_has_changed() -> None:
     assert made() == 0
     inside.happen("report", SyncRequest("n0", "t", 0, (replica("default/chat", "a", ready=False),)))
     assert made() == 1
-    inside.happen(Kind.LEASE, {"metadata.name": "one", "spec.priority": 5})
+    inside.happen(ObjectKind.LEASE, {"metadata.name": "one", "spec.priority": 5})
     assert made() == 1
     inside.happen("cordon", {"n1", "n2"})
     assert made() == 2

@@ -11,13 +11,13 @@ from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.sync import NoticeRequest, SlotReport, SlotState, SyncRequest
 from rose_operator.errors import ApiRefused
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.notices import Notices
 from rose_operator.plan import cluster_facts
 from rose_operator.plan.cluster_facts import ClusterFacts, zones
 from rose_operator.plan.load_history import LoadHistory
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 from rose_operator.plan.toggle_costs import ToggleCosts
 from rose_operator.plan.typed_objects import TypedReader
 from tests.api.objects import LEASE, POOL, SLOT, changed
@@ -83,7 +83,7 @@ def test_a_restarted_operator_goes_on_with_the_shape_in_the_status() -> None:
 def test_what_a_loan_costs_is_learned_from_starts_that_were_seen_whole() -> None:
     made = {"metadata.uid": "u-1", "metadata.creationTimestamp": "1970-01-01T00:01:40Z"}
     slot = RolloutSlot.model_validate(changed(SLOT, made | {"metadata.generation": 1}))
-    toggles, telemetry = ToggleCosts(), Telemetry(0.0)
+    toggles, telemetry = ToggleCosts(), NodeTelemetry(0.0)
 
     def reported(state: SlotState) -> None:
         report = SlotReport(SlotKey(SlotUid("u-1"), 1), state)
@@ -128,9 +128,9 @@ class AroundApi:
     """Nodes and autoscalers, some of which may not be read."""
 
     def __init__(self, **items: list[dict[str, Any]]) -> None:
-        self.items = {Kind[name.upper()]: found for name, found in items.items()}
+        self.items = {ObjectKind[name.upper()]: found for name, found in items.items()}
 
-    async def list(self, kind: Kind) -> tuple[list[dict[str, Any]], int]:
+    async def list(self, kind: ObjectKind) -> tuple[list[dict[str, Any]], int]:
         if kind not in self.items:
             raise ApiRefused(403, "forbidden")
         return self.items[kind], 1
@@ -167,10 +167,12 @@ class CordonApi:
         self.watches = 0
         self.watched = asyncio.Event()
 
-    async def list(self, _kind: Kind) -> tuple[list[dict[str, Any]], int]:
+    async def list(self, _kind: ObjectKind) -> tuple[list[dict[str, Any]], int]:
         return ([NODE] if self.watches else []), 1
 
-    async def watch(self, _kind: Kind, _version: int) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    async def watch(
+        self, _kind: ObjectKind, _version: int
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         self.watches += 1
         self.watched.set()
         if self.watches == 1:
@@ -200,7 +202,7 @@ def test_nodes_without_a_zone_have_none() -> None:
 
 
 def test_a_node_report_is_only_news_when_something_that_matters_changes() -> None:
-    telemetry = Telemetry(0.0)
+    telemetry = NodeTelemetry(0.0)
     one = replica("default/chat", "a", kv=100)
     assert telemetry.record(SyncRequest("n1", "t", 0, (one,)), 1.0)
     busier = replica("default/chat", "a", kv=900)

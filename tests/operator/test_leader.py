@@ -3,8 +3,15 @@
 import pytest
 
 from rose_operator.errors import ApiRefused, ApiUnavailable
-from rose_operator.kube.api import Kind
-from rose_operator.kube.leader import LOCK_NAME, LeaderLock, LockState, Record, Step, decide
+from rose_operator.kube.api import ObjectKind
+from rose_operator.kube.leader import (
+    LOCK_NAME,
+    LeaderLock,
+    LeaseRecord,
+    LeaseStep,
+    LockState,
+    decide,
+)
 from rose_operator.kube.object_cache import Raw
 from rose_operator.metrics import REGISTRY
 from tests.operator.fake_api import FakeApi
@@ -33,26 +40,28 @@ def counted(name: str) -> float:
     return REGISTRY.get_sample_value(name) or 0.0
 
 
-def record(holder: str, term: int) -> Record:
-    return Record(holder, term, 15.0, "1")
+def record(holder: str, term: int) -> LeaseRecord:
+    return LeaseRecord(holder, term, 15.0, "1")
 
 
 @pytest.mark.parametrize(
     ("found", "my_term", "unchanged", "step"),
     [
-        (None, 0, 0.0, Step.CREATE),
-        (None, 3, 0.0, Step.CREATE),
-        (record("", 4), 0, 0.0, Step.CLAIM),
-        (record(MINE, 4), 0, 0.0, Step.CLAIM),
-        (record(OTHER, 4), 0, 14.9, Step.WAIT),
-        (record(OTHER, 4), 0, 15.0, Step.CLAIM),
-        (record(MINE, 4), 4, 0.0, Step.RENEW),
-        (record(OTHER, 5), 4, 0.0, Step.YIELD),
-        (record(MINE, 5), 4, 0.0, Step.YIELD),
-        (record("", 4), 4, 0.0, Step.YIELD),
+        (None, 0, 0.0, LeaseStep.CREATE),
+        (None, 3, 0.0, LeaseStep.CREATE),
+        (record("", 4), 0, 0.0, LeaseStep.CLAIM),
+        (record(MINE, 4), 0, 0.0, LeaseStep.CLAIM),
+        (record(OTHER, 4), 0, 14.9, LeaseStep.WAIT),
+        (record(OTHER, 4), 0, 15.0, LeaseStep.CLAIM),
+        (record(MINE, 4), 4, 0.0, LeaseStep.RENEW),
+        (record(OTHER, 5), 4, 0.0, LeaseStep.YIELD),
+        (record(MINE, 5), 4, 0.0, LeaseStep.YIELD),
+        (record("", 4), 4, 0.0, LeaseStep.YIELD),
     ],
 )
-def test_every_edge(found: Record | None, my_term: int, unchanged: float, step: Step) -> None:
+def test_every_edge(
+    found: LeaseRecord | None, my_term: int, unchanged: float, step: LeaseStep
+) -> None:
     assert decide(found, MINE, my_term, unchanged) is step
 
 
@@ -121,7 +130,7 @@ async def test_the_same_pod_restarted_claims_at_once_in_a_higher_term() -> None:
 async def test_two_claims_at_once_have_one_winner() -> None:
     api, clock = FakeApi(), Clock()
     one, two = lock(api, clock), lock(api, clock, OTHER)
-    unheld = await api.get(Kind.LOCK, LOCK_NAME)
+    unheld = await api.get(ObjectKind.LOCK, LOCK_NAME)
     await one.step()
     with pytest.raises(ApiUnavailable, match="409"):
         await two._act(unheld, clock.now)
@@ -152,7 +161,7 @@ async def test_an_impossible_term_is_not_outbid() -> None:
 
 async def test_expired_credentials_end_the_process_so_that_a_new_one_reads_new_ones() -> None:
     class Expired(FakeApi):
-        async def get(self, kind: Kind, name: str) -> Raw | None:
+        async def get(self, kind: ObjectKind, name: str) -> Raw | None:
             raise ApiRefused(401, "Unauthorized")
 
     mine = lock(Expired(), Clock())

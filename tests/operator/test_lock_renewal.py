@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.leader import LOCK_NAME, LeaderLock, LockState
 from rose_operator.kube.lock_renewal import LockRenewal
 from rose_operator.kube.object_cache import Raw
@@ -18,7 +18,7 @@ class Counting(FakeApi):
 
     looks = 0
 
-    async def get(self, kind: Kind, name: str) -> Raw | None:
+    async def get(self, kind: ObjectKind, name: str) -> Raw | None:
         self.looks += 1
         return await super().get(kind, name)
 
@@ -84,7 +84,7 @@ async def test_ended_it_gives_the_lead_back_and_closes_its_connections() -> None
     api = FakeApi()
     lead = await leading(api)
     await lead.end()
-    found = await api.get(Kind.LOCK, LOCK_NAME)
+    found = await api.get(ObjectKind.LOCK, LOCK_NAME)
     assert found is not None
     assert found["spec"]["holderIdentity"] == ""
     assert lead.closed

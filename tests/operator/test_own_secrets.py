@@ -13,12 +13,12 @@ from cryptography import x509
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose_core.rotation import SPREAD_SECONDS, HeldAuthority, Step, Window, decide
+from rose_core.rotation import SPREAD_SECONDS, HeldAuthority, RotationStep, ValidityWindow, decide
 from rose_core.wire.sync import SyncReply, SyncRequest
 from rose_operator.errors import ApiRefused, ApiUnavailable
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import Raw
-from rose_operator.own_secrets import Options, OwnSecrets, options, turned
+from rose_operator.own_secrets import OwnSecrets, SecretOptions, options, turned
 from rose_operator.settings import parse
 from rose_wire import certificates, tls
 from rose_wire.errors import Unavailable
@@ -47,8 +47,8 @@ class Secrets:
         self.writes = 0
         self.down = 0
 
-    async def get(self, kind: Kind, name: str) -> Raw | None:
-        assert kind is Kind.SECRET
+    async def get(self, kind: ObjectKind, name: str) -> Raw | None:
+        assert kind is ObjectKind.SECRET
         if self.down:
             self.down -= 1
             raise ApiUnavailable("down")
@@ -56,7 +56,7 @@ class Secrets:
         found = self.objects.get(name)
         return None if found is None else {**found, "metadata": dict(found["metadata"])}
 
-    async def replace(self, kind: Kind, manifest: Raw) -> Raw:
+    async def replace(self, kind: ObjectKind, manifest: Raw) -> Raw:
         name, version = (manifest["metadata"][key] for key in ("name", "resourceVersion"))
         if self.objects[name]["metadata"]["resourceVersion"] != version:
             raise ApiUnavailable("409: conflict")
@@ -76,7 +76,7 @@ class Installation:
         self.now = START
         self.api = api or Secrets(*SECRETS.values())
         self.folder = folder
-        wanted = Options(
+        wanted = SecretOptions(
             folder,
             token="rose-token",
             authority="rose-authority",
@@ -211,25 +211,25 @@ def test_an_authority_never_signs_before_it_is_believed_for_long_enough(
         now += pause * DAY
         for _ in range(10):
             step = decide(held, now)
-            if step is Step.NONE:
+            if step is RotationStep.NONE:
                 break
-            if step is Step.SWITCH:
+            if step is RotationStep.SWITCH:
                 assert now - held.prepared_at >= SPREAD_SECONDS
             held = after(held, step, now, life * DAY)
-        assert decide(held, now) is Step.NONE
+        assert decide(held, now) is RotationStep.NONE
         assert held.signer is not None
         assert now < held.signer.ends
 
 
-def after(held: HeldAuthority, step: Step, now: float, life: float) -> HeldAuthority:
+def after(held: HeldAuthority, step: RotationStep, now: float, life: float) -> HeldAuthority:
     """What the step makes of it."""
-    new = Window(now, now + life)
-    if step is Step.MAKE:
+    new = ValidityWindow(now, now + life)
+    if step is RotationStep.MAKE:
         return HeldAuthority(new)
-    if step is Step.PREPARE:
+    if step is RotationStep.PREPARE:
         return HeldAuthority(held.signer, new, now, held.former)
     assert held.signer is not None
-    if step is Step.SWITCH:
+    if step is RotationStep.SWITCH:
         return HeldAuthority(held.successor, None, 0.0, (*held.former, held.signer))
     living = tuple(one for one in held.former if one.ends > now)
     return HeldAuthority(held.signer, held.successor, held.prepared_at, living)
@@ -306,7 +306,7 @@ def test_flags_say_what_is_made_here(tmp_path: Path) -> None:
     folder = tmp_path / "own"
     given = ["--own-secrets-dir", str(folder), "--own-token=rose-token", "--own-names=a,b"]
     found = options(["--router-image=x", *given])
-    assert found == Options(folder, token="rose-token", names=("a", "b"))
+    assert found == SecretOptions(folder, token="rose-token", names=("a", "b"))
     (tmp_path / "stores.yaml").write_text("{}")
     (tmp_path / "token").write_text("t")
     parsed = parse(

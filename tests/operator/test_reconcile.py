@@ -11,7 +11,7 @@ from rose_core.identity import SlotKey
 from rose_core.wire.sync import MOST_MODELS, NodeModel, SlotReport, SlotState, SyncRequest
 from rose_operator import metrics
 from rose_operator.errors import ApiUnavailable, NotLeader
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from tests.operator.bench import Bench, running
 from tests.operator.stub_agent import replica
 
@@ -36,16 +36,16 @@ async def test_every_condition_is_there_from_the_first_visit_on_whatever_is_know
     early.pool()
     early.lease()
     await early.turn()
-    pool = said(early, Kind.POOL, "default/chat")
+    pool = said(early, ObjectKind.POOL, "default/chat")
     assert pool["TelemetryFresh"] == pool["SignalVerified"] == pool["DeviceAccess"] == "Unknown"
-    lease = said(early, Kind.LEASE, "default/grpo")
+    lease = said(early, ObjectKind.LEASE, "default/grpo")
     assert lease["Granted"] == "False"
     later = await running()
-    assert list(said(later, Kind.POOL, "default/chat")) == list(pool)
-    assert list(said(later, Kind.LEASE, "default/grpo")) == list(lease)
+    assert list(said(later, ObjectKind.POOL, "default/chat")) == list(pool)
+    assert list(said(later, ObjectKind.LEASE, "default/grpo")) == list(lease)
 
 
-def said(bench: Bench, kind: Kind, key: str) -> dict[str, str]:
+def said(bench: Bench, kind: ObjectKind, key: str) -> dict[str, str]:
     """Status of every condition."""
     conditions = bench.api.objects[kind, key]["status"]["conditions"]
     return {one["type"]: one["status"] for one in conditions}
@@ -84,7 +84,7 @@ async def test_statuses_wait_for_a_new_lease_but_not_for_ever() -> None:
     assert bench.reason() == Reason.ROUTER_NOT_READY  # none had been written for long
     bench.lease("second")
     await bench.turn()
-    assert [raw.get("status") for raw in bench.api.all(Kind.LEASE)][1] is None
+    assert [raw.get("status") for raw in bench.api.all(ObjectKind.LEASE)][1] is None
     bench.now += 3
     await bench.turn()
     assert bench.reason("second", "Accepted") == Reason.ACCEPTED
@@ -92,7 +92,7 @@ async def test_statuses_wait_for_a_new_lease_but_not_for_ever() -> None:
 
 async def test_an_object_whose_deletion_went_unheard_is_forgotten_at_its_next_status() -> None:
     bench = await running()
-    del bench.api.objects[Kind.LEASE, "default/grpo"]
+    del bench.api.objects[ObjectKind.LEASE, "default/grpo"]
     bench.now += 61
     bench.report(tokens=999)  # the lease's totals differ, so its status is written
     await bench.reconciler.run_pass()
@@ -224,7 +224,7 @@ async def test_totals_are_neither_lost_nor_doubled_by_restarts_of_anybody() -> N
     bench = await running()
 
     def tokens() -> int:
-        status = bench.api.objects[Kind.LEASE, "default/grpo"]["status"]
+        status = bench.api.objects[ObjectKind.LEASE, "default/grpo"]["status"]
         return int(status["totals"]["harvestedTokens"])
 
     async def later(count: int) -> None:
@@ -269,7 +269,7 @@ async def test_what_a_pool_kept_back_is_written_once_a_minute_too() -> None:
         bench.report(unlent_reserved_milliseconds=1000 * second)
         await bench.turn()
     assert 1 <= [name for _, name in bench.api.writes].count("chat") <= 4
-    status = bench.api.objects[Kind.POOL, "default/chat"]["status"]
+    status = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]
     assert 100_000 < status["totals"]["unlentReservedMilliseconds"] < 180_000
     told = {"pool": "default/chat"}
     shown = metrics.REGISTRY.get_sample_value("rose_pool_unlent_reserved_seconds", told)
@@ -280,7 +280,7 @@ async def test_nothing_is_remembered_of_what_is_gone() -> None:
     bench = await running()
     reporter = bench.reconciler._reporter
     slot = bench.slots()[0]["metadata"]
-    key = f"{Kind.SLOT.value} {slot['namespace']}/{slot['name']}"
+    key = f"{ObjectKind.SLOT.value} {slot['namespace']}/{slot['name']}"
     assert key in reporter._totals_at
     for kind, name in list(bench.api.objects):
         del bench.api.objects[kind, name]
@@ -293,12 +293,12 @@ async def test_an_expired_lease_gives_everything_back() -> None:
     bench = Bench()
     bench.pool()
     bench.lease(spec__lifetimeSeconds=60)
-    made = bench.api.objects[Kind.LEASE, "default/grpo"]
+    made = bench.api.objects[ObjectKind.LEASE, "default/grpo"]
     made["metadata"]["creationTimestamp"] = "2027-01-15T08:00:00Z"  # START
     bench.report()
     await bench.turn(3)
     assert len(bench.slots()) == 1
-    assert len(bench.api.all(Kind.DEPLOYMENT)) == 1
+    assert len(bench.api.all(ObjectKind.DEPLOYMENT)) == 1
     bench.now += 61
     bench.report()
     await bench.turn()
@@ -306,7 +306,7 @@ async def test_an_expired_lease_gives_everything_back() -> None:
     await bench.turn()
     assert bench.reason() == Reason.LEASE_EXPIRED
     assert bench.slots() == []
-    assert bench.api.all(Kind.DEPLOYMENT) == []
+    assert bench.api.all(ObjectKind.DEPLOYMENT) == []
 
 
 def models_of(bench: Bench, *found: NodeModel) -> None:
@@ -326,12 +326,12 @@ async def test_a_slot_goes_to_no_node_that_lacks_the_leases_model() -> None:
     assert granted["reason"] == Reason.NO_REPLICA_QUALIFIES
     assert "2 NoModel" in granted["message"]
     assert bench.condition(kind="RouterReady")["reason"] == Reason.NO_SLOT_POSSIBLE
-    assert bench.api.all(Kind.DEPLOYMENT) == []
-    name = bench.api.objects[Kind.LEASE, "default/grpo"]["spec"]["model"]["name"]
+    assert bench.api.all(ObjectKind.DEPLOYMENT) == []
+    name = bench.api.objects[ObjectKind.LEASE, "default/grpo"]["spec"]["model"]["name"]
     models_of(bench, NodeModel("another", 7, "d"), NodeModel(name, 9, "e"))
     await settled(bench)
     assert len(bench.slots()) == 1
-    held = bench.api.objects[Kind.POOL, "default/chat"]["status"]["models"]
+    held = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]["models"]
     assert {(one["name"], one["sizeBytes"], tuple(one["nodes"])) for one in held} == {
         ("another", 7, ("n1",)),
         (name, 9, ("n1",)),
@@ -345,7 +345,7 @@ async def test_a_node_that_cannot_tell_all_its_models_is_tried() -> None:
     models_of(bench, *TOO_MANY[:MOST_MODELS])
     await bench.turn(2)
     assert len(bench.slots()) == 1
-    held = bench.api.objects[Kind.POOL, "default/chat"]["status"]["models"]
+    held = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]["models"]
     assert {one["missingNodes"] for one in held} == {0}
 
 
@@ -354,7 +354,7 @@ async def test_what_a_node_says_of_its_models_cannot_break_a_status() -> None:
     bench.pool()
     models_of(bench, NodeModel("../x", 1, "d"), NodeModel("a" * 500, 1, "d"), *TOO_MANY)
     await bench.turn(2)
-    held = bench.api.objects[Kind.POOL, "default/chat"]["status"]["models"]
+    held = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]["models"]
     assert len(held) <= 64
     assert {(one["sizeBytes"], len(one["digest"])) for one in held} == {(2**53, 64)}
 
@@ -372,8 +372,8 @@ async def settled(bench: Bench) -> None:
 async def test_a_leases_scale_selects_the_pods_of_its_router() -> None:
     """An autoscaler that sets ``slots.max`` reads their figures."""
     bench = await running()
-    selector = bench.api.objects[Kind.LEASE, "default/grpo"]["status"]["selector"]
-    (router,) = bench.api.all(Kind.DEPLOYMENT)
+    selector = bench.api.objects[ObjectKind.LEASE, "default/grpo"]["status"]["selector"]
+    (router,) = bench.api.all(ObjectKind.DEPLOYMENT)
     wanted = dict(one.split("=") for one in selector.split(","))
     assert wanted
     assert wanted.items() <= router["spec"]["template"]["metadata"]["labels"].items()
@@ -404,7 +404,7 @@ async def test_a_lease_hears_nothing_of_its_slots_neighbours() -> None:
     assert ready["message"].endswith(
         f"1 InsufficientMemory: {HOST_MEANING[HostReason.INSUFFICIENT_MEMORY]}"
     )
-    assert "secret" not in json.dumps(bench.api.objects[Kind.LEASE, "default/grpo"])
+    assert "secret" not in json.dumps(bench.api.objects[ObjectKind.LEASE, "default/grpo"])
 
 
 async def test_a_log_of_any_length_and_content_fits_into_a_lease() -> None:
@@ -440,7 +440,7 @@ async def test_a_suspended_lease_gives_its_slots_back_and_keeps_its_url() -> Non
         await bench.turn()
     assert bench.reason() == Reason.SUSPENDED
     assert bench.slots() == []
-    assert len(bench.api.all(Kind.DEPLOYMENT)) == 1
+    assert len(bench.api.all(ObjectKind.DEPLOYMENT)) == 1
     bench.lease()
     bench.report()
     await bench.turn()
@@ -474,7 +474,7 @@ async def test_a_release_reason_of_another_version_harms_nobody() -> None:
     bench = await running()
     (slot,) = bench.slots()
     slot["spec"] |= {"desired": "Released", "releaseReason": "FromTheFuture"}
-    bench.api.add(Kind.SLOT, slot)
+    bench.api.add(ObjectKind.SLOT, slot)
     await bench.turn()
     assert bench.reason(kind="Reclaiming") == Reason.OTHER
 
@@ -493,7 +493,7 @@ async def test_events_tell_transitions_once() -> None:
 
 async def test_replicas_of_a_router_get_a_name_of_their_own_and_lose_it_again() -> None:
     def services(bench: Bench) -> list[str]:
-        return sorted(raw["metadata"]["name"] for raw in bench.api.all(Kind.SERVICE))
+        return sorted(raw["metadata"]["name"] for raw in bench.api.all(ObjectKind.SERVICE))
 
     bench = await running()
     (name,) = services(bench)
@@ -502,7 +502,7 @@ async def test_replicas_of_a_router_get_a_name_of_their_own_and_lose_it_again() 
         bench.report()
         await bench.turn(2)
         assert services(bench) == wanted
-        (deployment,) = bench.api.all(Kind.DEPLOYMENT)
+        (deployment,) = bench.api.all(ObjectKind.DEPLOYMENT)
         assert deployment["spec"]["replicas"] == replicas
         bench.api.writes.clear()
         await bench.turn(2)

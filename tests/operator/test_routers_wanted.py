@@ -11,7 +11,7 @@ from rose_core.api import Reason
 from rose_core.lending import Demand
 from rose_core.lending.routers import REFUSED_SECONDS
 from rose_core.rollouts.capacity.router_size import LEAST_MEMORY, MOST_MEMORY
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_router.flags import parser, settings
 from rose_router.turns.service import leaves_at
 from tests.operator.bench import SETTINGS, Bench, running
@@ -22,10 +22,10 @@ ENFORCED = replace(SETTINGS, tenancy=True)
 
 def pods(bench: Bench) -> list[int]:
     """Replicas of each router."""
-    return [raw["spec"]["replicas"] for raw in bench.api.all(Kind.DEPLOYMENT)]
+    return [raw["spec"]["replicas"] for raw in bench.api.all(ObjectKind.DEPLOYMENT)]
 
 
-def names(bench: Bench, kind: Kind) -> list[str]:
+def names(bench: Bench, kind: ObjectKind) -> list[str]:
     return [raw["metadata"]["name"] for raw in bench.api.all(kind)]
 
 
@@ -35,7 +35,7 @@ def said(bench: Bench) -> tuple[str, str]:
 
 
 def url(bench: Bench) -> str:
-    return str(bench.api.objects[Kind.LEASE, "default/grpo"]["status"]["routerURL"])
+    return str(bench.api.objects[ObjectKind.LEASE, "default/grpo"]["status"]["routerURL"])
 
 
 async def test_a_lease_on_an_empty_pool_has_no_router_until_a_replica_is_reported() -> None:
@@ -43,7 +43,7 @@ async def test_a_lease_on_an_empty_pool_has_no_router_until_a_replica_is_reporte
     bench.pool()
     bench.lease(spec__router={"replicas": 6})
     await bench.turn(2)
-    assert (pods(bench), names(bench, Kind.SERVICE)) == ([], [])
+    assert (pods(bench), names(bench, ObjectKind.SERVICE)) == ([], [])
     assert said(bench) == ("False", Reason.NO_SLOT_POSSIBLE)
     bench.report()
     await bench.turn(2)
@@ -123,7 +123,7 @@ async def test_a_namespaces_routers_are_counted_together_also_those_of_refused_l
     bench.report()
     await bench.turn(2)
     assert bench.reason("first", "Accepted") == Reason.POOL_NOT_LENDING
-    bench.api.add(Kind.POOL, second_pool(bench))
+    bench.api.add(ObjectKind.POOL, second_pool(bench))
     elsewhere = {"namespace": "default", "name": "chat-2"}
     bench.lease("second", spec__router={"replicas": 2}, spec__poolRef=elsewhere)
     bench.report()
@@ -134,13 +134,13 @@ async def test_a_namespaces_routers_are_counted_together_also_those_of_refused_l
 
 
 def second_pool(bench: Bench) -> dict[str, Any]:
-    (pool,) = bench.api.all(Kind.POOL)
+    (pool,) = bench.api.all(ObjectKind.POOL)
     metadata = {"name": "chat-2", "namespace": "default"}
     return {**pool, "metadata": metadata, "spec": {**pool["spec"], "mode": "Lend"}}
 
 
 def memory(bench: Bench) -> int:
-    (raw,) = bench.api.all(Kind.DEPLOYMENT)
+    (raw,) = bench.api.all(ObjectKind.DEPLOYMENT)
     (container,) = raw["spec"]["template"]["spec"]["containers"]
     return int(container["resources"]["limits"]["memory"].removesuffix("Mi")) << 20
 
@@ -148,7 +148,7 @@ def memory(bench: Bench) -> int:
 async def test_a_router_is_as_large_as_its_lease_and_does_not_shrink_while_it_runs() -> None:
     bench = await running()
     assert memory(bench) == LEAST_MEMORY
-    (raw,) = bench.api.all(Kind.DEPLOYMENT)
+    (raw,) = bench.api.all(ObjectKind.DEPLOYMENT)
     arguments = raw["spec"]["template"]["spec"]["containers"][0]["args"]
     small = settings(parser().parse_args(arguments)).limits.connections
     for slots in (512, 1):
@@ -159,14 +159,14 @@ async def test_a_router_is_as_large_as_its_lease_and_does_not_shrink_while_it_ru
     bench.boot()
     await bench.turn(2)
     assert memory(bench) == MOST_MEMORY
-    (raw,) = bench.api.all(Kind.DEPLOYMENT)
+    (raw,) = bench.api.all(ObjectKind.DEPLOYMENT)
     arguments = raw["spec"]["template"]["spec"]["containers"][0]["args"]
     assert settings(parser().parse_args(arguments)).limits.connections > small
 
 
 async def test_a_router_has_the_time_to_send_callers_elsewhere_and_to_drain() -> None:
     bench = await running()
-    (raw,) = bench.api.all(Kind.DEPLOYMENT)
+    (raw,) = bench.api.all(ObjectKind.DEPLOYMENT)
     pod = raw["spec"]["template"]["spec"]
     given = settings(parser().parse_args(pod["containers"][0]["args"]))
     assert given.lame_duck_seconds > 0
@@ -176,7 +176,7 @@ async def test_a_router_has_the_time_to_send_callers_elsewhere_and_to_drain() ->
 
 def trusted(bench: Bench) -> str:
     """Whom the router's pods believe as the operator."""
-    (found,) = bench.api.all(Kind.DEPLOYMENT)
+    (found,) = bench.api.all(ObjectKind.DEPLOYMENT)
     (container,) = found["spec"]["template"]["spec"]["containers"]
     return str(next(one["value"] for one in container["env"] if one["name"] == "ROSE_TLS_CA_PEM"))
 

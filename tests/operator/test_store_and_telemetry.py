@@ -5,7 +5,7 @@ from typing import Any
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.kube.object_cache import ObjectCache
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 from tests.operator.stub_agent import replica
 
 
@@ -81,7 +81,7 @@ def slot_report(state: SlotState, **changes: Any) -> SlotReport:  # noqa: ANN401
 
 
 def test_kv_use_is_a_recent_mean_and_unknown_stays_unknown() -> None:
-    telemetry = Telemetry(0.0)
+    telemetry = NodeTelemetry(0.0)
     telemetry.record(request(replica("s/p", "a", kv=0)), 1.0)
     telemetry.record(request(replica("s/p", "a", kv=1000)), 2.0)
     assert telemetry.nodes["n1"].kv == {"uid-a": 100.0}
@@ -90,7 +90,7 @@ def test_kv_use_is_a_recent_mean_and_unknown_stays_unknown() -> None:
 
 
 def test_short_stops_of_an_engine_are_no_news() -> None:
-    telemetry = Telemetry(0.0)
+    telemetry = NodeTelemetry(0.0)
     assert telemetry.record(request(slots=(slot_report(SlotState.RUNNING),)), 1.0)
     assert not telemetry.record(request(slots=(slot_report(SlotState.STOPPED),)), 2.0)
     assert not telemetry.record(
@@ -100,7 +100,7 @@ def test_short_stops_of_an_engine_are_no_news() -> None:
 
 
 def test_how_long_an_engine_has_been_stopped() -> None:
-    telemetry = Telemetry(0.0)
+    telemetry = NodeTelemetry(0.0)
     telemetry.record(request(slots=(slot_report(SlotState.STOPPED),)), 10.0)
     telemetry.record(request(slots=(slot_report(SlotState.STOPPED),)), 15.0)
     assert telemetry.stopped_seconds("s", 20.0) == 10.0
@@ -109,7 +109,7 @@ def test_how_long_an_engine_has_been_stopped() -> None:
 
 
 def test_requests_of_the_last_minutes_survive_an_agents_restart() -> None:
-    telemetry = Telemetry(0.0)
+    telemetry = NodeTelemetry(0.0)
     for second in range(0, 1000, 5):
         done = {"requests_total": second * 2, "slow_requests_total": second // 10}
         telemetry.record(request(replica("s/p", "a", **done)), float(second))
@@ -121,7 +121,7 @@ def test_requests_of_the_last_minutes_survive_an_agents_restart() -> None:
 
 
 def test_a_silent_node_is_forgotten_with_all_it_said() -> None:
-    telemetry = Telemetry(0.0)
+    telemetry = NodeTelemetry(0.0)
     telemetry.record(request(replica("s/p", "a")), 10.0)
     assert telemetry.silence("n1", 15.0) == 5.0
     assert telemetry.silence("never", 15.0) == 15.0
@@ -131,6 +131,6 @@ def test_a_silent_node_is_forgotten_with_all_it_said() -> None:
 
 
 def test_a_slot_that_is_gone_is_not_reported() -> None:
-    telemetry = Telemetry(0.0)
+    telemetry = NodeTelemetry(0.0)
     telemetry.record(request(slots=(slot_report(SlotState.GONE),)), 1.0)
     assert telemetry.slot("s", "n1") is None

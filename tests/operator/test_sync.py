@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rose_core.wire.sync import SyncReply, SyncRequest
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.leader import LeaderLock
 from rose_operator.sync.service import SyncService
 from rose_operator.weight_stores import Runs
@@ -19,7 +19,7 @@ def lock_of(bench: Bench) -> LeaderLock:
 
 
 def service_of(bench: Bench, lock: LeaderLock) -> SyncService:
-    of_tenancy = set() if bench.settings.tenancy else {Kind.POLICY, Kind.NAMESPACE}
+    of_tenancy = set() if bench.settings.tenancy else {ObjectKind.POLICY, ObjectKind.NAMESPACE}
     return SyncService(
         bench.settings,
         {kind: store for kind, store in bench.stores.items() if kind not in of_tenancy},
@@ -40,7 +40,7 @@ async def test_sync_answers_completely_only_as_a_leader_that_knows_everything(
     if leads:
         await lock.step()
     if not known:
-        bench.stores[Kind.SLOT].complete = False
+        bench.stores[ObjectKind.SLOT].complete = False
     reply = await ask(bench, lock)
     assert reply.complete is (known and leads)
     assert len(reply.grants) == (known and leads)
@@ -127,7 +127,7 @@ async def test_a_run_that_may_not_be_followed_is_left_out_and_named_and_the_leas
     bench.pool()
     allowed = [{"storeName": "main", "names": list(names)}]
     team = {"namespaces": {"names": ["default"]}, "runs": allowed}
-    bench.api.add(Kind.POLICY, {"metadata": {"name": "team"}, "spec": team})
+    bench.api.add(ObjectKind.POLICY, {"metadata": {"name": "team"}, "spec": team})
     await adapters(bench, "ppo")
     await adapters(bench, "ppo", "secret")
     service = await leading(bench)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rose_core.api import Reason
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from tests.operator.bench import SETTINGS, Bench
 
 ENFORCED = replace(SETTINGS, tenancy=True)
@@ -16,7 +16,7 @@ ENFORCED = replace(SETTINGS, tenancy=True)
 
 def a_policy(bench: Bench, **spec: object) -> None:
     bench.api.add(
-        Kind.POLICY,
+        ObjectKind.POLICY,
         {
             "apiVersion": "rose-gpu.dev/v1alpha1",
             "kind": "TenantPolicy",
@@ -31,7 +31,7 @@ def a_policy(bench: Bench, **spec: object) -> None:
 
 
 def a_namespace(bench: Bench, **labels: str) -> None:
-    bench.api.add(Kind.NAMESPACE, {"metadata": {"name": "default", "labels": labels}})
+    bench.api.add(ObjectKind.NAMESPACE, {"metadata": {"name": "default", "labels": labels}})
 
 
 async def test_without_a_policy_a_lease_gets_neither_slot_nor_router() -> None:
@@ -42,7 +42,7 @@ async def test_without_a_policy_a_lease_gets_neither_slot_nor_router() -> None:
     await bench.turn(2)
     assert bench.reason() == Reason.NO_TENANT_POLICY
     assert bench.slots() == []
-    assert bench.api.all(Kind.DEPLOYMENT) == []
+    assert bench.api.all(ObjectKind.DEPLOYMENT) == []
 
 
 async def test_a_policy_lets_it_lease_and_one_that_is_withdrawn_takes_all_back() -> None:
@@ -104,4 +104,4 @@ async def test_nobody_ranks_himself_first(asked: dict[str, Any]) -> None:
     bench.report()
     await bench.turn(2)
     assert bench.reason() == Reason.TENANT_POLICY_FORBIDS
-    assert bench.api.all(Kind.DEPLOYMENT) == []
+    assert bench.api.all(ObjectKind.DEPLOYMENT) == []

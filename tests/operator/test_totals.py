@@ -11,7 +11,7 @@ from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.plan.cluster_state import ClusterState
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 from rose_operator.status.accounting import pool_totals, totals
 from tests.api import objects
 from tests.operator.stub_agent import replica
@@ -20,7 +20,7 @@ from tests.operator.stub_agent import replica
 def _after(lease: RolloutLease, lent: int, opened: int, tokens: int, **more: Any) -> RolloutLease:  # noqa: ANN401  # counters
     """The lease once its only slot's agent has reported this."""
     slot = RolloutSlot.model_validate(objects.SLOT)
-    telemetry = Telemetry(0.0)
+    telemetry = NodeTelemetry(0.0)
     report = SlotReport(
         SlotKey(SlotUid(slot.metadata.uid), 1),
         SlotState.RUNNING,
@@ -40,7 +40,7 @@ def _told(lease: RolloutLease, *notes: DemandNote) -> RolloutLease:
     """The lease once its routers have said this."""
     now = datetime(2026, 1, 2, tzinfo=UTC)
     world = SimpleNamespace(
-        telemetry=Telemetry(0.0), notes={lease.metadata.key: list(notes)}, now=now
+        telemetry=NodeTelemetry(0.0), notes={lease.metadata.key: list(notes)}, now=now
     )
     found = totals(lease, [], cast("ClusterState", world))
     status = lease.status.model_copy(update={"totals": found})

@@ -6,7 +6,7 @@ from typing import Any
 
 from rose_core.identity import SlotKey
 from rose_core.wire.sync import ReplicaReport, SleepTerms, SlotReport, SlotState, SyncRequest
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.leader import LeaderLock
 from tests.operator.bench import Bench
 from tests.operator.stub_agent import replica
@@ -27,7 +27,7 @@ def report(bench: Bench, *replicas: ReplicaReport, slots: tuple[SlotReport, ...]
 
 
 def status(bench: Bench) -> dict[str, Any]:
-    found: dict[str, Any] = bench.api.objects[Kind.POOL, "default/chat"]["status"]
+    found: dict[str, Any] = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]
     return found
 
 
@@ -35,7 +35,7 @@ async def lending(**whole: Any) -> Bench:  # noqa: ANN401  # any field
     bench = Bench()
     spec = {"spec.lending": LENDING, "spec.wholeReplica": WHOLE | whole}
     bench.pool(**spec)
-    bench.api.objects[Kind.POOL, "default/chat"]["status"] = {"load": TROUGH}
+    bench.api.objects[ObjectKind.POOL, "default/chat"]["status"] = {"load": TROUGH}
     bench.lease(spec__slots={"min": 0, "max": 4})
     report(bench, *(full(name) for name in "abcd"))
     await bench.turn(3)
@@ -86,7 +86,7 @@ async def test_a_replica_that_does_not_wake_is_told_by_name() -> None:
 async def test_without_the_owners_word_nothing_sleeps() -> None:
     bench = Bench()
     bench.pool(**{"spec.lending": LENDING})
-    bench.api.objects[Kind.POOL, "default/chat"]["status"] = {"load": TROUGH}
+    bench.api.objects[ObjectKind.POOL, "default/chat"]["status"] = {"load": TROUGH}
     bench.lease(spec__slots={"min": 0, "max": 4})
     report(bench, *(full(name) for name in "abcd"))
     await bench.turn(3)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from rose_operator.errors import ApiRefused, ApiUnavailable, NotLeader
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.backoff import ExponentialBackoff, KeyedBackoff
 from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.kube.writer import Write, Writer
@@ -25,7 +25,7 @@ class Desk:
         self.backoff = KeyedBackoff(lambda: 0.0)
         self.writer = Writer(
             FakeApi(),
-            {kind: ObjectCache() for kind in Kind},
+            {kind: ObjectCache() for kind in ObjectKind},
             "rose-system",
             may_write=lambda: self.leads,
             clock=lambda: self.now,
@@ -78,7 +78,7 @@ async def test_a_refused_status_waits_although_its_times_and_counts_move() -> No
         said = {"conditions": [ready | {"lastTransitionTime": str(second)}], "tokens": second}
         metadata = {"namespace": "n", "name": "grpo"}
         manifest = {"metadata": metadata, "status": said}
-        await desk.writer.run([desk.writer.status(Kind.LEASE, manifest, refused)])
+        await desk.writer.run([desk.writer.status(ObjectKind.LEASE, manifest, refused)])
     assert tried == [0, 1, 3, 7, 15]
 
 
@@ -158,23 +158,25 @@ async def test_who_changed_what_and_how_it_ended_is_written_down_but_no_status(
 ) -> None:
     caplog.set_level(logging.INFO, "rose_operator.access")
     api = FakeApi()
-    stores = {kind: ObjectCache() for kind in Kind}
+    stores = {kind: ObjectCache() for kind in ObjectKind}
     writer = Writer(
         api, stores, "rose-system", may_write=lambda: True, clock=lambda: 0.0, identity="pod-1"
     )
     api.refuse = {"bad"}
     for name in ("good", "bad", "good"):
         metadata = {"namespace": "rose-system", "name": name}
-        await writer.run([writer.apply(Kind.SLOT, {"kind": "RolloutSlot", "metadata": metadata})])
+        await writer.run(
+            [writer.apply(ObjectKind.SLOT, {"kind": "RolloutSlot", "metadata": metadata})]
+        )
 
     async def told() -> None: ...
 
     metadata = {"namespace": "n", "name": "grpo"}
-    await writer.run([writer.status(Kind.LEASE, {"metadata": metadata, "status": {}}, told)])
-    await writer.run([writer.delete(Kind.SLOT, "good")])
+    await writer.run([writer.status(ObjectKind.LEASE, {"metadata": metadata, "status": {}}, told)])
+    await writer.run([writer.delete(ObjectKind.SLOT, "good")])
     api.down = True
     with pytest.raises(ApiUnavailable):
-        await writer.run([writer.delete(Kind.SLOT, "other")])
+        await writer.run([writer.delete(ObjectKind.SLOT, "other")])
     lines = [one.getMessage() for one in caplog.records if one.name == "rose_operator.access"]
     slot = "RolloutSlot rose-system"
     assert lines[0] == f"create {slot}/good by operator pod-1: done"

@@ -13,8 +13,8 @@ from rose_core.rollouts.engines.drafts import (
     NEW_TOKENS,
     TRIED_STEPS,
     Corpus,
+    DraftQuestion,
     Gain,
-    Question,
     Questions,
     Text,
     decide,
@@ -30,7 +30,7 @@ def nobody(_: str) -> list[Text]:
 
 
 def test_an_engine_drafts_from_the_questions_that_it_answers() -> None:
-    known = {"q": Question((A, B)), "other": Question((C,))}
+    known = {"q": DraftQuestion((A, B)), "other": DraftQuestion((C,))}
     found = decide(["q"], known, {"q": [C]}.__getitem__)
     assert found == Corpus((A, B, C), frozenset({"q"}))
     assert decide([], known, nobody) == Corpus()
@@ -39,11 +39,11 @@ def test_an_engine_drafts_from_the_questions_that_it_answers() -> None:
 def test_a_question_whose_drafts_lose_is_left_out_until_they_gain() -> None:
     lost = Gain().observe(TRIED_STEPS, TRIED_STEPS)
     assert lost.loses
-    assert decide(["q"], {"q": Question((A,), lost)}, nobody) == Corpus()
+    assert decide(["q"], {"q": DraftQuestion((A,), lost)}, nobody) == Corpus()
     won = lost
     for _ in range(20):
         won = won.observe(3 * TRIED_STEPS, TRIED_STEPS)
-    assert decide(["q"], {"q": Question((A,), won)}, nobody).texts == (A,)
+    assert decide(["q"], {"q": DraftQuestion((A,), won)}, nobody).texts == (A,)
 
 
 def test_what_has_not_been_tried_is_tried() -> None:
@@ -54,7 +54,7 @@ def test_what_has_not_been_tried_is_tried() -> None:
 def test_a_full_corpus_takes_the_questions_with_most_tokens_a_step_and_their_newest_texts() -> None:
     better = Gain().observe(4 * TRIED_STEPS, TRIED_STEPS)
     good = Gain().observe(2 * TRIED_STEPS, TRIED_STEPS)
-    known = {"a": Question((A, B), good), "b": Question((C,), better)}
+    known = {"a": DraftQuestion((A, B), good), "b": DraftQuestion((C,), better)}
     found = decide(["a", "b"], known, nobody, most=20)
     assert found.texts == (B, C)
     assert found.questions == {"a", "b"}
@@ -76,7 +76,7 @@ def test_memory_is_bounded_and_questions_asked_last_stay() -> None:
     assert kept.size <= 100
     assert list(kept.known) == ["17", "18", "19"]
     assert kept.known["19"].texts == (array("i", (*range(50 - CONTEXT, 50), *A)),)
-    one = Question()
+    one = DraftQuestion()
     for _ in range(10):
         one = one.with_text(array("i", [1] * (MOST_OF_QUESTION // 4)))
     assert one.size <= MOST_OF_QUESTION
@@ -85,13 +85,13 @@ def test_memory_is_bounded_and_questions_asked_last_stay() -> None:
 
 def test_of_a_long_text_its_end_is_kept_and_sent() -> None:
     text = array("i", range(MOST_OF_QUESTION + 7))
-    assert Question().with_text(text).texts == (text[7:],)
+    assert DraftQuestion().with_text(text).texts == (text[7:],)
     kept = Questions()
     kept.note_answer("q", [5], text)
     assert kept.known["q"].texts == (text[7:],)
-    found = decide(["q"], {"q": Question((A, text))}, nobody, most=20)
+    found = decide(["q"], {"q": DraftQuestion((A, text))}, nobody, most=20)
     assert found.texts == (text[-20:],)
-    found = decide(["q"], {"q": Question((text[-30:], A))}, nobody, most=20)
+    found = decide(["q"], {"q": DraftQuestion((text[-30:], A))}, nobody, most=20)
     assert found.texts == (text[-10:], A)
 
 

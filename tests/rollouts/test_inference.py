@@ -7,7 +7,7 @@ from rose_core.rollouts.placement.guards import PlacementCase, RolloutOutlook, n
 from rose_core.rollouts.placement.views import PolicyName
 from rose_core.rollouts.terms import LeaseTerms, policies_of
 from rose_core.rollouts.trajectories.inclusion import Arm, Fate
-from rose_core.rollouts.trajectories.inference import MARK, Groups, Idle, Pauses, is_over
+from rose_core.rollouts.trajectories.inference import MARK, Idle, InferredGroups, Pauses, is_over
 from rose_core.rollouts.trajectories.prospects import Deadline, Hint, Prospects
 from tests.rollouts.test_policies import LENT, OURS, TURN
 from tests.rollouts.test_prospects import version
@@ -16,7 +16,7 @@ PROMPT = (1, 2, 3)
 
 
 def test_equal_prompts_that_begin_together_are_a_group() -> None:
-    groups = Groups()
+    groups = InferredGroups()
     names = [groups.of(PROMPT, "", 0, float(second), 1) for second in range(8)]
     assert len(set(names)) == 1
     assert names[0].startswith(MARK)
@@ -27,7 +27,7 @@ def test_equal_prompts_that_begin_together_are_a_group() -> None:
 
 
 def test_the_same_prompt_in_the_next_epoch_is_another_group() -> None:
-    groups = Groups()
+    groups = InferredGroups()
     first = groups.of(PROMPT, "", 0, 0.0, 1)
     assert groups.of(PROMPT, "", 1, 60.0, 1) == first
     assert groups.of(PROMPT, "", 3, 61.0, 1) != first, "three publishes later"
@@ -36,7 +36,7 @@ def test_the_same_prompt_in_the_next_epoch_is_another_group() -> None:
 
 
 def test_prompts_are_forgotten_in_the_order_in_which_they_were_last_seen() -> None:
-    groups = Groups(most=2)
+    groups = InferredGroups(most=2)
     first = groups.of((1,), "", 0, 0.0, 1)
     groups.of((2,), "", 0, 0.0, 1)
     assert groups.of((1,), "", 0, 1.0, 1) == first

@@ -20,7 +20,7 @@ from rose_core.rollouts.conversations.message_tree import (
     fingerprint,
     root_of,
 )
-from rose_core.rollouts.transcripts.spans import Span
+from rose_core.rollouts.transcripts.spans import TokenSpan
 
 Message = dict[str, Any]
 ROOT = root_of([], {})
@@ -70,7 +70,7 @@ class Harness:
             answer,
             sampled=sampled,
             logprobs=[-0.5] * 2,
-            spans=(Span("run@1.0", 0, 2),),
+            spans=(TokenSpan("run@1.0", 0, 2),),
         )
 
 
@@ -306,7 +306,7 @@ def test_a_conversation_that_was_saved_is_the_same_in_another_tree() -> None:
             answer,
             sampled=[number, number],
             logprobs=[-0.5, -0.25],
-            spans=(Span("run@1.0", 0, 2),),
+            spans=(TokenSpan("run@1.0", 0, 2),),
         )
         talk += [answer, {"role": "user", "content": "on"}]
     (row,) = tree.rows(owner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rose_core.rollouts.training.rhythm import Phase, Rhythm, observe
+from rose_core.rollouts.training.rhythm import Rhythm, TrainerPhase, observe
 
 
 def looked(rhythm: Rhythm, begin: float, seconds: float, turns: int, head: str = "v0") -> Rhythm:
@@ -31,14 +31,14 @@ END = 3 * 60 + 2 * 120
 
 def test_nothing_is_known_before_the_first_turn() -> None:
     rhythm = looked(Rhythm(), 0, 100, 0)
-    assert rhythm.phase(100) is Phase.UNKNOWN
+    assert rhythm.phase(100) is TrainerPhase.UNKNOWN
     assert rhythm.idle_seconds(100) is None
     assert rhythm.expected_seconds(100) is None
 
 
 def test_the_next_step_is_expected_after_the_usual_pause() -> None:
     rhythm = steps(3)
-    assert rhythm.phase(END + 30) is Phase.TRAINING
+    assert rhythm.phase(END + 30) is TrainerPhase.TRAINING
     assert rhythm.expected_seconds(END + 30) == pytest.approx(90, abs=2)
     assert rhythm.expected_seconds(END + 130) == 0.0, "due"
 
@@ -54,7 +54,7 @@ def test_of_uneven_pauses_a_short_one_is_expected() -> None:
 
 def test_a_trainer_that_is_far_too_late_is_silent_and_nothing_is_expected() -> None:
     rhythm = steps(3)
-    assert rhythm.phase(END + 190) is Phase.SILENT
+    assert rhythm.phase(END + 190) is TrainerPhase.SILENT
     assert rhythm.expected_seconds(END + 190) is None
 
 
@@ -62,7 +62,7 @@ def test_a_pause_for_a_tool_call_is_no_training_phase() -> None:
     rhythm = looked(Rhythm(), 0, 60, 4)
     rhythm = looked(rhythm, 70, 60, 4)
     assert rhythm.pauses == ()
-    assert rhythm.phase(140) is Phase.GENERATING
+    assert rhythm.phase(140) is TrainerPhase.GENERATING
 
 
 def test_a_version_after_the_last_turn_announces_a_step_until_turns_come() -> None:

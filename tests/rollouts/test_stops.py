@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rose_core.rollouts.requests.stops import Crossing, Match, Stops, sure, trimmed
+from rose_core.rollouts.requests.stops import CutStops, StopMatch, Stops, sure, trimmed
 
 PIECES = ["a", "b", "ab", "</", "end", ">", " ", "</end>", "\n"]
 
@@ -20,30 +20,30 @@ def stops(*words: str, window: int) -> Stops:
     return Stops(words, window, decode)
 
 
-def undisturbed(tokens: Sequence[int], rule: Stops) -> Match | None:
+def undisturbed(tokens: Sequence[int], rule: Stops) -> StopMatch | None:
     """What SGLang does after each token: the tail's text is searched, word by word."""
     for count in range(1, len(tokens) + 1):
         tail = decode(tokens[:count][-rule.window :])
         for word in rule.words:
             if word in tail:
-                return Match(count, word)
+                return StopMatch(count, word)
     return None
 
 
 def test_a_string_that_began_before_the_move_ends_the_turn_with_its_last_token() -> None:
-    crossing = Crossing(stops("</end>", window=4), held=[0, 1, 3])
+    crossing = CutStops(stops("</end>", window=4), held=[0, 1, 3])
     assert crossing.match([4]) is None
-    assert crossing.match([4, 5, 0]) == Match(2, "</end>")
+    assert crossing.match([4, 5, 0]) == StopMatch(2, "</end>")
 
 
 def test_what_lies_inside_the_leg_is_the_engines_to_find() -> None:
-    crossing = Crossing(stops("ab", window=3), held=[6, 6])
+    crossing = CutStops(stops("ab", window=3), held=[6, 6])
     assert crossing.match([6, 6, 6, 0, 1]) is None
 
 
 def test_of_several_strings_the_callers_order_counts() -> None:
     rule = stops("end>", "</end>", window=4)
-    assert Crossing(rule, held=[3]).match([4, 5]) == Match(2, "end>")
+    assert CutStops(rule, held=[3]).match([4, 5]) == StopMatch(2, "end>")
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -55,7 +55,7 @@ def test_wherever_a_turn_is_cut_it_ends_as_if_it_had_not_been(seed: int) -> None
     whole = undisturbed(tokens, rule)
     for cut in range(1, whole.count if whole else len(tokens)):
         held, new = tokens[:cut], tokens[cut:]
-        crossing = Crossing(rule, held)
+        crossing = CutStops(rule, held)
         found = None
         for count in range(1, len(new) + 1):  # token by token, as a stream comes
             found = found or crossing.match(new[:count])

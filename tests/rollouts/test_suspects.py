@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rose_core.rollouts.engines.suspects import Record, suspects
+from rose_core.rollouts.engines.suspects import SuspectRecord, suspects
 
 
 def test_a_turn_without_a_token_is_the_likelier_cause() -> None:
@@ -14,14 +14,14 @@ def test_of_turns_that_all_had_tokens_none_is_a_suspect() -> None:
 
 
 def test_a_suspect_that_ends_another_process_does_not_run_again() -> None:
-    record = Record()
+    record = SuspectRecord()
     assert not record.saw_death(suspected=True, held=0)
     assert record.must_be_alone()
     assert record.saw_death(suspected=True, held=0)
 
 
 def test_one_token_more_than_at_the_death_clears_a_suspect() -> None:
-    record = Record()
+    record = SuspectRecord()
     record.saw_death(suspected=True, held=3)
     record.note_tokens(3)
     assert record.must_be_alone()
@@ -31,7 +31,7 @@ def test_one_token_more_than_at_the_death_clears_a_suspect() -> None:
 
 
 def test_who_stood_by_twice_is_a_suspect_and_has_one_more_try() -> None:
-    record = Record()
+    record = SuspectRecord()
     assert not record.saw_death(suspected=False, held=5)
     assert not record.must_be_alone()
     assert not record.saw_death(suspected=False, held=5)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose_core.rollouts.errors import BrokenStream
-from rose_core.rollouts.transcripts.spans import Kv, Span, covers, joined, normal
+from rose_core.rollouts.transcripts.spans import Kv, TokenSpan, covers, joined, normal
 from rose_core.rollouts.transcripts.transcript import Folded, Leg, StreamEvent, Transcript
 from rose_core.wire.routing import EngineKind
 
@@ -125,7 +125,7 @@ def test_without_spans_nothing_is_placed_until_the_end() -> None:
     assert one.placed == 0
     one.take(event([1, 2, 3], 3, finish={"type": "stop"}))
     assert one.placed == 3
-    assert one.spans == (Span(V0, 0, 3),)
+    assert one.spans == (TokenSpan(V0, 0, 3),)
     assert one.complete
 
 
@@ -160,13 +160,13 @@ def test_tokens_that_carry_another_runs_label_are_not_placed() -> None:
 def test_tokens_after_a_commit_sit_on_mixed_keys() -> None:
     one = leg()
     one.take(event([1, 2, 3], 3, spans=[(V0, 0, 2), (V1, 2, 3)]))
-    assert one.spans == (Span(V0, 0, 2), Span(V1, 2, 3, Kv.MIXED))
+    assert one.spans == (TokenSpan(V0, 0, 2), TokenSpan(V1, 2, 3, Kv.MIXED))
 
 
 def test_an_engine_that_reuses_keys_over_commits_vouches_for_none_of_them() -> None:
     one = Leg("a", EngineKind.BORROWED, "rid", V0, 0, reused=True)
     one.take(event([1, 2], 2, spans=[(V0, 0, 2)]))
-    assert one.spans == (Span(V0, 0, 2, Kv.MIXED),)
+    assert one.spans == (TokenSpan(V0, 0, 2, Kv.MIXED),)
 
 
 def test_folding_keeps_what_is_placed_and_forgets_the_rest() -> None:
@@ -182,7 +182,7 @@ def test_folding_keeps_what_is_placed_and_forgets_the_rest() -> None:
     second.take(event([5], 1, spans=[(V1, 0, 1)], finish={"type": "stop"}))
     turn.fold(second)
     assert turn.tokens == [1, 2, 5]
-    assert turn.spans == (Span(V0, 0, 2), Span(V1, 2, 3))
+    assert turn.spans == (TokenSpan(V0, 0, 2), TokenSpan(V1, 2, 3))
     assert [entry[1] for entry in turn.per_token["output_token_logprobs"]] == [1, 2, 5]
 
 
@@ -193,7 +193,7 @@ def test_an_exact_pin_cuts_at_the_first_foreign_token() -> None:
     one.take(event([1, 2, 3, 4], 4, spans=spans, finish={"type": "stop"}))
     folded = turn.fold(one, exact=V0)
     assert (folded.kept, folded.dropped) == (2, 2)
-    assert turn.spans == (Span(V0, 0, 2),)
+    assert turn.spans == (TokenSpan(V0, 0, 2),)
 
 
 def test_an_undisturbed_turn_keeps_the_engines_text() -> None:
@@ -217,9 +217,9 @@ def test_normal_spans_cover_exactly_or_are_empty(ends: list[int], count: int) ->
 
 
 def test_neighbours_of_one_version_become_one_span() -> None:
-    assert joined([Span(V0, 0, 2), Span(V0, 2, 3), Span(V1, 3, 4)]) == (
-        Span(V0, 0, 3),
-        Span(V1, 3, 4),
+    assert joined([TokenSpan(V0, 0, 2), TokenSpan(V0, 2, 3), TokenSpan(V1, 3, 4)]) == (
+        TokenSpan(V0, 0, 3),
+        TokenSpan(V1, 3, 4),
     )
 
 
@@ -229,11 +229,11 @@ BASE = "run@base.0123456789ab"
 def test_an_engines_own_word_for_its_checkpoint_is_the_version_it_was_attested_as() -> None:
     one = leg(version=BASE)
     one.take(event([1, 2, 3], spans=[("base", 0, 2), (V0, 2, 3)]))
-    assert one.spans == (Span(BASE, 0, 2), Span(V0, 2, 3, Kv.MIXED))
+    assert one.spans == (TokenSpan(BASE, 0, 2), TokenSpan(V0, 2, 3, Kv.MIXED))
     last = leg(version=BASE)
     last.take(event([1, 2], finish={"type": "stop"}, label="base"))
     assert last.complete
-    assert last.spans == (Span(BASE, 0, 2),)
+    assert last.spans == (TokenSpan(BASE, 0, 2),)
 
 
 def test_tokens_of_a_checkpoint_that_nobody_attested_are_not_placed() -> None:

@@ -22,7 +22,7 @@ from rose_core.wire.sync import RouterProof
 from rose_dev.pki import Authority as Maker
 from rose_dev.waiting import until
 from rose_operator.kube.api import Api
-from rose_operator.sync.enrolment import Authority, RouterEnrolment, RouterTrust
+from rose_operator.sync.enrolment import NodeAuthority, RouterEnrolment, RouterTrust
 from rose_router.config import Enrolment, Settings
 from rose_router.enrolment import enrolled
 from rose_router.main import RunningRouter, running
@@ -82,7 +82,7 @@ class Operator:
             self.token,
             "rose-routers",
             ACCOUNT,
-            Authority(self.routers, dt.timedelta(hours=self.hours)),
+            NodeAuthority(self.routers, dt.timedelta(hours=self.hours)),
             self.nodes / tls.CERTIFICATE,
             self.own.certificate,
         )

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from rose_core.rollouts.capacity.admission import QueueLimits
-from rose_core.rollouts.transcripts.spans import Span, covers
+from rose_core.rollouts.transcripts.spans import TokenSpan, covers
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
 from rose_dev.waiting import until
@@ -78,7 +78,8 @@ async def test_a_stream_is_cumulative_and_ends_with_the_whole_answer(stage: Make
         ids = event["output_ids"]
         assert ids == expected[: len(ids)]
         spans = [
-            Span(w["version"], w["start"], w["end"]) for w in event["meta_info"]["weight_versions"]
+            TokenSpan(w["version"], w["start"], w["end"])
+            for w in event["meta_info"]["weight_versions"]
         ]
         assert covers(spans, len(ids))
 

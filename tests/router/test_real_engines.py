@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from rose_core.rollouts.terms import LeaseTerms, policies_of
 from rose_core.rollouts.training.consumption import ConsumptionBound
-from rose_core.rollouts.transcripts.spans import Span, covers
+from rose_core.rollouts.transcripts.spans import TokenSpan, covers
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
@@ -147,7 +147,7 @@ async def test_a_killed_engine_is_not_noticed_by_the_caller(engines: list[RealEn
     assert last["output_ids"] == undisturbed
     assert all(undisturbed[: len(ids)] == ids for ids in shown)
     assert [entry[1] for entry in meta["output_token_logprobs"]] == undisturbed
-    spans = [Span(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]]
+    spans = [TokenSpan(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]]
     assert covers(spans, TOKENS)
     assert {span.version for span in spans} == {VERSION}
     assert [move["reason"] for move in meta["rose"]["moves"]] == ["Lost"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose_core.rollouts.transcripts.spans import Span
+from rose_core.rollouts.transcripts.spans import TokenSpan
 from rose_core.rollouts.transcripts.transcript import Leg, StreamEvent
 from rose_core.wire.routing import EngineKind
 from rose_engines.process.client import TurnClient
@@ -78,7 +78,7 @@ async def test_every_shape_gives_each_token_once_with_its_own_log_prob(name: str
     assert [pair[0] for pair in pairs] == logprobs
     assert [pair[1] for pair in pairs] == ids
     assert leg.placed_text == text
-    assert leg.spans == (Span(VERSION, 0, len(ids)),)
+    assert leg.spans == (TokenSpan(VERSION, 0, len(ids)),)
     assert leg.complete != name.endswith("abort")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rose_core.sandboxes.outside import Effect
+from rose_core.sandboxes.outside import EgressEffect
 from rose_sandbox.egress import Egress, _NearError, is_near
 
 
@@ -17,7 +17,7 @@ from rose_sandbox.egress import Egress, _NearError, is_near
 class Way:
     """A proxy before a server that notes what it is sent."""
 
-    told: list[Effect] = field(default_factory=list)
+    told: list[EgressEffect] = field(default_factory=list)
     sent: list[bytes] = field(default_factory=list)
     server: int = 0
     proxy: int = 0
@@ -41,7 +41,7 @@ async def way() -> AsyncIterator[Way]:
         await writer.drain()
         writer.close()
 
-    async def tell(effect: Effect) -> None:
+    async def tell(effect: EgressEffect) -> None:
         made.told.append(effect)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -103,9 +103,9 @@ async def test_other_hosts_are_refused_by_name(way: Way) -> None:
 async def test_a_pattern_does_not_reach_the_node_itself(way: Way, host: str) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     proxy = listener.getsockname()[1]
-    told: list[Effect] = []
+    told: list[EgressEffect] = []
 
-    async def tell(effect: Effect) -> None:
+    async def tell(effect: EgressEffect) -> None:
         told.append(effect)
 
     egress = Egress(["*"], tell)
@@ -154,7 +154,7 @@ def test_near_is_where_a_cloud_serves_a_machines_credentials(address: str) -> No
 async def test_an_address_of_the_cloud_is_reached_where_it_was_allowed_and_not_by_a_pattern() -> (
     None
 ):
-    async def tell(_effect: Effect) -> None:
+    async def tell(_effect: EgressEffect) -> None:
         pass
 
     with pytest.raises(

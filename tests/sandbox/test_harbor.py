@@ -15,7 +15,7 @@ from rose_sandbox.host import Host
 from rose_sandbox.http import ServingTraffic, application
 from rose_sandbox.inspector.blind import BlindInspector
 from rose_sandbox.runtimes.runc import RuncRuntime
-from rose_weights.store.records import Owned, Records
+from rose_weights.store.records import OwnedSession, Records
 from rose_weights.store.store import Store
 
 pytestmark = pytest.mark.sandbox
@@ -50,7 +50,7 @@ class Noted(Records):
 
     sessions: tuple[str, ...] = ()
 
-    def own(self, session: str, owner: str, over: int | None = None) -> Owned:
+    def own(self, session: str, owner: str, over: int | None = None) -> OwnedSession:
         """See ``Records``."""
         self.sessions = (*self.sessions, session)
         return super().own(session, owner, over)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rose_core.sandboxes.outside import Effect, EffectsCrossed
-from rose_core.sandboxes.policy import Traffic, Wait
+from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect
+from rose_core.sandboxes.policy import HostTraffic, ModelWait
 from rose_dev.waiting import until
 from rose_sandbox import host as host_module
 from rose_sandbox.answers import Restored
@@ -35,7 +35,7 @@ from rose_sandbox.runtimes.fake import FakeRuntime
 from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind, SandboxSpec
 from rose_weights.errors import Fenced, StoreFailed
 from rose_weights.store.record_store import StoredRecords
-from rose_weights.store.records import Owned, Record, Records
+from rose_weights.store.records import OwnedSession, Records, TurnRecord
 from rose_weights.store.store import Store
 from tests.weights.faulty import FaultyDisk
 
@@ -90,7 +90,7 @@ class World:
         self.runtime = runtime or FakeRuntime()
         self.inspector = Comparing(self.runtime, root / name / "looks")
         self.records = Records(Store(root / "store"), "grpo")
-        self.traffic = Traffic()
+        self.traffic = HostTraffic()
         self.renew_seconds = RENEW_SECONDS
         self.host = self.started()
 
@@ -179,7 +179,7 @@ async def test_a_restored_sandbox_is_looked_at_while_its_session_is_taken_over(
         looked.set()
         await watch(key, facts)
 
-    def owning(session: str, owner: str, over: int | None = None) -> Owned:
+    def owning(session: str, owner: str, over: int | None = None) -> OwnedSession:
         assert looked.wait(20), "the look waits for the records"
         return own(session, owner, over)
 
@@ -191,7 +191,7 @@ async def test_a_restored_sandbox_is_looked_at_while_its_session_is_taken_over(
 async def test_a_sandbox_whose_session_is_not_taken_over_is_not_looked_at_further(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(session: str, owner: str, over: int | None = None) -> Owned:
+    def refused(session: str, owner: str, over: int | None = None) -> OwnedSession:
         raise StoreFailed("the disk is full")
 
     monkeypatch.setattr(world.records, "own", refused)
@@ -236,7 +236,7 @@ async def test_of_two_that_restore_a_session_at_one_host_the_late_one_ends_nothi
     seen = await world.host.fence("s")
     real, first, done = world.records.history, threading.Lock(), threading.Event()
 
-    def slow(record: Record) -> bytes:
+    def slow(record: TurnRecord) -> bytes:
         if not first.acquire(blocking=False):
             done.wait()
         return real(record)
@@ -373,7 +373,7 @@ async def test_a_sandbox_ends_though_its_boundary_fails_meanwhile(
 
     monkeypatch.setattr(world.records, "publish", publish)
     monkeypatch.setattr(world.runtime, "resume", resume)
-    await world.host.turn_began("s", [1], wait=Wait(120.0, 0.9))
+    await world.host.turn_began("s", [1], wait=ModelWait(120.0, 0.9))
     while (await world.host.state("s")).phase != "saving":  # noqa: ASYNC110
         await asyncio.sleep(0)
     ending = asyncio.create_task(world.host.end("s"))
@@ -504,7 +504,7 @@ async def test_a_session_that_ends_unsaved_beside_a_command_is_no_error(
 
 async def test_a_long_wait_suspends_and_the_answer_resumes(world: World) -> None:
     await world.host.create("s")
-    await world.host.turn_began("s", [1], wait=Wait(120.0, 0.9))
+    await world.host.turn_began("s", [1], wait=ModelWait(120.0, 0.9))
     while (await world.host.state("s")).phase != "suspended":  # noqa: ASYNC110
         await asyncio.sleep(0)
     told = await world.host.tokens_ready("s")
@@ -514,11 +514,11 @@ async def test_a_long_wait_suspends_and_the_answer_resumes(world: World) -> None
 
 async def test_no_checkpoint_runs_while_serving_burns_its_budget(world: World) -> None:
     await world.host.create("s")
-    world.traffic = Traffic(serving_burns=True)
+    world.traffic = HostTraffic(serving_burns=True)
     await world.host.turn_began("s", [1])
     await asyncio.sleep(0.25)
     assert (await world.host.state("s")).recoverable_to == 0
-    world.traffic = Traffic()
+    world.traffic = HostTraffic()
     told = await world.host.tokens_ready("s")
     assert told.recoverable_to == 1
 
@@ -616,7 +616,7 @@ async def test_a_suspend_that_dies_is_brought_back_by_whoever_needs_it(
     with monkeypatch.context() as broken:
         broken.setattr(world.records, "publish", away)
         broken.setattr(world.runtime, "resume", busy)
-        await world.host.turn_began("s", [1], wait=Wait(120.0, 0.9))
+        await world.host.turn_began("s", [1], wait=ModelWait(120.0, 0.9))
         with pytest.raises(RuntimeFailed, match="no memory"):
             await world.host.tokens_ready("s")
     told = await world.host.tokens_ready("s")
@@ -710,7 +710,7 @@ async def test_stale_reads_of_the_world_outside_are_told(world: World) -> None:
     await world.host.create("s")
     await world.host.checkpoint("s", [1])
     box = world.host._box("s")
-    await world.host._left(box, Effect(0, "GET", "news.example/"))
+    await world.host._left(box, EgressEffect(0, "GET", "news.example/"))
     await world.host.checkpoint("s", [1, 2])
     back = await world.host.restore("s", 1)
     assert [one.target for one in back.crossing.stale] == ["news.example/"]
@@ -774,7 +774,7 @@ async def test_unrecorded_effects_an_effect_is_in_the_record_before_it_happens(
 ) -> None:
     await world.host.create("s")
     await world.host.checkpoint("s", [1])
-    await world.host._left(world.host._box("s"), Effect(0, "POST", "pay.example/orders"))
+    await world.host._left(world.host._box("s"), EgressEffect(0, "POST", "pay.example/orders"))
     # The host dies here, before the turn's boundary; another one goes on.
     other = World(tmp_path, "two")
     with pytest.raises(EffectsCrossed, match=r"turn 2: POST pay\.example/orders"):

@@ -14,8 +14,8 @@ from aiohttp import web
 from yarl import URL
 
 from rose_core.rights import Listener, verbs
-from rose_core.sandboxes.outside import Effect, EffectsCrossed
-from rose_core.sandboxes.policy import Wait
+from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect
+from rose_core.sandboxes.policy import ModelWait
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_dev.waiting import until
 from rose_sandbox.client import RemoteHost, Sandbox
@@ -63,7 +63,7 @@ async def test_an_agent_works_forks_and_leaves_nothing_behind(served: Served) ->
         for child in children:
             async with child:
                 assert await child.read("/home/a") == b"1"
-        told = await box.began([1, 2, 3], weight_versions=["grpo@1.2"], wait=Wait(3.0, 0.5))
+        told = await box.began([1, 2, 3], weight_versions=["grpo@1.2"], wait=ModelWait(3.0, 0.5))
         assert told.turn == 2
         assert (await box.ready()).recoverable_to == 2
         assert (await box.suspend()).phase == "suspended"
@@ -117,7 +117,7 @@ async def test_errors_come_back_by_their_names(served: Served) -> None:
             await box.began([1])
         await box.ready()
         inside = served.world.host._box("s")
-        await served.world.host._left(inside, Effect(0, "POST", "pay.example/"))
+        await served.world.host._left(inside, EgressEffect(0, "POST", "pay.example/"))
         with pytest.raises(EffectsCrossed, match=r"POST pay\.example/") as refused:
             await far.restore("s", 1)
         assert refused.value.effects[0].turn == 2

@@ -18,7 +18,7 @@ from typing import cast
 
 import pytest
 
-from rose_core.sandboxes.outside import Effect, EffectsCrossed
+from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect
 from rose_sandbox.box import key_of
 from rose_sandbox.errors import CannotCheckpoint, UnknownTurn
 from rose_sandbox.host import Host
@@ -122,7 +122,7 @@ TURNS = (
     ("echo on",),
     ("echo 4 >> /home/other",),
 )
-PAID = Effect(0, "POST", "pay.example/orders")
+PAID = EgressEffect(0, "POST", "pay.example/orders")
 """Leaves the sandbox in the second turn."""
 
 

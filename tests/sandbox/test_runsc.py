@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.sandboxes.own import own_gvisor
-from rose_core.sandboxes.outside import Effect
+from rose_core.sandboxes.outside import EgressEffect
 from rose_sandbox.egress import Egress
 from rose_sandbox.errors import (
     BadPath,
@@ -168,7 +168,7 @@ async def test_a_runtime_that_starts_anew_finds_what_ran_what_slept_and_what_sto
 async def test_the_way_out_is_the_hosts_proxy_after_a_restore_too(tmp_path: Path) -> None:
     told: list[str] = []
 
-    async def tell(effect: Effect) -> None:
+    async def tell(effect: EgressEffect) -> None:
         told.append(effect.method)
 
     try:

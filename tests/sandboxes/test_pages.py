@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.sandboxes.pages import PAGE, Cut, Piece, TornPart, pack, pages, unpack
+from rose_core.sandboxes.pages import PAGE, Cut, PackPiece, TornPart, pack, pages, unpack
 
 
 def archive(**members: bytes) -> bytes:
@@ -40,7 +40,7 @@ class Packs:
     fresh: int = 0
     most: int = 5 * PAGE
 
-    def cut(self, data: bytes | mmap, known: Mapping[bytes, Piece] | None = None) -> Cut:
+    def cut(self, data: bytes | mmap, known: Mapping[bytes, PackPiece] | None = None) -> Cut:
         self.fresh = 0
 
         def put(name: str, content: bytes) -> None:
@@ -57,7 +57,7 @@ class Packs:
 
 @given(st.lists(st.binary(max_size=3 * PAGE), min_size=1, max_size=4))
 def test_every_part_of_a_chain_comes_back(parts: list[bytes]) -> None:
-    packs, known = Packs(), dict[bytes, Piece]()
+    packs, known = Packs(), dict[bytes, PackPiece]()
     for data in parts:
         made = packs.cut(data, known)
         assert packs.whole(made, digest(data)) == data

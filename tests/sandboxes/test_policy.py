@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.sandboxes.outside import Effect, EffectsCrossed, cross
-from rose_core.sandboxes.policy import Action, Costs, Reason, Traffic, Turn, Wait, decide, needed
-from rose_core.sandboxes.traffic import STARVED_SECONDS, Request, admit
-from rose_core.sandboxes.turns import HOLD_SECONDS, Clock, OutOfTurn, Phase
+from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect, cross
+from rose_core.sandboxes.policy import (
+    BoundaryAction,
+    HostTraffic,
+    ModelWait,
+    SaveCosts,
+    SaveReason,
+    TurnBoundary,
+    decide,
+    needed,
+)
+from rose_core.sandboxes.traffic import STARVED_SECONDS, CheckpointRequest, admit
+from rose_core.sandboxes.turns import HOLD_SECONDS, OutOfTurn, SandboxClock, SandboxPhase
 
 
 @dataclass(frozen=True)
@@ -22,53 +31,68 @@ class Changed:
 
 
 changes = st.builds(Changed, st.booleans(), st.booleans(), st.sampled_from([(), ("io_uring",)]))
-waits = st.none() | st.builds(Wait, st.floats(0, 1000), st.floats(0, 1))
-traffics = st.builds(Traffic, st.booleans(), st.booleans())
+waits = st.none() | st.builds(ModelWait, st.floats(0, 1000), st.floats(0, 1))
+traffics = st.builds(HostTraffic, st.booleans(), st.booleans())
 
 
 @pytest.mark.parametrize(
     ("changed", "action"),
     [
-        (Changed(), Action.NONE),
-        (Changed(files=True), Action.FILES),
-        (Changed(processes=True), Action.PROCESSES),
-        (Changed(files=True, processes=True), Action.FULL),
-        (Changed(unknown=("dead inspector",)), Action.FULL),
+        (Changed(), BoundaryAction.NONE),
+        (Changed(files=True), BoundaryAction.FILES),
+        (Changed(processes=True), BoundaryAction.PROCESSES),
+        (Changed(files=True, processes=True), BoundaryAction.FULL),
+        (Changed(unknown=("dead inspector",)), BoundaryAction.FULL),
     ],
 )
 def test_a_turn_saves_what_it_changed_and_all_where_that_is_not_known(
-    changed: Changed, action: Action
+    changed: Changed, action: BoundaryAction
 ) -> None:
-    assert decide(Turn(3, 2), changed, None, Costs(), Traffic()).action is action
-    assert decide(Turn(1), changed, None, Costs(), Traffic()).action is Action.FULL
+    assert decide(TurnBoundary(3, 2), changed, None, SaveCosts(), HostTraffic()).action is action
+    assert (
+        decide(TurnBoundary(1), changed, None, SaveCosts(), HostTraffic()).action
+        is BoundaryAction.FULL
+    )
 
 
 @given(changes, waits, traffics, st.integers(0, 4))
 def test_nothing_changed_is_left_unsaved_but_against_serving(
-    changed: Changed, wait: Wait | None, traffic: Traffic, saved: int
+    changed: Changed, wait: ModelWait | None, traffic: HostTraffic, saved: int
 ) -> None:
-    made = decide(Turn(5, saved), changed, wait, Costs(), traffic)
+    made = decide(TurnBoundary(5, saved), changed, wait, SaveCosts(), traffic)
     wanted, _ = needed(changed, first=saved == 0)
     if traffic.serving_burns:
-        assert made.action is Action.NONE
-        assert made.deferred == (wanted is not Action.NONE)
+        assert made.action is BoundaryAction.NONE
+        assert made.deferred == (wanted is not BoundaryAction.NONE)
     else:
-        assert made.action in {wanted, Action.SUSPEND}
+        assert made.action in {wanted, BoundaryAction.SUSPEND}
         assert not made.deferred
 
 
 def test_a_sandbox_that_waits_long_gives_its_memory_away_sooner_where_it_is_short() -> None:
-    costs, wait = Costs(suspend=0.6, resume=0.4), Wait(5.0, 0.9)
-    assert decide(Turn(2, 1), Changed(), wait, costs, Traffic()).action is Action.NONE
-    pressed = decide(Turn(2, 1), Changed(), wait, costs, Traffic(memory_short=True))
-    assert (pressed.action, pressed.reason) == (Action.SUSPEND, Reason.LONG_WAIT)
-    assert decide(Turn(2, 1), Changed(), Wait(60, 0.5), costs, Traffic()).action is Action.SUSPEND
-    unsure = decide(Turn(2, 1), Changed(), Wait(60, 0.01), costs, Traffic(memory_short=True))
-    assert unsure.action is Action.NONE
+    costs, wait = SaveCosts(suspend=0.6, resume=0.4), ModelWait(5.0, 0.9)
+    assert (
+        decide(TurnBoundary(2, 1), Changed(), wait, costs, HostTraffic()).action
+        is BoundaryAction.NONE
+    )
+    pressed = decide(TurnBoundary(2, 1), Changed(), wait, costs, HostTraffic(memory_short=True))
+    assert (pressed.action, pressed.reason) == (BoundaryAction.SUSPEND, SaveReason.LONG_WAIT)
+    assert (
+        decide(TurnBoundary(2, 1), Changed(), ModelWait(60, 0.5), costs, HostTraffic()).action
+        is BoundaryAction.SUSPEND
+    )
+    unsure = decide(
+        TurnBoundary(2, 1), Changed(), ModelWait(60, 0.01), costs, HostTraffic(memory_short=True)
+    )
+    assert unsure.action is BoundaryAction.NONE
 
 
 def test_checkpoints_run_by_expected_reply_and_never_against_serving() -> None:
-    waiting = [Request("late", 10.0, 60.0), Request("soon", 10.5, 11.5), Request("unknown", 10.2)]
+    waiting = [
+        CheckpointRequest("late", 10.0, 60.0),
+        CheckpointRequest("soon", 10.5, 11.5),
+        CheckpointRequest("unknown", 10.2),
+    ]
     assert [one.key for one in admit(waiting, 11.0, 3, serving_burns=False)] == [
         "unknown",
         "soon",
@@ -81,19 +105,19 @@ def test_checkpoints_run_by_expected_reply_and_never_against_serving() -> None:
 
 
 def test_the_clock_holds_a_reply_until_its_record_is_durable() -> None:
-    clock = Clock().begin_wait(0.0, Wait(3.0, 0.8))
-    assert (clock.phase, clock.turn, clock.expected) == (Phase.WAITING, 1, 3.0)
+    clock = SandboxClock().begin_wait(0.0, ModelWait(3.0, 0.8))
+    assert (clock.phase, clock.turn, clock.expected) == (SandboxPhase.WAITING, 1, 3.0)
     saving = clock.saving().ready(1.0)
     assert not saving.released(1.1)
-    assert saving.stored().phase is Phase.ACTING
+    assert saving.stored().phase is SandboxPhase.ACTING
     assert saving.stored().recoverable_to == 1
     assert saving.released(1.0 + HOLD_SECONDS)
     late = saving.failed()
-    assert (late.phase, late.recoverable_to) == (Phase.ACTING, 0)
+    assert (late.phase, late.recoverable_to) == (SandboxPhase.ACTING, 0)
 
 
 def test_a_suspended_sandbox_is_resumed_before_its_reply_is_released() -> None:
-    away = Clock().begin_wait(0.0).suspended()
+    away = SandboxClock().begin_wait(0.0).suspended()
     assert away.recoverable_to == 1
     answered = away.ready(5.0)
     assert not answered.released(100.0)
@@ -102,18 +126,18 @@ def test_a_suspended_sandbox_is_resumed_before_its_reply_is_released() -> None:
 
 def test_steps_that_a_state_does_not_have_are_refused_with_both_names() -> None:
     with pytest.raises(OutOfTurn, match="turn 0 is acting; this step needs waiting"):
-        Clock().saving()
+        SandboxClock().saving()
     with pytest.raises(OutOfTurn, match="ended"):
-        Clock().ended().begin_wait(0.0)
+        SandboxClock().ended().begin_wait(0.0)
 
 
 def test_going_back_is_refused_across_what_cannot_be_repeated_alone() -> None:
     log = [
-        Effect(1, "POST", "pay.example/orders", 201),
-        Effect(2, "GET", "news.example/", 200),
-        Effect(3, "PUT", "shelf.example/a", 200),
-        Effect(4, "POST", "pay.example/orders", 200, keyed=True),
-        Effect(5, "CONNECT", "pay.example:443"),
+        EgressEffect(1, "POST", "pay.example/orders", 201),
+        EgressEffect(2, "GET", "news.example/", 200),
+        EgressEffect(3, "PUT", "shelf.example/a", 200),
+        EgressEffect(4, "POST", "pay.example/orders", 200, keyed=True),
+        EgressEffect(5, "CONNECT", "pay.example:443"),
     ]
     crossed = cross(log[:4], 1)
     assert [one.turn for one in crossed.stale] == [2]
@@ -123,4 +147,4 @@ def test_going_back_is_refused_across_what_cannot_be_repeated_alone() -> None:
     assert refused.value.effects == (log[4],)
     assert cross(log, 4, flag=True).once == (log[4],)
     with pytest.raises(EffectsCrossed, match="turn 6: LOST"):
-        cross([Effect(6, "LOST", "")], 5)
+        cross([EgressEffect(6, "LOST", "")], 5)

@@ -10,11 +10,11 @@ from rose_core.rollouts.placement.selection import PolicyName
 from rose_core.rollouts.terms import LeaseTerms, policies_of
 from rose_core.wire.routing import EngineKind
 from rose_simulate.files.reading import read_scenario
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.gpus.batch import BatchEngine
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.routing.router import Ends, Router, RouterOptions
-from rose_simulate.model.routing.turns import Engine, Turn
+from rose_simulate.model.routing.turns import AttachedEngine, RoutedTurn
 from rose_simulate.model.scenarios.costs import costs
 from rose_simulate.model.scenarios.possible import impossible
 from rose_simulate.model.scenarios.scenario import Link, Regime, RolloutJob, Scenario
@@ -123,14 +123,14 @@ class Places:
     def __init__(self, *, oldest_first: bool) -> None:
         policies = policies_of(LeaseTerms(placement=PolicyName.ROSE_PAPER))
         manners = RouterOptions(waits=False, oldest_first=oldest_first)
-        self.clock, self.ended = Clock(), list[str]()
+        self.clock, self.ended = VirtualClock(), list[str]()
         self.router = Router(self.clock, "run", policies, manners, random.Random(0))
         batch = BatchEngine(self.clock, costs("H100", "Qwen3-8B", 0.5), 100_000, lambda: None)
-        one = Engine("one", EngineKind.DEDICATED, batch, 0, gate_open=True, cap=1)
+        one = AttachedEngine("one", EngineKind.DEDICATED, batch, 0, gate_open=True, cap=1)
         self.router.attach(one)
 
     def come(self, session: str, *, born: int, number: int) -> None:
-        turn = Turn(session, 100, 5, number, lambda: self.ended.append(session), born=born)
+        turn = RoutedTurn(session, 100, 5, number, lambda: self.ended.append(session), born=born)
         self.router.submit(turn)
 
 
@@ -154,21 +154,21 @@ def test_turns_of_old_trajectories_go_first_where_the_order_says_so(
     [(Ends.TOLD, 0, True), (Ends.INFERRED, 1, True), (Ends.UNKNOWN, 0, False)],
 )
 def test_siblings_learn_of_an_end_as_the_run_says(ends: Ends, inferred: int, *, over: bool) -> None:
-    clock, finished = Clock(), list[str]()
+    clock, finished = VirtualClock(), list[str]()
     router = Router(
         clock, "run", policies_of(LeaseTerms()), RouterOptions(ends=ends), random.Random(0)
     )
     batch = BatchEngine(clock, costs("H100", "Qwen3-8B", 0.5), 100_000, lambda: None)
-    router.attach(Engine("one", EngineKind.DEDICATED, batch, 0, gate_open=True, cap=1))
+    router.attach(AttachedEngine("one", EngineKind.DEDICATED, batch, 0, gate_open=True, cap=1))
 
     def end(session: str) -> None:
         finished.append(session)
         router.end_trajectory(session)
 
-    router.submit(Turn("first", 100, 5, 1, lambda: end("first"), "group"))
+    router.submit(RoutedTurn("first", 100, 5, 1, lambda: end("first"), "group"))
     clock.run(200 * SECOND)
     assert finished == ["first"]
-    router.submit(Turn("second", 100, 5, 2, lambda: end("second"), "group"))
+    router.submit(RoutedTurn("second", 100, 5, 2, lambda: end("second"), "group"))
     assert router.prospects.inferred_ends == inferred
     known = router.prospects.lengths.rest("group", 0)
     assert (known.median == 5) is over

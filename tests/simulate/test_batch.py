@@ -1,15 +1,22 @@
 import pytest
 
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
-from rose_simulate.model.scenarios.costs import Costs, costs, kv_tokens, pairs, steps_in, time_of
+from rose_simulate.model.scenarios.costs import (
+    ModelCosts,
+    costs,
+    kv_tokens,
+    pairs,
+    steps_in,
+    time_of,
+)
 
 COSTS = costs("H100", "Qwen3-8B", 0.5)
 
 
 class Bench:
-    def __init__(self, kv: int = 400_000, costs: Costs = COSTS) -> None:
-        self.clock = Clock()
+    def __init__(self, kv: int = 400_000, costs: ModelCosts = COSTS) -> None:
+        self.clock = VirtualClock()
         self.flips = 0
         self.engine = BatchEngine(self.clock, costs, kv, self._flip)
         self.first: dict[str, float] = {}

@@ -9,16 +9,16 @@ from typing import Any, cast
 import yaml
 
 from rose_core.api import RolloutLease
-from rose_core.lending import Demand, Policy
+from rose_core.lending import Demand, PlannerPolicy
 from rose_core.lending.demand import ReceivedNote, together, want
 from rose_core.wire.routing import EngineKind
 from rose_operator.plan.snapshot import lease_of as snapshot_lease
 from rose_router.turns.demand import DemandFeed
 from rose_router.turns.ledger import Totals
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.cluster.planner import lease_of
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.routing.demand import Demands
+from rose_simulate.model.routing.demand import SimulatedDemands
 from rose_simulate.model.routing.router import Router
 from rose_simulate.model.scenarios.scenario import Regime, RolloutJob, Scenario
 from rose_simulate.model.simulation import Simulation
@@ -117,9 +117,9 @@ class Same:
 
 def said_by_both(seconds: int) -> Iterator[tuple[Demand | None, Demand | None]]:
     """What the operator's planner and the simulator's hear, second by second."""
-    same, clock = Same(), Clock()
+    same, clock = Same(), VirtualClock()
     asked = DemandFeed(cast("Any", same))
-    simulated = Demands(clock, {"job": cast("Router", same)})
+    simulated = SimulatedDemands(clock, {"job": cast("Router", same)})
     clock.after(0.0, lambda: simulated.run(lambda: None))
     for second in range(seconds):
         same.goes_on(second)
@@ -139,7 +139,7 @@ def test_the_simulators_planner_hears_what_the_operators_does() -> None:
         if not simulated.age_seconds:
             anew += 1
             assert simulated == production
-        found = want(replace(lease, demand=simulated), 4, Policy(), second)
+        found = want(replace(lease, demand=simulated), 4, PlannerPolicy(), second)
         assert found.slots <= lease.max_slots
         wanted.add(found.slots)
     assert anew > STEP

@@ -4,19 +4,19 @@ from collections.abc import Callable
 
 import pytest
 
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
-from rose_simulate.model.gpus.device import Device, Sharing
+from rose_simulate.model.gpus.device import CorunningCost, SharedGpus
 from rose_simulate.model.scenarios.costs import costs
 
-MPS = Sharing(serving_slowdown=1.5, rollout_slowdown=1.66, rollout_alone=1.66)
-SLICES = Sharing(serving_slowdown=2.0, rollout_slowdown=2.0)
+MPS = CorunningCost(serving_slowdown=1.5, rollout_slowdown=1.66, rollout_alone=1.66)
+SLICES = CorunningCost(serving_slowdown=2.0, rollout_slowdown=2.0)
 
 
-def ended(sharing: Sharing, *, serves: bool, rolls: bool) -> tuple[float, float]:
+def ended(sharing: CorunningCost, *, serves: bool, rolls: bool) -> tuple[float, float]:
     """When a request of serving, and one of rollouts, of equal length would have ended."""
-    clock = Clock()
-    device = Device(clock, sharing)
+    clock = VirtualClock()
+    device = SharedGpus(clock, sharing)
     own = costs("H100", "Qwen2.5-7B", 0.5)
     device.serving, rollout = (
         BatchEngine(clock, own, 100_000, device.update, quantum=512) for _ in range(2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.fleets.curves import dedicated_tokens_per_s
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
-from rose_simulate.model.jobs.workload import Turn
+from rose_simulate.model.jobs.workload import PlannedTurn
 from rose_simulate.model.scenarios.costs import costs
 from rose_simulate.model.scenarios.scenario import RolloutJob
 from tests.simulate.worlds import scenario
@@ -32,13 +32,13 @@ def test_drafts_that_are_never_right_only_cost() -> None:
 def test_a_fleets_own_engines_draft_as_its_lent_ones_do() -> None:
     job = scenario().jobs[0]
     told = job.model_copy(update={"draft_nodes": 8, "tokens_per_step": 2.0})
-    pool = [(Turn(1000, 400, 0.0),)]
+    pool = [(PlannedTurn(1000, 400, 0.0),)]
     plain, drafts = (dedicated_tokens_per_s(one, 0.5, pool) for one in (job, told))
     assert drafts > 1.2 * plain
 
 
 def test_a_stop_may_have_to_wait_for_a_whole_step() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     engine = BatchEngine(clock, DRAFTS, 100_000, lambda: None)
     done: list[int] = []
     engine.submit(Sequence("s", 100, 200, lambda: None, lambda: done.append(clock.now_ns)))

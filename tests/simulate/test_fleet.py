@@ -15,7 +15,7 @@ from rose_simulate.model.fleets.curves import (
     curve,
     dedicated_tokens_per_s,
 )
-from rose_simulate.model.fleets.fleet import Fleet, FleetOutcome
+from rose_simulate.model.fleets.fleet import FleetOutcome, FleetRun
 from rose_simulate.model.run import run
 from rose_simulate.model.scenarios.fleet_scenario import FleetScenario
 from rose_simulate.model.scenarios.scenario import Load, Regime, Scenario
@@ -61,7 +61,7 @@ def simulated(told: FleetScenario, material: SimulationInputs, regime: Regime) -
     lender = Lender(kind, job, regime, told.derate)
     trace = material.traces[kind.load.trace]
     seen = curve(lender, loads=(0.0, 0.25, 1.0), trace=trace, pool=material.episodes)
-    fleet = Fleet(
+    fleet = FleetRun(
         told,
         regime,
         1,
@@ -168,7 +168,7 @@ def test_what_is_added_inside_the_slo_and_what_is_spared_are_told_apart(
     flat = 900.0, 900.0
     seen = Curve((0.0, 12.8), flat, (1.0, 1.0), (0.0, 0.5), (0.02, 0.02), (0.01, 0.01))
     here = small(told)
-    fleet = Fleet(
+    fleet = FleetRun(
         here,
         Regime.OURS,
         1,

@@ -10,7 +10,7 @@ from rose_core.guard.chunk import prefill_chunk
 from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, judge
 from rose_core.guard.ladder import LadderLimits
 from rose_core.guard.reasons import GateReason
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.cluster.lent import LentReplica, ReplicaCallbacks
 from rose_simulate.model.gpus import guarded
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
@@ -24,7 +24,7 @@ from tests.simulate.worlds import scenario
 
 class Bench:
     def __init__(self, regime: Regime) -> None:
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self.moves: list[tuple[float, bool]] = []
         told = scenario()
         ears = ReplicaCallbacks(self._gate, lambda _replica, _lost: None, self._served)

@@ -1,6 +1,6 @@
 """Keys that outlive the engine that made them: what is fetched, and what is computed again."""
 
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
 from rose_simulate.model.gpus.kept import KeptKeys
 from rose_simulate.model.regimes import RULES
@@ -17,7 +17,7 @@ class Pair:
     """Two engines of one job, and their tier."""
 
     def __init__(self, room: int = 100_000, fetch_s: float = 1e-5) -> None:
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self.tier = KeptKeys(room, fetch_s)
         self.first, self.second = (
             BatchEngine(self.clock, COSTS, 400_000, lambda: None, kept=self.tier) for _ in range(2)

@@ -5,7 +5,7 @@ from functools import cache
 import msgspec
 import pytest
 
-from rose_core.guard.predictor import Profile
+from rose_core.guard.predictor import CostProfile
 from rose_core.wire.routing import EngineKind
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.outcome import RunOutcome
@@ -130,10 +130,10 @@ def test_replicas_of_a_node_learn_together_until_it_is_booted() -> None:
     pools = {id(one.machine): one.machine for one in made.replicas}
     assert len(pools) == 2
     machine = Machine("one")
-    pool = machine.pool("chat", Profile())
-    assert machine.pool("chat", Profile()) is pool
+    pool = machine.pool("chat", CostProfile())
+    assert machine.pool("chat", CostProfile()) is pool
     machine.boot()
-    assert machine.pool("chat", Profile()) is not pool
+    assert machine.pool("chat", CostProfile()) is not pool
 
 
 def test_drawn_failures_are_the_same_by_seed_under_every_regime() -> None:

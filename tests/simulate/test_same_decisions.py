@@ -26,7 +26,7 @@ from rose_simulate.model.clock import SECOND
 from rose_simulate.model.cluster import planner
 from rose_simulate.model.gpus import gates, guarded
 from rose_simulate.model.jobs import job
-from rose_simulate.model.jobs.workload import Turn
+from rose_simulate.model.jobs.workload import PlannedTurn
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.routing import router, warming
 from rose_simulate.model.run import run
@@ -171,7 +171,7 @@ def test_what_is_warmed_in_gaps_is_productions_choice(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(warming, "to_warm", noted)
     # Long gaps and quick publishes, so that keys are lost while tools run.
-    turns = tuple(Turn(900, 40, gap) for gap in (0.0, 4.0, 4.0, 4.0, 4.0, 4.0))
+    turns = tuple(PlannedTurn(900, 40, gap) for gap in (0.0, 4.0, 4.0, 4.0, 4.0, 4.0))
     material = replace(MATERIAL, episodes=(turns,))
     told = scenario(regimes=(Regime.OURS,))
     job = told.jobs[0].model_copy(update={"staleness": 4, "train_s": 1.0, "batch_groups": 1})

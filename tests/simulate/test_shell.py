@@ -11,8 +11,8 @@ from rose_simulate.main import main
 from rose_simulate.model.errors import Impossible, ScenarioError, TraceError
 from rose_simulate.model.jobs.workload import (
     ALIKE,
-    Arrival,
     Episode,
+    ServingArrival,
     bursts,
     episodes,
     group,
@@ -126,7 +126,7 @@ def test_the_rows_of_every_trace_shipped_are_known() -> None:
 
 
 def test_a_replay_has_the_wanted_rate_and_keeps_order() -> None:
-    trace = [Arrival(n / 2, 100, 10) for n in range(200)]
+    trace = [ServingArrival(n / 2, 100, 10) for n in range(200)]
     found = replay(trace, seconds=500, requests_per_s=5.0, offset_s=13, draw=random.Random(1))
     assert len(found) == pytest.approx(2500, rel=0.05)
     times = [one.arrived_ns for one in found]

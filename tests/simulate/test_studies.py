@@ -9,7 +9,7 @@ import pytest
 from rose_core.stats import paired_ratio
 from rose_simulate.files.reading import read_scenario
 from rose_simulate.model.scenarios.scenario import Nodes, Regime
-from rose_simulate.pages.charts import Line, Row, intervals, lines, ticks
+from rose_simulate.pages.charts import ChartLine, ChartRow, intervals, lines, ticks
 from rose_simulate.pages.study_page import page
 from rose_simulate.runs.study import Result, study
 from rose_simulate.verbs.studies import SCENARIOS, STUDIES, main
@@ -148,12 +148,14 @@ def test_a_missing_scenario_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_charts_show_values_ends_and_names() -> None:
-    rows = [Row("a <b>", 1.1, 0.9, 1.3), Row("b", 2.0)]
+    rows = [ChartRow("a <b>", 1.1, 0.9, 1.3), ChartRow("b", 2.0)]
     svg = intervals("T", rows, unit="x", reference=1.0)
     assert "a &lt;b&gt;" in svg
     assert svg.count("<circle") == 2
     assert svg.count('stroke-width="5"') == 1
-    drawn = lines("T", [Line("one", [(0, 1), (1, 2)]), Line("two", [(0, 2)])], x="s", y="1")
+    drawn = lines(
+        "T", [ChartLine("one", [(0, 1), (1, 2)]), ChartLine("two", [(0, 2)])], x="s", y="1"
+    )
     assert drawn.count("<polyline") == 2
     assert lines("T", [], x="s", y="1").endswith("</svg>\n")
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]

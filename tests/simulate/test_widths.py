@@ -9,7 +9,7 @@ import pytest
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.jobs.widths import MARGIN, RoundSeen, Width, Written, decide, seconds
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.scenarios.costs import Costs, costs, kv_tokens
+from rose_simulate.model.scenarios.costs import ModelCosts, costs, kv_tokens
 from rose_simulate.model.scenarios.possible import impossible
 from rose_simulate.model.scenarios.scenario import Nodes, Regime, Scenario
 from rose_simulate.model.simulation import Simulation
@@ -27,7 +27,7 @@ def widths(model: str = "Qwen3-8B") -> list[Width]:
     return [width(gpus, model) for gpus in (1, 2, 4, 8)]
 
 
-def slower(times: Costs, factor: float) -> Costs:
+def slower(times: ModelCosts, factor: float) -> ModelCosts:
     """The same engine, with everything that it does taking so much longer."""
     fit = times.fit
     return replace(

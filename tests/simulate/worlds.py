@@ -1,15 +1,15 @@
 """Small worlds for tests: seconds of virtual time, a few replicas."""
 
-from rose_simulate.model.jobs.workload import Arrival, Turn
+from rose_simulate.model.jobs.workload import PlannedTurn, ServingArrival
 from rose_simulate.model.scenarios.scenario import Load, Regime, RolloutJob, Scenario, Service
 from rose_simulate.model.simulation import SimulationInputs
 
 EPISODES = (
-    (Turn(2000, 120, 0.0), Turn(300, 200, 0.5), Turn(100, 80, 0.2)),
-    (Turn(1500, 60, 0.0), Turn(700, 400, 1.0)),
-    (Turn(1000, 300, 0.0),),
+    (PlannedTurn(2000, 120, 0.0), PlannedTurn(300, 200, 0.5), PlannedTurn(100, 80, 0.2)),
+    (PlannedTurn(1500, 60, 0.0), PlannedTurn(700, 400, 1.0)),
+    (PlannedTurn(1000, 300, 0.0),),
 )
-TRACE = tuple(Arrival(0.7 * n, 400 + 37 * (n % 9), 20 + 11 * (n % 7)) for n in range(80))
+TRACE = tuple(ServingArrival(0.7 * n, 400 + 37 * (n % 9), 20 + 11 * (n % 7)) for n in range(80))
 MATERIAL = SimulationInputs(EPISODES, {"trace": TRACE})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpack import Encoder
 
-from rose_core.telemetry.h2frames import END_HEADERS, END_STREAM, PREFACE, Kind
+from rose_core.telemetry.h2frames import END_HEADERS, END_STREAM, PREFACE, FrameType
 
 SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
 
@@ -29,11 +29,11 @@ class Side:
         return self.headers(stream, {":status": str(status), "content-type": kind}, END_HEADERS)
 
     def headers(self, stream: int, fields: dict[str, str], flags: int) -> bytes:
-        return frame(Kind.HEADERS, stream, self._encoder.encode(list(fields.items())), flags)
+        return frame(FrameType.HEADERS, stream, self._encoder.encode(list(fields.items())), flags)
 
 
 def data(stream: int, payload: bytes, *, last: bool = False) -> bytes:
-    return frame(Kind.DATA, stream, payload, END_STREAM if last else 0)
+    return frame(FrameType.DATA, stream, payload, END_STREAM if last else 0)
 
 
 def token(stream: int, number: int = 0) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived, Dismissed, Ended, EndKind, FirstToken, Sized
-from rose_core.telemetry.h2frames import END_HEADERS, END_STREAM, PADDED, PRIORITY, Kind
+from rose_core.telemetry.h2frames import END_HEADERS, END_STREAM, PADDED, PRIORITY, FrameType
 from tests.telemetry.h2wire import HELLO, SETTINGS, Side, data, frame, token
 from tests.telemetry.wire import Conversation, conversation, post, tracker
 
@@ -82,8 +82,8 @@ def test_a_header_block_may_be_padded_and_continued() -> None:
     talk = Talk()
     block = talk.client.request(1)[9:]
     padded = bytes([3]) + bytes(5) + block[:4] + bytes(3)
-    talk.wire.client_says(frame(Kind.HEADERS, 1, padded, PADDED | PRIORITY))
-    talk.wire.client_says(frame(Kind.CONTINUATION, 1, block[4:], END_HEADERS))
+    talk.wire.client_says(frame(FrameType.HEADERS, 1, padded, PADDED | PRIORITY))
+    talk.wire.client_says(frame(FrameType.CONTINUATION, 1, block[4:], END_HEADERS))
     assert talk.wire.tracker.counts == {"/generate": 1}
 
 
@@ -105,7 +105,7 @@ def test_trailers_end_a_grpc_stream_and_its_messages_are_tokens() -> None:
 def test_a_reset_of_a_stream_ends_its_request_only(by_server: bool) -> None:
     talk = Talk()
     talk.wire.client_says(talk.client.request(1) + talk.client.request(3))
-    reset = frame(Kind.RST_STREAM, 1, bytes(4))
+    reset = frame(FrameType.RST_STREAM, 1, bytes(4))
     (end,) = ends(talk.wire.server_says(reset) if by_server else talk.wire.client_says(reset))
     assert (end.request, end.how) == (1, EndKind.RESET)
     assert talk.in_flight == 1
@@ -114,7 +114,7 @@ def test_a_reset_of_a_stream_ends_its_request_only(by_server: bool) -> None:
 def test_goaway_ends_what_the_server_has_not_begun() -> None:
     talk = Talk()
     talk.wire.client_says(talk.client.request(1) + talk.client.request(3))
-    talk.wire.server_says(frame(Kind.GOAWAY, 0, (1).to_bytes(4) + bytes(4)))
+    talk.wire.server_says(frame(FrameType.GOAWAY, 0, (1).to_bytes(4) + bytes(4)))
     assert [e.request for e in ends(talk.wire.events)] == [2]
 
 
@@ -172,7 +172,7 @@ def test_lost_framing_leaves_one_outstanding_request_until_the_connection_closes
 
 def test_hpack_that_contradicts_itself_is_read_no_further() -> None:
     talk = Talk()
-    talk.wire.client_says(frame(Kind.HEADERS, 1, b"\xff\xff\xff", END_HEADERS))
+    talk.wire.client_says(frame(FrameType.HEADERS, 1, b"\xff\xff\xff", END_HEADERS))
     assert talk.wire.tracker.opaque
     assert talk.in_flight == 1
 
@@ -215,7 +215,11 @@ def test_any_bytes_in_any_pieces_never_raise_and_resets_clear_up() -> None:
         client, server = Side(), Side()
         words = [client.request(1), client.request(3, "/health", method="GET")]
         words += [server.response(1), token(1), data(1, b"", last=True), draw.randbytes(12)]
-        words += [frame(Kind.GOAWAY, 0, bytes(8)), frame(Kind.RST_STREAM, 3, bytes(4)), SETTINGS]
+        words += [
+            frame(FrameType.GOAWAY, 0, bytes(8)),
+            frame(FrameType.RST_STREAM, 3, bytes(4)),
+            SETTINGS,
+        ]
         talk = conversation()
         talk.client_says(HELLO[: draw.choice([3, 24, 33])])
         for _ in range(draw.randrange(1, 30)):

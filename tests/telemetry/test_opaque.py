@@ -9,7 +9,7 @@ from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Arrived, Ended, Health, Progress
 from rose_core.telemetry.reading import advance
-from rose_core.telemetry.signal import Doubt, Limits, Reading, ServingSignal, merge
+from rose_core.telemetry.signal import Doubt, Reading, ServingSignal, SignalLimits, merge
 from rose_core.wire.sync import SignalSource
 from tests.telemetry.wire import HEAD, MS, Conversation, conversation, event, post, tracker
 
@@ -85,7 +85,9 @@ def judged(
     book: Book, readings: tuple[Reading, ...], now: int, verified: bool | None = None
 ) -> ServingSignal:
     book.apply(Health(POD, now, "", 0, True, len(book.live), {}, 0), now)
-    return merge(book, verified, readings, allowed=tuple(SignalSource), limits=Limits(), now_ns=now)
+    return merge(
+        book, verified, readings, allowed=tuple(SignalSource), limits=SignalLimits(), now_ns=now
+    )
 
 
 def polled(now: int, running: int = 0, *, since: int) -> Reading:
@@ -120,14 +122,14 @@ def test_a_request_that_was_open_while_packets_were_lost_counts_the_same_way() -
     assert made.outstanding
     later = 110 * S
     made.apply(Health(POD, later, "", 101 * S, False, 1, {}, 0), later)
-    alone = merge(made, True, (), allowed=tuple(SignalSource), limits=Limits(), now_ns=later)
+    alone = merge(made, True, (), allowed=tuple(SignalSource), limits=SignalLimits(), now_ns=later)
     assert alone.running == 1, "nothing says that it ended"
     helped = merge(
         made,
         True,
         (polled(later, since=100 * S),),
         allowed=tuple(SignalSource),
-        limits=Limits(),
+        limits=SignalLimits(),
         now_ns=later,
     )
     assert (helped.running, helped.empty_since_ns) == (0, 100 * S)
@@ -151,7 +153,7 @@ def test_a_reader_that_takes_nothing_does_not_keep_an_idle_engine_busy() -> None
             True,
             (polled(now, since=100 * S),),
             allowed=tuple(SignalSource),
-            limits=Limits(),
+            limits=SignalLimits(),
             now_ns=now,
         )
         assert signal.running == running
@@ -173,7 +175,7 @@ def test_a_response_that_was_joined_is_over_when_the_engine_is_idle(
         now = arrived.time_ns + seconds * S
         made.apply(Health(POD, now, "", 0, False, 1, {}, 0), now)
         loads = (polled(now, since=arrived.time_ns),)
-        signal = merge(made, True, loads, allowed=allowed, limits=Limits(), now_ns=now)
+        signal = merge(made, True, loads, allowed=allowed, limits=SignalLimits(), now_ns=now)
         assert signal.running == running, seconds
 
 
@@ -189,7 +191,7 @@ def test_a_level_above_zero_that_nothing_moves_is_a_leak_and_says_nothing() -> N
     assert reading.leaking
     assert not reading.plausible
     alone = merge(
-        None, None, (reading,), allowed=(SignalSource.LOADS,), limits=Limits(), now_ns=12 * S
+        None, None, (reading,), allowed=(SignalSource.LOADS,), limits=SignalLimits(), now_ns=12 * S
     )
     assert alone.running is None
 

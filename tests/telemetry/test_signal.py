@@ -20,7 +20,7 @@ from rose_core.telemetry.events import (
     Sized,
 )
 from rose_core.telemetry.reading import LEAK_NS, SPAN_NS
-from rose_core.telemetry.signal import Doubt, Limits, Reading, ServingSignal, advance, merge
+from rose_core.telemetry.signal import Doubt, Reading, ServingSignal, SignalLimits, advance, merge
 from rose_core.wire.sync import SignalSource
 
 POD = PodUid("r")
@@ -53,7 +53,7 @@ def judged(
     allowed: tuple[SignalSource, ...] = EVERY,
     now: int = NOW,
 ) -> ServingSignal:
-    return merge(source, verified, readings, allowed=allowed, limits=Limits(), now_ns=now)
+    return merge(source, verified, readings, allowed=allowed, limits=SignalLimits(), now_ns=now)
 
 
 def loads(running: int | None, read_ns: int = NOW, *, since: int = NOW - 10 * S) -> Reading:

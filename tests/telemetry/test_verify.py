@@ -8,22 +8,22 @@ import pytest
 
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import Health
-from rose_core.telemetry.verify import Count, Span, Verification, counted
+from rose_core.telemetry.verify import Count, NumberBounds, SignalVerification, counted
 
 NOW = 100_000_000_000
 
 
 def exactly(requests: int, unsure: int = 0) -> Count:
-    return Count(Span(requests, requests), unsure)
+    return Count(NumberBounds(requests, requests), unsure)
 
 
 def between(least: int, most: int) -> Count:
-    return Count(Span(least, most))
+    return Count(NumberBounds(least, most))
 
 
-def agreed() -> Verification:
+def agreed() -> SignalVerification:
     """Engine 1000 ahead of the tap's 10, compared twice."""
-    first = Verification().compare(1000, exactly(0), 1, 1, NOW)
+    first = SignalVerification().compare(1000, exactly(0), 1, 1, NOW)
     return first.compare(1010, exactly(10), 2, 2, NOW)
 
 
@@ -32,7 +32,7 @@ def beat(seen: int, finished: int, unsure: int = 0) -> Health:
 
 
 def test_equal_changes_verify_and_levels_do_not_matter() -> None:
-    first = Verification().compare(1000, exactly(3), 1, 1, NOW)
+    first = SignalVerification().compare(1000, exactly(3), 1, 1, NOW)
     assert first.verified is None
     second = first.compare(1010, exactly(13), 2, 2, NOW)
     assert (second.verified, second.missed) == (True, 0)
@@ -60,7 +60,7 @@ def test_a_contradiction_that_was_none_is_taken_back_by_the_next_reading() -> No
 
 
 def test_a_busy_replica_is_verified_once_little_can_hide() -> None:
-    state = Verification().compare(500, between(0, 6), 1, 1, NOW)
+    state = SignalVerification().compare(500, between(0, 6), 1, 1, NOW)
     soon = state.compare(560, between(55, 62), 2, 2, NOW)
     assert soon.verified is None, "a tenth of the requests could have been missed"
     later = soon.compare(2500, between(1996, 2002), 3, 3, NOW)
@@ -68,7 +68,7 @@ def test_a_busy_replica_is_verified_once_little_can_hide() -> None:
 
 
 def test_a_path_that_the_tap_cannot_see_is_found_on_a_busy_replica_too() -> None:
-    state, draw = Verification(), random.Random(3)
+    state, draw = SignalVerification(), random.Random(3)
     verdicts = []
     for number in range(1, 200):
         visible = number * 20
@@ -92,7 +92,7 @@ def test_engines_may_count_requests_they_never_answered_or_not(counts_them: bool
 
 
 def test_own_scrapes_prove_the_path() -> None:
-    base = Verification().compare(10, exactly(10), 1, 1, NOW)
+    base = SignalVerification().compare(10, exactly(10), 1, 1, NOW)
     assert base.compare(10, exactly(10), 2, 1, NOW).verified is False
     assert base.compare(10, exactly(10), 2, 5, NOW).verified is True, "others scrape as well"
 
@@ -109,5 +109,5 @@ def test_an_engine_that_does_not_answer_keeps_its_word_for_a_minute() -> None:
 
 def test_bounds_follow_the_moment_at_which_the_engine_counts() -> None:
     before, after = beat(8, 5), beat(10, 9, 2)
-    assert counted(before, after, at_arrival=True) == Count(Span(8, 10), 2)
-    assert counted(before, after, at_arrival=False) == Count(Span(5, 9), 2)
+    assert counted(before, after, at_arrival=True) == Count(NumberBounds(8, 10), 2)
+    assert counted(before, after, at_arrival=False) == Count(NumberBounds(5, 9), 2)

@@ -21,16 +21,16 @@ from torch.utils._pytree import tree_leaves
 
 from rose_core.delta import (
     FORMATS,
-    Box,
     Builder,
     Manifest,
     ManifestError,
     TensorSpec,
+    TileBox,
     Tiling,
     table,
 )
 from rose_core.delta.bits import Bits
-from rose_core.delta.parts import Owned, Part, PartBuilder, aligned
+from rose_core.delta.parts import OwnedTensor, PartBuilder, RankPart, aligned
 from rose_core.identity import WeightVersion
 from rose_engines.ondevice import device_loops
 from rose_trainer import device_diff, ondevice
@@ -202,12 +202,12 @@ def test_the_part_of_a_rank_is_the_hosts(share: float, axis: str) -> None:
     draw = np.random.default_rng(5)
     whole = draw.integers(0, 1 << 16, (rows, columns), np.uint16)
     then = whole + (draw.random(whole.shape) < share).astype(np.uint16)
-    parts: list[list[Part]] = [[], []]
+    parts: list[list[RankPart]] = [[], []]
     blocks: list[list[bytes]] = [[], []]
     for rank in range(2):
         row0, column0 = (rank * half[0], 0) if axis == "rows" else (0, rank * half[1])
-        box = Box(row0, row0 + half[0], column0, column0 + half[1])
-        tensors = aligned([Owned(spec, box, half)])
+        box = TileBox(row0, row0 + half[0], column0, column0 + half[1])
+        tensors = aligned([OwnedTensor(spec, box, half)])
         states = [
             np.ascontiguousarray(state[row0 : box.row1, column0 : box.column1])
             for state in (whole, then)
@@ -241,9 +241,9 @@ def test_the_part_of_a_rank_is_the_hosts(share: float, axis: str) -> None:
 
 
 def test_what_no_version_took_is_no_base() -> None:
-    spec, box = TensorSpec("w", "BF16", (4, 4)), Box(0, 4, 0, 4)
+    spec, box = TensorSpec("w", "BF16", (4, 4)), TileBox(0, 4, 0, 4)
     shard = Shard(spec, box, (4, 4), True, torch.zeros(4, 4, dtype=torch.bfloat16), torch.bfloat16)
-    taken = DeviceShards(aligned([Owned(spec, box, (4, 4))]), Base())
+    taken = DeviceShards(aligned([OwnedTensor(spec, box, (4, 4))]), Base())
     taken.take([shard])
     taken.discard()
     with pytest.raises(BadState, match="start a new Publisher"):

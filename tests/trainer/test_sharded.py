@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from rose_core.delta import Box, ManifestError, TensorSpec, digest_run, total
-from rose_core.delta.parts import Owned, Part, PartBuilder, aligned, assemble
+from rose_core.delta import ManifestError, TensorSpec, TileBox, digest_run, total
+from rose_core.delta.parts import OwnedTensor, PartBuilder, RankPart, aligned, assemble
 from rose_core.identity import WeightVersion
 from rose_trainer.staging import bits_of
 from rose_weights.bundle import Bundle
-from rose_weights.store.sharded_parts import PartOutcome, Parts
+from rose_weights.store.sharded_parts import IncompleteVersions, PartOutcome
 from rose_weights.store.store import Store
 from tests.trainer.ranks import Job
 from tests.trainer.test_publisher import RunningStore
@@ -161,10 +161,10 @@ def check(store: RunningStore, tmp_path: Path, step: int) -> None:
 SPEC = TensorSpec("w", "BF16", (10, 4))
 
 
-def part(rank: int, target: WeightVersion, bits: np.ndarray, *, blocks: bool = True) -> Part:
+def part(rank: int, target: WeightVersion, bits: np.ndarray, *, blocks: bool = True) -> RankPart:
     """Rows 0-5 are rank 0's, the rest is rank 1's."""
-    box = Box(0, 6, 0, 4) if rank == 0 else Box(6, 10, 0, 4)
-    tensors = aligned([Owned(SPEC, box, (6, 4))])
+    box = TileBox(0, 6, 0, 4) if rank == 0 else TileBox(6, 10, 0, 4)
+    tensors = aligned([OwnedTensor(SPEC, box, (6, 4))])
     builder = PartBuilder(tensors, None, lambda _: None)
     builder.add(0, box, None, bits[box.row0 * 4 : box.row1 * 4], blocks=blocks)
     return builder.finish(target, rank, WORLD)
@@ -188,10 +188,12 @@ def test_parts_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ManifestError, match="exactly one owner"):
         assemble([one, msgspec.structs.replace(twice, rank=1)], None)
     with pytest.raises(ManifestError, match="cuts through"):
-        PartBuilder(one.tensors, None, lambda _: None).add(0, Box(0, 5, 0, 4), None, bits[:20])
+        PartBuilder(one.tensors, None, lambda _: None).add(0, TileBox(0, 5, 0, 4), None, bits[:20])
 
 
-def ask(parts: Parts, rank: int, target: WeightVersion, bits: np.ndarray) -> PartOutcome | None:
+def ask(
+    parts: IncompleteVersions, rank: int, target: WeightVersion, bits: np.ndarray
+) -> PartOutcome | None:
     """Whether a kept version is this state."""
     data = msgspec.msgpack.encode(part(rank, target, bits, blocks=False))
     head = version(0) if target.incarnation > 1 else None
@@ -204,7 +206,7 @@ def test_a_state_that_is_kept_becomes_the_head_as_an_empty_delta(tmp_path: Path)
     both = [part(rank, version(0), bits, blocks=False) for rank in range(WORLD)]
     store.commit(assemble(both, None).encode(), None)
     store.open_incarnation("run", "second")
-    parts = Parts(store)
+    parts = IncompleteVersions(store)
     assert ask(parts, 0, version(0, 2), bits) is None
     other = ask(parts, 1, version(0, 2), bits + 1)
     assert other is not None
@@ -222,7 +224,7 @@ def test_a_rank_that_asks_after_a_restart_hears_what_the_others_heard(tmp_path: 
     """The store forgot its answer; another rank's blocks are on their way already."""
     store, bits = Store(tmp_path), np.arange(40, dtype=np.uint16)
     store.open_incarnation("run", "first")
-    parts = Parts(store)
+    parts = IncompleteVersions(store)
     data = msgspec.msgpack.encode(part(0, version(0), bits))
     assert parts.add(data, None) is None
     told = ask(parts, 1, version(0), bits)

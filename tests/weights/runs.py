@@ -6,7 +6,7 @@ import numpy as np
 
 from rose_core.delta import Manifest
 from rose_core.identity import WeightVersion
-from rose_weights.store.planning import Planner
+from rose_weights.store.planning import FetchPlanner
 from rose_weights.store.state import RunState
 from rose_weights.store.store import Store
 from tests.weights.models import Model, apply_manifest
@@ -44,7 +44,7 @@ def check_head(store: Store, states: dict[str, dict[str, np.ndarray]]) -> None:
     state = store.state("run")
     if state.head is None:
         return
-    manifest, _ = Planner(store).plan("run")
+    manifest, _ = FetchPlanner(store).plan("run")
     wanted = states[manifest.digest]
     held = {name: np.zeros_like(bits) for name, bits in wanted.items()}
     apply_manifest(held, manifest, lambda block: store.blocks.get(block.sha256))

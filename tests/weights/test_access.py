@@ -15,8 +15,8 @@ from rose_weights.errors import Forbidden
 from rose_weights.main import main
 from rose_weights.receive.client import WeightsClient
 from rose_weights.send.publishing import WeightsWriter
-from rose_weights.serve.access import OPEN, Access, AccessRights
-from rose_weights.serve.relay import Relay
+from rose_weights.serve.access import OPEN, AccessRights, StoreAccess
+from rose_weights.serve.relay import RelayHandlers
 from rose_weights.serve.service import WeightService
 from rose_weights.store.blocks import Blocks
 from rose_weights.store.store import Store
@@ -48,7 +48,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[tuple[Authority, str]]:
     authority = Authority(tmp_path / "pki")
     trust = authority.folder / "ca.crt"
     server = Server(credentials=tls.server_credentials(secret(authority, "store"), trust))
-    service = WeightService(Store(tmp_path / "store"), access=Access(RULES))
+    service = WeightService(Store(tmp_path / "store"), access=StoreAccess(RULES))
     service.bind(server)
     port = await server.start("127.0.0.1:0")
     try:
@@ -133,10 +133,10 @@ async def test_a_relay_asks_the_same_of_its_receivers(tmp_path: Path) -> None:
                 secret(authority, "relay"), authority.folder / "ca.crt"
             )
         )
-        rules = Access(
+        rules = StoreAccess(
             {"engine": AccessRights(read=("run",)), "other": AccessRights(read=("another",))}
         )
-        Relay(upstream, Blocks(tmp_path / "relay"), access=rules).bind(server)
+        RelayHandlers(upstream, Blocks(tmp_path / "relay"), access=rules).bind(server)
         port = await server.start("127.0.0.1:0")
         async with (
             WeightsClient(f"127.0.0.1:{port}", credentials=caller(authority, "engine")) as engine,
@@ -150,7 +150,7 @@ async def test_a_relay_asks_the_same_of_its_receivers(tmp_path: Path) -> None:
 
 
 def test_names_may_be_patterns_and_the_widest_right_counts() -> None:
-    rules = Access(
+    rules = StoreAccess(
         {"*.nodes.rose": AccessRights(read=("grpo*",)), "a.nodes.rose": AccessRights(read=("dpo",))}
     )
     rules.check(["b.nodes.rose"], "read", "grpo-2")
@@ -169,9 +169,9 @@ def test_a_file_that_says_nothing_is_refused_by_name(
     assert main(["serve", "--root", str(tmp_path / "s"), "--access", str(path)]) == 1
     assert "does not say who may do what" in capsys.readouterr().err
     path.write_text(json.dumps({"trainer": {"publish": ["grpo*"]}}))
-    Access.load(path).check(["trainer"], "publish", "grpo-2")
-    Access(OPEN).check([], "publish", "anything")
+    StoreAccess.load(path).check(["trainer"], "publish", "grpo-2")
+    StoreAccess(OPEN).check([], "publish", "anything")
     with pytest.raises(Forbidden, match="a caller without a name"):
-        Access().check([], "read", "anything")
+        StoreAccess().check([], "read", "anything")
     assert main(["serve", "--root", str(tmp_path / "s"), "--tls-client-ca", str(path)]) == 1
     assert "--tls-dir" in capsys.readouterr().err

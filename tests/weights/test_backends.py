@@ -26,8 +26,8 @@ from rose_weights.store.bucket import Bucket, BucketBlocks
 from rose_weights.store.folder import Folder
 from rose_weights.store.objects import Objects
 from rose_weights.store.open_store import open_store
-from rose_weights.store.planning import Planner
-from rose_weights.store.records import Records, Turn
+from rose_weights.store.planning import FetchPlanner
+from rose_weights.store.records import PublishedTurn, Records
 from rose_weights.store.retention import fold, sweep
 from rose_weights.store.store import Store
 from tests.weights.buckets import FaultyObjects
@@ -63,7 +63,7 @@ def put_stray_entries(store: Store) -> None:
 def test_records_are_kept_apart_from_weights_and_other_runs_and_are_swept(store: Store) -> None:
     records = Records(store, "run")
     owned = records.own("s", "host")
-    record = records.publish(owned, Turn(1, (1, 2), {}, files=b"f" * 5000))
+    record = records.publish(owned, PublishedTurn(1, (1, 2), {}, files=b"f" * 5000))
     names = sorted(record.blocks())
     assert store.blocks.missing(names) == names
     assert store.record_blocks("other").missing(names) == names
@@ -143,7 +143,7 @@ def test_tiles_may_be_cut_anew_in_full_and_not_by_a_delta(store: Store) -> None:
     with pytest.raises(BadManifest, match="other tiles than its base"):
         publish(store, empty, {}, version(1))
     publish(store, full, blocks, version(1))
-    planner = Planner(store)
+    planner = FetchPlanner(store)
     assert planner.plan("run", version(1), manifests[1].digest)[0].blocks == ()
     assert planner.plan("run", version(0), manifests[0].digest)[0].base is None
     model.change(seed=9)
@@ -171,7 +171,7 @@ def test_old_versions_are_folded_and_everything_kept_stays_reachable(store: Stor
     assert [kept.version.sequence for kept in state.versions] == [0, 2, 5, 6, 7, 8]
     assert sweep(store, grace_seconds=3600) == 0
     assert sweep(store, grace_seconds=-1) > 0
-    planner = Planner(store)
+    planner = FetchPlanner(store)
     for kept in state.versions:
         start, digest = kept.version, kept.digest
         manifest, _ = planner.plan("run", start, digest)
@@ -209,7 +209,7 @@ def test_what_one_process_published_another_one_serves(root: str) -> None:
     assert again.runs() == ["run"]
     assert again.state("run").head == version(1)
     held = {name: np.zeros_like(bits) for name, bits in model.state.items()}
-    manifest, _ = Planner(again).plan("run")
+    manifest, _ = FetchPlanner(again).plan("run")
     apply_manifest(held, manifest, lambda block: again.blocks.get(block.sha256))
     assert all(np.array_equal(held[name], bits) for name, bits in model.state.items())
     names = [block.sha256 for block in manifests[0].blocks]

@@ -15,7 +15,7 @@ from rose_core.identity import WeightVersion
 from rose_weights.errors import Damaged, Fenced, Incomplete, StoreFailed, UnknownVersion
 from rose_weights.store import state as states
 from rose_weights.store.record_store import place_of
-from rose_weights.store.records import OutsideEffect, Records, Turn, digest_of, mapped
+from rose_weights.store.records import OutsideEffect, PublishedTurn, Records, digest_of, mapped
 from rose_weights.store.retention import sweep
 from rose_weights.store.state import RunState
 from rose_weights.store.store import Store
@@ -24,8 +24,10 @@ from tests.weights.faulty import Crash, FaultyDisk
 SPEC = {"image": "base"}
 
 
-def turn(number: int, *, files: bytes | None = None, processes: bytes | None = None) -> Turn:
-    return Turn(number, tuple(range(number * 10)), SPEC, files, processes, ("grpo@1.3",))
+def turn(
+    number: int, *, files: bytes | None = None, processes: bytes | None = None
+) -> PublishedTurn:
+    return PublishedTurn(number, tuple(range(number * 10)), SPEC, files, processes, ("grpo@1.3",))
 
 
 def three(store: Store, kept: list[int]) -> None:
@@ -230,7 +232,7 @@ def test_a_large_part_is_saved_and_read_with_little_of_it_in_memory(tmp_path: Pa
     tracemalloc.start()
     try:
         with mapped(made) as data:
-            record = records.publish(owned, Turn(1, (1,), SPEC, data))
+            record = records.publish(owned, PublishedTurn(1, (1,), SPEC, data))
         owned.known.clear()  # where pages lie is an index, and no part of the part
         tracemalloc.reset_peak()
         assert record.files is not None
@@ -238,7 +240,7 @@ def test_a_large_part_is_saved_and_read_with_little_of_it_in_memory(tmp_path: Pa
         read_peak = tracemalloc.get_traced_memory()[1]
         # A host that has lost its index reads the part before again, from a file too.
         with mapped(made) as data:
-            again = records.publish(owned, Turn(2, (1,), SPEC, data))
+            again = records.publish(owned, PublishedTurn(2, (1,), SPEC, data))
     finally:
         tracemalloc.stop()
     assert read_peak < size / 2

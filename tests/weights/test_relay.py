@@ -16,7 +16,7 @@ from rose_weights.errors import Forbidden, UnknownRun
 from rose_weights.messages import FetchRequest
 from rose_weights.receive.client import WeightsClient
 from rose_weights.send.publishing import WeightsWriter
-from rose_weights.serve.relay import KEEP_BYTES, Relay
+from rose_weights.serve.relay import KEEP_BYTES, RelayHandlers
 from rose_weights.serve.service import WeightService
 from rose_weights.store.blocks import Blocks
 from rose_wire import rpc
@@ -59,7 +59,7 @@ async def relayed(
     channel = rpc.connect(upstream.address)
     blocks = Blocks(tmp_path / "relay")
     server = Server(token="inner")
-    Relay(channel, blocks, token="t", keep_bytes=keep_bytes).bind(server)
+    RelayHandlers(channel, blocks, token="t", keep_bytes=keep_bytes).bind(server)
     address = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
     yield upstream, address, blocks
     await server.stop(0)
@@ -72,7 +72,7 @@ async def behind(upstream: str, folder: Path) -> AsyncIterator[str]:
     """A relay whose store is another relay."""
     channel = rpc.connect(upstream)
     server = Server(token="inner")
-    Relay(channel, Blocks(folder), token="inner").bind(server)
+    RelayHandlers(channel, Blocks(folder), token="inner").bind(server)
     yield f"127.0.0.1:{await server.start('127.0.0.1:0')}"
     await server.stop(0)
     await channel.close()

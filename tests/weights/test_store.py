@@ -21,7 +21,7 @@ from rose_weights.errors import (
 )
 from rose_weights.store.blocks import Blocks
 from rose_weights.store.folder import Folder
-from rose_weights.store.planning import Planner
+from rose_weights.store.planning import FetchPlanner
 from rose_weights.store.store import Store
 from tests.weights.faulty import Crash, FaultyDisk
 from tests.weights.models import SPECS, Model
@@ -136,7 +136,10 @@ def test_a_damaged_manifest_is_kept_again_by_whoever_published_it(tmp_path: Path
     publish(store, manifests[1], {}, version(0))
     assert store.state("run").head == version(1)
     publish(store, manifest, blocks, version(1))
-    assert Planner(store).plan("run", version(0), manifests[0].digest)[0].digest == manifest.digest
+    assert (
+        FetchPlanner(store).plan("run", version(0), manifests[0].digest)[0].digest
+        == manifest.digest
+    )
 
 
 def test_a_full_version_needs_no_manifest_that_is_damaged(tmp_path: Path) -> None:
@@ -182,17 +185,19 @@ def test_a_list_that_an_earlier_release_wrote_is_read(tmp_path: Path) -> None:
 
 class TestPlanning:
     @pytest.fixture
-    def planner(self, tmp_path: Path) -> tuple[Planner, list[Manifest]]:
+    def planner(self, tmp_path: Path) -> tuple[FetchPlanner, list[Manifest]]:
         store = Store(tmp_path)
-        return Planner(store), published(store, 4)[1]
+        return FetchPlanner(store), published(store, 4)[1]
 
     def test_the_next_version_is_the_published_delta(
-        self, planner: tuple[Planner, list[Manifest]]
+        self, planner: tuple[FetchPlanner, list[Manifest]]
     ) -> None:
         plan, manifests = planner
         assert plan.plan("run", version(2), manifests[2].digest) == (manifests[3], 1)
 
-    def test_several_behind_is_one_delta(self, planner: tuple[Planner, list[Manifest]]) -> None:
+    def test_several_behind_is_one_delta(
+        self, planner: tuple[FetchPlanner, list[Manifest]]
+    ) -> None:
         plan, manifests = planner
         manifest, merged = plan.plan("run", version(0), manifests[0].digest)
         assert (manifest.base, manifest.target, merged) == (version(0), version(3), 3)
@@ -200,7 +205,7 @@ class TestPlanning:
         assert plan.cached_blocks() >= {block.sha256 for block in manifest.blocks}
 
     def test_who_asks_the_same_at_the_same_time_waits_for_one_merge(
-        self, planner: tuple[Planner, list[Manifest]], monkeypatch: pytest.MonkeyPatch
+        self, planner: tuple[FetchPlanner, list[Manifest]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         plan, manifests = planner
         merges: list[int] = []
@@ -221,7 +226,7 @@ class TestPlanning:
         assert len(merges) == 1
 
     def test_the_digest_decides_not_the_label(
-        self, planner: tuple[Planner, list[Manifest]]
+        self, planner: tuple[FetchPlanner, list[Manifest]]
     ) -> None:
         plan, manifests = planner
         assert plan.plan("run", version(2), "0" * 32)[0].base is None
@@ -232,7 +237,7 @@ class TestPlanning:
         )
 
     def test_who_is_there_gets_an_empty_delta(
-        self, planner: tuple[Planner, list[Manifest]]
+        self, planner: tuple[FetchPlanner, list[Manifest]]
     ) -> None:
         plan, manifests = planner
         manifest, merged = plan.plan("run", version(3), manifests[3].digest)
@@ -240,7 +245,7 @@ class TestPlanning:
         assert Manifest.decode(manifest.encode()) == manifest
 
     def test_a_pinned_version_can_be_had_and_an_unknown_one_not(
-        self, planner: tuple[Planner, list[Manifest]]
+        self, planner: tuple[FetchPlanner, list[Manifest]]
     ) -> None:
         plan, manifests = planner
         # The norm is replaced as a whole, so there is no way back by steps: in full.

@@ -22,7 +22,7 @@ from rose_weights.main import _callers, parser
 from rose_weights.receive.client import WeightsClient
 from rose_weights.send.publishing import WeightsWriter
 from rose_weights.serve import tenant_verbs, tenants
-from rose_weights.serve.access import Access
+from rose_weights.serve.access import StoreAccess
 from rose_weights.serve.identification import AUDIENCE, Identification
 from rose_weights.serve.service import WeightService
 from rose_weights.serve.tenants import Tenants
@@ -200,11 +200,11 @@ def test_a_service_account_is_believed_for_our_audience_alone(path: Path, tmp_pa
     who = Identification(known, keys=[cluster.keys(tmp_path)])
     names = who(f"Bearer {cluster.token()}", ())
     assert names == ("serviceaccount:team-a/trainer",)
-    assert Access(tenants=known).allows(names, "publish", "a-1")
+    assert StoreAccess(tenants=known).allows(names, "publish", "a-1")
     other = {"sub": "system:serviceaccount:team-b:trainer"}
     theirs = who(f"Bearer {cluster.token(**other)}", ())
     assert theirs is not None
-    assert not Access(tenants=known).allows(theirs, "publish", "a-1")
+    assert not StoreAccess(tenants=known).allows(theirs, "publish", "a-1")
     for claims in ({"aud": ["api"]}, {"exp": int(time.time()) - 1}, {"sub": "admin"}):
         assert who(f"Bearer {cluster.token(**claims)}", ()) is None
     assert who(f"Bearer {Cluster().token()}", ()) is None, "another cluster's signature"
@@ -242,7 +242,7 @@ async def shop(tmp_path: Path, path: Path) -> AsyncIterator[Shop]:
     }
     known = Tenants(path)
     server = Server(identify=Identification(known, token="installation-token"))
-    service = WeightService(open_store(str(tmp_path / "store")), access=Access(tenants=known))
+    service = WeightService(open_store(str(tmp_path / "store")), access=StoreAccess(tenants=known))
     service.bind(server)
     port = await server.start("127.0.0.1:0")
     yield Shop(f"127.0.0.1:{port}", path, credentials)
@@ -359,7 +359,7 @@ def test_a_credential_can_be_written_where_only_its_owner_reads(path: Path, tmp_
 # --- the store's flags: deny by default
 
 
-def serve(*words: str) -> tuple[Identification | None, Access]:
+def serve(*words: str) -> tuple[Identification | None, StoreAccess]:
     return _callers(parser().parse_args(["serve", "--root", "r", *words]))
 
 

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from rose_core.delta import (
-    Box,
     Builder,
     FoundTile,
     TensorEntry,
     TensorSpec,
+    TileBox,
     Tiling,
     number_format,
     tiling,
@@ -243,7 +243,7 @@ def region_of(spec: TensorSpec) -> Region:
     return Region(spec.name, number_format(spec.dtype), cut.columns, 0, 0, cut)
 
 
-def region_in(entry: TensorEntry, box: Box) -> Region:
+def region_in(entry: TensorEntry, box: TileBox) -> Region:
     """A rank's box of a tensor; its tiles are the tensor's."""
     rows, columns = box.row1 - box.row0, box.column1 - box.column0
     cut = Tiling(rows, columns, entry.tile_rows, entry.tile_columns)

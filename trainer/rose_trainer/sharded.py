@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from rose_core.delta import Digest, TensorEntry, faults
 from rose_core.delta.digest import from_bytes
-from rose_core.delta.parts import Owned, Part, PartBuilder, aligned
+from rose_core.delta.parts import OwnedTensor, PartBuilder, RankPart, aligned
 from rose_core.identity import WeightVersion, run_name
 from rose_trainer import metrics
 from rose_trainer.audience import Audience
@@ -137,7 +137,7 @@ class ShardedPublisher:
         began = time.monotonic()
         shards = shards_of(pairs(tensors), self._dtype, self._group)
         if not self._tensors:
-            self._tensors = aligned(Owned(one.spec, one.box, one.chunk) for one in shards)
+            self._tensors = aligned(OwnedTensor(one.spec, one.box, one.chunk) for one in shards)
         snapshot = self._free or self._snapshot(shards)
         snapshot.take(shards)
         taken = time.monotonic()
@@ -211,7 +211,7 @@ class ShardedPublisher:
 
     def _make(
         self, step: int, shards: Sequence[Shard], snapshot: TakenShards
-    ) -> tuple[Part, str, float]:
+    ) -> tuple[RankPart, str, float]:
         """This rank's part, durable; the whole version's digest; what comparing and coding took."""
         if self._digests is None and self._opened.versions:
             began = time.monotonic()
@@ -232,7 +232,7 @@ class ShardedPublisher:
         shards: Sequence[Shard],
         snapshot: TakenShards,
         blocks: dict[bytes, bytes],
-    ) -> Part:
+    ) -> RankPart:
         builder = PartBuilder(self._tensors, self._digests, keeper(blocks))
         for number, shard in enumerate(shards):
             if shard.owned:
@@ -240,7 +240,7 @@ class ShardedPublisher:
         base = self._head if self._digests is not None else None
         return self._finish(builder, step, base)
 
-    def _bare(self, step: int, shards: Sequence[Shard], snapshot: TakenShards) -> Part:
+    def _bare(self, step: int, shards: Sequence[Shard], snapshot: TakenShards) -> RankPart:
         """Digests of what this rank owns, without blocks."""
         builder = PartBuilder(self._tensors, None, _ignore)
         for number, shard in enumerate(shards):
@@ -249,11 +249,11 @@ class ShardedPublisher:
                 builder.add(number, shard.box, None, bits, blocks=False)
         return self._finish(builder, step, None)
 
-    def _finish(self, builder: PartBuilder, step: int, base: WeightVersion | None) -> Part:
+    def _finish(self, builder: PartBuilder, step: int, base: WeightVersion | None) -> RankPart:
         target = WeightVersion(self._run, self._opened.fence, self._next)
         return builder.finish(target, self.rank, self.world, base=base, step=step)
 
-    def _send(self, part: Part, blocks: dict[bytes, bytes], encode_seconds: float) -> str:
+    def _send(self, part: RankPart, blocks: dict[bytes, bytes], encode_seconds: float) -> str:
         def send(writer: WeightsWriter) -> Awaitable[VersionInfo]:
             return writer.publish_part(
                 part,
@@ -265,7 +265,7 @@ class ShardedPublisher:
 
         return self._told(part, send).digest
 
-    def _continued(self, bare: Part) -> VersionInfo | None:
+    def _continued(self, bare: RankPart) -> VersionInfo | None:
         """This state as an empty delta from a kept version that it is; None = it must be sent."""
 
         def ask(writer: WeightsWriter) -> Awaitable[VersionInfo | None]:
@@ -273,7 +273,9 @@ class ShardedPublisher:
 
         return self._told(bare, ask)
 
-    def _told(self, part: Part, tell: Callable[[WeightsWriter], Awaitable[_ResultT]]) -> _ResultT:
+    def _told(
+        self, part: RankPart, tell: Callable[[WeightsWriter], Awaitable[_ResultT]]
+    ) -> _ResultT:
         """What the store answers.
 
         Raises:
@@ -311,7 +313,7 @@ class ShardedPublisher:
             return f"run {self._run!r} cannot be published: {error}"
 
     def _published(
-        self, part: Part, digest: str, stall: float, seconds: float, encode_seconds: float
+        self, part: RankPart, digest: str, stall: float, seconds: float, encode_seconds: float
     ) -> Published:
         """What became of the version; counts and encoding time are this rank's."""
         owned = sum(self._tile_elements(tile) for tile in part.tiles)

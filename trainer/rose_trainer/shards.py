@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Along
 
-from rose_core.delta import Box, TensorSpec
+from rose_core.delta import TensorSpec, TileBox
 from rose_core.delta.bits import Bits
 from rose_core.delta.parts import PartBuilder
 from rose_core.delta.tiles import as_matrix
@@ -39,7 +39,7 @@ class Shard:
     """
 
     spec: TensorSpec
-    box: Box
+    box: TileBox
     chunk: tuple[int, int]
     owned: bool
     local: torch.Tensor
@@ -125,7 +125,7 @@ def shards_of(
             found.append(_sharded(spec, tensor, kind))
         else:
             rows, columns = as_matrix(spec.shape)
-            box = Box(0, rows, 0, columns)
+            box = TileBox(0, rows, 0, columns)
             found.append(Shard(spec, box, (rows, columns), first, tensor.detach(), kind))
     if not found:
         message = "no tensors; pass model.state_dict() or pairs of name and tensor"
@@ -150,7 +150,7 @@ def _sharded(spec: TensorSpec, tensor: DTensor, kind: torch.dtype) -> Shard:
         ranks, mine = tensor.device_mesh.size(dimension), place[dimension] if place else 0
         spans[axis] = _span(whole, unit, ranks, mine)
     (row0, row1, row_chunk), (column0, column1, column_chunk) = spans["rows"], spans["columns"]
-    box = Box(row0, row1, column0, column1)
+    box = TileBox(row0, row1, column0, column1)
     local = tensor.to_local().detach()
     if local.numel() != box.elements:
         message = f"{spec.name}: {tuple(local.shape)} on this rank where {box} was expected"

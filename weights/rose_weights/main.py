@@ -16,10 +16,10 @@ from rose_weights import inspection, metrics
 from rose_weights.errors import StoreFailed, WeightsError
 from rose_weights.send import importing
 from rose_weights.send.deltadirs import CHECKSUMS
-from rose_weights.serve.access import OPEN, Access
+from rose_weights.serve.access import OPEN, StoreAccess
 from rose_weights.serve.identification import Identification
 from rose_weights.serve.records_service import RecordsService
-from rose_weights.serve.relay import KEEP_BYTES, Relay
+from rose_weights.serve.relay import KEEP_BYTES, RelayHandlers
 from rose_weights.serve.service import WeightService
 from rose_weights.serve.tenants import Tenants
 from rose_weights.store.blocks import Blocks
@@ -230,7 +230,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         await stop.wait()
 
 
-def _callers(arguments: argparse.Namespace) -> tuple[Identification | None, Access]:
+def _callers(arguments: argparse.Namespace) -> tuple[Identification | None, StoreAccess]:
     """Who is let in, and what they may do.
 
     Raises:
@@ -242,7 +242,7 @@ def _callers(arguments: argparse.Namespace) -> tuple[Identification | None, Acce
     if tenants is None and not token and arguments.access is None:
         if arguments.tls_client_ca is None and _is_local(arguments.address):
             LOG.warning("only this machine reaches %s: all its users may do all", arguments.address)
-            return None, Access(OPEN)
+            return None, StoreAccess(OPEN)
         raise ValueError(
             f"nobody may do anything at {arguments.address} yet: give --tenants FILE and let "
             "`rose tenant grant NAME --publish RUN --tenants FILE` write it, or --access with "
@@ -251,9 +251,9 @@ def _callers(arguments: argparse.Namespace) -> tuple[Identification | None, Acce
     if arguments.service_account_keys and tenants is None:
         raise ValueError("--service-account-keys needs --tenants, which says what accounts may do")
     access = (
-        Access(tenants=tenants)
+        StoreAccess(tenants=tenants)
         if arguments.access is None
-        else Access.load(arguments.access, tenants)
+        else StoreAccess.load(arguments.access, tenants)
     )
     # Behind --tls-client-ca every caller has proven a name already.
     certified = arguments.tls_client_ca is not None
@@ -285,7 +285,7 @@ def _writable(folder: Path) -> None:
 
 
 def _bind(
-    server: Server, arguments: argparse.Namespace, access: Access
+    server: Server, arguments: argparse.Namespace, access: StoreAccess
 ) -> Callable[[], Awaitable[None]]:
     store = open_store(arguments.root)
     if "://" not in arguments.root:
@@ -297,11 +297,11 @@ def _bind(
 
 
 def _bind_relay(
-    server: Server, arguments: argparse.Namespace, access: Access
+    server: Server, arguments: argparse.Namespace, access: StoreAccess
 ) -> Callable[[], Awaitable[None]]:
     _writable(arguments.root)
     channel = rpc.connect(arguments.upstream)
-    relay = Relay(
+    relay = RelayHandlers(
         channel,
         Blocks(arguments.root / "blocks"),
         token=flags.token(arguments.upstream_token_file),

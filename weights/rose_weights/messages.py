@@ -153,7 +153,7 @@ class PartRequest(msgspec.Struct, frozen=True):
     """One rank's part of a version; answered when the parts of all ranks made it the head.
 
     Attributes:
-        part: encoded ``rose_core.delta.parts.Part``; its blocks are staged already.
+        part: encoded ``rose_core.delta.parts.RankPart``; its blocks are staged already.
         expected: the head the publisher believes in.
         seconds: answer by then at the latest.
         encode_seconds: what comparing and encoding took this rank; 0 = unknown.

@@ -23,7 +23,7 @@ TOP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
-class Freezer:
+class CgroupFreezer:
     """The files by which groups of one version are frozen.
 
     Attributes:
@@ -46,8 +46,8 @@ class Freezer:
         return self.frozen in text_of(group / self.state).splitlines()
 
 
-V1 = Freezer("freezer.state", "FROZEN", "THAWED", "freezer.state", "FROZEN")
-V2 = Freezer("cgroup.freeze", "1", "0", "cgroup.events", "frozen 1")
+V1 = CgroupFreezer("freezer.state", "FROZEN", "THAWED", "freezer.state", "FROZEN")
+V2 = CgroupFreezer("cgroup.freeze", "1", "0", "cgroup.events", "frozen 1")
 FREEZERS = (V1, V2)
 """As runc looks for them: on a machine with both, by the older one's."""
 

@@ -52,7 +52,7 @@ from rose_core.devices.memory import (
     lendable,
     steer,
 )
-from rose_core.devices.ownership import Claim, OnGpu, Party, stranger
+from rose_core.devices.ownership import Claim, GpuParty, OnGpu, stranger
 from rose_core.uids import GpuUuid, PodUid, SlotUid
 from rose_core.wire.sync import PoolPolicy
 
@@ -349,7 +349,7 @@ class DeviceWatch:
     def look(
         self,
         claim: Claim,
-        party: Party,
+        party: GpuParty,
         terms: PoolGpuTerms,
         lent: LentState,
         kv_permille: int | None,
@@ -486,7 +486,7 @@ class DeviceWatch:
         return MemorySeen(*least, kv_permille, lent.released)
 
 
-def _trespass(uuid: GpuUuid, gpu: _Gpu | None, party: Party, now_s: float) -> Fitness:
+def _trespass(uuid: GpuUuid, gpu: _Gpu | None, party: GpuParty, now_s: float) -> Fitness:
     """Somebody who does not own the GPU and is no engine of ours computes on it.
 
     A process that has just ended, or has not been put into its cgroup yet, is not to be seen for a

@@ -25,7 +25,7 @@ from pathlib import Path
 from rose_agent.errors import GroupError, NoLimits
 from rose_agent.os.freezers import HOST_LEAF, own_base
 from rose_agent.os.mounts import locate, parse_mountinfo
-from rose_wire.cgroups import members, paths_by_controller
+from rose_wire.cgroups import paths_by_controller
 
 _log = logging.getLogger(__name__)
 
@@ -222,9 +222,9 @@ def _delegate(base: Path, name: str) -> bool:
             return True
         leaf = base / HOST_LEAF
         leaf.mkdir(exist_ok=True)
-        for pid in filter(None, members(base)):  # a 0, of another namespace, would move this one
+        for pid in (base / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):  # it ended meanwhile
-                (leaf / "cgroup.procs").write_text(str(pid))
+                (leaf / "cgroup.procs").write_text(pid)
         control.write_text(f"+{name}")
     except OSError as error:
         _log.info("cgroup v2 below %s hands no %s down: %s", base, name, error)

@@ -24,7 +24,7 @@ import grpc
 import grpc.aio
 
 from rose_agent.errors import AgentError
-from rose_core.devices.ownership import Allocation, Device
+from rose_core.devices.ownership import AllocatedDevice, Allocation
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def read(answer: bytes) -> tuple[Allocation, ...]:
 
 def _pod(data: bytes) -> Allocation:
     """``PodResources``: name 1, namespace 2, containers 3."""
-    names, devices = {1: "", 2: ""}, list[Device]()
+    names, devices = {1: "", 2: ""}, list[AllocatedDevice]()
     for number, value in _fields(data):
         if number in names:
             names[number] = value.decode()
@@ -126,7 +126,7 @@ def _pod(data: bytes) -> Allocation:
     return Allocation(names[2], names[1], tuple(devices))
 
 
-def _container(data: bytes) -> Iterator[Device]:
+def _container(data: bytes) -> Iterator[AllocatedDevice]:
     """``ContainerResources``: devices 2, dynamic_resources 5 (claim_resources 4)."""
     for number, value in _fields(data):
         if number == 2:
@@ -135,7 +135,7 @@ def _container(data: bytes) -> Iterator[Device]:
             yield from _claim(value)
 
 
-def _plugin_devices(data: bytes) -> Iterator[Device]:
+def _plugin_devices(data: bytes) -> Iterator[AllocatedDevice]:
     """``ContainerDevices``: resource_name 1, device_ids 2."""
     kind, names = "", list[str]()
     for number, value in _fields(data):
@@ -143,10 +143,10 @@ def _plugin_devices(data: bytes) -> Iterator[Device]:
             kind = value.decode()
         elif number == 2:
             names.append(value.decode())
-    return (Device(kind, name) for name in names)
+    return (AllocatedDevice(kind, name) for name in names)
 
 
-def _claim(data: bytes) -> Iterator[Device]:
+def _claim(data: bytes) -> Iterator[AllocatedDevice]:
     """``DynamicResource``: claim_resources 4.
 
     The kubelet (seen in 1.36) lists at each device the CDI devices of all that come before it in
@@ -162,7 +162,7 @@ def _claim(data: bytes) -> Iterator[Device]:
             yield replace(listed, cdi=listed.cdi[len(earlier) :]) if repeated else listed
 
 
-def _claimed(data: bytes) -> Device:
+def _claimed(data: bytes) -> AllocatedDevice:
     """``ClaimResource``: cdi_devices 1 (name 1), driver_name 2, pool_name 3, device_name 4."""
     kind, name, cdi = "", "", list[str]()
     for number, value in _fields(data):
@@ -172,7 +172,7 @@ def _claimed(data: bytes) -> Device:
             kind = value.decode()
         elif number == 4:
             name = value.decode()
-    return Device(kind, name, tuple(cdi))
+    return AllocatedDevice(kind, name, tuple(cdi))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:

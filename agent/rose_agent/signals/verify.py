@@ -15,7 +15,7 @@ from typing import Protocol
 from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Health
-from rose_core.telemetry.verify import Verification, counted
+from rose_core.telemetry.verify import SignalVerification, counted
 
 # Engines count a request a little after the wire has it, or after its end.
 _SETTLED_NS = 150_000_000
@@ -34,8 +34,8 @@ class Scraper(Protocol):
 
 
 async def compare(
-    reader: Scraper, book: Book, before: Verification
-) -> tuple[Verification, Figures | None] | None:
+    reader: Scraper, book: Book, before: SignalVerification
+) -> tuple[SignalVerification, Figures | None] | None:
     """Compare once.
 
     Returns:
@@ -49,7 +49,7 @@ async def compare(
     if figures is None:
         return before.unanswered(time.monotonic_ns()), None
     if figures.requests is None:
-        return Verification(), figures
+        return SignalVerification(), figures
     second = await _beat_after(book, time.monotonic_ns())
     if second is None:
         return None

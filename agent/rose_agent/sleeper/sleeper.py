@@ -31,11 +31,11 @@ import msgspec
 from rose_agent.devices.opening import open_driver
 from rose_agent.devices.usage import MemoryMeter, meter_for
 from rose_core.devices.sleeper import (
-    Order,
     Sleeper,
     SleeperLimits,
+    SleeperOrder,
     SleeperSeen,
-    Stage,
+    SleepStage,
     decide,
     resting,
     unknown,
@@ -48,7 +48,7 @@ from rose_engines.process.sleep import SERVING, ServingEngine, SleepRefused
 
 _log = logging.getLogger(__name__)
 _PERIOD_SECONDS = 0.5
-_WAITS_FOR_PROBE = frozenset({Stage.WAKING, Stage.BROKEN})
+_WAITS_FOR_PROBE = frozenset({SleepStage.WAKING, SleepStage.BROKEN})
 
 
 class SleeperRecord(msgspec.Struct, frozen=True):
@@ -143,30 +143,30 @@ class DeadMan:
 
     async def _see(self) -> SleeperSeen:
         granted, stage = self._granted(), self.state.stage
-        if stage is Stage.AWAKE:
+        if stage is SleepStage.AWAKE:
             # Serving is asked nothing while nobody could use the answer.
             wanted = granted and self._serving.drained()
             wanted = wanted and not resting(self.state, self._limits, self._clock())
             idle = await self._idle() if wanted else None
             known = bool(idle) and await self._take_reference()
             return SleeperSeen(granted, idle=idle, reference=known)
-        if stage is Stage.FALLING:
+        if stage is SleepStage.FALLING:
             return SleeperSeen(
                 granted, refused=self._refused, released_bytes=self._released_bytes()
             )
-        if stage is Stage.RECALLED:
+        if stage is SleepStage.RECALLED:
             return SleeperSeen(granted, vacated=await self._serving.vacated())
         well = await self._is_well() if stage in _WAITS_FOR_PROBE else None
         return SleeperSeen(granted, well=well)
 
-    async def _carry_out(self, order: Order) -> None:
+    async def _carry_out(self, order: SleeperOrder) -> None:
         try:
-            if order is Order.RELEASE:
+            if order is SleeperOrder.RELEASE:
                 self._refused = ""
                 await self._serving.engine.release()
-            elif order is Order.RESUME:
+            elif order is SleeperOrder.RESUME:
                 await self._serving.engine.resume()
-            elif order is Order.RESTART:
+            elif order is SleeperOrder.RESTART:
                 _log.error("serving does not wake up: its processes are ended")
                 self._serving.restart()
         except SleepRefused as error:

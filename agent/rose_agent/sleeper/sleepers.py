@@ -36,7 +36,7 @@ from rose_agent.sleeper.sleeper import (
     tree,
     vacated_page,
 )
-from rose_core.devices.sleeper import Sleeper, SleeperLimits, Stage
+from rose_core.devices.sleeper import Sleeper, SleeperLimits, SleepStage
 from rose_core.identity import GpuUuid
 from rose_engines.node.permit import Permit
 from rose_engines.node.rundir import read_json, write_json
@@ -125,7 +125,9 @@ class Sleepers:
             self._alive.beat_host(time.monotonic_ns())
 
     def _all_awake(self) -> bool:
-        return all(followed.man.state.stage is Stage.AWAKE for followed in self._followed.values())
+        return all(
+            followed.man.state.stage is SleepStage.AWAKE for followed in self._followed.values()
+        )
 
     def _follow(self, folder: ServingDir, order: SleepOrder) -> _One:
         limits = SleeperLimits(order.release_bytes, wake_s=order.wake_seconds)
@@ -146,7 +148,7 @@ class Sleepers:
         return _One(folder, order, man, asyncio.create_task(self._keep(folder, man)))
 
     def _vacancy_question(self, gpus: tuple[str, ...]) -> _Ask:
-        query = urlencode([("gpu", gpu) for gpu in gpus])
+        query = urlencode([("gpu", followed) for followed in gpus])
         return vacated_page(self._session, f"{self._vacated_url}?{query}")
 
     async def _keep(self, folder: ServingDir, man: DeadMan) -> None:
@@ -155,7 +157,9 @@ class Sleepers:
                 with contextlib.suppress(OSError):
                     folder.permit.unlink()
             try:
-                _show_readiness(folder, stay_away=man.granted or man.state.stage is not Stage.AWAKE)
+                _show_readiness(
+                    folder, stay_away=man.granted or man.state.stage is not SleepStage.AWAKE
+                )
                 await man.step()
             except OSError as error:  # a full folder must not end the watch over serving
                 _log.error("pod %s: %s", folder.uid, error)
@@ -180,7 +184,7 @@ def _show_readiness(folder: ServingDir, *, stay_away: bool) -> None:
 def _living(order: SleepOrder) -> tuple[int, ...]:
     """Serving's processes and what they have started; none that only has an old one's number."""
     roots = [pid for pid, ticks in order.processes if ticks and start_ticks(pid) == ticks]
-    return tuple(sorted({pid for root in roots for pid in tree(root)}))
+    return tuple(sorted({followed for pid in roots for followed in tree(pid)}))
 
 
 def _end(order: SleepOrder) -> None:

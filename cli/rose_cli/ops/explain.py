@@ -26,7 +26,7 @@ from rose_core.api import EXPLAIN_ANNOTATION, Explanation, RolloutLease, Serving
 from rose_core.api.common import ReplicaVerdict
 from rose_core.devices.memory import MemorySum, in_gib
 from rose_simulate.advice.errors import AdviceError
-from rose_simulate.advice.memory import Engine, changes
+from rose_simulate.advice.memory import ServingEngineKind, changes
 from rose_simulate.verbs.advise_memory import fp8_weights, rollout_of, serving_of, show_changes
 from rose_wire.flags import amount, count
 
@@ -45,7 +45,13 @@ def main(argv: list[str]) -> int:
     add = memory.add_argument
     add("--rollout", type=Path, metavar="DIR", help="model of the lease")
     add("--serving", type=Path, metavar="DIR", help="model that serves: its price in KV tokens")
-    add("--engine", type=Engine, choices=list(Engine), default=Engine.SGLANG, help="that serves")
+    add(
+        "--engine",
+        type=ServingEngineKind,
+        choices=list(ServingEngineKind),
+        default=ServingEngineKind.SGLANG,
+        help="that serves",
+    )
     add("--serving-gpus", type=count, default=1, help="of one replica")
     add("--serving-besides", type=amount, default=3.0, metavar="GiB", help="graphs, activations")
     add("--rollout-besides", type=amount, metavar="GiB", help="measured; absent = estimated")
@@ -100,7 +106,7 @@ def memory_text(
     )
     engine = given.engine
     if isinstance(thing, ServingPool):
-        engine = Engine(thing.spec.engine.kind.value)
+        engine = ServingEngineKind(thing.spec.engine.kind.value)
     serving = None
     if given.serving is not None:
         serving = serving_of(given.serving, given.serving_gpus, given.serving_besides, engine)

@@ -37,7 +37,7 @@ from rose_cli.ops.usage import (
 from rose_core.accounting.breakdown import CostBreakdown, figures, lines
 from rose_core.accounting.cost import MICRO, Prices
 from rose_core.accounting.leases import OutsideLeases
-from rose_core.accounting.statement import Statement
+from rose_core.accounting.statement import CostStatement
 from rose_core.api import RolloutLease
 from rose_simulate.pages.statement_page import html
 from rose_wire.flags import amount
@@ -163,8 +163,8 @@ def _taken_apart(lease: str, found: CostBreakdown) -> str:
 def _write_page(
     path: Path,
     leases: int,
-    told: list[Statement],
-    idle: list[Statement],
+    told: list[CostStatement],
+    idle: list[CostStatement],
     parts: Mapping[str, CostBreakdown],
 ) -> None:
     path.write_text(html([*told, *idle], parts))

@@ -21,8 +21,8 @@ from rose_core.accounting.breakdown import CostBreakdown, breakdown
 from rose_core.accounting.correct import Sampled, violation_price
 from rose_core.accounting.cost import GIGABYTE, MICRO, Cost, Prices, cost
 from rose_core.accounting.leases import UNLENT, OutsideLeases, ledger_of, unlent_of
-from rose_core.accounting.ledger import Ledger, ServingImpact, Tier, allowed_hundredths, total
-from rose_core.accounting.statement import Statement, statement
+from rose_core.accounting.ledger import GpuTier, Ledger, ServingImpact, allowed_hundredths, total
+from rose_core.accounting.statement import CostStatement, statement
 from rose_core.api import RolloutLease, ServingPool
 
 _FREE: Final = Prices(0, 0)
@@ -151,8 +151,8 @@ def _usage(
         prices,
         Sampled(
             {
-                Tier.DEDICATED: totals.dedicated_tokens,
-                Tier.BORROWED: totals.harvested_tokens,
+                GpuTier.DEDICATED: totals.dedicated_tokens,
+                GpuTier.BORROWED: totals.harvested_tokens,
             },
             totals.trained_tokens,
             totals.reasoning_tokens,
@@ -172,7 +172,7 @@ def _allowed(lease: RolloutLease, pools: Mapping[str, ServingPool]) -> int:
     return allowed_hundredths(lease.status.totals.serving_requests, percentile)
 
 
-def statements(found: Sequence[Usage]) -> list[Statement]:
+def statements(found: Sequence[Usage]) -> list[CostStatement]:
     """What each lease cost, in the order of their names; one without a price is left out."""
     return [
         statement(one.lease, one.ledger, one.prices, one.beside.dedicated_only)
@@ -181,7 +181,7 @@ def statements(found: Sequence[Usage]) -> list[Statement]:
     ]
 
 
-def idle_statements(idle: Sequence[IdleReserve]) -> list[Statement]:
+def idle_statements(idle: Sequence[IdleReserve]) -> list[CostStatement]:
     """Pools' own lines, for a page."""
     return [statement(f"{one.pool} ({UNLENT})", one.ledger, one.prices) for one in idle]
 

@@ -17,7 +17,7 @@ import numpy as np
 from rose_core.delta.bits import Bits, Indices
 from rose_core.delta.digest import Digest, digest_run
 from rose_core.delta.kernels import kernels
-from rose_core.delta.tiles import Box
+from rose_core.delta.tiles import TileBox
 
 Where = slice | Indices
 # Elements whose places are looked up at a time: 128 MiB of positions.
@@ -55,7 +55,7 @@ class LiveTensor(Protocol):
         """
         ...
 
-    def touches(self, tile: Box, columns: int) -> bool:
+    def touches(self, tile: TileBox, columns: int) -> bool:
         """Whether a tile of the tensor, a matrix of so many columns, may have a part here."""
         ...
 
@@ -73,7 +73,7 @@ class WholeTensor(ABC):
         """All of them, where they are asked for."""
         return where, None
 
-    def touches(self, tile: Box, columns: int) -> bool:  # noqa: ARG002  # it holds every tile
+    def touches(self, tile: TileBox, columns: int) -> bool:  # noqa: ARG002  # it holds every tile
         """Always."""
         return True
 

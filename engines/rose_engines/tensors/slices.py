@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from rose_core.delta.bits import Bits, Indices
 from rose_core.delta.digest import Digest, digest_at, digest_run, total
-from rose_core.delta.tiles import Box as TileBox
+from rose_core.delta.tiles import TileBox
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.tensors.canonical import STALE, Where
 

@@ -23,19 +23,19 @@ import numpy as np
 from rose_core.delta import faults
 from rose_core.delta.batch import decode_batch
 from rose_core.delta.bits import Bits, Indices
-from rose_core.delta.codec import Changes, Codec, check_block, decode_block
+from rose_core.delta.codec import Codec, TileChanges, check_block, decode_block
 from rose_core.delta.digest import NOTHING, total
 from rose_core.delta.errors import BlockError
 from rose_core.delta.loops import RUN, STEPS, VALUES
 from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
-from rose_core.delta.tiles import Box as Tile
+from rose_core.delta.tiles import TileBox as Tile
 from rose_core.delta.tiles import Tiling
 from rose_core.identity import WeightVersion
 from rose_engines.errors import CommitRefused
 from rose_engines.tensors.canonical import HostTensor, Live, Where
 from rose_engines.tensors.slices import Box, SlicedTensor
 from rose_engines.weights.bundle import BlockFolder, read_manifest
-from rose_engines.weights.segment import RAW, RAW_HEAD, WIDTHS, Room, Segment, Sizes
+from rose_engines.weights.segment import RAW, RAW_HEAD, WIDTHS, Room, Sizes, StagedSegment
 
 MOST_TOGETHER = 1 << 16
 """Changes that are decoded at once: their working memory still fits a core's cache."""
@@ -104,7 +104,7 @@ class Decoded:
     """A bundle, decoded."""
 
     outline: Outline
-    segment: Segment
+    segment: StagedSegment
 
 
 class _Part(NamedTuple):
@@ -137,7 +137,7 @@ class Decoder:
 
     def decode(
         self, bundle: Path, current: str, room: Room, rest: Callable[[], None]
-    ) -> tuple[Outline, Sizes, Segment]:
+    ) -> tuple[Outline, Sizes, StagedSegment]:
         """Read, check and decode a bundle.
 
         Args:
@@ -161,7 +161,7 @@ class Decoder:
         _check_untouched(manifest)
         parts = [self._part(entry, blocks) for entry, blocks in manifest.blocks_by_tensor()]
         sizes = _sizes(parts)
-        segment = Segment.over(room(sizes.nbytes), sizes)
+        segment = StagedSegment.over(room(sizes.nbytes), sizes)
         writer = _Writer(manifest, segment)
         with BlockFolder.opened(bundle / "blocks") as folder:
             for place, part in enumerate(parts):
@@ -291,7 +291,7 @@ class _Writer:
     """Writes what blocks give into a segment, one behind the other."""
 
     manifest: Manifest
-    segment: Segment
+    segment: StagedSegment
     row: int = 0
     raw: int = 0
     places: int = 0
@@ -417,7 +417,7 @@ class _Writer:
         self.row += 1
 
 
-def _sparse(cut: Tiling, tile: int, found: Changes) -> tuple[Indices, Bits]:
+def _sparse(cut: Tiling, tile: int, found: TileChanges) -> tuple[Indices, Bits]:
     if found.indices is None or found.steps is None:
         message = "a block gives values where its entry says steps"
         raise BlockError(message)
@@ -444,7 +444,7 @@ def _apart(where: Indices) -> bool:
 
 
 def fill(
-    segment: Segment, to: tuple[int, int, int, int], elements: tuple[Indices, Indices, Bits]
+    segment: StagedSegment, to: tuple[int, int, int, int], elements: tuple[Indices, Indices, Bits]
 ) -> int:
     """Write elements into a segment.
 

@@ -91,7 +91,7 @@ def _aligned(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Segment:
+class StagedSegment:
     """Arrays over one piece of memory.
 
     Attributes:
@@ -116,7 +116,7 @@ class Segment:
     nbytes: int
 
     @classmethod
-    def over(cls, memory: Memory, sizes: Sizes) -> Segment:
+    def over(cls, memory: Memory, sizes: Sizes) -> StagedSegment:
         """The arrays in a piece of memory that is large enough."""
         rows, wanted, touched, totals, names, places, raw, *given = sizes.cut(memory)
         return cls(

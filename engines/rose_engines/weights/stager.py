@@ -38,7 +38,7 @@ from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import CommitRefused
 from rose_engines.node.pace import Pace
 from rose_engines.weights.decoding import Decoded, Decoder, HeldTensor, Outline
-from rose_engines.weights.segment import Segment, SharedMemory, Sizes, memory_of, own_memory
+from rose_engines.weights.segment import SharedMemory, Sizes, StagedSegment, memory_of, own_memory
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class _Child:
             if len(descriptors) != 1:
                 raise _Lost("handed over no memory")
             memory = memory_of(descriptors[0], answer.sizes.nbytes)
-            return Decoded(answer.outline, Segment.over(memory, answer.sizes))
+            return Decoded(answer.outline, StagedSegment.over(memory, answer.sizes))
         except (OSError, *UNREADABLE, ValueError) as error:
             raise _Lost(f"was lost: {error}") from error
         finally:

@@ -35,7 +35,7 @@ from rose_engines.weights.decoding import Decoded, Outline, fill, held_of, liste
 from rose_engines.weights.fused_scatter import FusedScatter, fuse
 from rose_engines.weights.fused_scatter import Staged as Fused
 from rose_engines.weights.host_memory import HostMemory, Rows, Sums
-from rose_engines.weights.segment import RAW, RAW_HEAD, WIDTHS, Segment
+from rose_engines.weights.segment import RAW, RAW_HEAD, WIDTHS, StagedSegment
 from rose_engines.weights.stager import InThread, Stager
 
 _LARGEST = 1 << 48
@@ -71,7 +71,7 @@ class HostChanges:
     """
 
     memory: HostMemory
-    segment: Segment
+    segment: StagedSegment
     rows: Mapping[int, Rows]
     old: Mapping[int, Bits]
 
@@ -131,7 +131,7 @@ class StagedUpdate:
     fused: FusedScatter | None
     single: tuple[Change, ...]
     live: Live
-    segment: Segment
+    segment: StagedSegment
     old: Mapping[int, Bits]
 
     @property
@@ -204,7 +204,7 @@ def by_tensor(rows: Rows) -> Iterator[tuple[int, Rows]]:
 def changes_of(
     tensor: LiveTensor,
     rows: Rows,
-    segment: Segment,
+    segment: StagedSegment,
     old: Mapping[int, Bits],
     moved: Mapping[str, Digest],
 ) -> Iterator[Change]:
@@ -236,7 +236,7 @@ def _taken(row: Rows) -> slice:
     return slice(int(row[loops.ENTRY]), int(row[loops.ENTRY] + row[loops.COUNT]))
 
 
-def _where(rows: list[Rows], segment: Segment) -> Where:
+def _where(rows: list[Rows], segment: StagedSegment) -> Where:
     first = rows[0]
     count = int(first[loops.COUNT])
     if first[loops.PLACE] >= 0:
@@ -249,7 +249,7 @@ def _where(rows: list[Rows], segment: Segment) -> Where:
     return every
 
 
-def _places(row: Rows, segment: Segment) -> npt.NDArray[np.int64]:
+def _places(row: Rows, segment: StagedSegment) -> npt.NDArray[np.int64]:
     first, count = int(row[loops.PLACE]), int(row[loops.COUNT])
     found: npt.NDArray[np.int64] = segment.places[first : first + count] + row[loops.START]
     return found
@@ -430,7 +430,7 @@ def _outside(tensor: LiveTensor) -> CommitRefused:
     return CommitRefused("Corrupt", f"{tensor.name}: an element outside of what is here")
 
 
-def _check_rows(segment: Segment, tensors: list[LiveTensor]) -> None:
+def _check_rows(segment: StagedSegment, tensors: list[LiveTensor]) -> None:
     """Nothing that a segment says leads out of it: it comes from another process.
 
     Raises:

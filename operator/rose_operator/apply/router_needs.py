@@ -14,7 +14,7 @@ from rose_core.api import ConditionType, RolloutLease
 from rose_core.lending import Demand, LendingPlan
 from rose_core.lending.routers import RouterDecision, RouterFacts, decide
 from rose_operator.apply import routers
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import ObjectCache, Raw
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.settings import Settings
@@ -27,7 +27,7 @@ class RouterNeeds:
     world: ClusterState
     plan: LendingPlan
     demand: Callable[[str], Demand | None]
-    stores: Mapping[Kind, ObjectCache]
+    stores: Mapping[ObjectKind, ObjectCache]
     settings: Settings
 
     def live(self, lease: RolloutLease) -> Raw | None:
@@ -51,11 +51,11 @@ class RouterNeeds:
 
 
 def live_router(
-    lease: RolloutLease, stores: Mapping[Kind, ObjectCache], settings: Settings
+    lease: RolloutLease, stores: Mapping[ObjectKind, ObjectCache], settings: Settings
 ) -> Raw | None:
     """The Deployment of the lease's router, as the API server has it."""
     name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
-    return stores[Kind.DEPLOYMENT].get(f"{settings.routers}/{name}")
+    return stores[ObjectKind.DEPLOYMENT].get(f"{settings.routers}/{name}")
 
 
 def refused_seconds(lease: RolloutLease, now: datetime) -> float:

@@ -15,18 +15,20 @@ from rose_core.api import RolloutLease
 from rose_core.lending.routers import RouterState
 from rose_operator.apply import routers
 from rose_operator.apply.router_needs import RouterNeeds
-from rose_operator.kube.api import KINDS_OF_ROUTERS, Kind
+from rose_operator.kube.api import KINDS_OF_ROUTERS, ObjectKind
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.kube.writer import Write, Writer
 from rose_operator.settings import Settings, with_authority
 
-_Made = tuple[tuple[Kind, Raw], ...]
+_Made = tuple[tuple[ObjectKind, Raw], ...]
 
 
 class RouterWrites:
     """What a pass writes about routers."""
 
-    def __init__(self, writer: Writer, stores: dict[Kind, ObjectCache], settings: Settings) -> None:
+    def __init__(
+        self, writer: Writer, stores: dict[ObjectKind, ObjectCache], settings: Settings
+    ) -> None:
         self._writer, self._stores, self._settings = writer, stores, settings
         self._manifests: dict[str, tuple[object, _Made]] = {}
 
@@ -71,13 +73,16 @@ class RouterWrites:
 
     def _make(
         self, lease: RolloutLease, live: Raw | None, *, rests: bool
-    ) -> Iterator[tuple[Kind, Raw]]:
-        yield Kind.DEPLOYMENT, routers.deployment(lease, self._settings, rests=rests, live=live)
-        yield Kind.SERVICE, routers.service(lease, self._settings)
+    ) -> Iterator[tuple[ObjectKind, Raw]]:
+        yield (
+            ObjectKind.DEPLOYMENT,
+            routers.deployment(lease, self._settings, rests=rests, live=live),
+        )
+        yield ObjectKind.SERVICE, routers.service(lease, self._settings)
         if lease.spec.router.replicas > 1:
-            yield Kind.SERVICE, routers.replicas_service(lease, self._settings)
+            yield ObjectKind.SERVICE, routers.replicas_service(lease, self._settings)
         if self._settings.gateway is not None:
-            yield Kind.ROUTE, routers.route(lease, self._settings, self._settings.gateway)
+            yield ObjectKind.ROUTE, routers.route(lease, self._settings, self._settings.gateway)
 
 
 def _names_of(raw: Raw) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from rose_core.rollouts.capacity.router_size import MIB, RouterSize, kept, size_
 from rose_core.wire.enrolment import lease_digest, named_for, router_audience
 from rose_operator.kube.api import MANAGED
 from rose_operator.kube.object_cache import Raw
-from rose_operator.settings import Gateway, Settings
+from rose_operator.settings import GatewaySettings, Settings
 from rose_wire import tls
 
 HASH = f"{GROUP}/manifest-hash"
@@ -218,7 +218,7 @@ def replicas_service(lease: RolloutLease, settings: Settings) -> Raw:
     return _finished({**found, "metadata": {**metadata, "name": name}, "spec": spec})
 
 
-def host_of(name: str, gateway: Gateway) -> str:
+def host_of(name: str, gateway: GatewaySettings) -> str:
     """The host under which callers outside reach a router, by the router's name."""
     return f"{name}.{gateway.domain}"
 
@@ -245,7 +245,7 @@ def is_routed(route: Raw) -> bool:
     return False
 
 
-def route(lease: RolloutLease, settings: Settings, gateway: Gateway) -> Raw:
+def route(lease: RolloutLease, settings: Settings, gateway: GatewaySettings) -> Raw:
     """The router's HTTPRoute; where TLS ends, and with which certificate, is the Gateway's matter.
 
     Turns last as long as they do, so the Gateway has no time limit of its own; scrapers have a way

@@ -24,14 +24,14 @@ from rose_core.api import Desired, Member, Reason, RolloutLease, RolloutSlot, Se
 from rose_core.api.rolloutslot import Tier
 from rose_core.wire.sync import ReplicaReport
 from rose_operator.apply import slots
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import Raw
 from rose_operator.kube.writer import Write, Writer
 from rose_operator.metrics import DECISIONS
 from rose_operator.notices import Notices
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.memo import Memo
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class SlotWrites:
     def __init__(
         self,
         writer: Writer,
-        telemetry: Telemetry,
+        telemetry: NodeTelemetry,
         notices: Notices,
         *,
         namespace: str,
@@ -98,7 +98,7 @@ class SlotWrites:
     def _delete_vacated(self, world: ClusterState) -> Iterator[Write]:
         for slot in world.slots.good.values():
             if slot.spec.desired is Desired.RELEASED and self._vacated(slot):
-                yield self._writer.delete(Kind.SLOT, slot.metadata.name)
+                yield self._writer.delete(ObjectKind.SLOT, slot.metadata.name)
 
     def _vacated(self, slot: RolloutSlot) -> bool:
         """Its node reports without it, or is silent for so long that its grant has lapsed."""
@@ -132,7 +132,7 @@ class SlotWrites:
 
     def _apply(self, node: str, manifest: Raw) -> Write:
         """A slot's spec, and word to its node that there is something to ask for."""
-        write = self._writer.apply(Kind.SLOT, manifest)
+        write = self._writer.apply(ObjectKind.SLOT, manifest)
 
         async def run() -> None:
             await write.run()

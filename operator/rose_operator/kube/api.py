@@ -94,7 +94,7 @@ class _ScaledObject(GenericNamespacedResource):
     _api_info = create_api_info("keda.sh", "v1alpha1", "ScaledObject", "scaledobjects")
 
 
-class Kind(Enum):
+class ObjectKind(Enum):
     """Kinds the operator reads or writes; ``CORDONED`` is the nodes that are unschedulable."""
 
     POOL = "ServingPool"
@@ -114,26 +114,28 @@ class Kind(Enum):
     ROUTE = "HTTPRoute"
 
 
-RESOURCES: dict[Kind, Any] = {
-    Kind.POOL: create_namespaced_resource(GROUP, VERSION, "ServingPool", "servingpools"),
-    Kind.LEASE: create_namespaced_resource(GROUP, VERSION, "RolloutLease", "rolloutleases"),
-    Kind.SLOT: create_namespaced_resource(GROUP, VERSION, "RolloutSlot", "rolloutslots"),
-    Kind.DEPLOYMENT: _Deployment,
-    Kind.SERVICE: _Service,
-    Kind.EVENT: _Event,
-    Kind.LOCK: _Lease,
-    Kind.SECRET: _Secret,
-    Kind.NODE: _Node,
-    Kind.CORDONED: _Node,
-    Kind.AUTOSCALER: _Autoscaler,
-    Kind.SCALED_OBJECT: _ScaledObject,
-    Kind.POLICY: create_global_resource(GROUP, VERSION, "TenantPolicy", "tenantpolicies"),
-    Kind.NAMESPACE: _Namespace,
-    Kind.ROUTE: _Route,
+RESOURCES: dict[ObjectKind, Any] = {
+    ObjectKind.POOL: create_namespaced_resource(GROUP, VERSION, "ServingPool", "servingpools"),
+    ObjectKind.LEASE: create_namespaced_resource(GROUP, VERSION, "RolloutLease", "rolloutleases"),
+    ObjectKind.SLOT: create_namespaced_resource(GROUP, VERSION, "RolloutSlot", "rolloutslots"),
+    ObjectKind.DEPLOYMENT: _Deployment,
+    ObjectKind.SERVICE: _Service,
+    ObjectKind.EVENT: _Event,
+    ObjectKind.LOCK: _Lease,
+    ObjectKind.SECRET: _Secret,
+    ObjectKind.NODE: _Node,
+    ObjectKind.CORDONED: _Node,
+    ObjectKind.AUTOSCALER: _Autoscaler,
+    ObjectKind.SCALED_OBJECT: _ScaledObject,
+    ObjectKind.POLICY: create_global_resource(GROUP, VERSION, "TenantPolicy", "tenantpolicies"),
+    ObjectKind.NAMESPACE: _Namespace,
+    ObjectKind.ROUTE: _Route,
 }
-KINDS_OF_ROUTERS = (Kind.DEPLOYMENT, Kind.SERVICE, Kind.ROUTE)
+KINDS_OF_ROUTERS = (ObjectKind.DEPLOYMENT, ObjectKind.SERVICE, ObjectKind.ROUTE)
 """What a router is made of; they live in the routers' namespace."""
-_EVERYWHERE = frozenset({Kind.POOL, Kind.LEASE, Kind.AUTOSCALER, Kind.SCALED_OBJECT})
+_EVERYWHERE = frozenset(
+    {ObjectKind.POOL, ObjectKind.LEASE, ObjectKind.AUTOSCALER, ObjectKind.SCALED_OBJECT}
+)
 # Node objects are large: a page of them must not stop the loop for long.
 _PAGE = 250
 
@@ -165,7 +167,7 @@ class Api:
         self.namespace = namespace
         self._routers = routers or namespace
 
-    async def list(self, kind: Kind) -> tuple[list[Raw], int]:
+    async def list(self, kind: ObjectKind) -> tuple[list[Raw], int]:
         """Every object of a kind and the resource version of the listing.
 
         Pools, leases and autoscalers of all namespaces; nodes, policies, namespaces; slots,
@@ -183,7 +185,7 @@ class Api:
 
         return await self._ask(gather)
 
-    async def watch(self, kind: Kind, version: int) -> AsyncIterator[tuple[str, Raw]]:
+    async def watch(self, kind: ObjectKind, version: int) -> AsyncIterator[tuple[str, Raw]]:
         """Changes after a version; ends when the server closes, raises when it must be relisted."""
         changes = self._client.watch(
             RESOURCES[kind],
@@ -197,21 +199,21 @@ class Api:
         except (ApiError, httpx.HTTPError, ValueError) as error:
             raise _translate(error) from error
 
-    def _scope(self, kind: Kind) -> dict[str, Any]:
+    def _scope(self, kind: ObjectKind) -> dict[str, Any]:
         if kind in _EVERYWHERE:
             return {"namespace": "*"}
-        if kind in {Kind.NODE, Kind.POLICY, Kind.NAMESPACE}:
+        if kind in {ObjectKind.NODE, ObjectKind.POLICY, ObjectKind.NAMESPACE}:
             return {}
-        if kind is Kind.CORDONED:
+        if kind is ObjectKind.CORDONED:
             return {"fields": {"spec.unschedulable": "true"}}
-        if kind is Kind.SLOT:
+        if kind is ObjectKind.SLOT:
             return {"namespace": self.namespace}
         return {"namespace": self._place(kind), "labels": dict(MANAGED)}
 
-    def _place(self, kind: Kind) -> str:
+    def _place(self, kind: ObjectKind) -> str:
         return self._routers if kind in KINDS_OF_ROUTERS else self.namespace
 
-    async def apply(self, kind: Kind, manifest: Raw) -> Raw:
+    async def apply(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Create or change an object the operator owns.
 
         Raises:
@@ -219,12 +221,12 @@ class Api:
         """
         return await self._write(kind, "apply", lambda: self._patch(RESOURCES[kind], manifest))
 
-    async def apply_status(self, kind: Kind, manifest: Raw) -> Raw:
+    async def apply_status(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Write the status of an object."""
         resource = RESOURCES[kind].Status
         return await self._write(kind, "status", lambda: self._patch(resource, manifest))
 
-    async def delete(self, kind: Kind, name: str) -> None:
+    async def delete(self, kind: ObjectKind, name: str) -> None:
         """Delete a slot, or an object of a router; one that is gone already is fine."""
         place = self._place(kind)
         try:
@@ -237,12 +239,12 @@ class Api:
             if error.code != NOT_FOUND:
                 raise
 
-    async def create(self, kind: Kind, manifest: Raw) -> Raw:
+    async def create(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Create an object that must not exist yet."""
         thing = RESOURCES[kind](manifest)
         return await self._write(kind, "create", lambda: self._client.create(thing))
 
-    async def replace(self, kind: Kind, manifest: Raw) -> Raw:
+    async def replace(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Replace an object if it still has the manifest's resource version."""
         thing = RESOURCES[kind](manifest)
         return await self._write(kind, "replace", lambda: self._client.replace(thing))
@@ -271,7 +273,7 @@ class Api:
         keys = sorted(found["keys"], key=lambda key: str(key.get("kid")))
         return json.dumps({"keys": keys}, sort_keys=True)
 
-    async def get(self, kind: Kind, name: str) -> Raw | None:
+    async def get(self, kind: ObjectKind, name: str) -> Raw | None:
         """One object of ROSE's namespace, None when there is none."""
         try:
             found = await self._ask(
@@ -295,7 +297,7 @@ class Api:
             force=True,
         )
 
-    async def _write(self, kind: Kind, verb: str, ask: Callable[[], Awaitable[Any]]) -> Raw:
+    async def _write(self, kind: ObjectKind, verb: str, ask: Callable[[], Awaitable[Any]]) -> Raw:
         def counted() -> Awaitable[Any]:
             if not self._may_write():
                 message = f"the leader Lease was lost before the {verb} of a {kind.value} was sent"

@@ -29,7 +29,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from rose_operator.errors import UNAUTHORIZED, ApiRefused, ApiUnavailable
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import Raw
 from rose_operator.metrics import LAPSES, LEADER_STATE, TERM
 
@@ -49,13 +49,13 @@ class LockApi(Protocol):
 
     namespace: str
 
-    async def get(self, kind: Kind, name: str) -> Raw | None:
+    async def get(self, kind: ObjectKind, name: str) -> Raw | None:
         """Read."""
 
-    async def create(self, kind: Kind, manifest: Raw) -> Raw:
+    async def create(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Make."""
 
-    async def replace(self, kind: Kind, manifest: Raw) -> Raw:
+    async def replace(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Replace the version that was read."""
 
 
@@ -68,7 +68,7 @@ class LockState(StrEnum):
     DEPOSED = "Deposed"
 
 
-class Step(StrEnum):
+class LeaseStep(StrEnum):
     """What to do about the Lease as it was read."""
 
     CREATE = "Create"
@@ -79,7 +79,7 @@ class Step(StrEnum):
 
 
 @dataclass(frozen=True)
-class Record:
+class LeaseRecord:
     """The Lease as read: who holds it, in which term, for how long."""
 
     holder: str
@@ -88,7 +88,9 @@ class Record:
     version: str
 
 
-def decide(record: Record | None, identity: str, my_term: int, unchanged_seconds: float) -> Step:
+def decide(
+    record: LeaseRecord | None, identity: str, my_term: int, unchanged_seconds: float
+) -> LeaseStep:
     """The next step, from what was read.
 
     Args:
@@ -98,13 +100,13 @@ def decide(record: Record | None, identity: str, my_term: int, unchanged_seconds
         unchanged_seconds: how long we have seen exactly this record.
     """
     if record is None:
-        return Step.CREATE
+        return LeaseStep.CREATE
     if my_term and (record.holder != identity or record.term != my_term):
-        return Step.YIELD
+        return LeaseStep.YIELD
     if my_term:
-        return Step.RENEW
+        return LeaseStep.RENEW
     ours = record.holder in {"", identity}
-    return Step.CLAIM if ours or unchanged_seconds >= record.duration else Step.WAIT
+    return LeaseStep.CLAIM if ours or unchanged_seconds >= record.duration else LeaseStep.WAIT
 
 
 class LeaderLock:
@@ -135,7 +137,7 @@ class LeaderLock:
         self._offline_seconds = offline_seconds
         self._clock = clock
         self._renewed_at = 0.0
-        self._seen: Record | None = None
+        self._seen: LeaseRecord | None = None
         self._seen_at = 0.0
         self._outbid = 0
         self._deposed = False
@@ -185,7 +187,7 @@ class LeaderLock:
         """
         sent, answered = self._clock(), True
         try:
-            found = await self._api.get(Kind.LOCK, LOCK_NAME)
+            found = await self._api.get(ObjectKind.LOCK, LOCK_NAME)
             await self._act(found, sent)
         except ApiUnavailable as error:
             self.failures += 1
@@ -202,10 +204,10 @@ class LeaderLock:
         """Give the Lease back so that a successor need not wait."""
         if self.state is not LockState.LEADER:
             return
-        found = await self._api.get(Kind.LOCK, LOCK_NAME)
+        found = await self._api.get(ObjectKind.LOCK, LOCK_NAME)
         record = _read(found)
         if found and record and record.holder == self._identity and record.term == self.term:
-            await self._api.replace(Kind.LOCK, self._manifest(found, self.term, holder=""))
+            await self._api.replace(ObjectKind.LOCK, self._manifest(found, self.term, holder=""))
         self._deposed = True
 
     async def _act(self, found: Raw | None, sent: float) -> None:
@@ -213,20 +215,20 @@ class LeaderLock:
         if record != self._seen:
             self._seen, self._seen_at = record, self._clock()
         step = decide(record, self._identity, self.term, self._clock() - self._seen_at)
-        if step is Step.YIELD:
+        if step is LeaseStep.YIELD:
             _log.error("another operator holds the leader Lease: %s", record)
             self._deposed = True
-        elif step is Step.CREATE:
+        elif step is LeaseStep.CREATE:
             term = max(self.term, self._outbid) + 1
-            await self._api.create(Kind.LOCK, self._manifest(None, term))
+            await self._api.create(ObjectKind.LOCK, self._manifest(None, term))
             self._hold(term, sent)
-        elif step is not Step.WAIT and record is not None:
+        elif step is not LeaseStep.WAIT and record is not None:
             term = self._next_term(step, record)
-            await self._api.replace(Kind.LOCK, self._manifest(found, term))
+            await self._api.replace(ObjectKind.LOCK, self._manifest(found, term))
             self._hold(term, sent)
 
-    def _next_term(self, step: Step, record: Record) -> int:
-        if step is Step.CLAIM or self._outbid >= record.term:
+    def _next_term(self, step: LeaseStep, record: LeaseRecord) -> int:
+        if step is LeaseStep.CLAIM or self._outbid >= record.term:
             return max(record.term, self._outbid) + 1
         return record.term
 
@@ -262,11 +264,11 @@ class LeaderLock:
             LEADER_STATE.labels(state.value).set(state is self.state)
 
 
-def _read(found: Raw | None) -> Record | None:
+def _read(found: Raw | None) -> LeaseRecord | None:
     if found is None:
         return None
     spec = found.get("spec") or {}
-    return Record(
+    return LeaseRecord(
         holder=spec.get("holderIdentity") or "",
         term=int(spec.get("leaseTransitions") or 0),
         duration=float(spec.get("leaseDurationSeconds") or 0),

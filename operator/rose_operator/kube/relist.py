@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 
 from rose_operator.errors import OperatorError
-from rose_operator.kube.api import Api, Kind
+from rose_operator.kube.api import Api, ObjectKind
 from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.kube.watches import list_all
 
@@ -42,7 +42,7 @@ class Relist:
     def __init__(
         self,
         api: Api,
-        stores: dict[Kind, ObjectCache],
+        stores: dict[ObjectKind, ObjectCache],
         *,
         failures: Callable[[], int],
         clock: Callable[[], float],

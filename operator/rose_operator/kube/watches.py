@@ -21,26 +21,26 @@ from typing import Any
 import kopf
 
 from rose_core.api import GROUP, VERSION
-from rose_operator.kube.api import KINDS_OF_ROUTERS, MANAGED, Api, Kind
+from rose_operator.kube.api import KINDS_OF_ROUTERS, MANAGED, Api, ObjectKind
 from rose_operator.kube.object_cache import ObjectCache, Raw
 
 _log = logging.getLogger(__name__)
 # Where the API server has a kind: group, version, plural. The first of cluster scope or in all
 # namespaces, the second in ROSE's own, the third in the routers'.
 _CLUSTER = {
-    Kind.POOL: (GROUP, VERSION, "servingpools"),
-    Kind.LEASE: (GROUP, VERSION, "rolloutleases"),
-    Kind.POLICY: (GROUP, VERSION, "tenantpolicies"),
-    Kind.NAMESPACE: ("", "v1", "namespaces"),
+    ObjectKind.POOL: (GROUP, VERSION, "servingpools"),
+    ObjectKind.LEASE: (GROUP, VERSION, "rolloutleases"),
+    ObjectKind.POLICY: (GROUP, VERSION, "tenantpolicies"),
+    ObjectKind.NAMESPACE: ("", "v1", "namespaces"),
 }
 _NAMESPACED = {
-    Kind.SLOT: (GROUP, VERSION, "rolloutslots"),
+    ObjectKind.SLOT: (GROUP, VERSION, "rolloutslots"),
 }
 # Other people's objects of these kinds are none of the operator's business.
 _OF_ROUTERS = {
-    Kind.DEPLOYMENT: ("apps", "v1", "deployments"),
-    Kind.SERVICE: ("", "v1", "services"),
-    Kind.ROUTE: ("gateway.networking.k8s.io", "v1", "httproutes"),
+    ObjectKind.DEPLOYMENT: ("apps", "v1", "deployments"),
+    ObjectKind.SERVICE: ("", "v1", "services"),
+    ObjectKind.ROUTE: ("gateway.networking.k8s.io", "v1", "httproutes"),
 }
 HandOver = Callable[[kopf.RawEvent, ObjectCache], None]
 # kopf is started again after this, and looks this often whether it should end.
@@ -60,7 +60,7 @@ class _EndlessBackoff:
             yield 3.0
 
 
-async def list_all(api: Api, caches: Mapping[Kind, ObjectCache]) -> None:
+async def list_all(api: Api, caches: Mapping[ObjectKind, ObjectCache]) -> None:
     """Fill every cache from full listings.
 
     Raises:
@@ -72,8 +72,8 @@ async def list_all(api: Api, caches: Mapping[Kind, ObjectCache]) -> None:
 
 
 def registry(
-    caches: Mapping[Kind, ObjectCache],
-    kinds: Mapping[Kind, tuple[str, str, str]],
+    caches: Mapping[ObjectKind, ObjectCache],
+    kinds: Mapping[ObjectKind, tuple[str, str, str]],
     hand_over: HandOver,
 ) -> kopf.OperatorRegistry:
     """One event handler per kind that has a cache."""
@@ -117,7 +117,7 @@ def settings() -> kopf.OperatorSettings:
 
 
 async def watch_kinds(
-    caches: Mapping[Kind, ObjectCache],
+    caches: Mapping[ObjectKind, ObjectCache],
     namespace: str,
     listed: Callable[[], None],
     routers: str = "",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rose_operator.errors import ApiRefused, ApiUnavailable, NotLeader, OperatorError
-from rose_operator.kube.api import KINDS_OF_ROUTERS, Kind
+from rose_operator.kube.api import KINDS_OF_ROUTERS, ObjectKind
 from rose_operator.kube.backoff import KeyedBackoff
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.metrics import WAITING_WRITES
@@ -36,16 +36,16 @@ _AT_ONCE = 12
 class WriteApi(Protocol):
     """What a pass needs of the API server."""
 
-    async def apply(self, kind: Kind, manifest: Raw) -> Raw:
+    async def apply(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Create or change."""
 
-    async def apply_status(self, kind: Kind, manifest: Raw) -> Raw:
+    async def apply_status(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Write a status."""
 
-    async def delete(self, kind: Kind, name: str) -> None:
+    async def delete(self, kind: ObjectKind, name: str) -> None:
         """Delete from the namespace of its kind."""
 
-    async def create(self, kind: Kind, manifest: Raw) -> Raw:
+    async def create(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Create."""
 
 
@@ -78,7 +78,7 @@ class Writer:
     def __init__(
         self,
         api: WriteApi,
-        stores: dict[Kind, ObjectCache],
+        stores: dict[ObjectKind, ObjectCache],
         namespace: str,
         *,
         may_write: Callable[[], bool],
@@ -92,7 +92,7 @@ class Writer:
         self._may_write, self._clock = may_write, clock
         self._backoff = KeyedBackoff() if backoff is None else backoff
 
-    def apply(self, kind: Kind, manifest: Raw) -> Write:
+    def apply(self, kind: ObjectKind, manifest: Raw) -> Write:
         """Create or change an object of ours."""
 
         async def run() -> None:
@@ -102,7 +102,7 @@ class Writer:
         key = f"{kind.value} {key_of(manifest)}"
         return Write(key, self._attempt(kind, manifest), run, verb)
 
-    def delete(self, kind: Kind, name: str) -> Write:
+    def delete(self, kind: ObjectKind, name: str) -> Write:
         """Delete an object of ours."""
         place = self._routers if kind in KINDS_OF_ROUTERS else self._namespace
         key = f"{place}/{name}"
@@ -113,12 +113,12 @@ class Writer:
 
         return Write(f"{kind.value} {key} delete", "", run, "delete")
 
-    def status(self, kind: Kind, manifest: Raw, run: Callable[[], Awaitable[None]]) -> Write:
+    def status(self, kind: ObjectKind, manifest: Raw, run: Callable[[], Awaitable[None]]) -> Write:
         """Write a status; ``run`` does it."""
         key = f"{kind.value} {key_of(manifest)} status"
         return Write(key, self._attempt(kind, manifest, _said(manifest)), run)
 
-    def _attempt(self, kind: Kind, manifest: Raw, content: object = None) -> str:
+    def _attempt(self, kind: ObjectKind, manifest: Raw, content: object = None) -> str:
         live = self._stores[kind].get(key_of(manifest))
         version = live["metadata"].get("generation", "") if live else ""
         text = json.dumps(content or manifest, sort_keys=True)

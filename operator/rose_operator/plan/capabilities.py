@@ -24,7 +24,7 @@ from rose_core.api.reasons import MEANING, replica_refusal
 from rose_core.devices.capabilities import (
     SEEN,
     Capability,
-    Missing,
+    MissingCapability,
     compute_needs,
     first_missing,
     memory_needs,
@@ -189,7 +189,7 @@ def _seen(world: ClusterState, reports: Sequence[tuple[str, ReplicaReport]]) -> 
 
 def _missing(
     world: ClusterState, node: str, report: ReplicaReport, wanted: tuple[Capability, ...]
-) -> Missing | None:
+) -> MissingCapability | None:
     known = world.telemetry.nodes.get(node)
     if known is None:
         return first_missing({}, wanted, report.gpu_uuids)

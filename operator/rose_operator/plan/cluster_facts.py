@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 
 from rose_core.lending.autoscalers import Autoscaler, conflicting
 from rose_operator.errors import ApiRefused, OperatorError
-from rose_operator.kube.api import Api, Kind
+from rose_operator.kube.api import Api, ObjectKind
 from rose_operator.kube.object_cache import Raw
 from rose_operator.metrics import READABLE
 
 _log = logging.getLogger(__name__)
 ZONE = "topology.kubernetes.io/zone"
-_SCALERS = (Kind.AUTOSCALER, Kind.SCALED_OBJECT)
+_SCALERS = (ObjectKind.AUTOSCALER, ObjectKind.SCALED_OBJECT)
 _AGAIN_SECONDS = 5.0
 # Zones never change and autoscalers seldom do; new nodes are asked for by their agents' dialling.
 _LIST_SECONDS = 300.0
@@ -43,7 +43,7 @@ class ClusterFacts:
         self.cordoned: frozenset[str] = frozenset()
         self.autoscalers: tuple[Autoscaler, ...] = ()
         self._changed = changed
-        self._unreadable: set[Kind] = set()
+        self._unreadable: set[ObjectKind] = set()
 
     async def keep_listing(self, api: Api) -> None:
         """Read zones and autoscalers now and then, for ever."""
@@ -53,7 +53,7 @@ class ClusterFacts:
 
     async def look(self, api: Api) -> None:
         """Read zones and autoscalers once; what cannot be read stays as it was."""
-        nodes = await self._read(api, Kind.NODE)
+        nodes = await self._read(api, ObjectKind.NODE)
         if nodes is not None:
             self.zones = zones(nodes)
         found = [raw for kind in _SCALERS for raw in await self._read(api, kind) or ()]
@@ -62,7 +62,7 @@ class ClusterFacts:
             self.autoscalers = scalers
             self._changed()
 
-    async def _read(self, api: Api, kind: Kind) -> list[Raw] | None:
+    async def _read(self, api: Api, kind: ObjectKind) -> list[Raw] | None:
         try:
             items, _ = await api.list(kind)
         except ApiRefused as error:
@@ -82,9 +82,9 @@ class ClusterFacts:
         """Follow the unschedulable nodes, for ever: the field selector leaves out all others."""
         while True:
             try:
-                items, version = await api.list(Kind.CORDONED)
+                items, version = await api.list(ObjectKind.CORDONED)
                 self._cordons({raw["metadata"]["name"] for raw in items})
-                async for change, raw in api.watch(Kind.CORDONED, version):
+                async for change, raw in api.watch(ObjectKind.CORDONED, version):
                     name = {raw["metadata"]["name"]}
                     gone = change == "DELETED"
                     self._cordons(self.cordoned - name if gone else self.cordoned | name)

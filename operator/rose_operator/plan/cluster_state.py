@@ -24,7 +24,7 @@ from rose_operator.plan.admission import (
     runs_left_out,
 )
 from rose_operator.plan.cluster_facts import ClusterFacts
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ClusterState:
     slots: Parsed[RolloutSlot]
     pool_refusals: Mapping[str, Refusal]
     refusals: Mapping[str, Refusal]
-    telemetry: Telemetry
+    telemetry: NodeTelemetry
     reports: Mapping[str, Sequence[tuple[str, ReplicaReport]]]
     slots_by_lease: Mapping[str, Sequence[RolloutSlot]]
     lent_in: Mapping[str, frozenset[str]]
@@ -72,7 +72,7 @@ def look(
     pools: Parsed[ServingPool],
     leases: Parsed[RolloutLease],
     slots: Parsed[RolloutSlot],
-    telemetry: Telemetry,
+    telemetry: NodeTelemetry,
     *,
     surroundings: ClusterFacts,
     offer: Offer,

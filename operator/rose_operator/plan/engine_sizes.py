@@ -16,7 +16,7 @@ from rose_core.api.rolloutslot import SlotEngine, SlotSharing
 from rose_core.host_reasons import HostReason
 from rose_core.wire.sync import SlotState
 from rose_operator.plan.slot_terms import engine_of, sharing_of
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 
 _UNKNOWN = lending.EngineNeeds()
 
@@ -41,7 +41,7 @@ class EngineSizes:
         self,
         leases: Iterable[RolloutLease],
         slots: Iterable[RolloutSlot],
-        telemetry: Telemetry,
+        telemetry: NodeTelemetry,
     ) -> None:
         """Look at every slot's report; of leases that are gone nothing is kept."""
         present = {lease.metadata.uid for lease in leases}

@@ -19,7 +19,7 @@ from rose_core.devices.capabilities import Capability
 from rose_core.devices.ownership import Proof
 from rose_core.identity import LeaseUid, SlotUid
 from rose_core.lending import tenancy
-from rose_core.lending.groups import Group, unit
+from rose_core.lending.groups import ReportedGroup, unit
 from rose_core.wire.sync import MOST_MODELS, NodeModel, ReplicaReport
 from rose_operator.plan import capabilities
 from rose_operator.plan.admission import created, expiry, lending_pools
@@ -63,8 +63,8 @@ class Knowledge:
 
 def snapshot(
     world: ClusterState,
-    memory: lending.Memory,
-    policy: lending.Policy,
+    memory: lending.PlannerMemory,
+    policy: lending.PlannerPolicy,
     remembered_replicas: Mapping[str, int],
     known: Knowledge,
 ) -> lending.Snapshot:
@@ -77,7 +77,7 @@ class Snapshots:
 
     def __init__(self, known: Knowledge) -> None:
         self._known = known
-        self._pools: Memo[lending.Pool] = Memo()
+        self._pools: Memo[lending.PoolTerms] = Memo()
         self._leases: Memo[lending.Lease] = Memo()
         self._slots: Memo[lending.Slot] = Memo()
         self._nodes: Memo[tuple[lending.Replica, ...]] = Memo()
@@ -91,8 +91,8 @@ class Snapshots:
     def take(
         self,
         world: ClusterState,
-        memory: lending.Memory,
-        policy: lending.Policy,
+        memory: lending.PlannerMemory,
+        policy: lending.PlannerPolicy,
         remembered_replicas: Mapping[str, int],
     ) -> lending.Snapshot:
         """The world as the planner wants it."""
@@ -123,7 +123,7 @@ class Snapshots:
             policy=policy,
         )
 
-    def _pool(self, pool: ServingPool, world: ClusterState, remembered: int) -> lending.Pool:
+    def _pool(self, pool: ServingPool, world: ClusterState, remembered: int) -> lending.PoolTerms:
         key, now = pool.metadata.key, world.now.timestamp()
         outlook = self._known.loads.outlook(key, pool.spec.lending.forecast, now)
         breaker = _breaker(pool, world)
@@ -200,9 +200,9 @@ def _nodes_of_slots(world: ClusterState) -> set[str]:
     return {slot.spec.member.node for slot in world.slots.good.values()}
 
 
-def _pool(pool: ServingPool, remembered: int) -> lending.Pool:
+def _pool(pool: ServingPool, remembered: int) -> lending.PoolTerms:
     limits = pool.spec.lending
-    return lending.Pool(
+    return lending.PoolTerms(
         key=pool.metadata.key,
         max_replicas_percent=limits.max_replicas_percent,
         min_unlent_replicas=limits.min_unlent_replicas,
@@ -226,17 +226,17 @@ def _whole(spec: WholeReplica | None) -> lending.WholeTerms | None:
     )
 
 
-def _breaker(pool: ServingPool, world: ClusterState) -> lending.Breaker:
+def _breaker(pool: ServingPool, world: ClusterState) -> lending.BreakerTerms:
     told = pool.spec.lending.breaker
-    return lending.Breaker(
+    return lending.BreakerTerms(
         missed=misses_objective(pool, world.reports_of(pool.metadata.key), world.telemetry),
         cooldown_seconds=told.cooldown_seconds,
         returns=told.when_open is WhenOpen.RETURN,
     )
 
 
-def _window(window: TimeWindow) -> lending.Window:
-    return lending.Window(
+def _window(window: TimeWindow) -> lending.DailyWindow:
+    return lending.DailyWindow(
         days=frozenset(_DAYS.index(day) for day in window.days),
         start_minute=_minute(window.start_time),
         end_minute=_minute(window.end_time),
@@ -374,7 +374,7 @@ def _replica(
     )
 
 
-def _gather(found: dict[str, lending.Replica], group: Group) -> None:
+def _gather(found: dict[str, lending.Replica], group: ReportedGroup) -> None:
     """What is so of one pod of a group and concerns them all; telemetry is its leader's."""
     pods = [found[report.pod_uid] for _, report in group.pods]
     leader = pods[0]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from rose_core.devices.capabilities import Capability, Missing, first_missing
-from rose_core.lending.groups import Group, form
+from rose_core.devices.capabilities import Capability, MissingCapability, first_missing
+from rose_core.lending.groups import ReportedGroup, form
 from rose_core.wire.sync import ReplicaGroup, ReplicaReport, SlotReport, SlotState, SyncRequest
 
 # Recent KV use: the weight of a new report; at a 2 s period half of the past is gone after 14 s.
@@ -37,7 +37,7 @@ class NodeReport:
     heard_at: float
     kv: dict[str, float] = field(default_factory=dict)
     essence: object = None
-    _lacks: dict[tuple[tuple[Capability, ...], tuple[str, ...]], Missing | None] = field(
+    _lacks: dict[tuple[tuple[Capability, ...], tuple[str, ...]], MissingCapability | None] = field(
         default_factory=dict
     )
 
@@ -57,7 +57,9 @@ class NodeReport:
         """Keep what was derived from the report before, which said the same of all that matters."""
         self.essence, self._lacks = old.essence, old._lacks
 
-    def missing(self, wanted: tuple[Capability, ...], gpus: tuple[str, ...]) -> Missing | None:
+    def missing(
+        self, wanted: tuple[Capability, ...], gpus: tuple[str, ...]
+    ) -> MissingCapability | None:
         """The first capability that the node or one of these GPUs lacks."""
         key = wanted, gpus
         if key not in self._lacks:
@@ -66,7 +68,7 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
-class Tally:
+class RequestTally:
     """Finished requests of a replica at one time, and those slower than the objective."""
 
     at: float
@@ -74,7 +76,7 @@ class Tally:
     slow: int
 
 
-class Telemetry:
+class NodeTelemetry:
     """All nodes.
 
     Args:
@@ -84,14 +86,14 @@ class Telemetry:
     def __init__(self, started: float) -> None:
         self.started = started
         self.nodes: dict[str, NodeReport] = {}
-        self._tallies: dict[str, deque[Tally]] = {}
+        self._tallies: dict[str, deque[RequestTally]] = {}
         self._stopped_since: dict[str, float] = {}
         self._placed: dict[str, SyncRequest] = {}  # nodes with pods of groups, which few have
-        self._groups: dict[str, Group] | None = {}
+        self._groups: dict[str, ReportedGroup] | None = {}
         self._told: dict[str, tuple[ReplicaGroup, ...]] = {}
 
     @property
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, ReportedGroup]:
         """Replicas over several pods, by name."""
         if self._groups is None:
             self._groups = form(self._placed.values())
@@ -169,7 +171,7 @@ class Telemetry:
 
     def _tally(self, report: ReplicaReport, now: float) -> None:
         kept = self._tallies.setdefault(report.pod_uid, deque())
-        new = Tally(now, report.requests_total, report.slow_requests_total)
+        new = RequestTally(now, report.requests_total, report.slow_requests_total)
         if kept and (new.requests < kept[-1].requests or new.slow < kept[-1].slow):
             kept.clear()  # the agent started anew and counts from zero
         if len(kept) > 1 and now - kept[-2].at < _TALLY_STEP:

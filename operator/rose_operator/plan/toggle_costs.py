@@ -8,7 +8,7 @@ from rose_core.api import RolloutSlot
 from rose_core.lending.gate import usual_start
 from rose_core.wire.sync import SlotState
 from rose_operator.plan.admission import created
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 
 
 class ToggleCosts:
@@ -19,7 +19,7 @@ class ToggleCosts:
         self._ran: set[str] = set()
         self._seconds: dict[str, float] = {}
 
-    def observe(self, slots: Iterable[RolloutSlot], telemetry: Telemetry, now: float) -> None:
+    def observe(self, slots: Iterable[RolloutSlot], telemetry: NodeTelemetry, now: float) -> None:
         """Look at every slot's report; ``now`` is seconds since the epoch."""
         present = {slot.metadata.uid: slot for slot in slots}
         self._starting &= present.keys()

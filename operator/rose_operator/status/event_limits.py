@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rose_operator.errors import OperatorError
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import Raw
 from rose_operator.metrics import EVENTS_LEFT_OUT
 from rose_operator.status.events import MOST_MESSAGE
@@ -31,7 +31,7 @@ REFILL_SECONDS = 300.0
 class EventApi(Protocol):
     """What Events need of the API server."""
 
-    async def create(self, kind: Kind, manifest: Raw) -> Raw:
+    async def create(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Create."""
 
 
@@ -78,7 +78,7 @@ class EventLimiter:
             return False
         omitted, budget.omitted = budget.omitted, 0
         try:
-            await self._api.create(Kind.EVENT, _with_count(event, omitted))
+            await self._api.create(ObjectKind.EVENT, _with_count(event, omitted))
         except OperatorError as error:
             _log.warning("Event %s not written: %s", event["reason"], error)
             return False

@@ -12,7 +12,7 @@ from uuid import uuid4
 from rose_core.api import Condition, ConditionType, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.common import API_VERSION, ObjectMeta
 from rose_core.api.conditions import timestamp
-from rose_operator.kube.api import FIELD_MANAGER, Kind
+from rose_operator.kube.api import FIELD_MANAGER, ObjectKind
 from rose_operator.kube.object_cache import Raw
 from rose_operator.plan.admission import Refusal
 
@@ -54,7 +54,7 @@ def _is_trouble(condition: Condition, slot: RolloutSlot) -> bool:
     return was and condition.status != "True" and not slot.spec.release_reason
 
 
-def of_condition(kind: Kind, thing: Thing, condition: Condition, now: datetime) -> Raw:
+def of_condition(kind: ObjectKind, thing: Thing, condition: Condition, now: datetime) -> Raw:
     """The Event of a transition."""
     good = (condition.status == "True") != (condition.type in _NEGATIVE)
     return _event(
@@ -67,7 +67,7 @@ def of_condition(kind: Kind, thing: Thing, condition: Condition, now: datetime) 
     )
 
 
-def of_unreadable(kind: Kind, raw: Raw, refusal: Refusal, now: datetime) -> Raw:
+def of_unreadable(kind: ObjectKind, raw: Raw, refusal: Refusal, now: datetime) -> Raw:
     """The Event of an object that can be neither read nor given a status."""
     metadata = ObjectMeta.model_validate(raw["metadata"])
     return _event(kind, metadata, refusal.reason, refusal.message, warning=True, now=now)
@@ -79,11 +79,17 @@ def of_releases(
     """The Event of slots that a lease loses in one pass for one reason."""
     names = ", ".join(sorted(slots))
     text = f"taken back: {names}: {message}"
-    return _event(Kind.LEASE, lease.metadata, reason, text, warning=False, now=now)
+    return _event(ObjectKind.LEASE, lease.metadata, reason, text, warning=False, now=now)
 
 
 def _event(
-    kind: Kind, metadata: ObjectMeta, reason: str, message: str, *, warning: bool, now: datetime
+    kind: ObjectKind,
+    metadata: ObjectMeta,
+    reason: str,
+    message: str,
+    *,
+    warning: bool,
+    now: datetime,
 ) -> Raw:
     when = timestamp(now)
     return {

@@ -19,7 +19,7 @@ from rose_core.api.common import MODEL_NAME
 from rose_core.api.conditions import Statement
 from rose_core.api.poolstatus import LoadShape, PoolModel
 from rose_core.guard.trial import added
-from rose_core.lending import LendingPlan, Misfit, Policy
+from rose_core.lending import LendingPlan, Misfit, PlannerPolicy
 from rose_core.lending.groups import unit
 from rose_core.wire.sync import MOST_MODELS, NodeModel, ReplicaReport, SignalSource, Trial
 from rose_operator.plan import capabilities
@@ -47,7 +47,7 @@ def pool_status(
     pool: ServingPool,
     world: ClusterState,
     plan: LendingPlan,
-    policy: Policy,
+    policy: PlannerPolicy,
     *,
     load: LoadShape | None = None,
     explanation: Explanation | None = None,

@@ -32,13 +32,13 @@ from rose_core.api import (
 )
 from rose_core.api.common import API_VERSION
 from rose_core.api.conditions import Statement, merge, transitions
-from rose_core.lending import LeaseDecision, LendingPlan, Policy
+from rose_core.lending import LeaseDecision, LendingPlan, PlannerPolicy
 from rose_core.lending.routers import RouterDecision
 from rose_core.wire.sync import SlotState
 from rose_operator.apply import routers
 from rose_operator.apply.router_needs import RouterNeeds, live_router
 from rose_operator.errors import NOT_FOUND, ApiRefused
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.kube.writer import Write, WriteApi, Writer
 from rose_operator.plan.admission import Unreadable
@@ -79,8 +79,8 @@ class Reporter:
     def __init__(
         self,
         settings: Settings,
-        stores: dict[Kind, ObjectCache],
-        policy: Policy,
+        stores: dict[ObjectKind, ObjectCache],
+        policy: PlannerPolicy,
         *,
         loads: LoadHistory,
         writer: Writer,
@@ -136,9 +136,9 @@ class Reporter:
         if full:
             self._publisher.end()
         for kind, bad in (
-            *((Kind.POOL, bad) for bad in world.pools.bad),
-            *((Kind.LEASE, bad) for bad in world.leases.bad),
-            *((Kind.SLOT, bad) for bad in world.slots.bad),
+            *((ObjectKind.POOL, bad) for bad in world.pools.bad),
+            *((ObjectKind.LEASE, bad) for bad in world.leases.bad),
+            *((ObjectKind.SLOT, bad) for bad in world.slots.bad),
         ):
             yield from self._unreadable(kind, bad, world)
 
@@ -159,11 +159,11 @@ class Reporter:
         )
         if told:
             self._publisher.publish_pool(pool, status)
-        yield from self._compare_totals(Kind.POOL, pool, status, world, len(world.pools.good))
+        yield from self._compare_totals(ObjectKind.POOL, pool, status, world, len(world.pools.good))
 
     def _compare_totals(
         self,
-        kind: Kind,
+        kind: ObjectKind,
         thing: ServingPool | RolloutLease,
         status: PoolStatus | LeaseStatus,
         world: ClusterState,
@@ -179,7 +179,7 @@ class Reporter:
         yield from self._compare(kind, thing, status, world, urgent=only_totals)
 
     def _slot(self, slot: RolloutSlot, world: ClusterState) -> Iterator[Write]:
-        key = f"{Kind.SLOT.value} {slot.metadata.key}"
+        key = f"{ObjectKind.SLOT.value} {slot.metadata.key}"
         inputs = self._slot_inputs(slot, world)
         if self._same.get(key) == inputs:
             return
@@ -191,7 +191,7 @@ class Reporter:
             return
         if status == slot.status:
             self._same[key] = inputs
-        yield from self._compare(Kind.SLOT, slot, status, world)
+        yield from self._compare(ObjectKind.SLOT, slot, status, world)
 
     def _slot_inputs(self, slot: RolloutSlot, world: ClusterState) -> object:
         """Everything a slot's status depends on."""
@@ -215,7 +215,7 @@ class Reporter:
         wanted: RouterDecision,
     ) -> bool:
         """Whether all that a lease's status depends on, its totals apart, is as it was."""
-        key = f"{Kind.LEASE.value} {lease.metadata.key}"
+        key = f"{ObjectKind.LEASE.value} {lease.metadata.key}"
         slots = tuple(
             (
                 slot.metadata.resource_version,
@@ -236,7 +236,7 @@ class Reporter:
         return same
 
     def _route_of(self, name: str) -> Raw | None:
-        routes = self._stores.get(Kind.ROUTE)
+        routes = self._stores.get(ObjectKind.ROUTE)
         return routes.get(f"{self._settings.routers}/{name}") if routes is not None else None
 
     def _lease(
@@ -270,10 +270,18 @@ class Reporter:
         )
         if told:
             self._publisher.publish_lease(lease, status)
-        yield from self._compare_totals(Kind.LEASE, lease, status, world, len(world.leases.good))
+        yield from self._compare_totals(
+            ObjectKind.LEASE, lease, status, world, len(world.leases.good)
+        )
 
     def _compare(
-        self, kind: Kind, thing: Thing, status: Status, world: ClusterState, *, urgent: bool = False
+        self,
+        kind: ObjectKind,
+        thing: Thing,
+        status: Status,
+        world: ClusterState,
+        *,
+        urgent: bool = False,
     ) -> Iterator[Write]:
         key = f"{kind.value} {thing.metadata.key}"
         if status == thing.status:
@@ -301,7 +309,9 @@ class Reporter:
 
         yield self._writer.status(kind, manifest, run)
 
-    def _unreadable(self, kind: Kind, bad: Unreadable, world: ClusterState) -> Iterator[Write]:
+    def _unreadable(
+        self, kind: ObjectKind, bad: Unreadable, world: ClusterState
+    ) -> Iterator[Write]:
         """An object that cannot be read gets its answer; by an Event where no status is taken."""
         metadata = bad.raw["metadata"]
         said = [
@@ -329,7 +339,9 @@ class Reporter:
 
         yield self._writer.status(kind, manifest, run)
 
-    async def _tell_unreadable(self, kind: Kind, bad: Unreadable, world: ClusterState) -> None:
+    async def _tell_unreadable(
+        self, kind: ObjectKind, bad: Unreadable, world: ClusterState
+    ) -> None:
         """Once per generation of the object and life of this process."""
         key = f"{kind.value} {key_of(bad.raw)}"
         generation = int(bad.raw["metadata"].get("generation") or 0)
@@ -374,7 +386,7 @@ def _old_conditions(raw: Raw) -> tuple[Condition, ...]:
         return ()
 
 
-def _manifest(kind: Kind, namespace: str, name: str, status: dict[str, object]) -> Raw:
+def _manifest(kind: ObjectKind, namespace: str, name: str, status: dict[str, object]) -> Raw:
     return {
         "apiVersion": API_VERSION,
         "kind": kind.value,

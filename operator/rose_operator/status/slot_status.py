@@ -8,7 +8,7 @@ from rose_core.api.rolloutslot import AdapterStatus
 from rose_core.guard.reasons import slot_word
 from rose_core.host_reasons import HOST_MEANING, TOLD_IN_FULL, TROUBLE, HostReason
 from rose_core.identity import is_base
-from rose_core.lending import Policy
+from rose_core.lending import PlannerPolicy
 from rose_core.wire.sync import SlotReport, SlotState
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.telemetry import calm
@@ -90,7 +90,7 @@ def _shortened(text: str) -> str:
     return f"{line[:_MOST_HEAD]} ... {line[-_MOST_TAIL:]}"
 
 
-def slot_status(slot: RolloutSlot, world: ClusterState, policy: Policy) -> SlotStatus:
+def slot_status(slot: RolloutSlot, world: ClusterState, policy: PlannerPolicy) -> SlotStatus:
     """Status of one slot; figures that move all the time stay out."""
     report = slot_report(slot, world)
     state = slot_state(slot, world)

@@ -89,7 +89,7 @@ def _counted(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Authority:
+class NodeAuthority:
     """What signs; read anew for each certificate, so a renewed Secret needs no restart.
 
     Attributes:
@@ -121,7 +121,7 @@ class Authority:
         return (self.folder / tls.KEY).read_bytes(), (self.folder / tls.CERTIFICATE).read_bytes()
 
 
-class Enrolment:
+class NodeEnrolment:
     """Answers agents that have no certificate yet, or one that ends soon.
 
     Args:
@@ -130,7 +130,7 @@ class Enrolment:
         account: user name of the agents' service account.
     """
 
-    def __init__(self, api: Api, authority: Authority, account: str) -> None:
+    def __init__(self, api: Api, authority: NodeAuthority, account: str) -> None:
         self._api = api
         self._authority = authority
         self._account = account
@@ -184,7 +184,7 @@ class RouterTrust:
     token: str
     namespace: str
     account: str
-    authority: Authority | None = None
+    authority: NodeAuthority | None = None
     agents: Path | None = None
     operator: Path | None = None
 

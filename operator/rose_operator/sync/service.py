@@ -17,12 +17,12 @@ from contextlib import suppress
 
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool, TenantPolicy
 from rose_core.wire.sync import Notice, NoticeRequest, PoolPolicy, SyncReply, SyncRequest
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.leader import LeaderLock
 from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.metrics import GRANTS, LISTENERS, SYNCS
 from rose_operator.notices import Notices
-from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.telemetry import NodeTelemetry
 from rose_operator.plan.typed_objects import TypedReader
 from rose_operator.settings import Settings
 from rose_operator.sync import authorization
@@ -36,8 +36,8 @@ _SYNCS_PER_SECOND = 250.0
 _RENEWALS_PER_TTL = 6.0
 # A file read for each of thousands of answers a second would be felt.
 _AUTHORITY_SECONDS = 10.0
-_LENT = (Kind.SLOT, Kind.POOL)
-_OF_TENANCY = (Kind.POLICY, Kind.NAMESPACE)
+_LENT = (ObjectKind.SLOT, ObjectKind.POOL)
+_OF_TENANCY = (ObjectKind.POLICY, ObjectKind.NAMESPACE)
 
 
 class SyncService:
@@ -50,8 +50,8 @@ class SyncService:
     def __init__(
         self,
         settings: Settings,
-        stores: dict[Kind, ObjectCache],
-        telemetry: Telemetry,
+        stores: dict[ObjectKind, ObjectCache],
+        telemetry: NodeTelemetry,
         lock: LeaderLock,
         *,
         clock: Callable[[], float],
@@ -60,19 +60,19 @@ class SyncService:
     ) -> None:
         self._settings = settings
         self._stores = stores
-        self._slot_reader = TypedReader(RolloutSlot, stores[Kind.SLOT])
-        self._pool_reader = TypedReader(ServingPool, stores[Kind.POOL])
+        self._slot_reader = TypedReader(RolloutSlot, stores[ObjectKind.SLOT])
+        self._pool_reader = TypedReader(ServingPool, stores[ObjectKind.POOL])
         self._notices = Notices() if notices is None else notices
         self._telemetry = telemetry
         self._lock = lock
         self._clock = clock
         self._wake = wake
         self._authority, self._authority_due = b"", float("-inf")
-        self._lease_reader = TypedReader(RolloutLease, stores[Kind.LEASE])
+        self._lease_reader = TypedReader(RolloutLease, stores[ObjectKind.LEASE])
         # They say which runs leases may follow beside their first.
-        self._following = (Kind.LEASE, *(_OF_TENANCY if settings.tenancy else ()))
+        self._following = (ObjectKind.LEASE, *(_OF_TENANCY if settings.tenancy else ()))
         self._policy_reader = (
-            TypedReader(TenantPolicy, stores[Kind.POLICY]) if settings.tenancy else None
+            TypedReader(TenantPolicy, stores[ObjectKind.POLICY]) if settings.tenancy else None
         )
         self._others: Mapping[str, tuple[str, ...]] = {}
         self._followed: tuple[int, ...] = ()
@@ -172,5 +172,5 @@ class SyncService:
             self._others = adapter_runs(leases, self._settings, tenancy)
             self._followed = followed
 
-    def _revisions(self, kinds: tuple[Kind, ...]) -> tuple[int, ...]:
+    def _revisions(self, kinds: tuple[ObjectKind, ...]) -> tuple[int, ...]:
         return tuple(self._stores[kind].revision for kind in kinds)

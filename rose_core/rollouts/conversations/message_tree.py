@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from rose_core.rollouts.transcripts.spans import Span, shifted
+from rose_core.rollouts.transcripts.spans import TokenSpan, shifted
 
 Digest = bytes
 Owner = tuple[str, str]
@@ -135,7 +135,7 @@ class TurnNode:
     given: array[int]
     sampled: array[int]
     logprobs: array[float]
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     finish: str
     semantics: str
     digest: Digest
@@ -156,7 +156,7 @@ class TurnNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """What of a request's messages is known.
 
     Attributes:
@@ -202,7 +202,7 @@ class TrainingRow:
     ids: list[int]
     mask: bytearray
     logprobs: array[float]
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     turns: tuple[TurnRange, ...]
     routing: Routing | None = None
 
@@ -240,7 +240,7 @@ class MessageTree:
         self._sessions: OrderedDict[Owner, _Session] = OrderedDict()
         # Of a job: all turns that end with these words.
         self._nodes: dict[tuple[str, Digest], list[TurnNode]] = {}
-        self._given: tuple[Match | None, array[int]] = (None, array("I"))
+        self._given: tuple[PrefixMatch | None, array[int]] = (None, array("I"))
         self._tokens = self._turns = 0
         self.forgotten = 0
 
@@ -254,7 +254,7 @@ class MessageTree:
         messages: Sequence[Mapping[str, Any]],
         session: str = "",
         digests: Sequence[Digest] = (),
-    ) -> Match:
+    ) -> PrefixMatch:
         """The longest beginning of the messages that ends with an answer sampled here.
 
         Args:
@@ -271,9 +271,9 @@ class MessageTree:
             if node is not None:
                 self._sessions.move_to_end(node.owner)
                 altered = self._altered(node.owner, root, digests, answers, index + 1)
-                return Match(node, index + 1, digests, root, altered)
+                return PrefixMatch(node, index + 1, digests, root, altered)
         altered = self._altered((job, session), root, digests, answers, 0) if session else None
-        return Match(None, 0, digests, root, altered)
+        return PrefixMatch(None, 0, digests, root, altered)
 
     def _said(
         self, job: str, digest: Digest, session: str, answer: Mapping[str, Any]
@@ -305,13 +305,13 @@ class MessageTree:
         self,
         owner: Owner,
         rid: str,
-        match: Match,
+        match: PrefixMatch,
         prompt: Sequence[int],
         answer: Mapping[str, Any],
         *,
         sampled: Sequence[int],
         logprobs: Sequence[float] = (),
-        spans: tuple[Span, ...] = (),
+        spans: tuple[TokenSpan, ...] = (),
         finish: str = "stop",
         semantics: str = "",
         routing: Routing | None = None,
@@ -604,7 +604,7 @@ def _row(last: TurnNode, seen: set[int]) -> TrainingRow:
     """
     ids: list[int] = []
     mask, logprobs = bytearray(), array("f")
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     turns: list[TurnRange] = []
     routing: Routing | None = None
     for node in reversed(list(_upwards(last))):

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 
 from rose_core.rollouts.conversations.message_tree import Routing, TurnNode
-from rose_core.rollouts.transcripts.spans import Span
+from rose_core.rollouts.transcripts.spans import TokenSpan
 from rose_core.unreadable import UNREADABLE
 
 FORMAT = 1
@@ -35,7 +35,7 @@ class _Turn(msgspec.Struct, array_like=True):
     given: bytes
     sampled: bytes
     logprobs: bytes
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     finish: str
     semantics: str
     digest: bytes

@@ -92,7 +92,7 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class DraftQuestion:
     """What was answered to one prompt.
 
     Attributes:
@@ -107,12 +107,12 @@ class Question:
         """Tokens."""
         return sum(map(len, self.texts))
 
-    def with_text(self, text: Text) -> Question:
+    def with_text(self, text: Text) -> DraftQuestion:
         """With one answer more, its end if it is long; the oldest go where they are too many."""
         texts = (*self.texts, text[-MOST_OF_QUESTION:])
         while len(texts) > 1 and sum(map(len, texts)) > MOST_OF_QUESTION:
             texts = texts[1:]
-        return Question(texts, self.gain)
+        return DraftQuestion(texts, self.gain)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Corpus:
 
 def decide(
     asked: Iterable[str],
-    known: Mapping[str, Question],
+    known: Mapping[str, DraftQuestion],
     running: Running,
     most: int = MOST_TOKENS,
 ) -> Corpus:
@@ -147,7 +147,7 @@ def decide(
         running: on all engines; asked for only while there is room.
         most: tokens.
     """
-    nothing = Question()
+    nothing = DraftQuestion()
     worth = [
         (-known.get(name, nothing).gain.per_step, name)
         for name in set(asked)
@@ -182,23 +182,23 @@ class Questions:
     """Finished answers, the questions asked last kept longest; single-threaded."""
 
     most: int = MOST_KEPT
-    known: OrderedDict[str, Question] = field(default_factory=OrderedDict)
+    known: OrderedDict[str, DraftQuestion] = field(default_factory=OrderedDict)
     size: int = 0
 
     def note_answer(self, name: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """An answer is finished."""
         if not answer:
             return
-        before = self.known.pop(name, Question())
+        before = self.known.pop(name, DraftQuestion())
         after = before.with_text(array("i", (*prompt[-CONTEXT:], *answer[-MOST_OF_QUESTION:])))
         self._put(name, before, after)
 
     def note_steps(self, name: str, tokens: int, steps: int) -> None:
         """A leg has verified drafts in so many steps, and had so many tokens of them."""
-        before = self.known.pop(name, Question())
-        self._put(name, before, Question(before.texts, before.gain.observe(tokens, steps)))
+        before = self.known.pop(name, DraftQuestion())
+        self._put(name, before, DraftQuestion(before.texts, before.gain.observe(tokens, steps)))
 
-    def _put(self, name: str, before: Question, after: Question) -> None:
+    def _put(self, name: str, before: DraftQuestion, after: DraftQuestion) -> None:
         self.known[name] = after
         self.size += after.size - before.size
         while self.size > self.most or len(self.known) > MOST_QUESTIONS:

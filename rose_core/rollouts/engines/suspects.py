@@ -18,7 +18,7 @@ its prefill, so a turn without a token of its leg is the likelier cause:
 
 A connection that is lost while the engine's process goes on (it answers a request of one token, the
 *canary*), or under a closed gate (nothing is computed there), says nothing about the turn.
-Next step: ``rose_router.turns.runner`` keeps a ``Record`` for each turn.
+Next step: ``rose_router.turns.runner`` keeps a ``SuspectRecord`` for each turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def suspects(tokens: Mapping[str, int]) -> frozenset[str]:
 
 
 @dataclass(slots=True)
-class Record:
+class SuspectRecord:
     """What is known against one turn.
 
     Attributes:

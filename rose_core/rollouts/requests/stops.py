@@ -9,7 +9,7 @@ is the longest string in tokens and one more.
 | the string lies | found by |
 |---|---|
 | inside one leg | the engine |
-| across a move | ``Crossing``, among the first ``window - 1`` tokens of the later leg |
+| across a move | ``CutStops``, among the first ``window - 1`` tokens of the later leg |
 
 Which text tokens stand for is the one thing asked of outside (``decode``, special tokens shown).
 Next step: ``transcript.Leg.end`` takes back what the engine wrote behind the string.
@@ -43,7 +43,7 @@ class Stops:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class StopMatch:
     """The turn ends with the ``count``-th token of the leg, where ``word`` is complete."""
 
     count: int
@@ -55,7 +55,7 @@ class Match:
         return {"type": "stop", "matched": self.word}
 
 
-class Crossing:
+class CutStops:
     """Looks for strings across the beginning of one leg.
 
     Args:
@@ -67,9 +67,9 @@ class Crossing:
         self._stops = stops
         self._held = list(held[-(stops.window - 1) :])
         self._looked = 0
-        self._found: Match | None = None
+        self._found: StopMatch | None = None
 
-    def match(self, new: Sequence[int]) -> Match | None:
+    def match(self, new: Sequence[int]) -> StopMatch | None:
         """The first string that is complete; what was looked at before is not looked at again.
 
         Args:
@@ -81,11 +81,11 @@ class Crossing:
             self._found = self._at(new[: self._looked])
         return self._found
 
-    def _at(self, new: Sequence[int]) -> Match | None:
+    def _at(self, new: Sequence[int]) -> StopMatch | None:
         before = self._stops.window - len(new)
         text = self._stops.decode([*self._held[-before:], *new])
         word = next((word for word in self._stops.words if word in text), None)
-        return Match(len(new), word) if word is not None else None
+        return StopMatch(len(new), word) if word is not None else None
 
 
 def sure(text: str, words: Sequence[str]) -> str:

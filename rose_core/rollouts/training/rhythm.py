@@ -43,7 +43,7 @@ PEAK_SECONDS = 60.0
 """How long a peak counts: turns of one step come and go within it, steps do not."""
 
 
-class Phase(StrEnum):
+class TrainerPhase(StrEnum):
     """What the trainer does, as far as its turns and publishes tell."""
 
     GENERATING = "Generating"
@@ -75,15 +75,15 @@ class Rhythm:
     pauses: tuple[float, ...] = ()
     peaks: tuple[int, ...] = ()
 
-    def phase(self, now: float) -> Phase:
+    def phase(self, now: float) -> TrainerPhase:
         """The module's table."""
         idle = self.idle_seconds(now)
         if idle is None:
-            return Phase.UNKNOWN
+            return TrainerPhase.UNKNOWN
         if idle < PAUSE_SECONDS:
-            return Phase.GENERATING
+            return TrainerPhase.GENERATING
         late = LATE * max(self.pauses) if self.pauses else _UNKNOWN_LATE_SECONDS
-        return Phase.SILENT if idle > max(late, PAUSE_SECONDS) else Phase.TRAINING
+        return TrainerPhase.SILENT if idle > max(late, PAUSE_SECONDS) else TrainerPhase.TRAINING
 
     def idle_seconds(self, now: float) -> float | None:
         """Time since the last turn; None before the first."""
@@ -96,7 +96,7 @@ class Rhythm:
         its rhythm says nothing any more.
         """
         idle = self.idle_seconds(now)
-        if idle is None or not self.pauses or self.phase(now) is not Phase.TRAINING:
+        if idle is None or not self.pauses or self.phase(now) is not TrainerPhase.TRAINING:
             return None
         return max(0.0, sorted(self.pauses)[len(self.pauses) // 4] - idle)
 
@@ -159,7 +159,7 @@ class Capacity(Protocol):
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TurnTraffic:
     """A router's turns at one moment.
 
     Attributes:
@@ -184,7 +184,7 @@ def half_full(engines: Iterable[Capacity]) -> int:
     )
 
 
-def note(rhythm: Rhythm, seen: Traffic, up_seconds: float, now: float) -> DemandNote:
+def note(rhythm: Rhythm, seen: TurnTraffic, up_seconds: float, now: float) -> DemandNote:
     """What a listener is told after a look at the turns; ``up_seconds`` is the router's age."""
     published = rhythm.published_at if rhythm.published else None
     queued = min(seen.turns, seen.queued)

@@ -94,7 +94,7 @@ class _Recent:
     publishes: int
 
 
-class Groups:
+class InferredGroups:
     """Groups by equal prompts.
 
     Args:

@@ -35,7 +35,7 @@ from rose_core.rollouts.trajectories.inclusion import (
     TrajectoryOutcome,
     assigned,
 )
-from rose_core.rollouts.trajectories.inference import Groups, Idle, Pauses, is_over
+from rose_core.rollouts.trajectories.inference import Idle, InferredGroups, Pauses, is_over
 from rose_core.rollouts.trajectories.lengths import Lengths
 from rose_core.rollouts.trajectories.shares import ContactShares, stratum
 from rose_core.rollouts.versions import age
@@ -210,7 +210,7 @@ class Prospects:
         self.shares = ContactShares()
         self.inclusion = Inclusion()
         self.in_time = Inclusion()
-        self.groups = Groups()
+        self.groups = InferredGroups()
         self._pauses = Pauses()
         # By run, each in the order in which their last turns ended.
         self._idle: dict[str, OrderedDict[str, Trajectory]] = {}

@@ -27,7 +27,7 @@ class Kv(StrEnum):
     MIXED = "mixed"
 
 
-class Span(msgspec.Struct, frozen=True, gc=False):
+class TokenSpan(msgspec.Struct, frozen=True, gc=False):
     """Output tokens ``start`` to ``end`` (exclusive) were sampled by ``version``."""
 
     version: str
@@ -41,7 +41,7 @@ class Span(msgspec.Struct, frozen=True, gc=False):
         return self.end - self.start
 
 
-def covers(spans: Sequence[Span], count: int) -> bool:
+def covers(spans: Sequence[TokenSpan], count: int) -> bool:
     """Whether the spans cover tokens 0 to ``count`` exactly once, in order."""
     position = 0
     for span in spans:
@@ -51,9 +51,9 @@ def covers(spans: Sequence[Span], count: int) -> bool:
     return position == count
 
 
-def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+def joined(spans: Iterable[TokenSpan]) -> tuple[TokenSpan, ...]:
     """Merge neighbours of the same version and provenance."""
-    result: list[Span] = []
+    result: list[TokenSpan] = []
     for span in spans:
         last = result[-1] if result else None
         if last and (last.version, last.kv, last.end) == (span.version, span.kv, span.start):
@@ -63,14 +63,14 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(result)
 
 
-def shifted(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
+def shifted(spans: Iterable[TokenSpan], by: int) -> tuple[TokenSpan, ...]:
     """Move spans from a leg's count to the turn's."""
     if not by:
         return tuple(spans)
     return tuple(replace(span, start=span.start + by, end=span.end + by) for span in spans)
 
 
-def cut(spans: Iterable[Span], end: int) -> tuple[Span, ...]:
+def cut(spans: Iterable[TokenSpan], end: int) -> tuple[TokenSpan, ...]:
     """What of the spans lies before token ``end``."""
     return tuple(
         span if span.end <= end else replace(span, end=end) for span in spans if span.start < end
@@ -79,7 +79,7 @@ def cut(spans: Iterable[Span], end: int) -> tuple[Span, ...]:
 
 def normal(
     spans: Sequence[tuple[str, int, int]], cache_key: str, count: int, *, reused: bool = False
-) -> tuple[Span, ...]:
+) -> tuple[TokenSpan, ...]:
     """An engine's spans as ours: empty ones dropped, provenance added, cut to ``count`` tokens.
 
     Args:
@@ -94,9 +94,9 @@ def normal(
     """
     if len(spans) == 1 and spans[0][1] == 0 and spans[0][2] >= count > 0:
         version = spans[0][0]  # no commit in the leg; asked for every token, so it is made short
-        return (Span(version, 0, count, _provenance(version, cache_key, reused)),)
+        return (TokenSpan(version, 0, count, _provenance(version, cache_key, reused)),)
     found = joined(
-        Span(version, start, end, _provenance(version, cache_key, reused))
+        TokenSpan(version, start, end, _provenance(version, cache_key, reused))
         for version, start, end in spans
         if end > start
     )

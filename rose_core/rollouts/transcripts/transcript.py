@@ -23,7 +23,7 @@ import msgspec
 
 from rose_core.identity import BASE_LABEL
 from rose_core.rollouts.errors import BrokenStream
-from rose_core.rollouts.transcripts.spans import Span, cut, joined, normal, shifted
+from rose_core.rollouts.transcripts.spans import TokenSpan, cut, joined, normal, shifted
 from rose_core.rollouts.versions import parse
 from rose_core.wire.routing import EngineKind
 
@@ -114,7 +114,7 @@ class Leg:
         self._base = version if attested is not None and attested.is_base else ""
         self.ids: list[int] = []
         self.per_token: dict[str, list[Any]] = {}
-        self.spans: tuple[Span, ...] = ()
+        self.spans: tuple[TokenSpan, ...] = ()
         self.placed = 0
         self.placed_text = ""
         self.finish: Mapping[str, Any] | None = None
@@ -254,7 +254,7 @@ class Transcript:
         self.prompt = prompt  # answers to the same prompt share it
         self.tokens: list[int] = []
         self.per_token: dict[str, list[Any]] = {}
-        self.spans: tuple[Span, ...] = ()
+        self.spans: tuple[TokenSpan, ...] = ()
         self.text = ""
         # False once a leg was cut: an engine's text leaves out characters that are not whole yet.
         self.exact_text = True

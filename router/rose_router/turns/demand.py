@@ -18,9 +18,9 @@ import msgspec
 from rose_core.rollouts.training.rhythm import (
     LOOK_SECONDS,
     SAY_SECONDS,
-    Phase,
     Rhythm,
-    Traffic,
+    TrainerPhase,
+    TurnTraffic,
     half_full,
     key,
     note,
@@ -70,13 +70,13 @@ class DemandFeed:
         named = str(head) if head else ""
         self._rhythm = observe(self._rhythm, turns, named, self._service.clock())
         now = self._rhythm.phase(self._service.clock())
-        for phase in Phase:
+        for phase in TrainerPhase:
             metrics.PHASE.labels(phase.value).set(phase is now)
 
     def note(self) -> DemandNote:
         """What stands now."""
         service, turns = self._service, len(self._service.ledger)
-        seen = Traffic(
+        seen = TurnTraffic(
             turns, len(service.queue), service.queue.waiting_tokens, half_full(service.fleet)
         )
         now, totals = service.clock(), service.ledger.totals

@@ -19,14 +19,14 @@ from rose_core.rollouts.engines.suspects import GATE_SECONDS
 from rose_core.rollouts.errors import BrokenStream, RolloutError
 from rose_core.rollouts.placement.selection import TurnView
 from rose_core.rollouts.placement.watch import MoveReason
-from rose_core.rollouts.requests.stops import Crossing
+from rose_core.rollouts.requests.stops import CutStops
 from rose_core.rollouts.transcripts.transcript import Leg, StreamEvent
 from rose_router import metrics
 from rose_router.engines.engine_client import Target
 from rose_router.engines.fleet import Clock, Engine, Fleet, LiveLeg
 from rose_router.errors import EngineRefused, LegLost, RouterError, TurnLost, Unprocessable
 from rose_router.turns.sessions import Home
-from rose_router.turns.state import RouterState
+from rose_router.turns.state import RouterParts
 from rose_router.turns.turn import Turn, TurnMove, TurnState
 
 LOG = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class TurnRunner:
         state: of the router.
     """
 
-    def __init__(self, state: RouterState) -> None:
+    def __init__(self, state: RouterParts) -> None:
         self._settings, self._fleet, self._queue = state.settings, state.fleet, state.queue
         self._fences, self._ledger, self._prospects = state.fences, state.ledger, state.prospects
         self._prefixes, self._sessions = state.prefixes, state.sessions
@@ -488,13 +488,13 @@ def _count_prompt(meta: Mapping[str, Any], uncached: int) -> None:
         _FETCHED.inc(fetched)
 
 
-def _crossing(turn: Turn) -> Crossing | None:
+def _crossing(turn: Turn) -> CutStops | None:
     """Who looks for stop strings that the next leg's engine cannot see whole."""
     stops = turn.request.stops
-    return Crossing(stops, turn.transcript.tokens) if stops is not None and turn.held else None
+    return CutStops(stops, turn.transcript.tokens) if stops is not None and turn.held else None
 
 
-def _stopped(leg: Leg, crossing: Crossing) -> bool:
+def _stopped(leg: Leg, crossing: CutStops) -> bool:
     """Whether a stop string has ended the turn; the leg then ends with it."""
     found = crossing.match(leg.ids)
     if found is None or leg.placed < found.count:

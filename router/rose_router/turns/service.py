@@ -31,7 +31,7 @@ from rose_router.turns.drafting import Drafter, Send
 from rose_router.turns.request import TurnRequest
 from rose_router.turns.runner import TurnRunner
 from rose_router.turns.sessions import Home
-from rose_router.turns.state import Outside, RouterState
+from rose_router.turns.state import RouterParts, RouterPorts
 from rose_router.turns.supervisor import Supervisor
 from rose_router.turns.turn import Turn
 from rose_router.turns.turn_clock import Listener, Nobody
@@ -106,7 +106,7 @@ class Service:
         self.tracing = tracing
         self.settings, self.policies = settings, settings.policies
         self.clock = clock
-        self._state = state = RouterState(settings, Outside(client, clock, new_rid, dice))
+        self._state = state = RouterParts(settings, RouterPorts(client, clock, new_rid, dice))
         self.fleet, self.queue, self.ledger = state.fleet, state.queue, state.ledger
         self.prospects, self.prefixes = state.prospects, state.prefixes
         self._runner = TurnRunner(state)

@@ -46,7 +46,7 @@ class FinishRate:
 
 
 @dataclass(frozen=True)
-class Outside:
+class RouterPorts:
     """What a router does not decide itself.
 
     Attributes:
@@ -62,7 +62,7 @@ class Outside:
     dice: Callable[[], float]
 
 
-class RouterState:
+class RouterParts:
     """Engines, queue and memory of one lease.
 
     Args:
@@ -80,7 +80,7 @@ class RouterState:
         queue: of turns that wait for an engine.
     """
 
-    def __init__(self, settings: Settings, outside: Outside) -> None:
+    def __init__(self, settings: Settings, outside: RouterPorts) -> None:
         self.settings, self.outside = settings, outside
         self.clock, policies = outside.clock, settings.policies
         self.fleet = Fleet(self.clock, policies.patience.pause_seconds)

@@ -13,7 +13,7 @@ from rose_core.rollouts.placement.watch import LegView, MoveReason, judge
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
 from rose_router.engines.fleet import Engine, LiveLeg
-from rose_router.turns.state import RouterState
+from rose_router.turns.state import RouterParts
 
 TICK_SECONDS = 0.25
 
@@ -28,7 +28,7 @@ class Supervisor:
         state: of the router.
     """
 
-    def __init__(self, state: RouterState) -> None:
+    def __init__(self, state: RouterParts) -> None:
         self._fleet, self._queue, self._fences = state.fleet, state.queue, state.fences
         self._prospects, self._clock = state.prospects, state.clock
         self._patience = state.settings.policies.patience

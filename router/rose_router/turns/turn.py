@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rose_core.rollouts.engines.suspects import Record
+from rose_core.rollouts.engines.suspects import SuspectRecord
 from rose_core.rollouts.placement.selection import TurnView
 from rose_core.rollouts.placement.watch import MoveReason
 from rose_core.rollouts.requests.fields import Bounds, check_within
 from rose_core.rollouts.transcripts.detokenize import IncrementalDetokenizer
-from rose_core.rollouts.transcripts.spans import Span, covers, cut, joined, shifted
+from rose_core.rollouts.transcripts.spans import TokenSpan, covers, cut, joined, shifted
 from rose_core.rollouts.transcripts.transcript import Leg, Transcript
 from rose_router.engines.fleet import LiveLeg, Signal
 from rose_router.turns.request import TurnRequest
@@ -75,7 +75,7 @@ class VisibleOutput(msgspec.Struct, frozen=True, gc=False):
 
     tokens: list[int]
     per_token: Mapping[str, list[Any]]
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     text: str
 
 
@@ -117,7 +117,7 @@ class Turn:
     detokenizer: IncrementalDetokenizer | None = None
     redone_tokens: int = 0
     losses: int = 0
-    record: Record = field(default_factory=Record)
+    record: SuspectRecord = field(default_factory=SuspectRecord)
     checked: Bounds | None = None
     listeners: int = 0
     abandoned: bool = False
@@ -132,7 +132,7 @@ class Turn:
         """Nothing more will come."""
         return self.state is TurnState.DONE or self.state is TurnState.FAILED
 
-    def version_label(self, spans: Sequence[Span]) -> str | None:
+    def version_label(self, spans: Sequence[TokenSpan]) -> str | None:
         """The newest version of the spans, by the trainer's own name where it gave one."""
         if not spans:
             return None

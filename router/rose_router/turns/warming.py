@@ -31,7 +31,7 @@ from rose_router.engines.engine_client import Target
 from rose_router.engines.fleet import Engine
 from rose_router.errors import EngineRefused, LegLost
 from rose_router.turns.sessions import Home
-from rose_router.turns.state import RouterState
+from rose_router.turns.state import RouterParts
 from rose_router.turns.turn import Turn, TurnState
 
 _MOST_ASKED = 256  # trajectories looked at in one go, the newest; a look must not hold up streams
@@ -58,7 +58,7 @@ class Warmer:
         view: a turn as placement would see its trajectory's next one.
     """
 
-    def __init__(self, state: RouterState, view: Callable[[Turn], TurnView]) -> None:
+    def __init__(self, state: RouterParts, view: Callable[[Turn], TurnView]) -> None:
         self._policy = state.settings.policies.placement
         self._fleet, self._queue, self._fences = state.fleet, state.queue, state.fences
         self._sessions, self._outlook, self._clock = state.sessions, state.outlook, state.clock

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rose_simulate.advice.errors import TooLittle
-from rose_simulate.advice.telemetry import Sample, Telemetry
+from rose_simulate.advice.telemetry import LoadSample, LoadTelemetry
 
 _DAY_S, _HOUR_S = 86_400.0, 3_600.0
 _ROUNDS = 400
@@ -51,7 +51,7 @@ class Assumed:
 
 
 @dataclass(frozen=True)
-class Interval:
+class EstimateInterval:
     """A figure with its 95 % interval."""
 
     value: float
@@ -72,13 +72,13 @@ class Option:
 
     percent: int
     lent: int
-    gpu_hours: Interval
-    exposed: Interval
-    at_risk: Interval | None
+    gpu_hours: EstimateInterval
+    exposed: EstimateInterval
+    at_risk: EstimateInterval | None
 
 
 @dataclass(frozen=True)
-class Estimate:
+class LendingEstimate:
     """Everything.
 
     Attributes:
@@ -90,9 +90,9 @@ class Estimate:
 
     span_s: float
     replicas: int
-    idle: Interval
+    idle: EstimateInterval
     options: tuple[Option, ...]
-    by_hour: tuple[tuple[int, Interval], ...] = ()
+    by_hour: tuple[tuple[int, EstimateInterval], ...] = ()
     slow_share: float | None = None
     caveats: tuple[str, ...] = field(default=())
 
@@ -118,8 +118,8 @@ class _Block:
 
 
 def estimate(
-    telemetry: Telemetry, assumed: Assumed, percents: Sequence[int], *, seed: int = 0
-) -> Estimate:
+    telemetry: LoadTelemetry, assumed: Assumed, percents: Sequence[int], *, seed: int = 0
+) -> LendingEstimate:
     """Every option.
 
     Raises:
@@ -150,7 +150,7 @@ def estimate(
                 _interval(whole, draws, partial(_near, part)) if latency else None,
             )
         )
-    return Estimate(
+    return LendingEstimate(
         telemetry.span_s,
         size,
         _interval(whole, draws, _idle),
@@ -161,14 +161,14 @@ def estimate(
     )
 
 
-def _block_s(telemetry: Telemetry) -> float:
+def _block_s(telemetry: LoadTelemetry) -> float:
     """An hour, or a twentieth of a short recording."""
     return min(_HOUR_S, telemetry.span_s / 20)
 
 
-def _blocks(telemetry: Telemetry, assumed: Assumed, length_s: float) -> list[_Block]:
+def _blocks(telemetry: LoadTelemetry, assumed: Assumed, length_s: float) -> list[_Block]:
     found: dict[int, _Block] = {}
-    last: dict[str, Sample] = {}
+    last: dict[str, LoadSample] = {}
     start = telemetry.samples[0].t_s
     for one in telemetry.samples:
         block = found.setdefault(int((one.t_s - start) / length_s), _Block())
@@ -187,13 +187,13 @@ def _blocks(telemetry: Telemetry, assumed: Assumed, length_s: float) -> list[_Bl
     return list(found.values())
 
 
-def _near_share(one: Sample, assumed: Assumed) -> float:
+def _near_share(one: LoadSample, assumed: Assumed) -> float:
     if one.ttft_p99_ms is None or not assumed.ttft_ms:
         return 1.0
     return _NEAR if one.ttft_p99_ms + 1e3 * assumed.stop_s <= assumed.ttft_ms else 1.0
 
 
-def _gain(before: Sample | None, one: Sample) -> float | None:
+def _gain(before: LoadSample | None, one: LoadSample) -> float | None:
     """Requests since the sample before; a counter that fell was started anew."""
     if one.requests is None:
         return None
@@ -217,10 +217,10 @@ def _total(blocks: Sequence[_Block]) -> _Block:
 
 def _interval(
     whole: _Block, draws: Sequence[_Block], figure: Callable[[_Block], float]
-) -> Interval:
+) -> EstimateInterval:
     values = sorted(figure(block) for block in draws)
     cut = len(values) // 40
-    return Interval(figure(whole), values[cut], values[-1 - cut])
+    return EstimateInterval(figure(whole), values[cut], values[-1 - cut])
 
 
 def _idle(block: _Block) -> float:
@@ -240,7 +240,7 @@ def _hours(lent: int, gpus: int, reopen_s: float, block: _Block) -> float:
     return lent * gpus * 24.0 * max(0.0, _idle(block) - overhead)
 
 
-def _by_hour(telemetry: Telemetry) -> tuple[tuple[int, Interval], ...]:
+def _by_hour(telemetry: LoadTelemetry) -> tuple[tuple[int, EstimateInterval], ...]:
     if telemetry.span_s < _DAY_S:
         return ()
     hours: dict[int, list[float]] = {}
@@ -255,9 +255,9 @@ def _by_hour(telemetry: Telemetry) -> tuple[tuple[int, Interval], ...]:
     return tuple(found)
 
 
-def _slow_share(telemetry: Telemetry) -> float | None:
+def _slow_share(telemetry: LoadTelemetry) -> float | None:
     requests = slow = 0.0
-    last: dict[str, Sample] = {}
+    last: dict[str, LoadSample] = {}
     for one in telemetry.samples:
         if one.requests is None or one.slow is None:
             return None
@@ -270,7 +270,7 @@ def _slow_share(telemetry: Telemetry) -> float | None:
 
 
 def _caveats(
-    telemetry: Telemetry, assumed: Assumed, *, counted: bool, latency: bool
+    telemetry: LoadTelemetry, assumed: Assumed, *, counted: bool, latency: bool
 ) -> tuple[str, ...]:
     found = []
     if telemetry.span_s < _DAY_S:

@@ -36,7 +36,7 @@ _STEP = 0.01
 _LONG_S = STATIC_HEADROOM[0][0]
 
 
-class Engine(StrEnum):
+class ServingEngineKind(StrEnum):
     """The serving engine, for what its fraction is of."""
 
     SGLANG = "SGLang"
@@ -58,17 +58,17 @@ class Serving:
     per_token: int
     hybrid: bool = False
     besides: int = 3 * GIB
-    engine: Engine = Engine.SGLANG
+    engine: ServingEngineKind = ServingEngineKind.SGLANG
 
     def used(self, card: int, fraction: float) -> int:
         """The most that it holds of a GPU, bytes."""
-        if self.engine is Engine.VLLM:
+        if self.engine is ServingEngineKind.VLLM:
             return int(card * fraction)
         return int((card - CONTEXT_BYTES) * fraction) + CONTEXT_BYTES + self.besides
 
     def pool(self, card: int, fraction: float) -> int:
         """Its KV pool, bytes; below zero it does not start."""
-        if self.engine is Engine.VLLM:
+        if self.engine is ServingEngineKind.VLLM:
             left = int(card * fraction) - CONTEXT_BYTES - self.besides - self.weights
         else:
             left = int((card - CONTEXT_BYTES) * fraction) - self.weights
@@ -165,7 +165,7 @@ _MOST_LESS = 0.9
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """One setting, changed by itself, and what follows on a GPU as it was measured; bytes.
 
     Attributes:
@@ -194,11 +194,11 @@ class Change:
 def changes(
     parts: MemorySum,
     rollout: EngineSize,
-    engine: Engine,
+    engine: ServingEngineKind,
     *,
     serving: Serving | None = None,
     fp8_weights: int | None = None,
-) -> tuple[Change, ...]:
+) -> tuple[SettingChange, ...]:
     """What each setting of owner and lease would change, on a GPU as its guard has measured it.
 
     Args:
@@ -209,9 +209,9 @@ def changes(
         fp8_weights: of the lease's model as an FP8 checkpoint; None = not known, or it is one.
     """
     needs = rollout.total
-    found = [Change("", parts.lends, needs)]
+    found = [SettingChange("", parts.lends, needs)]
     if parts.headroom > parts.settled:
-        found.append(Change("watched for a day", _lends(parts, parts.settled), needs))
+        found.append(SettingChange("watched for a day", _lends(parts, parts.settled), needs))
     smaller = [_smaller(parts, needs, engine, serving, less) for less in _LESS]
     least = _least(parts, needs, engine, serving)
     if least is not None and least not in smaller:
@@ -221,14 +221,14 @@ def changes(
         if gib * GIB < parts.headroom:
             margin = parts.headroom - gib * GIB
             lends = _lends(parts, gib * GIB)
-            found.append(Change(f"memoryHeadroomGiB: {gib}", lends, needs, margin=margin))
+            found.append(SettingChange(f"memoryHeadroomGiB: {gib}", lends, needs, margin=margin))
     for part in (2, 4):
         tokens = rollout.kv_tokens // part
         takes = needs - rollout.kv + tokens * rollout.kv_per_token
-        found.append(Change(f"kvTokens: {tokens}", parts.lends, takes))
+        found.append(SettingChange(f"kvTokens: {tokens}", parts.lends, takes))
     if fp8_weights is not None:
         takes = needs - rollout.weights + fp8_weights
-        found.append(Change("FP8 checkpoint", parts.lends, takes))
+        found.append(SettingChange("FP8 checkpoint", parts.lends, takes))
     return tuple(found)
 
 
@@ -237,8 +237,8 @@ def _lends(parts: MemorySum, headroom: int) -> int:
 
 
 def _smaller(
-    parts: MemorySum, needs: int, engine: Engine, serving: Serving | None, less: float
-) -> Change:
+    parts: MemorySum, needs: int, engine: ServingEngineKind, serving: Serving | None, less: float
+) -> SettingChange:
     """Serving with a smaller fraction than it has now."""
     model = serving if serving is not None else Serving(0, 1, engine=engine)
     freed = model.used(parts.total, 1.0) - model.used(parts.total, 1.0 - less)
@@ -249,11 +249,15 @@ def _smaller(
         tokens = pool // serving.per_token
         besides = CONTEXT_BYTES + serving.besides
         starts = parts.serving - freed > serving.weights + besides
-    flag = "--gpu-memory-utilization" if engine is Engine.VLLM else "--mem-fraction-static"
-    return Change(f"{flag} {less:.2f} less", lends, needs, pool, tokens, starts=starts)
+    flag = (
+        "--gpu-memory-utilization" if engine is ServingEngineKind.VLLM else "--mem-fraction-static"
+    )
+    return SettingChange(f"{flag} {less:.2f} less", lends, needs, pool, tokens, starts=starts)
 
 
-def _least(parts: MemorySum, needs: int, engine: Engine, serving: Serving | None) -> Change | None:
+def _least(
+    parts: MemorySum, needs: int, engine: ServingEngineKind, serving: Serving | None
+) -> SettingChange | None:
     """The least that the owner has to give up for the engine; None = nothing, or too much."""
     if needs <= parts.lends:
         return None

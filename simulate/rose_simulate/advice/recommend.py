@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rose_simulate.advice.estimate import Estimate, Option
+from rose_simulate.advice.estimate import LendingEstimate, Option
 
 _LEAST_HOURS = 1.0
 _LEAST_IDLE = 0.2  # of an hour of the day that is worth a time window
@@ -45,7 +45,7 @@ class Advice:
     reasons: tuple[str, ...]
 
 
-def recommend(found: Estimate, goal: Goal) -> Advice:
+def recommend(found: LendingEstimate, goal: Goal) -> Advice:
     """Choose the limits."""
     budget = (1 - goal.percentile / 100) - (found.slow_share or 0.0)
     allowed = goal.budget_share * budget
@@ -79,7 +79,7 @@ def _observe(goal: Goal, reason: str) -> Advice:
     return Advice(_pool(goal, None, None), None, (reason,))
 
 
-def _pool(goal: Goal, option: Option | None, found: Estimate | None) -> dict[str, Any]:
+def _pool(goal: Goal, option: Option | None, found: LendingEstimate | None) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "mode": "Observe" if option is None else "Lend",
         "selector": {"matchLabels": dict(goal.labels)},
@@ -108,7 +108,7 @@ def _pool(goal: Goal, option: Option | None, found: Estimate | None) -> dict[str
     }
 
 
-def _windows(found: Estimate) -> list[dict[str, str]]:
+def _windows(found: LendingEstimate) -> list[dict[str, str]]:
     """Stretches of hours in which lending pays; none when all do, or nothing is known of hours."""
     good = [hour for hour, idle in found.by_hour if idle.high >= _LEAST_IDLE]
     if len(found.by_hour) < 24 or len(good) in {0, 24}:

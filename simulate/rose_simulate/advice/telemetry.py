@@ -34,7 +34,7 @@ _NAMES = ("replica", "pod", "instance")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class LoadSample:
     """One replica at one moment.
 
     Attributes:
@@ -50,7 +50,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Telemetry:
+class LoadTelemetry:
     """All samples.
 
     Attributes:
@@ -59,7 +59,7 @@ class Telemetry:
         coverage: samples there are, of those there would be without a gap.
     """
 
-    samples: tuple[Sample, ...]
+    samples: tuple[LoadSample, ...]
     replicas: tuple[str, ...]
     moments: bool
     period_s: float
@@ -71,14 +71,14 @@ class Telemetry:
         return self.samples[-1].t_s - self.samples[0].t_s + self.period_s
 
 
-def from_rows(rows: Iterable[tuple[int, Mapping[str, str]]], source: str) -> Telemetry:
+def from_rows(rows: Iterable[tuple[int, Mapping[str, str]]], source: str) -> LoadTelemetry:
     """Read rows, each with its line in the file.
 
     Raises:
         TelemetryError: a column or value is missing, no number, or out of range.
         TooLittle: too few samples.
     """
-    samples: list[Sample] = []
+    samples: list[LoadSample] = []
     moments = False
     for line, row in rows:
         place = f"{source}:{line}"
@@ -86,7 +86,7 @@ def from_rows(rows: Iterable[tuple[int, Mapping[str, str]]], source: str) -> Tel
             raise TelemetryError(f"{place}: replica: is missing; every row names its replica")
         moments = moments or row.get(BUSY) in {None, ""}
         samples.append(
-            Sample(
+            LoadSample(
                 _number(row, "t_s", place),
                 row["replica"],
                 _busy(row, place),
@@ -98,7 +98,7 @@ def from_rows(rows: Iterable[tuple[int, Mapping[str, str]]], source: str) -> Tel
     return _telemetry(samples, source, moments=moments)
 
 
-def from_prometheus(answer: object, source: str, meaning: str = "") -> Telemetry:
+def from_prometheus(answer: object, source: str, meaning: str = "") -> LoadTelemetry:
     """Read the answer of a range query.
 
     Args:
@@ -110,7 +110,7 @@ def from_prometheus(answer: object, source: str, meaning: str = "") -> Telemetry
         TelemetryError: it is no successful answer with a matrix, or its meaning is unclear.
         TooLittle: too few samples.
     """
-    samples: list[Sample] = []
+    samples: list[LoadSample] = []
     moments = False
     for index, series in enumerate(_matrix(answer, source)):
         place = f"{source}: data.result[{index}]"
@@ -125,7 +125,7 @@ def from_prometheus(answer: object, source: str, meaning: str = "") -> Telemetry
             if str(pair[1]) == "NaN":
                 continue  # nothing was known then
             row = {"t_s": str(pair[0]), "replica": name, kind: str(pair[1])}
-            samples.append(Sample(_number(row, "t_s", where), name, _busy(row, where)))
+            samples.append(LoadSample(_number(row, "t_s", where), name, _busy(row, where)))
     return _telemetry(samples, source, moments=moments)
 
 
@@ -186,7 +186,7 @@ def _optional(row: Mapping[str, str], field: str, place: str) -> float | None:
     return None if row.get(field) in {None, ""} else _number(row, field, place)
 
 
-def _telemetry(samples: list[Sample], source: str, *, moments: bool) -> Telemetry:
+def _telemetry(samples: list[LoadSample], source: str, *, moments: bool) -> LoadTelemetry:
     samples.sort(key=lambda one: (one.t_s, one.replica))
     replicas = tuple(sorted({one.replica for one in samples}))
     times: dict[str, list[float]] = {}
@@ -207,4 +207,4 @@ def _telemetry(samples: list[Sample], source: str, *, moments: bool) -> Telemetr
     period = statistics.median(gaps)
     expected = sum((row[-1] - row[0]) / period + 1 for row in times.values())
     coverage = min(1.0, len(samples) / expected)
-    return Telemetry(tuple(samples), replicas, moments, period, coverage)
+    return LoadTelemetry(tuple(samples), replicas, moments, period, coverage)

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from rose_simulate.model.errors import Impossible, ScenarioError, TraceError
 from rose_simulate.model.jobs.workload import (
     USUAL_SPAN,
-    Arrival,
+    ContextRange,
     Episode,
-    Span,
+    ServingArrival,
     arrivals,
     episodes,
     shape,
@@ -113,29 +113,31 @@ def read_material(path: Path, scenario: Scenario | FleetScenario) -> SimulationI
 
 # Studies name the same few traces again and again, and to parse one takes longer than to read it.
 @lru_cache(maxsize=8)
-def _arrivals(text: str, path: Path, expected: int | None) -> tuple[Arrival, ...]:
+def _arrivals(text: str, path: Path, expected: int | None) -> tuple[ServingArrival, ...]:
     return arrivals(_parsed(text, path, expected), str(path))
 
 
 @lru_cache(maxsize=8)
-def _episodes(text: str, path: Path, expected: int | None, span: Span) -> tuple[Episode, ...]:
+def _episodes(
+    text: str, path: Path, expected: int | None, span: ContextRange
+) -> tuple[Episode, ...]:
     return episodes(_parsed(text, path, expected), str(path), span)
 
 
-def read_arrivals(path: Path) -> tuple[Arrival, ...]:
+def read_arrivals(path: Path) -> tuple[ServingArrival, ...]:
     """A serving trace."""
     return _arrivals(_text(path), path, _expected(path))
 
 
-def read_episodes(path: Path, span: Span = USUAL_SPAN) -> tuple[Episode, ...]:
+def read_episodes(path: Path, span: ContextRange = USUAL_SPAN) -> tuple[Episode, ...]:
     """Rollout episodes, with contexts of that span."""
     return _episodes(_text(path), path, _expected(path), span)
 
 
-def _span(scenario: Scenario | FleetScenario) -> Span:
+def _span(scenario: Scenario | FleetScenario) -> ContextRange:
     if isinstance(scenario, FleetScenario):
         return USUAL_SPAN
-    return Span(scenario.contexts.first, scenario.contexts.most)
+    return ContextRange(scenario.contexts.first, scenario.contexts.most)
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

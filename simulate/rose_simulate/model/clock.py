@@ -21,7 +21,7 @@ class Event:
         self.call = None
 
 
-class Clock:
+class VirtualClock:
     """The queue of events; ``now_ns`` only moves forward."""
 
     def __init__(self) -> None:

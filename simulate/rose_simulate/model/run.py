@@ -11,8 +11,8 @@ import msgspec
 from rose_core.accounting.ledger import (
     GpuTime,
     Ledger,
+    OutputTokens,
     ServingImpact,
-    Tokens,
     Trajectories,
     allowed_hundredths,
 )
@@ -335,7 +335,7 @@ def ledger(outcome: RunOutcome) -> Ledger:
         borrowed=GpuTime(
             outcome.borrowed_held_ms, min(outcome.borrowed_held_ms, outcome.borrowed_computing_ms)
         ),
-        tokens=Tokens(
+        tokens=OutputTokens(
             sum(job.tokens for job in jobs),
             sum(job.redone_tokens for job in jobs),
             sum(job.discarded_tokens for job in jobs),

@@ -11,35 +11,42 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from rose_core.lending import Policy as LendingPolicy
+from rose_core.lending import PlannerPolicy as LendingPolicy
 from rose_core.rollouts.placement.selection import Policy
 from rose_core.rollouts.placement.watch import LegPatience
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
 from rose_core.wire.routing import EngineKind
 from rose_core.wire.sync import SignalSource
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.cluster.balancer import Balancer
 from rose_simulate.model.cluster.lent import LentReplica, ReplicaCallbacks
-from rose_simulate.model.cluster.nodes import Nodes
+from rose_simulate.model.cluster.nodes import WorldNodes
 from rose_simulate.model.cluster.own_engines import USUAL_CONTEXT, OwnEngines
-from rose_simulate.model.cluster.planner import Planner, PlannerInputs, lend_once
+from rose_simulate.model.cluster.planner import PlannerInputs, SimulatedPlanner, lend_once
 from rose_simulate.model.cluster.whole import WholeLender
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
 from rose_simulate.model.gpus.gates import ServingRequest
 from rose_simulate.model.gpus.kept import KeptKeys
 from rose_simulate.model.gpus.paper import PaperGate
 from rose_simulate.model.jobs.job import Job, JobFacts
-from rose_simulate.model.jobs.workload import Arrival, Episode, Shape, bursts, replay, sessions
+from rose_simulate.model.jobs.workload import (
+    Episode,
+    ServingArrival,
+    Shape,
+    bursts,
+    replay,
+    sessions,
+)
 from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
-from rose_simulate.model.routing.demand import Demands
+from rose_simulate.model.routing.demand import SimulatedDemands
 from rose_simulate.model.routing.router import Router, RouterOptions
-from rose_simulate.model.routing.turns import Engine
+from rose_simulate.model.routing.turns import AttachedEngine
 from rose_simulate.model.scenarios.costs import costs
 from rose_simulate.model.scenarios.scenario import Failure, RolloutJob, Scenario, Service
 
 _LOOK_S = 10.0  # the paper's choice of GPUs needs some recent KV use
 
-MakeRouter = Callable[[Clock, str, Policies, RouterOptions, random.Random], Router]
+MakeRouter = Callable[[VirtualClock, str, Policies, RouterOptions, random.Random], Router]
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class SimulationInputs:
     """Traces and shapes as read by the shell: name in the scenario -> rows."""
 
     episodes: tuple[Episode, ...]
-    traces: Mapping[str, tuple[Arrival, ...]] = field(default_factory=dict)
+    traces: Mapping[str, tuple[ServingArrival, ...]] = field(default_factory=dict)
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
 
@@ -72,7 +79,7 @@ class Simulation:
     ) -> None:
         self.scenario, self.seed, self.material = scenario, seed, material
         self.rules, self._make_router = rules, make_router
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self.replicas: list[LentReplica] = []
         self._by_service: dict[str, list[LentReplica]] = {}
         self.requests: dict[str, list[ServingRequest]] = {}
@@ -85,9 +92,9 @@ class Simulation:
         self._link_up_ns = 0
         self.weight_bytes = 0
         self._whole: WholeLender | None = None
-        self.planner: Planner | None = None
+        self.planner: SimulatedPlanner | None = None
         self._tiers = self._kept_keys()
-        self.nodes = Nodes(self.clock, scenario, seed, self._again, self._retry)
+        self.nodes = WorldNodes(self.clock, scenario, seed, self._again, self._retry)
         self._balancer = Balancer(self._serving, lambda: self.nodes.down > 0)
         self._build()
 
@@ -142,12 +149,12 @@ class Simulation:
         elif rules.lends is LendingMode.PLANNER:
             polled = rules.gate is GateKind.POLLED
             signal = SignalSource.LOADS if polled else SignalSource.WIRE_TAP
-            demands = Demands(self.clock, self.routers)
+            demands = SimulatedDemands(self.clock, self.routers)
             policy = LendingPolicy(by_gain=rules.by_gain)
             told = PlannerInputs(self.nodes.silence, runs=self._runs, policy=policy)
             if rules.by_demand:
                 told = replace(told, demand=demands.of)
-            self.planner = Planner(
+            self.planner = SimulatedPlanner(
                 self.clock, self.scenario, self.replicas, self._lend, signal=signal, told=told
             )
             if rules.by_demand:
@@ -295,13 +302,13 @@ class Simulation:
         assert job is not None  # noqa: S101  # only a lent replica has an engine
         now = self.clock.now_ns
         cap = max(1, min(job.cap, batch.kv_tokens // USUAL_CONTEXT))
-        engine = Engine(
+        engine = AttachedEngine(
             replica.name, EngineKind.BORROWED, batch, None, replica.gate.is_open, cap, now
         )
         self.routers[job.name].attach(engine)
         self._send(job, engine, share=1.0)
 
-    def _send(self, job: RolloutJob, engine: Engine, share: float) -> None:
+    def _send(self, job: RolloutJob, engine: AttachedEngine, share: float) -> None:
         link = self.scenario.link
         model = costs(job.device, job.model, 1.0).fit
         size = round(model.weights_gb * 1e9 * share)

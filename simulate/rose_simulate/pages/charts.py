@@ -17,7 +17,7 @@ _ROW, _TOP, _BOTTOM, _RIGHT = 22, 34, 34, 70
 
 
 @dataclass(frozen=True)
-class Row:
+class ChartRow:
     """One row of an interval chart; without ends only the value is drawn."""
 
     label: str
@@ -28,7 +28,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One line; points ascend in x."""
 
     name: str
@@ -44,7 +44,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def intervals(title: str, rows: Sequence[Row], *, unit: str, reference: float | None) -> str:
+def intervals(title: str, rows: Sequence[ChartRow], *, unit: str, reference: float | None) -> str:
     """Values with their intervals, one row each, and a line to compare with."""
     left = 12 + max((len(row.label) for row in rows), default=0) * 6.6
     width, height = 760.0, _TOP + _BOTTOM + _ROW * max(1, len(rows))
@@ -73,7 +73,7 @@ def intervals(title: str, rows: Sequence[Row], *, unit: str, reference: float | 
     return _page(title, width, height, parts)
 
 
-def lines(title: str, series: Sequence[Line], *, x: str, y: str) -> str:
+def lines(title: str, series: Sequence[ChartLine], *, x: str, y: str) -> str:
     """Lines over a common axis."""
     width, height, left, right = 760.0, 280.0, 64.0, 20.0
     xs = [point[0] for one in series for point in one.points] or [0.0, 1.0]

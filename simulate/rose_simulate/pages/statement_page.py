@@ -11,12 +11,12 @@ from html import escape
 from rose_core.accounting.breakdown import CostBreakdown, money
 from rose_core.accounting.breakdown import lines as told_lines
 from rose_core.accounting.cost import GIGABYTE, MICRO
-from rose_core.accounting.statement import Statement
-from rose_simulate.pages.charts import Line, intervals, lines
-from rose_simulate.pages.charts import Row as Bar
+from rose_core.accounting.statement import CostStatement
+from rose_simulate.pages.charts import ChartLine, intervals, lines
+from rose_simulate.pages.charts import ChartRow as Bar
 
 
-def html(found: Sequence[Statement], parts: Mapping[str, CostBreakdown] | None = None) -> str:
+def html(found: Sequence[CostStatement], parts: Mapping[str, CostBreakdown] | None = None) -> str:
     """As a page that stands alone.
 
     Args:
@@ -29,7 +29,9 @@ def html(found: Sequence[Statement], parts: Mapping[str, CostBreakdown] | None =
         bars = [Bar(one.name, (one.per_accepted or 0.0) / MICRO) for one in priced]
         plots += intervals("Cost per accepted trajectory", bars, unit="currency", reference=None)
         series = [
-            Line(one.name, [(share, (price or 0.0) / MICRO) for share, price in one.sensitivity])
+            ChartLine(
+                one.name, [(share, (price or 0.0) / MICRO) for share, price in one.sensitivity]
+            )
             for one in priced
         ]
         title = "Cost per accepted trajectory by the price of a lent hour"

@@ -15,10 +15,10 @@ from rose_simulate.model.fleets.fleet import FleetOutcome
 from rose_simulate.model.outcome import Interval, RunOutcome, paired_ratio
 from rose_simulate.model.run import ledger
 from rose_simulate.model.scenarios.scenario import Regime
-from rose_simulate.pages.charts import Line, intervals, lines
-from rose_simulate.pages.charts import Row as Bar
+from rose_simulate.pages.charts import ChartLine, intervals, lines
+from rose_simulate.pages.charts import ChartRow as Bar
 from rose_simulate.runs.fleets import FleetResult, against
-from rose_simulate.runs.study import PRICES, READINGS, Result, Row, per_violation
+from rose_simulate.runs.study import PRICES, READINGS, Result, StudyRow, per_violation
 
 # Studies whose scenarios differ in one thing.
 _ACROSS = frozenset({"agents", "attention", "eager", "freshness", "tail", "mps"})
@@ -32,7 +32,7 @@ _ORDER = ("fixed", "rose-paper", "rose-paper-dedicated", "ours")
 
 
 @dataclass
-class Page:
+class StudyPage:
     """Markdown and the plots it shows, by file name."""
 
     text: str
@@ -41,9 +41,9 @@ class Page:
 
 def page(
     name: str, title: str, says: str, found: Sequence[Result | FleetResult], chosen: str = ""
-) -> Page:
+) -> StudyPage:
     """The page of one study; ``chosen`` are the flags that made it."""
-    made = Page(f"# Study {title}\n\n{says} Made by `rose simulate study {name}{chosen}`.\n")
+    made = StudyPage(f"# Study {title}\n\n{says} Made by `rose simulate study {name}{chosen}`.\n")
     if name in _BRIEF:
         _brief([one for one in found if isinstance(one, Result)], made)
         return made
@@ -58,7 +58,7 @@ def page(
     return made
 
 
-def _brief(found: Sequence[Result], made: Page) -> None:
+def _brief(found: Sequence[Result], made: StudyPage) -> None:
     """Production against the paper's rules, and what a trainer that streams brings each regime."""
     told = dict.fromkeys((one.seconds, one.seeds) for one in found)
     made.text += "".join(
@@ -96,7 +96,7 @@ def _brief(found: Sequence[Result], made: Page) -> None:
     _streamed(found, made)
 
 
-def _streamed(found: Sequence[Result], made: Page) -> None:
+def _streamed(found: Sequence[Result], made: StudyPage) -> None:
     """A trainer that streams beside one that does not, regime by regime."""
     by_name = {one.scenario: one for one in found}
     regimes = list(dict.fromkeys(row.regime for one in found for row in one.rows))
@@ -126,11 +126,11 @@ def _streamed(found: Sequence[Result], made: Page) -> None:
     made.text += f"\nA gain is shown in {gains} of {cells} cells.\n"
 
 
-def _ttft(row: Row) -> str:
+def _ttft(row: StudyRow) -> str:
     return f"{_times(row.ttft_p50_ratio)}, {_times(row.ttft_p99_ratio)}"
 
 
-def _paper(one: Result, row: Row) -> Row | None:
+def _paper(one: Result, row: StudyRow) -> StudyRow | None:
     """The reading of the paper's rules that gave more useful tokens there; None = none was run."""
     cell = [r for r in one.rows if (r.derate, r.slowdown) == (row.derate, row.slowdown)]
     read = [r for r in cell if r.regime in READINGS]
@@ -143,7 +143,7 @@ def _step(ones: Sequence[RunOutcome]) -> str:
     return f"{sum(steps) / len(steps):.0f} s" if steps else ""
 
 
-def _across(found: Sequence[Result], made: Page) -> None:
+def _across(found: Sequence[Result], made: StudyPage) -> None:
     """The later scenarios relative to the first, regime by regime, paired by seed."""
     first = found[0]
     made.text += (
@@ -161,7 +161,7 @@ def _across(found: Sequence[Result], made: Page) -> None:
                 )
 
 
-def _cell(first: Result, row: Row) -> Row:
+def _cell(first: Result, row: StudyRow) -> StudyRow:
     """The row's place in another scenario, which may have other factors: then its largest one."""
     factors = {one.slowdown for one in first.rows}
     if row.slowdown in factors:
@@ -169,7 +169,7 @@ def _cell(first: Result, row: Row) -> Row:
     return msgspec.structs.replace(row, slowdown=max(factors))
 
 
-def _of(result: Result, row: Row) -> list[RunOutcome]:
+def _of(result: Result, row: StudyRow) -> list[RunOutcome]:
     return _in(result, row.regime, row.derate, row.slowdown)
 
 
@@ -200,7 +200,7 @@ def _compared(
     return paired_ratio(*pairs) if min((*pairs[0], *pairs[1]), default=0.0) > 0 else None
 
 
-def _events(name: str, one: Result, made: Page) -> None:
+def _events(name: str, one: Result, made: StudyPage) -> None:
     seeds = ", ".join(map(str, one.seeds))
     made.text += (
         f"\n## {one.scenario}\n\n{one.seconds:g} s counted, seeds {seeds}. Ratios are paired by "
@@ -366,7 +366,7 @@ def _sensitivity(one: Result) -> str:
     )
 
 
-def _row(row: Row) -> str:
+def _row(row: StudyRow) -> str:
     cost = "" if row.cost_per_accepted is None else f"{1000 * row.cost_per_accepted:.2f}"
     even = "" if row.break_even is None else f"{row.break_even:.2f}"
     best = _shown(row.against_best)
@@ -418,7 +418,7 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
 
 
-def _fleet(name: str, one: FleetResult, made: Page) -> None:
+def _fleet(name: str, one: FleetResult, made: StudyPage) -> None:
     made.text += (
         f"\n## {one.scenario}\n\n{one.outcomes[0].gpus} GPUs. Ratios are paired by seed, with 95 % "
         "intervals; the other figures are means over seeds, added violations with an interval: "
@@ -434,7 +434,9 @@ def _fleet(name: str, one: FleetResult, made: Page) -> None:
         same = [o for o in one.outcomes if (o.derate, o.regime) == (derate, regime)]
         made.text += _fleet_row(one, same)
     series = [
-        Line(outcome.regime, [(hour, value) for hour, value in enumerate(outcome.hourly_tokens)])
+        ChartLine(
+            outcome.regime, [(hour, value) for hour, value in enumerate(outcome.hourly_tokens)]
+        )
         for outcome in one.outcomes
         if len(outcome.hourly_tokens) > 2 and _is_first(outcome, one)
     ]

@@ -15,7 +15,7 @@ from rose_simulate.model.fleets.curves import (
     curve,
     dedicated_tokens_per_s,
 )
-from rose_simulate.model.fleets.fleet import Fleet, FleetOutcome
+from rose_simulate.model.fleets.fleet import FleetOutcome, FleetRun
 from rose_simulate.model.outcome import Interval, paired_ratio
 from rose_simulate.model.regimes import RULES, RegimeRules
 from rose_simulate.model.scenarios.fleet_scenario import FleetScenario
@@ -76,7 +76,7 @@ def run_bins(
     curves: tuple[Curve, ...],
 ) -> FleetOutcome:
     """One run, whose replicas give what the curves say."""
-    fleet = Fleet(
+    fleet = FleetRun(
         told,
         regime,
         seed,

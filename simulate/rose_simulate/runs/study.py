@@ -26,7 +26,7 @@ READINGS = (Regime.ROSE_PAPER, Regime.ROSE_PAPER_DEDICATED)
 """The two readings of the paper's placement; see ``rose_simulate.model.gpus.paper``."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class StudyRow(msgspec.Struct, frozen=True):
     """One regime at one derate, over all seeds.
 
     Attributes:
@@ -80,7 +80,7 @@ class Result(msgspec.Struct, frozen=True):
     scenario: str
     seconds: float
     seeds: tuple[int, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[StudyRow, ...]
     outcomes: tuple[RunOutcome, ...]
 
 
@@ -102,7 +102,7 @@ def study(
     cases = [Case(cell, seed) for cell in cells for seed in scenario.seeds]
     answers = (runner or Runner()).run(cases, material, progress)
     outcomes: list[RunOutcome] = []
-    rows: list[Row] = []
+    rows: list[StudyRow] = []
     for cell in cells:
         found: dict[str, list[RunOutcome]] = {}
         for case, ones in zip(cases, answers, strict=True):
@@ -116,7 +116,7 @@ def study(
 
 def _row(
     regime: str, ones: list[RunOutcome], found: dict[str, list[RunOutcome]], cell: Scenario
-) -> Row:
+) -> StudyRow:
     fixed = found[Regime.FIXED]
     whole, base = (
         sum(map(ledger, ones[1:]), ledger(ones[0])),
@@ -130,7 +130,7 @@ def _row(
     price = per_accepted(whole, PRICES)
     best = _better(found)
     won, added = _won(ones, fixed, cell), sum(one.added_violations for one in ones)
-    return Row(
+    return StudyRow(
         regime=regime,
         derate=ones[0].derate,
         throughput=_ratio(ones, fixed),
@@ -220,7 +220,7 @@ def table(result: Result) -> str:
     return "\n".join([head, *map(_line, result.rows)])
 
 
-def _line(row: Row) -> str:
+def _line(row: StudyRow) -> str:
     added = f"{row.added_violations}/{row.requests}"
     ttft = " ".join(map(_times, (row.ttft_p50_ratio, row.ttft_p90_ratio, row.ttft_p99_ratio)))
     slower = ", ".join(
@@ -236,7 +236,7 @@ def _line(row: Row) -> str:
     )
 
 
-def per_violation(row: Row) -> str:
+def per_violation(row: StudyRow) -> str:
     """GPU-hours won for each request that lending made late, in words."""
     return "none late" if row.per_violation is None else f"{row.per_violation:.2f}"
 

@@ -21,9 +21,9 @@ import msgspec
 import yaml
 
 from rose_simulate.advice.errors import AdviceError, TelemetryError
-from rose_simulate.advice.estimate import Assumed, Estimate, Interval, estimate
+from rose_simulate.advice.estimate import Assumed, EstimateInterval, LendingEstimate, estimate
 from rose_simulate.advice.recommend import Advice, Goal, recommend
-from rose_simulate.advice.telemetry import BUSY, RUNNING, Telemetry, from_prometheus, from_rows
+from rose_simulate.advice.telemetry import BUSY, RUNNING, LoadTelemetry, from_prometheus, from_rows
 from rose_wire.flags import amount, count, share
 
 PERCENTS = (10, 25, 50, 75, 100)
@@ -71,7 +71,7 @@ def _label(text: str) -> tuple[str, str]:
     return key, value
 
 
-def read(path: Path, meaning: str = "") -> Telemetry:
+def read(path: Path, meaning: str = "") -> LoadTelemetry:
     """Read a file of telemetry.
 
     Raises:
@@ -119,7 +119,7 @@ def _row(one: object, path: Path, number: int) -> dict[str, str]:
     return {str(key): str(value) for key, value in one.items() if value is not None}
 
 
-def show(found: Estimate, advice: Advice) -> str:
+def show(found: LendingEstimate, advice: Advice) -> str:
     """Both as text."""
     lines = [
         f"{found.replicas} replicas, {found.span_s / 3600:.1f} h recorded, "
@@ -147,7 +147,7 @@ def _under(first: str, then: str) -> _Indents:
     return {"initial_indent": first, "subsequent_indent": then}
 
 
-def _percent(interval: Interval) -> str:
+def _percent(interval: EstimateInterval) -> str:
     return f"{interval.value:.1%} [{interval.low:.1%}, {interval.high:.1%}]"
 
 

@@ -26,7 +26,14 @@ from rose_core.devices.model_size import (
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.tensors.safetensors import list_tensors
 from rose_simulate.advice.errors import AdviceError
-from rose_simulate.advice.memory import Change, Engine, Serving, Setting, largest, settings
+from rose_simulate.advice.memory import (
+    Serving,
+    ServingEngineKind,
+    Setting,
+    SettingChange,
+    largest,
+    settings,
+)
 from rose_wire.flags import amount, count, share
 
 # As their drivers count them.
@@ -43,7 +50,13 @@ def parser() -> argparse.ArgumentParser:
     add("--serving", type=Path, required=True, metavar="DIR", help="model that serves")
     add("--serving-gpus", type=int, choices=(1, 2, 4, 8), default=1, help="of one replica")
     add("--serving-besides", type=amount, default=3.0, metavar="GiB", help=_BESIDES)
-    add("--engine", type=Engine, choices=list(Engine), default=Engine.SGLANG, help="that serves")
+    add(
+        "--engine",
+        type=ServingEngineKind,
+        choices=list(ServingEngineKind),
+        default=ServingEngineKind.SGLANG,
+        help="that serves",
+    )
     add("--rollout", type=Path, required=True, metavar="DIR", help="model of the leases")
     add("--kv-tokens", type=count, default=16384, help="of the lease")
     add("--max-running", type=count, default=8, help="of the lease: turns at a time")
@@ -107,7 +120,7 @@ def fp8_weights(folder: Path) -> int | None:
         raise AdviceError(f"{folder}: its size in FP8 cannot be told: {error}") from error
 
 
-def serving_of(folder: Path, gpus: int, besides_gib: float, engine: Engine) -> Serving:
+def serving_of(folder: Path, gpus: int, besides_gib: float, engine: ServingEngineKind) -> Serving:
     """The serving engine on one of its GPUs.
 
     Raises:
@@ -161,7 +174,7 @@ def _in_words(size: EngineSize, *, measured: bool) -> str:
     )
 
 
-def show_changes(found: Sequence[Change], size: EngineSize, *, measured: bool) -> str:
+def show_changes(found: Sequence[SettingChange], size: EngineSize, *, measured: bool) -> str:
     """What each setting would change, as a table."""
     lines = [
         _in_words(size, measured=measured),
@@ -187,7 +200,7 @@ def show_changes(found: Sequence[Change], size: EngineSize, *, measured: bool) -
 
 def show(options: argparse.Namespace, rows: tuple[Setting, ...], size: EngineSize) -> str:
     """The table and what stands around it."""
-    sglang = options.engine is Engine.SGLANG
+    sglang = options.engine is ServingEngineKind.SGLANG
     flag = "--mem-fraction-static" if sglang else "--gpu-memory-utilization"
     lines = [
         _in_words(size, measured=options.rollout_besides is not None),

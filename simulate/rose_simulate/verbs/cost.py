@@ -32,7 +32,7 @@ from rose_core.accounting.correct import violation_price
 from rose_core.accounting.cost import GIGABYTE, MICRO, Prices
 from rose_core.accounting.leases import UNLENT, OutsideLeases, ledger_of, unlent_of
 from rose_core.accounting.ledger import ServingImpact, allowed_hundredths, total
-from rose_core.accounting.statement import Statement, statement
+from rose_core.accounting.statement import CostStatement, statement
 from rose_simulate.model.run import ledger
 from rose_simulate.model.scenarios.scenario import Regime
 from rose_simulate.pages.statement_page import html, percent
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def read(path: Path, options: argparse.Namespace) -> list[Statement]:
+def read(path: Path, options: argparse.Namespace) -> list[CostStatement]:
     """The statements of a file.
 
     Raises:
@@ -115,14 +115,14 @@ def read(path: Path, options: argparse.Namespace) -> list[Statement]:
 
 def _of_result(
     path: Path, content: dict[str, Any], prices: Prices, *, derived: bool
-) -> list[Statement]:
+) -> list[CostStatement]:
     """``derived``: a late request costs what serving's GPUs cost by the requests they served."""
     try:
         result = msgspec.convert(content, Result)
     except msgspec.ValidationError as error:
         message = f"{path}: is no result of this version of rose simulate: {error}"
         raise CostError(message) from error
-    found: list[Statement] = []
+    found: list[CostStatement] = []
     for derate, slowdown in dict.fromkeys((row.derate, row.slowdown) for row in result.rows):
         runs = {
             row.regime: [
@@ -165,7 +165,7 @@ def _late_by(prices: Prices, gpu_hours: float, requests: int) -> Prices:
 
 def _of_leases(
     path: Path, content: dict[str, Any], prices: Prices, options: argparse.Namespace
-) -> list[Statement]:
+) -> list[CostStatement]:
     items = content.get("items", [content])
     found = []
     for index, item in enumerate(items):
@@ -210,14 +210,14 @@ def _of_leases(
     return found
 
 
-def _of_pool(name: str, item: dict[str, Any], prices: Prices) -> Statement:
+def _of_pool(name: str, item: dict[str, Any], prices: Prices) -> CostStatement:
     """What no lease of the pool is charged."""
     totals = item.get("status", {}).get("totals", {})
     unlent = unlent_of(int(totals.get("unlentReservedMilliseconds", 0)))
     return statement(f"{name} ({UNLENT})", unlent, prices)
 
 
-def show(found: Sequence[Statement]) -> str:
+def show(found: Sequence[CostStatement]) -> str:
     """Render statements as text, one a line."""
     width = max((len(one.name) for one in found), default=0)
     head = (
@@ -228,7 +228,7 @@ def show(found: Sequence[Statement]) -> str:
     return "\n".join([head, *(_line(one, width) for one in found)]) + "\n"
 
 
-def _line(one: Statement, width: int) -> str:
+def _line(one: CostStatement, width: int) -> str:
     used = one.ledger
     return (
         f"{one.name:<{width}}  {one.dedicated_hours:>11.2f}  {one.borrowed_hours:>10.2f}  "

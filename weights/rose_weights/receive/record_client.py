@@ -34,7 +34,7 @@ from rose_weights.methods import (
     READ_BLOCK,
     READ_RECORD,
 )
-from rose_weights.store.record import Record, record_of
+from rose_weights.store.record import TurnRecord, record_of
 from rose_wire import rpc
 from rose_wire.errors import WireError
 from rose_wire.method import Method
@@ -69,7 +69,7 @@ class RemoteRecords:
         """See ``RecordStore``."""
         return self._ask(LOOK, SessionRequest(run, session))
 
-    def read(self, run: str, session: str, name: str) -> Record:
+    def read(self, run: str, session: str, name: str) -> TurnRecord:
         """See ``RecordStore``."""
         return record_of(self._ask(READ_RECORD, RecordRequest(run, session, name)), name, session)
 

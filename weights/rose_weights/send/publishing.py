@@ -17,7 +17,7 @@ import grpc
 import msgspec
 
 from rose_core.delta import BlockEntry, Manifest, faults
-from rose_core.delta.parts import Part
+from rose_core.delta.parts import RankPart
 from rose_core.identity import WeightVersion
 from rose_weights.call_policy import promptly, understanding
 from rose_weights.errors import BadManifest, Incomplete, StoreFailed, from_text
@@ -153,7 +153,7 @@ class WeightsWriter:
 
     async def publish_part(
         self,
-        part: Part,
+        part: RankPart,
         blocks: Mapping[bytes, bytes],
         expected: WeightVersion | None,
         *,
@@ -190,7 +190,7 @@ class WeightsWriter:
         return await self._patiently(attempt, str(part.target), patience_seconds)
 
     async def continue_part(
-        self, part: Part, expected: WeightVersion | None, *, patience_seconds: float = 300.0
+        self, part: RankPart, expected: WeightVersion | None, *, patience_seconds: float = 300.0
     ) -> VersionInfo | None:
         """Ask, as one rank of all, whether a kept version is the state whose digests these are.
 
@@ -214,7 +214,7 @@ class WeightsWriter:
 
     @staticmethod
     def _request(
-        part: Part,
+        part: RankPart,
         expected: WeightVersion | None,
         patience_seconds: float,
         encode_seconds: float = 0.0,
@@ -225,7 +225,7 @@ class WeightsWriter:
         data = msgspec.msgpack.encode(part)
         return PartRequest(data, expected, seconds, encode_seconds, continues)
 
-    async def _together(self, part: Part, request: PartRequest) -> PartReply:
+    async def _together(self, part: RankPart, request: PartRequest) -> PartReply:
         """What the store answers when the parts of all ranks are there.
 
         Raises:

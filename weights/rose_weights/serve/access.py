@@ -58,7 +58,7 @@ OPEN: Mapping[str, AccessRights] = {"": AccessRights(publish=("*",), read=("*",)
 """Everybody may do everything: for services that only this machine reaches."""
 
 
-class Access:
+class StoreAccess:
     """The rules of one service.
 
     Args:
@@ -73,7 +73,7 @@ class Access:
         self._tenants = tenants
 
     @classmethod
-    def load(cls, path: Path, tenants: Tenants | None = None) -> Access:
+    def load(cls, path: Path, tenants: Tenants | None = None) -> StoreAccess:
         """Read the file of ``--access``.
 
         Raises:

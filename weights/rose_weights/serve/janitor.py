@@ -16,7 +16,7 @@ from rose_weights import metrics
 from rose_weights.errors import WeightsError
 from rose_weights.serve.leases import Leases
 from rose_weights.store import retention
-from rose_weights.store.planning import Planner
+from rose_weights.store.planning import FetchPlanner
 from rose_weights.store.store import Store
 
 LOG = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Janitor:
     """
 
     def __init__(
-        self, store: Store, planner: Planner, leases: Leases, window: int, grace_seconds: float
+        self, store: Store, planner: FetchPlanner, leases: Leases, window: int, grace_seconds: float
     ) -> None:
         self._store = store
         self._planner = planner

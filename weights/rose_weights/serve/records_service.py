@@ -38,7 +38,7 @@ from rose_weights.methods import (
     READ_BLOCK,
     READ_RECORD,
 )
-from rose_weights.serve.access import OPEN, Access
+from rose_weights.serve.access import OPEN, StoreAccess
 from rose_weights.serve.responses import answering
 from rose_weights.store.record_store import StoredRecords
 from rose_weights.store.store import Store
@@ -53,9 +53,9 @@ class RecordsService:
         access: who may do what; by default everybody everything, as nobody else gets in.
     """
 
-    def __init__(self, store: Store, access: Access | None = None) -> None:
+    def __init__(self, store: Store, access: StoreAccess | None = None) -> None:
         self._records = StoredRecords(store)
-        self._access = access or Access(OPEN)
+        self._access = access or StoreAccess(OPEN)
 
     def bind(self, server: Server) -> None:
         """Offer every method on a server."""

@@ -39,7 +39,7 @@ from rose_weights.messages import (
 )
 from rose_weights.methods import ATTESTED, DESCRIBE, FETCH, PLAN, WATCH
 from rose_weights.pieces import AHEAD_BYTES, PIECE_BYTES, Unpacker, pack
-from rose_weights.serve.access import OPEN, Access
+from rose_weights.serve.access import OPEN, StoreAccess
 from rose_weights.serve.relay_plans import RelayPlans
 from rose_weights.serve.responses import answering, refusing
 from rose_weights.store.blocks import Blocks
@@ -55,7 +55,7 @@ MOST_SIZES = 2_000_000
 """Sizes of blocks remembered from plans; a block without one is asked for alone."""
 
 
-class Relay:
+class RelayHandlers:
     """Handlers over a store elsewhere and a folder of blocks here.
 
     Args:
@@ -73,13 +73,13 @@ class Relay:
         *,
         token: str = "",
         keep_bytes: int = KEEP_BYTES,
-        access: Access | None = None,
+        access: StoreAccess | None = None,
     ) -> None:
         self._channel = channel
         self._blocks = blocks
         self._token = token
         self._keep = keep_bytes
-        self._access = access or Access(OPEN)
+        self._access = access or StoreAccess(OPEN)
         self._sizes: dict[bytes, int] = {}
         self._coming: dict[bytes, asyncio.Future[None]] = {}
         self._plans: dict[tuple[object, ...], asyncio.Task[PlanReply]] = {}

@@ -66,7 +66,7 @@ from rose_weights.methods import (
 )
 from rose_weights.pieces import pack, together
 from rose_weights.serve.access import OPEN as EVERYTHING
-from rose_weights.serve.access import Access, Right
+from rose_weights.serve.access import Right, StoreAccess
 from rose_weights.serve.janitor import Janitor
 from rose_weights.serve.leases import Leases
 from rose_weights.serve.responses import (
@@ -79,9 +79,9 @@ from rose_weights.serve.responses import (
     run_of,
 )
 from rose_weights.store import retention
-from rose_weights.store.planning import Planner
+from rose_weights.store.planning import FetchPlanner
 from rose_weights.store.record_store import is_place
-from rose_weights.store.sharded_parts import Parts, run_of_part
+from rose_weights.store.sharded_parts import IncompleteVersions, run_of_part
 from rose_weights.store.state import RunState
 from rose_weights.store.store import Store
 from rose_wire.rpc import Server, peer
@@ -199,14 +199,14 @@ class WeightService:
         *,
         window: int = retention.WINDOW,
         grace_seconds: float = retention.GRACE_SECONDS,
-        access: Access | None = None,
+        access: StoreAccess | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._planner = Planner(store)
-        self._parts = Parts(store)
+        self._planner = FetchPlanner(store)
+        self._parts = IncompleteVersions(store)
         self._following = Attestations(store, clock)
-        self._access = access or Access(EVERYTHING)
+        self._access = access or StoreAccess(EVERYTHING)
         self._leases = Leases(clock)
         self._moved = asyncio.Event()
         self._tidying = Janitor(store, self._planner, self._leases, window, grace_seconds)

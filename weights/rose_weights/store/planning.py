@@ -31,7 +31,7 @@ from rose_weights.store.store import Store
 LOG = logging.getLogger(__name__)
 
 
-class Planner:
+class FetchPlanner:
     """Answers plans for one store; safe to call from several threads."""
 
     def __init__(self, store: Store) -> None:

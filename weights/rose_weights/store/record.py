@@ -49,7 +49,7 @@ class Command(msgspec.Struct, frozen=True):
     result: dict[str, Any]
 
 
-class Record(msgspec.Struct, frozen=True):
+class TurnRecord(msgspec.Struct, frozen=True):
     """One turn of a trajectory.
 
     Attributes:
@@ -92,7 +92,7 @@ class Record(msgspec.Struct, frozen=True):
         return {bytes.fromhex(name) for part in self.parts for name in part.packs.values()}
 
 
-def read_record(store: Store, place: str, name: str) -> Record:
+def read_record(store: Store, place: str, name: str) -> TurnRecord:
     """A listed record.
 
     Args:
@@ -118,7 +118,7 @@ def stored_record(store: Store, place: str, name: str) -> bytes:
         raise Damaged(f"record {name[:16]} of {place} cannot be read: {error}") from error
 
 
-def record_of(data: bytes, name: str, whose: str) -> Record:
+def record_of(data: bytes, name: str, whose: str) -> TurnRecord:
     """A record as it is stored, checked by its name.
 
     It is never encoded again for that: a record of before a field was added, or after, would have
@@ -130,6 +130,6 @@ def record_of(data: bytes, name: str, whose: str) -> Record:
     if hashlib.sha256(data).hexdigest() != name:
         raise Damaged(f"record {name[:16]} of {whose} is not what the state lists")
     try:
-        return msgspec.json.decode(data, type=Record)
+        return msgspec.json.decode(data, type=TurnRecord)
     except UNREADABLE as error:
         raise Damaged(f"record {name[:16]} of {whose} cannot be read: {error}") from error

@@ -30,7 +30,7 @@ from rose_core.identity import run_name
 from rose_core.unreadable import UNREADABLE
 from rose_weights.errors import BadManifest, Damaged, Fenced, UnknownRun, UnknownVersion
 from rose_weights.messages import SessionState
-from rose_weights.store.record import Record, read_record, stored_record
+from rose_weights.store.record import TurnRecord, read_record, stored_record
 from rose_weights.store.state import ListedRecord, RunState
 from rose_weights.store.store import Store
 
@@ -79,7 +79,7 @@ class RecordStore(Protocol):
     def look(self, run: str, session: str) -> SessionState:
         """How a session stands; one that nobody has begun has the fence 0."""
 
-    def read(self, run: str, session: str, name: str) -> Record:
+    def read(self, run: str, session: str, name: str) -> TurnRecord:
         """A record of the session.
 
         Raises:
@@ -147,7 +147,7 @@ class StoredRecords:
         except UnknownRun:
             return SessionState()
 
-    def read(self, run: str, session: str, name: str) -> Record:
+    def read(self, run: str, session: str, name: str) -> TurnRecord:
         """See ``RecordStore``."""
         return read_record(self._store, place_of(run, session), name)
 
@@ -214,9 +214,9 @@ def check_fence(state: SessionState, session: str, fence: int) -> None:
         )
 
 
-def _decoded(data: bytes, session: str, fence: int) -> Record:
+def _decoded(data: bytes, session: str, fence: int) -> TurnRecord:
     try:
-        record = msgspec.json.decode(data, type=Record)
+        record = msgspec.json.decode(data, type=TurnRecord)
         record.blocks()
     except (*UNREADABLE, ValueError) as error:
         raise BadManifest(f"this is no record of {session}: {error}") from error

@@ -29,20 +29,20 @@ from typing import Any
 
 import msgspec
 
-from rose_core.sandboxes.pages import PACK, Data, Piece, TornPart, pack, pages, unpack
+from rose_core.sandboxes.pages import PACK, Data, PackPiece, TornPart, pack, pages, unpack
 from rose_weights.errors import Damaged, Incomplete, UnknownVersion
-from rose_weights.store.record import Command, OutsideEffect, Record, SavedPart
+from rose_weights.store.record import Command, OutsideEffect, SavedPart, TurnRecord
 from rose_weights.store.record_store import RecordStore, StoredRecords, check_fence, unknown_turn
 from rose_weights.store.store import Store
 
 __all__ = [
     "Command",
     "OutsideEffect",
-    "Owned",
-    "Record",
+    "OwnedSession",
+    "PublishedTurn",
     "Records",
     "SavedPart",
-    "Turn",
+    "TurnRecord",
     "digest_of",
     "mapped",
 ]
@@ -57,7 +57,7 @@ _FAST = 1
 
 
 @dataclass(frozen=True)
-class Turn:
+class PublishedTurn:
     """What is published of a turn.
 
     Attributes:
@@ -65,7 +65,7 @@ class Turn:
         ids: token ids of the session so far.
         spec: of the sandbox.
         files, processes: new parts, best as they lie in files; None: as in the record before.
-        weight_versions, effects, commands, parent: as in ``Record``.
+        weight_versions, effects, commands, parent: as in ``TurnRecord``.
         history: of the router; None: as in the record before.
     """
 
@@ -82,7 +82,7 @@ class Turn:
 
 
 @dataclass
-class Owned:
+class OwnedSession:
     """A session that this host may publish.
 
     Attributes:
@@ -97,8 +97,8 @@ class Owned:
     session: str
     owner: str
     fence: int
-    last: Record | None = None
-    known: dict[str, Mapping[bytes, Piece]] = field(default_factory=dict)
+    last: TurnRecord | None = None
+    known: dict[str, Mapping[bytes, PackPiece]] = field(default_factory=dict)
     written: int = 0
     lost: bool = False
 
@@ -143,7 +143,7 @@ class Records:
         """Let go of the store."""
         self._store.close()
 
-    def own(self, session: str, owner: str, over: int | None = None) -> Owned:
+    def own(self, session: str, owner: str, over: int | None = None) -> OwnedSession:
         """Take a session over, or begin it: every host before is fenced from here on.
 
         Args:
@@ -158,9 +158,9 @@ class Records:
         """
         state = self._store.own(self._run, session, owner, over)
         last = self._store.read(self._run, session, state.turns[-1][1]) if state.turns else None
-        return Owned(session, owner, state.fence, last)
+        return OwnedSession(session, owner, state.fence, last)
 
-    def check(self, owned: Owned) -> None:
+    def check(self, owned: OwnedSession) -> None:
         """Whether the session is still this host's.
 
         Raises:
@@ -176,7 +176,7 @@ class Records:
         """Turns with a record, in order; none of an unknown session."""
         return tuple(turn for turn, _ in self._store.look(self._run, session).turns)
 
-    def read(self, session: str, turn: int | None = None) -> Record:
+    def read(self, session: str, turn: int | None = None) -> TurnRecord:
         """A turn's record, the newest one without a turn.
 
         Raises:
@@ -216,7 +216,7 @@ class Records:
             return zlib.decompress(self._store.block(self._run, bytes.fromhex(block)))
 
         try:
-            yield from unpack((Piece(*one) for one in part.pieces), fetch, part.digest)
+            yield from unpack((PackPiece(*one) for one in part.pieces), fetch, part.digest)
         except (TornPart, zlib.error) as error:
             raise Damaged(f"part {part.digest[:16]} cannot be read: {error}") from error
 
@@ -227,7 +227,7 @@ class Records:
             with mapped(file) as data:
                 yield data
 
-    def ids(self, record: Record) -> tuple[int, ...]:
+    def ids(self, record: TurnRecord) -> tuple[int, ...]:
         """The token ids of the session up to the record.
 
         Raises:
@@ -238,7 +238,7 @@ class Records:
             raise Damaged(f"turn {record.turn} of {record.session} is bound to other tokens")
         return tuple(int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4))
 
-    def history(self, record: Record) -> bytes:
+    def history(self, record: TurnRecord) -> bytes:
         """The router's session up to the record, as it exported it; empty: it told nothing.
 
         Raises:
@@ -246,7 +246,7 @@ class Records:
         """
         return self.part(record.history) if record.history is not None else b""
 
-    def publish(self, owned: Owned, turn: Turn) -> Record:
+    def publish(self, owned: OwnedSession, turn: PublishedTurn) -> TurnRecord:
         """Make a record the session's newest; later turns, if any, are left.
 
         Raises:
@@ -265,11 +265,13 @@ class Records:
         owned.known.update(fresh)
         return record
 
-    def _put(self, owned: Owned, turn: Turn) -> tuple[Record, dict[str, Mapping[bytes, Piece]]]:
+    def _put(
+        self, owned: OwnedSession, turn: PublishedTurn
+    ) -> tuple[TurnRecord, dict[str, Mapping[bytes, PackPiece]]]:
         """Save the parts of a turn and publish its record; returns where their pages lie."""
         before = None if owned.lost else owned.last
         ids = _encoded(turn.ids)
-        fresh: dict[str, Mapping[bytes, Piece]] = {}
+        fresh: dict[str, Mapping[bytes, PackPiece]] = {}
         parts: dict[str, SavedPart | None] = {}
         given = (
             *(("ids", ids), ("files", turn.files)),
@@ -281,7 +283,7 @@ class Records:
                 parts[name] = earlier
             else:
                 parts[name], fresh[name] = self._save(owned, name, data, earlier)
-        record = Record(
+        record = TurnRecord(
             owned.session,
             turn.number,
             hashlib.sha256(ids).hexdigest(),
@@ -297,7 +299,7 @@ class Records:
         self._commit(owned, record)
         return record, fresh
 
-    def adopt(self, owned: Owned, record: Record, at: tuple[str, int]) -> Record:
+    def adopt(self, owned: OwnedSession, record: TurnRecord, at: tuple[str, int]) -> TurnRecord:
         """Begin a session with another's record: a fork; no part is copied.
 
         Raises:
@@ -310,7 +312,7 @@ class Records:
         owned.last = made
         return made
 
-    def note(self, owned: Owned, effect: OutsideEffect) -> None:
+    def note(self, owned: OwnedSession, effect: OutsideEffect) -> None:
         """Write down an effect before it happens, so that the loss of the host does not hide it.
 
         Raises:
@@ -323,8 +325,8 @@ class Records:
         owned.last = made
 
     def back(
-        self, owned: Owned, turn: int, effects: tuple[OutsideEffect, ...] | None = None
-    ) -> Record:
+        self, owned: OwnedSession, turn: int, effects: tuple[OutsideEffect, ...] | None = None
+    ) -> TurnRecord:
         """Make an earlier record the newest one: later turns are left.
 
         Args:
@@ -346,7 +348,7 @@ class Records:
         owned.last, owned.known = made, {}
         return made
 
-    def forget(self, owned: Owned) -> None:
+    def forget(self, owned: OwnedSession) -> None:
         """The session is over: its blocks are free for the store's sweep.
 
         Raises:
@@ -355,12 +357,12 @@ class Records:
         self._store.forget(self._run, owned.session, owned.fence)
 
     def _save(
-        self, owned: Owned, name: str, data: Data, earlier: SavedPart | None
-    ) -> tuple[SavedPart, Mapping[bytes, Piece]]:
+        self, owned: OwnedSession, name: str, data: Data, earlier: SavedPart | None
+    ) -> tuple[SavedPart, Mapping[bytes, PackPiece]]:
         known = owned.known.get(name, {})
         if earlier is not None and not known:
             with self._mapped(earlier) as before:
-                known = pages((Piece(*one) for one in earlier.pieces), before)
+                known = pages((PackPiece(*one) for one in earlier.pieces), before)
         if earlier is not None and len(earlier.packs) >= PACKS + len(data) // PACK:
             known = {}
         blocks = dict(earlier.packs) if earlier is not None else {}
@@ -376,7 +378,7 @@ class Records:
         pieces = tuple((one.pack, one.start, one.size) for one in made.pieces)
         return SavedPart(hashlib.sha256(data).hexdigest(), len(data), pieces, used), made.known
 
-    def _commit(self, owned: Owned, record: Record) -> None:
+    def _commit(self, owned: OwnedSession, record: TurnRecord) -> None:
         data = msgspec.json.encode(record)
         self._store.commit(self._run, owned.session, owned.fence, data)
         owned.written += len(data)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from rose_core.delta import DeltaError, Manifest
-from rose_core.delta.parts import Part, assemble
+from rose_core.delta.parts import RankPart, assemble
 from rose_core.identity import WeightVersion
 from rose_core.unreadable import UNREADABLE
 from rose_weights.errors import BadManifest, Damaged, Fenced
@@ -43,13 +43,13 @@ class PartOutcome(NamedTuple):
     by_this: bool
 
 
-class Parts:
+class IncompleteVersions:
     """Incomplete versions of one store; safe to call from several threads."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._waiting: dict[tuple[str, bool], dict[int, Part]] = {}
+        self._waiting: dict[tuple[str, bool], dict[int, RankPart]] = {}
         self._encoding: dict[str, float] = {}
 
     def add(
@@ -101,12 +101,12 @@ class Parts:
                 waiting.pop(part.rank, None)
                 raise BadManifest(str(error)) from error
 
-    def _is_sent(self, part: Part) -> bool:
+    def _is_sent(self, part: RankPart) -> bool:
         """Another rank was told to send the version in full, perhaps before a restart."""
         sent = self._waiting.get((part.target.run, False), {})
         return any(other.target == part.target for other in sent.values())
 
-    def _of(self, part: Part, *, continues: bool) -> dict[int, Part]:
+    def _of(self, part: RankPart, *, continues: bool) -> dict[int, RankPart]:
         """The parts beside this one; those of another version of the run are given up."""
         waiting = self._waiting.setdefault((part.target.run, continues), {})
         if any(other.target != part.target for other in waiting.values()):
@@ -116,7 +116,7 @@ class Parts:
         return waiting
 
     def _continue(
-        self, state: RunState, waiting: dict[int, Part], expected: WeightVersion | None
+        self, state: RunState, waiting: dict[int, RankPart], expected: WeightVersion | None
     ) -> PartOutcome:
         bare = assemble(list(waiting.values()), None)
         same = next((one for one in reversed(state.versions) if one.digest == bare.digest), None)
@@ -139,7 +139,7 @@ class Parts:
         return same == (bare.tensors, bare.tied, bare.tiles)
 
     def _commit(
-        self, state: RunState, waiting: dict[int, Part], expected: WeightVersion | None
+        self, state: RunState, waiting: dict[int, RankPart], expected: WeightVersion | None
     ) -> PartOutcome:
         base = None
         wanted = next(iter(waiting.values())).base
@@ -165,9 +165,9 @@ def run_of_part(data: bytes) -> str:
     return _read(data).target.run
 
 
-def _read(data: bytes) -> Part:
+def _read(data: bytes) -> RankPart:
     try:
-        return msgspec.msgpack.decode(data, type=Part)
+        return msgspec.msgpack.decode(data, type=RankPart)
     except UNREADABLE as error:
         message = f"not a part of a version: {error}"
         raise BadManifest(message) from error

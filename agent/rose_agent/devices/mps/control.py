@@ -31,7 +31,7 @@ from pathlib import Path
 
 from rose_agent.devices.mps import control3 as mps3
 from rose_agent.errors import MpsError
-from rose_core.devices.mps import Server, ServerState
+from rose_core.devices.mps import MpsServer, ServerState
 
 PROGRAM = "nvidia-cuda-mps-control"
 MULTI_USER = "-multiuser-server"
@@ -172,7 +172,7 @@ class MpsControl:
             raise MpsError(f"MPS at {self._pipes.pipe}: {asked}: {output or 'no answer'}")
         return lines
 
-    def servers(self) -> tuple[Server, ...]:
+    def servers(self) -> tuple[MpsServer, ...]:
         """Every server with its state and clients.
 
         Raises:
@@ -209,14 +209,14 @@ class MpsControl:
         else:
             self.ask(f"quit -t {seconds}")
 
-    def _server(self, pid: int) -> Server:
+    def _server(self, pid: int) -> MpsServer:
         status = self._status(pid)
         try:
             state = ServerState(status[-1])
         except (IndexError, ValueError) as error:
             raise MpsError(f"MPS server {pid} has the unknown status {status}") from error
         clients = frozenset(self._numbers(f"get_client_list {pid}"))
-        return Server(pid, state, _uid(pid), clients, _multi_user(self._pipes.pipe))
+        return MpsServer(pid, state, _uid(pid), clients, _multi_user(self._pipes.pipe))
 
     def _status(self, pid: int) -> tuple[str, ...]:
         """Words of a server's state; none for a server that there is not.

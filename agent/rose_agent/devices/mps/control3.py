@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from rose_agent.errors import MpsError
-from rose_core.devices.mps import Server, ServerState
+from rose_core.devices.mps import MpsServer, ServerState
 
 PROTOCOL = ("-p", "3")
 MULTI_USER = ("-m", "--multiuser")
@@ -43,7 +43,7 @@ def speaks(words: Sequence[str], environment: Sequence[str] = ()) -> bool:
     return by_flag or "--protocol=3" in words or "-p3" in words
 
 
-def servers(run: Run, *, multi_user: bool | None) -> tuple[Server, ...]:
+def servers(run: Run, *, multi_user: bool | None) -> tuple[MpsServer, ...]:
     """Every server with its state and clients.
 
     Args:
@@ -74,7 +74,7 @@ def quit_all(run: Run) -> None:
     run(("-q",))
 
 
-def _server(run: Run, line: str, multi_user: bool | None) -> Server:
+def _server(run: Run, line: str, multi_user: bool | None) -> MpsServer:
     try:
         name, uid, pid, status = line.split(",")[:4]
         state = _STATES[status.strip().lower()]
@@ -82,7 +82,7 @@ def _server(run: Run, line: str, multi_user: bool | None) -> Server:
     except (ValueError, KeyError) as error:
         raise MpsError(f"MPS server list: not understood: {line}") from error
     listed = run(("client", "list", f"--server={name}", _CSV))
-    return Server(number, state, user, frozenset(map(_pid, listed)), multi_user)
+    return MpsServer(number, state, user, frozenset(map(_pid, listed)), multi_user)
 
 
 def _pid(line: str) -> int:

@@ -216,7 +216,7 @@ def _answer3(daemon: FakeDaemon, words: list[str]) -> str:
         case ["server", "list", *flags]:
             return _table("NAME UID PID STATUS PIPE-DIRECTORY", flags, _servers(daemon))
         case ["client", "list", *flags]:
-            return _table("PID SERVER DEVICE NAMESPACE CMD", flags, _clients(daemon, flags))
+            return _table("PID SERVER DEVICE _NAMESPACE CMD", flags, _clients(daemon, flags))
         case ["client", "terminate", pid]:
             return daemon.do_terminate_client(str(daemon.pid), pid)
         case ["namespace", "set", *_]:

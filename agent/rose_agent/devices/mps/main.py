@@ -37,11 +37,11 @@ from rose_agent.devices.mps.control import (
 )
 from rose_agent.errors import MpsError
 from rose_core.devices.mps import (
-    Client,
     EndStep,
     Finding,
+    MpsClient,
     MpsSeen,
-    Server,
+    MpsServer,
     is_limited,
     may_share,
     next_end_step,
@@ -73,7 +73,7 @@ class Question:
 
 def check(control: MpsControl, question: Question) -> Finding:
     """Ask the daemon, and decide."""
-    servers: tuple[Server, ...] | None = None
+    servers: tuple[MpsServer, ...] | None = None
     silence = ""
     try:
         servers = control.servers()
@@ -83,7 +83,7 @@ def check(control: MpsControl, question: Question) -> Finding:
     found = may_share(seen, question.engine_uid)
     if found.server is None or question.client is None:
         return found
-    client = Client(frozenset({question.client}), question.seen)
+    client = MpsClient(frozenset({question.client}), question.seen)
     return is_limited(client, found.server, question.whole, question.share_percent)
 
 

@@ -19,7 +19,7 @@ from rose_agent.guard.sync import report
 from rose_agent.pods.model import NodePods
 from rose_core.api.servingpool import PoolMode
 from rose_core.devices.memory import MemorySum, overrun
-from rose_core.devices.ownership import Party
+from rose_core.devices.ownership import GpuParty
 from rose_core.host_reasons import HostReason
 from rose_core.identity import PodUid, SlotUid
 from rose_core.wire.host import EngineState
@@ -52,7 +52,7 @@ def look_at(
         terms = PoolGpuTerms.of(replica.policy)
         kv_permille = report.kv_permille(replica, now_ns)
         claim = replica.pod.claim
-        party = Party(
+        party = GpuParty(
             uid,
             frozenset(replica.pod.pids),
             residents.names,

@@ -21,7 +21,7 @@ import grpc.aio
 from rose_agent.guard import metrics
 from rose_core.guard.following import ASK_NS, HeldWord
 from rose_core.identity import PodUid
-from rose_core.wire.leading import Question, Word
+from rose_core.wire.leading import LeaderQuestion, Word
 from rose_core.wire.sync import ReplicaGroup
 from rose_wire import rpc, tls
 from rose_wire.errors import WireError
@@ -34,7 +34,7 @@ _REDIAL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class FollowerLoad:
-    """What runs beside the follower: see ``Question``."""
+    """What runs beside the follower: see ``LeaderQuestion``."""
 
     lent: bool
     computing: bool
@@ -147,13 +147,13 @@ class FollowerLink:
             self._soon.set()  # opened: the leader hears at once that engines compute here
         self._on_word(now_ns if arrived else 0)
 
-    async def _questions(self) -> AsyncIterator[Question]:
+    async def _questions(self) -> AsyncIterator[LeaderQuestion]:
         self._conversation = own = object()
         while self._conversation is own:  # until a newer stream takes over
             self._soon.clear()
             self.state, number = self.state.ask(time.monotonic_ns())
             load = self._load()
-            yield Question(
+            yield LeaderQuestion(
                 self.group.leader, self.pod, number, load.computing, load.lent, self._stopped
             )
             # Not `wait_for`: Python 3.11's can lose a cancellation that meets the event.

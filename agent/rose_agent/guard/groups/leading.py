@@ -19,7 +19,7 @@ import msgspec
 from rose_core.guard.following import GroupStop, answer
 from rose_core.guard.gate import GateVerdict
 from rose_core.identity import PodUid
-from rose_core.wire.leading import Question, Word
+from rose_core.wire.leading import LeaderQuestion, Word
 from rose_core.wire.sync import ReplicaGroup
 from rose_wire.certificates import names_node
 from rose_wire.errors import Refused, WireError
@@ -93,7 +93,7 @@ class Leading:
             del self._open[uid]
             self._stops.pop(uid, None)
 
-    async def follow(self, questions: AsyncIterator[Question]) -> AsyncIterator[Word]:
+    async def follow(self, questions: AsyncIterator[LeaderQuestion]) -> AsyncIterator[Word]:
         """Answer one follower until it goes.
 
         Raises:
@@ -116,7 +116,7 @@ class Leading:
             reading.cancel()
             self._streams.discard(stream)
 
-    async def _read(self, stream: _Stream, questions: AsyncIterator[Question]) -> None:
+    async def _read(self, stream: _Stream, questions: AsyncIterator[LeaderQuestion]) -> None:
         try:
             async for question in questions:
                 self._check(question)
@@ -126,7 +126,7 @@ class Leading:
         finally:
             stream.more.set()
 
-    def _check(self, question: Question) -> None:
+    def _check(self, question: LeaderQuestion) -> None:
         group = self._groups.get(question.leader)
         followers = (
             {follower.pod: follower.node for follower in group.followers}
@@ -141,7 +141,7 @@ class Leading:
                 f"{question.leader} of node {self._node}, as far as the operator has told"
             )
 
-    def _answer(self, stream: _Stream, question: Question) -> None:
+    def _answer(self, stream: _Stream, question: LeaderQuestion) -> None:
         now_ns = self._clock()
         stream.leader, stream.follower = question.leader, question.follower
         stream.lent = question.lent

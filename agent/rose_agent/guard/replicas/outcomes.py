@@ -24,13 +24,13 @@ from rose_agent.guard import metrics
 from rose_agent.guard.flight.recorder import Recorder
 from rose_agent.guard.replicas.pools import PoolState
 from rose_core.guard import crossover
-from rose_core.guard.certificate import Certificate, CertificateCount
+from rose_core.guard.certificate import CertificateCount, TtftCertificate
 from rose_core.guard.crossover import Meter, Schedule
 from rose_core.guard.experience import BUDGET_CAUSE, Experience, RequestExposure
 from rose_core.guard.margin import Margin
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.shares import OpenTime
-from rose_core.guard.slack import Objective
+from rose_core.guard.slack import LatencyObjective
 from rose_core.telemetry.book import FinishedRequest
 from rose_core.telemetry.events import Arrived, Dismissed, FirstToken, Sized, TapEvent
 from rose_core.wire.sync import PoolPolicy, SignalSource
@@ -119,7 +119,7 @@ class Outcomes:
                 shared=predict(event.size, shared=True),
             )
 
-    def certificate(self, policy: PoolPolicy, *, whole: bool) -> Certificate | None:
+    def certificate(self, policy: PoolPolicy, *, whole: bool) -> TtftCertificate | None:
         """What the next request on the empty replica is promised, as ``Experience.certificate``."""
         goals = self.objective(policy)
         return self.experience.certificate(goals, policy.percentile, whole=whole)
@@ -225,9 +225,9 @@ class Outcomes:
             self._recorder.note(now_ns, self._name, "breaker", cause=cause, **details)
             self._on_breach(cause)
 
-    def objective(self, policy: PoolPolicy) -> Objective:
+    def objective(self, policy: PoolPolicy) -> LatencyObjective:
         """The pool's limits with the margin learned here."""
-        return Objective(
+        return LatencyObjective(
             policy.ttft_milliseconds / 1000,
             policy.tpot_milliseconds / 1000,
             policy.max_increase_percent / 100,

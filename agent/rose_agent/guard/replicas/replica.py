@@ -19,7 +19,7 @@ from rose_agent.signals import verify
 from rose_agent.signals.reader import Reader, Readers
 from rose_agent.tap.frames import Watch
 from rose_core.devices.memory import LEAST_ENGINE_BYTES
-from rose_core.guard.compute import Compute
+from rose_core.guard.compute import ComputeWindow
 from rose_core.guard.crossover import RELATIVE, Schedule
 from rose_core.guard.following import HeldWord
 from rose_core.guard.gate import GateLimits, ReplicaFacts
@@ -28,8 +28,8 @@ from rose_core.telemetry import signal as signals
 from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import TapEvent
-from rose_core.telemetry.signal import Limits, Reading, ServingSignal
-from rose_core.telemetry.verify import Verification
+from rose_core.telemetry.signal import Reading, ServingSignal, SignalLimits
+from rose_core.telemetry.verify import SignalVerification
 from rose_core.wire.sync import PoolPolicy, SignalSource
 
 _LASTING_NS = 5_000_000_000
@@ -56,12 +56,12 @@ class GuardedReplica:
     policy: PoolPolicy
     outcomes: Outcomes
     schedule: Schedule
-    limits: Limits
+    limits: SignalLimits
     book: Book
     gaps: Gaps
     reader: Reader
     readings: dict[SignalSource, Reading] = field(default_factory=dict)
-    verification: Verification = field(default_factory=Verification)
+    verification: SignalVerification = field(default_factory=SignalVerification)
     gone: bool = False
     gone_since_ns: int = 0
     exited: set[int] = field(default_factory=set)
@@ -73,7 +73,7 @@ class GuardedReplica:
     looked_ns: int = 0
     shown: bool | None = None
     closely: bool = False
-    compute: Compute = field(default_factory=Compute)
+    compute: ComputeWindow = field(default_factory=ComputeWindow)
 
     @classmethod
     def create(
@@ -99,13 +99,13 @@ class GuardedReplica:
         reader = readers.of(pod, policy.engine)
         now_ns = time.monotonic_ns()
         gaps = Gaps(now_ns, reopen_ns=gate.reopen_ns, window_ns=gate.regime_ns)
-        return cls(pod, policy, outcomes, schedule, Limits(), Book(now_ns), gaps, reader)
+        return cls(pod, policy, outcomes, schedule, SignalLimits(), Book(now_ns), gaps, reader)
 
     def update(self, pod: ServingPod, policy: PoolPolicy) -> None:
         """Take the present state of the pod and the policy of its pool."""
         moved = pod.address != self.pod.address or policy.engine != self.policy.engine
         if moved:
-            self.verification = Verification()
+            self.verification = SignalVerification()
         if moved or pod.pids != self.pod.pids:
             self.reader.aim(pod, policy.engine)
         self.pod, self.policy = pod, policy
@@ -129,7 +129,7 @@ class GuardedReplica:
             self.compute = self._limited().opened(until_ns, now_ns)
             metrics.COMPUTE_SHARE.labels(self.pod.name).set(self.compute.share(now_ns))
 
-    def _limited(self) -> Compute:
+    def _limited(self) -> ComputeWindow:
         percent = self.policy.max_compute_percent
         same = self.compute.percent == percent
         return self.compute if same else replace(self.compute, percent=percent)

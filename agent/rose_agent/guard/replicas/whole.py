@@ -21,10 +21,10 @@ from rose_agent.guard.replicas.replica import GuardedReplica
 from rose_agent.os.processes import start_ticks
 from rose_agent.sleeper.sleeper import SleeperRecord
 from rose_core.api.reasons import Reason
-from rose_core.devices.sleeper import Stage
+from rose_core.devices.sleeper import SleepStage
 from rose_core.guard.gate import GateVerdict, ReplicaFacts
 from rose_core.guard.grants import GrantBook
-from rose_core.guard.whole import Phase, Whole, WholeLimits, WholeSeen, decide, judge
+from rose_core.guard.whole import Whole, WholeLimits, WholePhase, WholeSeen, decide, judge
 from rose_core.identity import PodUid
 from rose_core.wire.sync import SleepTerms
 from rose_engines.node.permit import BadPermit, Permit
@@ -92,7 +92,7 @@ class WholeReplicas:
     def judge(self, uid: PodUid, facts: ReplicaFacts) -> GateVerdict:
         """The gate of a whole slot on this replica."""
         sleepy = self._known.get(uid)
-        return judge(facts, sleepy.whole.phase if sleepy else Phase.OFF)
+        return judge(facts, sleepy.whole.phase if sleepy else WholePhase.OFF)
 
     def refusal(self, replica: GuardedReplica) -> Reason | None:
         """Why this replica cannot be lent whole; None = nothing speaks against it."""
@@ -101,8 +101,8 @@ class WholeReplicas:
             return None
         refusal = sleepy.whole.refusal(_limits(replica.policy.sleep), time.monotonic())
         # What has memory to lend is lent beside serving, and needs no sleep.
-        if sleepy.whole.phase is not Phase.OFF or not replica.full:
-            return refusal if sleepy.whole.phase is Phase.RETURNING else None
+        if sleepy.whole.phase is not WholePhase.OFF or not replica.full:
+            return refusal if sleepy.whole.phase is WholePhase.RETURNING else None
         lives = refusal is not None or self._sleeper_lives()
         return refusal if lives else Reason.SLEEPER_UNAVAILABLE
 
@@ -138,16 +138,16 @@ class WholeReplicas:
             self._note(sleepy, replica, now_ns)
         self._order(sleepy, replica)
         self._extend(sleepy, now_ns)
-        finished = sleepy.whole.phase is Phase.OFF and seen.told is Stage.AWAKE
+        finished = sleepy.whole.phase is WholePhase.OFF and seen.told is SleepStage.AWAKE
         if finished and granted is False:
             sleepy.folder.order.unlink(missing_ok=True)
             sleepy.order = None
 
-    def _reported_stage(self, sleepy: _SleepyReplica) -> Stage | None:
+    def _reported_stage(self, sleepy: _SleepyReplica) -> SleepStage | None:
         if not self._sleeper_lives():
             return None
         record = read_json(sleepy.folder.record, SleeperRecord)
-        return Stage.AWAKE if record is None else record.sleeper.stage
+        return SleepStage.AWAKE if record is None else record.sleeper.stage
 
     def _sleeper_lives(self) -> bool:
         try:
@@ -161,7 +161,7 @@ class WholeReplicas:
         return age is not None and age < _ALIVE_NS
 
     def _order(self, sleepy: _SleepyReplica, replica: GuardedReplica) -> None:
-        if sleepy.whole.phase is Phase.OFF:
+        if sleepy.whole.phase is WholePhase.OFF:
             return
         pod, terms = replica.pod, replica.policy.sleep
         if terms is None:  # the owner has taken it back: the old order says how to wake serving
@@ -195,8 +195,8 @@ class WholeReplicas:
         whole, name = sleepy.whole, replica.pod.name
         _log.info("%s, lent whole: %s %s", name, whole.phase, whole.word or "")
         self._recorder.note(now_ns, name, "whole", phase=whole.phase, word=whole.word or "")
-        metrics.SERVING_ASLEEP.labels(name).set(whole.phase is Phase.ASLEEP)
-        metrics.SERVING_WAKING.labels(name).set(whole.phase is Phase.RETURNING)
+        metrics.SERVING_ASLEEP.labels(name).set(whole.phase is WholePhase.ASLEEP)
+        metrics.SERVING_WAKING.labels(name).set(whole.phase is WholePhase.RETURNING)
         metrics.WHOLE_PHASES.labels(whole.phase.value, whole.word or "").inc()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from rose_agent.errors import GroupError
 from rose_agent.os.find_group import find_group
 from rose_agent.os.groups import ProcessGroup
-from rose_core.guard.freezing import Activity, Step, next_step
+from rose_core.guard.freezing import Activity, FreezeStep, next_step
 from rose_engines.node import activity
 from rose_engines.node.rundir import EngineFile, SlotDir, read_json
 
@@ -54,9 +54,9 @@ def _freeze(folder: SlotDir, stopped_ns: int, hurried: bool) -> str | None:
     if tree is None:
         return None
     step = next_step(Activity(activity.read(folder.activity)), stopped_ns, hurried=hurried)
-    if step is Step.WAIT:
+    if step is FreezeStep.WAIT:
         return "it works in its driver, and rests at its next boundary or checkpoint"
-    return _act(folder, tree.kill if step is Step.END else tree.freeze)
+    return _act(folder, tree.kill if step is FreezeStep.END else tree.freeze)
 
 
 def kill(slot: SlotDir) -> str:

@@ -27,9 +27,9 @@ from rose_agent.guard.slots.permit import SlotPermit
 from rose_core.devices.memory import Budget, Lendable, MemorySum
 from rose_core.guard import lanes
 from rose_core.guard.gate import GateVerdict
-from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
+from rose_core.guard.ladder import LadderLimits, Rung, SlotAction, SlotOrder
 from rose_core.guard.reasons import PACED, GateReason
-from rose_core.guard.slot import EngineSeen, Phase, SlotMachine, SlotSeen, decide
+from rose_core.guard.slot import EngineSeen, SlotMachine, SlotPhase, SlotSeen, decide
 from rose_core.identity import PodUid, SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.sync import Grant
@@ -92,7 +92,7 @@ class History:
             paused_us=stopped.paused_us,
         )
 
-    def note_order(self, action: Action, now_ns: int) -> None:
+    def note_order(self, action: SlotAction, now_ns: int) -> None:
         """Note an order other than extending or closing the permit."""
         order = action.order.name
         metrics.ORDERS.labels(order.title()).inc()
@@ -236,7 +236,7 @@ class GuardedSlot:
         self._chunk_divisor = 1
         self._on_change = on_change
         self._limits = LadderLimits()
-        self._lane = lanes.Lane()
+        self._lane = lanes.LaneChoice()
         self._permit = SlotPermit(folder.permit, host.ring)
         self._calls = Calls(self._call_ended)
         self._hold = Hold(self._calls, self._ask_hold, self._note_stop)
@@ -268,7 +268,7 @@ class GuardedSlot:
     def vanished(self) -> bool:
         """Nothing is left to look after."""
         gone = self.status is None or self.status.state is EngineState.GONE
-        return self.grant is None and self.machine.phase is Phase.ABSENT and gone
+        return self.grant is None and self.machine.phase is SlotPhase.ABSENT and gone
 
     @property
     def at_rest(self) -> bool:
@@ -277,11 +277,11 @@ class GuardedSlot:
         if permit is not None and permit.until_ns:
             return False
         if self.status is None or self.status.state is EngineState.GONE:
-            return machine.phase is Phase.ABSENT  # nobody is there to be told of weights
+            return machine.phase is SlotPhase.ABSENT  # nobody is there to be told of weights
         if not self._weights_told:
             return False
         held = self._hold.confirmed is True and not machine.self_frozen
-        return held and machine.phase is Phase.PRESENT
+        return held and machine.phase is SlotPhase.PRESENT
 
     def serves(self, pod_uid: PodUid) -> bool:
         """Its engine is up beside this pod."""
@@ -363,32 +363,32 @@ class GuardedSlot:
             cpu_ns=freezer.cpu_ns(self.folder) if look else None,
         )
 
-    def _carry_out(self, action: Action, now_ns: int, arrival_ns: int) -> None:
+    def _carry_out(self, action: SlotAction, now_ns: int, arrival_ns: int) -> None:
         order = action.order
-        if order is Order.EXTEND:
+        if order is SlotOrder.EXTEND:
             self._chunk_divisor = action.chunk_divisor
             self._permit.extend(action.until_ns, self._permitted_lane(), action.chunk_divisor)
             return
-        if order is Order.CLOSE:
+        if order is SlotOrder.CLOSE:
             self._close(now_ns, arrival_ns)
             return
         self._history.note_order(action, now_ns)
-        if order in {Order.HOLD, Order.LET_GO}:
-            self._hold.order(hold=order is Order.HOLD, arrival_ns=arrival_ns)
-        elif order is Order.FREEZE:
+        if order in {SlotOrder.HOLD, SlotOrder.LET_GO}:
+            self._hold.order(hold=order is SlotOrder.HOLD, arrival_ns=arrival_ns)
+        elif order is SlotOrder.FREEZE:
             stopped_ns = now_ns - self.machine.since_ns
             mapped = self._permit.mapped
             age_ns = mapped.host_age_ns(now_ns) if mapped is not None else None
             hurried = age_ns is None or age_ns > self._limits.host_stale_ns
             self.message = freezer.freeze(self.folder, stopped_ns, hurried=hurried)
-        elif order is Order.KILL:
+        elif order is SlotOrder.KILL:
             self.message = freezer.kill(self.folder)
-        elif order is Order.STOP:
+        elif order is SlotOrder.STOP:
             self._calls.start("stop", lambda: self._stop(action.reason))
-        elif order is Order.ENSURE:
+        elif order is SlotOrder.ENSURE:
             self._calls.start("ensure", self._ensure)
-        elif order in {Order.DORMANT, Order.ACTIVATE}:
-            dormant = order is Order.DORMANT
+        elif order in {SlotOrder.DORMANT, SlotOrder.ACTIVATE}:
+            dormant = order is SlotOrder.DORMANT
             work = partial(self._host.set_dormant, self._key(), dormant=dormant)
             self._calls.start("dormant", work)
 
@@ -508,7 +508,7 @@ class GuardedSlot:
             update = update_of(
                 *(grant, self.status, self._data_token),
                 gate_open=self.gate_open,
-                leaving=self.machine.phase is Phase.RELEASING,
+                leaving=self.machine.phase is SlotPhase.RELEASING,
                 cap=self.budget.cap(grant.max_concurrent_turns),
                 device_class=self.device_class,
                 certificates=self._host.certificates,

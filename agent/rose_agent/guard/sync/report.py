@@ -16,7 +16,7 @@ from rose_core.devices.health import DeviceRefusal
 from rose_core.guard.gate import GateVerdict, closed
 from rose_core.guard.ladder import Rung
 from rose_core.guard.reasons import GateReason
-from rose_core.guard.slot import Phase
+from rose_core.guard.slot import SlotPhase
 from rose_core.host_reasons import PENDING, HostReason
 from rose_core.telemetry.signal import Doubt
 from rose_core.wire.host import EngineState
@@ -260,7 +260,7 @@ def slot_reason(slot: GuardedSlot) -> str:
 def slot_state(slot: GuardedSlot) -> SlotState:
     """The slot's state in the operator's words."""
     status, machine = slot.status, slot.machine
-    if machine.phase is Phase.RELEASING or (status and status.state is EngineState.STOPPING):
+    if machine.phase is SlotPhase.RELEASING or (status and status.state is EngineState.STOPPING):
         return SlotState.RELEASING
     if status is None or status.state is EngineState.GONE:
         return SlotState.PENDING if slot.grant else SlotState.GONE

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from rose_core.guard.freezing import Activity, Step, next_step
+from rose_core.guard.freezing import Activity, FreezeStep, next_step
 from rose_core.guard.standstill import StandstillPatience, disobeys
 from rose_core.host_reasons import HostReason
 from rose_core.wire.host import Holder
@@ -145,7 +145,7 @@ def decide(
     return tree, Action.NONE
 
 
-def _ask(tree: EngineTree, step: Step, now_ns: int) -> tuple[EngineTree, Action]:
-    if step is Step.FREEZE:
+def _ask(tree: EngineTree, step: FreezeStep, now_ns: int) -> tuple[EngineTree, Action]:
+    if step is FreezeStep.FREEZE:
         return EngineTree(TreeState.STOPPING, now_ns), Action.FREEZE
-    return tree, Action.KILL if step is Step.END else Action.NONE
+    return tree, Action.KILL if step is FreezeStep.END else Action.NONE

@@ -26,9 +26,9 @@ from rose_agent.errors import BrokenEngine, QueryFailed
 from rose_agent.host import metrics
 from rose_core.devices.elastic import (
     FIRST_PERMILLE,
-    Effect,
     ElasticLimits,
-    Pool,
+    ElasticPool,
+    OrderEffect,
     PoolSeen,
     judge,
 )
@@ -93,15 +93,15 @@ class Elastic:
         self._flush = flush
         self._limits = limits or ElasticLimits()
         self._memory: ElasticMemory | None = None
-        self._pool: Pool | None = None
-        self._effect = Effect()
+        self._pool: ElasticPool | None = None
+        self._effect = OrderEffect()
         self._flushing: asyncio.Task[None] | None = None
 
     def prepare(self, uid: int) -> None:
         """Before the start: remove what an earlier engine left, which is not the new one's."""
         self._memory = self._open_memory(uid)
         self._memory.forget()
-        self._pool, self._effect = None, Effect()
+        self._pool, self._effect = None, OrderEffect()
 
     async def verify(self, least_bytes: int, bundle: int) -> None:
         """Check, once the engine is ready, that its pool is elastic.
@@ -126,7 +126,7 @@ class Elastic:
                 f"({least_bytes >> 20} MiB); a part of the cache is of one piece"
             )
             raise BrokenEngine(text, HostReason.ELASTIC_UNAVAILABLE)
-        self._pool = Pool(seen.limit, min(bundle, seen.limit // 2))
+        self._pool = ElasticPool(seen.limit, min(bundle, seen.limit // 2))
         self._write(self._pool.limit(self.permille))
 
     async def _wait_for_segment(self) -> PoolSeen | None:

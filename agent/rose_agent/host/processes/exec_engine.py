@@ -7,7 +7,7 @@ takes away a right that the step before needs: join the cgroups, be the first to
 memory runs out, no core dumps, shared memory of one's own, give up the uid, no new privileges,
 ``exec``.
 
-    python -I -S exec_engine.py --procs FILE ... [--shm BYTES] [--uid N] -- PROGRAM ARGUMENTS
+    python -I -S enter.py --procs FILE ... [--shm BYTES] [--uid N] -- PROGRAM ARGUMENTS
 """
 
 from __future__ import annotations

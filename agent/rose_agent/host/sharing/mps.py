@@ -20,12 +20,12 @@ from rose_agent.devices.mps.control import PROGRAM, MpsControl, Pipes
 from rose_agent.devices.owners import Owner, owner_of
 from rose_agent.errors import DeviceError, MpsError
 from rose_core.devices.mps import (
-    Client,
     EndStep,
     Finding,
+    MpsClient,
     MpsRefusal,
     MpsSeen,
-    Server,
+    MpsServer,
     client_environment,
     is_faulty,
     is_limited,
@@ -82,7 +82,7 @@ class MpsNode:
             serving &= self._on(gpus, serving)
         return may_share(MpsSeen(servers, serving), engine_uid)
 
-    def is_limited(self, gpu: GpuUuid, client: Client, percent: int) -> Finding:
+    def is_limited(self, gpu: GpuUuid, client: MpsClient, percent: int) -> Finding:
         """Whether an engine that started has got its share of its first GPU and no more.
 
         Args:
@@ -116,7 +116,7 @@ class MpsNode:
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _step(self, server: Server, pid: int, ordered: set[int], waited_s: float) -> EndStep:
+    def _step(self, server: MpsServer, pid: int, ordered: set[int], waited_s: float) -> EndStep:
         step = next_end_step(listed=True, ordered=pid in ordered, waited_s=waited_s)
         if step is EndStep.TERMINATE:
             ordered.add(pid)
@@ -126,7 +126,7 @@ class MpsNode:
                 _log.info("%s", error)
         return step
 
-    def servers(self) -> tuple[Server, ...] | None:
+    def servers(self) -> tuple[MpsServer, ...] | None:
         """The daemon's servers; None when no daemon answers."""
         if self.root is None:
             return None

@@ -42,7 +42,7 @@ from rose_agent.host.sharing.mps_trees import ClientGroup, SteeredGroup, ask
 from rose_agent.os.find_group import find_group
 from rose_core.devices.footprint import judge
 from rose_core.devices.memory import EngineSize, Lendable, limit_refusal, overrun
-from rose_core.devices.mps import Client, Finding
+from rose_core.devices.mps import Finding, MpsClient
 from rose_core.host_reasons import HostReason
 from rose_core.identity import GpuUuid, PodUid
 from rose_core.unreadable import UNREADABLE
@@ -226,7 +226,9 @@ class Sharing:
             if refusal:
                 raise BrokenEngine(refusal, HostReason.DRIVER_LIMIT_UNAVAILABLE)
         if self.by_mps:
-            client = Client(frozenset(spawned.group.pids()), seen.multiprocessors if seen else None)
+            client = MpsClient(
+                frozenset(spawned.group.pids()), seen.multiprocessors if seen else None
+            )
             _check(await asyncio.to_thread(self._limited, client))
 
     def hold(self, held: int | None) -> None:
@@ -273,7 +275,7 @@ class Sharing:
                 self._folder.rmdir()
             self._folder = None
 
-    def _limited(self, client: Client) -> Finding:
+    def _limited(self, client: MpsClient) -> Finding:
         first = next(iter(self._order.gpu_uuids), GpuUuid(""))
         return self._means.mps.is_limited(first, client, self._terms.percent)
 

@@ -30,7 +30,7 @@ from rose_agent.host.route.tokenizer_files import tokenizer_frame
 from rose_agent.host.slots.dual_share import DualShareEngine
 from rose_agent.host.slots.lifecycle import EngineLife
 from rose_agent.host.slots.site import Site
-from rose_agent.host.slots.slot_engine import SingleEngine, SlotEngine
+from rose_agent.host.slots.slot_engine import RolloutEngine, SingleEngine
 from rose_agent.host.vacancy.holders import GpuHolder
 from rose_core.host_reasons import HostReason
 from rose_core.identity import SlotKey, SlotUid
@@ -75,7 +75,7 @@ class EngineHost:
         self.endpoint = endpoint
         self._rundir = rundir
         self._site = site
-        self._lives: dict[SlotUid, SlotEngine] = {}
+        self._lives: dict[SlotUid, RolloutEngine] = {}
         self._gone: dict[SlotUid, EngineStatus] = {}
         self._generations: dict[SlotUid, int] = {}
         self._locks: dict[SlotUid, asyncio.Lock] = {}
@@ -229,7 +229,7 @@ class EngineHost:
         )
         return all(status.state is EngineState.GONE for status in ended)
 
-    def _update(self, life: SlotEngine, order: EnsureEngine) -> EngineStatus:
+    def _update(self, life: RolloutEngine, order: EnsureEngine) -> EngineStatus:
         if order.engine != life.order.engine or order.gpu_uuids != life.order.gpu_uuids:
             raise Refused(
                 f"slot {order.slot_name} runs another engine under generation "
@@ -253,7 +253,7 @@ class EngineHost:
         life.start()
         return life.status(self.endpoint_of(uid))
 
-    async def _end(self, life: SlotEngine, seconds: float, reason: HostReason) -> EngineStatus:
+    async def _end(self, life: RolloutEngine, seconds: float, reason: HostReason) -> EngineStatus:
         uid = life.order.slot.uid
         gone = await life.end(seconds=seconds, reason=reason)
         status = life.status("")
@@ -279,7 +279,7 @@ class EngineHost:
             if not self._lock(uid).locked():
                 del self._locks[uid]
 
-    def _life(self, slot: SlotKey) -> SlotEngine:
+    def _life(self, slot: SlotKey) -> RolloutEngine:
         life = self._lives.get(slot.uid)
         if life is None or life.order.slot != slot:
             raise Refused(f"no engine for slot {slot.uid}/{slot.generation}")
@@ -308,7 +308,7 @@ class EngineHost:
 
 def engine_for(
     order: EnsureEngine, folder: SlotDir, site: Site, changed: Callable[[], None]
-) -> SlotEngine:
+) -> RolloutEngine:
     """What a slot runs; two engines only where its pool has a share for busy serving.
 
     Args:

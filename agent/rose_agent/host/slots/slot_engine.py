@@ -26,7 +26,7 @@ from rose_engines.node.permit import Permit
 from rose_engines.node.rundir import SlotDir, write_json
 
 
-class SlotEngine(Protocol):
+class RolloutEngine(Protocol):
     """What the host does with the engine, or the engines, of one slot; used from the event loop.
 
     Attributes:

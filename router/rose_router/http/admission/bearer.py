@@ -38,7 +38,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rose_core import rights
-from rose_core.rights import Listener, Party
+from rose_core.rights import CallerParty, Listener
 from rose_router.callers import NamedCallers
 from rose_router.errors import Forbidden, NotAllowed, RouterError
 from rose_wire.service_accounts import ServiceAccounts
@@ -51,14 +51,14 @@ _MOST_KNOWN = 4096
 _AGAIN_SECONDS = 1.0
 """How often callers of requests that run are asked for again."""
 
-_TRAINERS = rights.paths(rights.allowed(Listener.ROUTER, Party.TRAINER))
-_HARNESSES = rights.paths(rights.allowed(Listener.ROUTER, Party.HARNESS))
+_TRAINERS = rights.paths(rights.allowed(Listener.ROUTER, CallerParty.TRAINER))
+_HARNESSES = rights.paths(rights.allowed(Listener.ROUTER, CallerParty.HARNESS))
 # What concerns the turns of all callers, or shows them.
 CONTROL = _TRAINERS - _HARNESSES
 _WRITTEN_DOWN = (CONTROL | {"/abort_request"}) - {"/trajectories", "/init_weight_transfer_engine"}
 
 # Probes and scrapers bring no token; these pages say nothing about turns.
-OPEN_PATHS = rights.paths(rights.allowed(Listener.ROUTER, Party.ANYBODY))
+OPEN_PATHS = rights.paths(rights.allowed(Listener.ROUTER, CallerParty.ANYBODY))
 
 
 @dataclass(frozen=True, slots=True)

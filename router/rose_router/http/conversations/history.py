@@ -17,9 +17,9 @@ from typing import Any
 
 from rose_core.rollouts.conversations.message_tree import (
     KnownDigests,
-    Match,
     MessageTree,
     Owner,
+    PrefixMatch,
     Routing,
     root_of,
 )
@@ -39,7 +39,7 @@ _NOT_COMMON = ("add_generation_prompt",)  # a variable that changes what comes a
 
 Find = Callable[
     [str, bytes, Sequence[Mapping[str, Any]], str, Sequence[bytes]],
-    Match,
+    PrefixMatch,
 ]
 """``MessageTree.find``."""
 
@@ -57,7 +57,7 @@ class Conversation:
     """
 
     ids: tuple[int, ...]
-    match: Match
+    match: PrefixMatch
     exact: int
     begun: str = ""
     session: str = ""

@@ -14,7 +14,7 @@ from typing import Any
 from rose_core.rollouts.requests.logprobs import SCALE, semantics
 from rose_core.rollouts.requests.stops import sure, trimmed
 from rose_core.rollouts.transcripts.detokenize import IncrementalDetokenizer
-from rose_core.rollouts.transcripts.spans import Kv, Span
+from rose_core.rollouts.transcripts.spans import Kv, TokenSpan
 from rose_core.rollouts.transcripts.transcript import PER_TOKEN
 from rose_router.errors import TurnLost
 from rose_router.http.conversations.history import EXPERTS, routing_of
@@ -31,7 +31,7 @@ _OWN = frozenset(
 )
 
 
-def spans_json(spans: Sequence[Span], labels: Mapping[str, str]) -> list[dict[str, Any]]:
+def spans_json(spans: Sequence[TokenSpan], labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """Ordered spans as they stand in replies; ``label`` where the trainer has its own name."""
     told: list[dict[str, Any]] = [
         {"version": s.version, "start": s.start, "end": s.end, "kv": s.kv} for s in spans
@@ -43,7 +43,7 @@ def spans_json(spans: Sequence[Span], labels: Mapping[str, str]) -> list[dict[st
     return told
 
 
-def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
+def rose_json(turn: Turn, spans: Sequence[TokenSpan]) -> dict[str, Any]:
     """What only the router knows; made for every event of every stream."""
     legs = turn.transcript.legs
     if turn.leg is not None:

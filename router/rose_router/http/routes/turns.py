@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from rose_core.rollouts.conversations.message_tree import KnownDigests, Match, MessageTree
+from rose_core.rollouts.conversations.message_tree import KnownDigests, MessageTree, PrefixMatch
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router import metrics
 from rose_router.errors import BadRequest, Forbidden, TurnLost
@@ -302,8 +302,8 @@ class TurnHandlers:
         """Asks the tree from another thread; the tree has one of its own, the loop's."""
         loop = asyncio.get_running_loop()
 
-        def find(*asked: Any) -> Match:  # noqa: ANN401  # of ``Find``
-            async def found() -> Match:
+        def find(*asked: Any) -> PrefixMatch:  # noqa: ANN401  # of ``Find``
+            async def found() -> PrefixMatch:
                 return self._tree.find(*asked)
 
             answer = asyncio.run_coroutine_threadsafe(found(), loop)

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from rose_core.guard.chunk import prefill_chunk
-from rose_core.guard.predictor import Profile
-from rose_core.guard.slack import Objective
-from rose_simulate.model.clock import SECOND, Clock
+from rose_core.guard.predictor import CostProfile
+from rose_core.guard.slack import LatencyObjective
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
-from rose_simulate.model.gpus.device import Device, Sharing
-from rose_simulate.model.gpus.gates import Gate, Host, ServingRequest, Timings
+from rose_simulate.model.gpus.device import CorunningCost, SharedGpus
+from rose_simulate.model.gpus.gates import ReplicaGate, ServingRequest, SimulatedHost, Timings
 from rose_simulate.model.gpus.guarded import BYTES_PER_TOKEN, GuardedGate
 from rose_simulate.model.gpus.kept import KeptKeys
 from rose_simulate.model.gpus.paper import ACTIVATION_S, QUANTUM, PaperGate
 from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
-from rose_simulate.model.scenarios.costs import Costs, costs, costs_of, kv_tokens, pairs
+from rose_simulate.model.scenarios.costs import ModelCosts, costs, costs_of, kv_tokens, pairs
 from rose_simulate.model.scenarios.machines import Machine
 from rose_simulate.model.scenarios.scenario import RolloutJob, Scenario, Service
 
@@ -27,7 +27,7 @@ LOOK_S = 1.0
 QUIET_S = 5.0
 
 
-class OnOffGate(Gate):
+class OnOffGate(ReplicaGate):
     """Open after ``QUIET_S`` of idleness, closed at the first look that sees work: a baseline.
 
     Such systems look at a GPU's activity once a second and lend it when it was idle for a while.
@@ -35,7 +35,11 @@ class OnOffGate(Gate):
     """
 
     def __init__(
-        self, clock: Clock, device: Device, host: Host, changed: Callable[[bool], None]
+        self,
+        clock: VirtualClock,
+        device: SharedGpus,
+        host: SimulatedHost,
+        changed: Callable[[bool], None],
     ) -> None:
         super().__init__(clock, device, host, changed)
         self._busy_ns = 0
@@ -83,7 +87,7 @@ class LentReplica:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         number: int,
         service: Service,
         scenario: Scenario,
@@ -101,8 +105,8 @@ class LentReplica:
         self.job: RolloutJob | None = None
         self._clock, self._scenario, self._ears = clock, scenario, ears
         slow = scenario.interference
-        sharing = Sharing(**slow.model_dump(), yielding=rules.yielding)
-        self.device = Device(clock, sharing)
+        sharing = CorunningCost(**slow.model_dump(), yielding=rules.yielding)
+        self.device = SharedGpus(clock, sharing)
         gpus = service.gpus_per_replica
         pays = scenario.prefill_attention
         own = costs(service.device, service.model, scenario.derate, gpus, attention=pays)
@@ -113,11 +117,11 @@ class LentReplica:
         self.device.serving = self.serving
         once = rules.lends is LendingMode.ONCE  # the paper's engines lie dormant on every replica
         start_s = ACTIVATION_S if once else scenario.delays.start_s
-        self.host = Host(clock, self.device, start_s, self._make, self._lost)
+        self.host = SimulatedHost(clock, self.device, start_s, self._make, self._lost)
         self._papers = rules.gate is GateKind.PAPER
         self.gate = self._gate(rules, own)
 
-    def _gate(self, rules: RegimeRules, own: Costs) -> Gate:
+    def _gate(self, rules: RegimeRules, own: ModelCosts) -> ReplicaGate:
         service, delays = self.service, self._scenario.delays
         ttft_s, tpot_s = service.ttft_ms / 1000, service.tpot_ms / 1000
 
@@ -143,14 +147,14 @@ class LentReplica:
                 changed,
                 name=self.name,
                 timings=timings,
-                objective=Objective(ttft_s, tpot_s),
+                objective=LatencyObjective(ttft_s, tpot_s),
                 pool=partial(self.machine.pool, service.name, profile(own)),
                 tapped=rules.gate is GateKind.GUARD,
                 percentile=service.percentile,
             )
         if rules.gate is GateKind.ON_OFF:
             return OnOffGate(self._clock, self.device, self.host, changed)
-        return Gate(self._clock, self.device, self.host, changed)
+        return ReplicaGate(self._clock, self.device, self.host, changed)
 
     def _make(self) -> BatchEngine:
         service, job = self.service, self.job
@@ -203,12 +207,12 @@ class LentReplica:
         return lost
 
 
-def profile(own: Costs) -> Profile:
+def profile(own: ModelCosts) -> CostProfile:
     """The guard's profile of this engine; it corrects itself from there."""
     base, growth = own.step(1, 1000)[0], own.step(2, 2000)[0] - own.step(1, 1000)[0]
     more = own.prefill(2048, pairs(2048)) - own.prefill(1024, pairs(1024))
     per_kilobyte = more / (1024 * BYTES_PER_TOKEN / 1024)
-    return Profile(
+    return CostProfile(
         prefill_base_s=own.prefill(1, 0.0),
         prefill_per_kilobyte_s=per_kilobyte,
         decode_base_s=base - growth,

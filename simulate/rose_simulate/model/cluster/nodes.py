@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rose_core.wire.routing import EngineKind
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.cluster.lent import LentReplica
 from rose_simulate.model.gpus.batch import BatchEngine
 from rose_simulate.model.gpus.gates import ServingRequest
 from rose_simulate.model.routing.router import Router
-from rose_simulate.model.routing.turns import Engine
+from rose_simulate.model.routing.turns import AttachedEngine
 from rose_simulate.model.scenarios.machines import Machine, fill, sizes
 from rose_simulate.model.scenarios.scenario import Scenario
 
@@ -41,7 +41,7 @@ class Dedicated:
     def attach(self, now_ns: int) -> None:
         """It serves, with the newest weights."""
         self.router.attach(
-            Engine(
+            AttachedEngine(
                 self.name,
                 EngineKind.DEDICATED,
                 self.batch,
@@ -65,7 +65,7 @@ class _Node:
     engines: list[Dedicated] = field(default_factory=list)
 
 
-class Nodes:
+class WorldNodes:
     """Every node of a world.
 
     Args:
@@ -75,7 +75,7 @@ class Nodes:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         scenario: Scenario,
         seed: int,
         again: Callable[[ServingRequest, LentReplica], None],

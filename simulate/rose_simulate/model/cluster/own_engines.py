@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rose_core.rollouts.training.rounds import RoundKind
-from rose_simulate.model.clock import Clock
+from rose_simulate.model.clock import VirtualClock
 from rose_simulate.model.cluster.nodes import Dedicated
 from rose_simulate.model.gpus.batch import BatchEngine
 from rose_simulate.model.gpus.kept import KeptKeys
@@ -33,7 +33,7 @@ class OwnEngines:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         scenario: Scenario,
         job: RolloutJob,
         router: Router,

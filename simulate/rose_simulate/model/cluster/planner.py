@@ -15,9 +15,9 @@ from rose_core.lending import (
     Demand,
     Lease,
     LendingPlan,
-    Memory,
-    Policy,
-    Pool,
+    PlannerMemory,
+    PlannerPolicy,
+    PoolTerms,
     Replica,
     Slot,
     Snapshot,
@@ -25,7 +25,7 @@ from rose_core.lending import (
 )
 from rose_core.lending.gate import usual_start
 from rose_core.wire.sync import SignalSource
-from rose_simulate.model.clock import Clock
+from rose_simulate.model.clock import VirtualClock
 from rose_simulate.model.cluster.lent import LentReplica
 from rose_simulate.model.scenarios.scenario import RolloutJob, Scenario, Service
 
@@ -54,10 +54,10 @@ class PlannerInputs:
     silence: Callable[[], Mapping[str, float]] = dict
     demand: Callable[[str], Demand | None] = _unheard
     runs: Callable[[str], bool] = _nothing_runs
-    policy: Policy = field(default_factory=Policy)
+    policy: PlannerPolicy = field(default_factory=PlannerPolicy)
 
 
-class Planner:
+class SimulatedPlanner:
     """Plans for every pool and job.
 
     Args:
@@ -67,7 +67,7 @@ class Planner:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         scenario: Scenario,
         replicas: list[LentReplica],
         lend: Callable[[LentReplica, RolloutJob | None], None],
@@ -84,7 +84,7 @@ class Planner:
         self._leases = tuple(lease_of(job) for job in self._jobs.values())
         self._starts: dict[str, float] = {}
         self._slots: dict[str, Slot] = {}
-        self._memory = Memory()
+        self._memory = PlannerMemory()
         self.last: LendingPlan | None = None
 
     def run(self) -> None:
@@ -188,8 +188,8 @@ def lend_once(
             lend(one, job)
 
 
-def _pool(service: Service, signal: SignalSource) -> Pool:
-    return Pool(
+def _pool(service: Service, signal: SignalSource) -> PoolTerms:
+    return PoolTerms(
         service.name,
         service.max_replicas_percent,
         service.min_unlent_replicas,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.cluster.lent import LentReplica
 from rose_simulate.model.scenarios.scenario import RolloutJob, Scenario, Service
 
@@ -50,7 +50,7 @@ class WholeLender:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         scenario: Scenario,
         replicas: list[LentReplica],
         lend: Callable[[LentReplica, RolloutJob | None], None],

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from rose_core.guard.certificate import CertificateCount
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.cluster.lent import LentReplica, ReplicaCallbacks
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
 from rose_simulate.model.gpus.gates import ServingRequest
 from rose_simulate.model.gpus.guarded import GuardedGate
-from rose_simulate.model.jobs.workload import Arrival, Episode
+from rose_simulate.model.jobs.workload import Episode, ServingArrival
 from rose_simulate.model.regimes import RULES, LendingMode
 from rose_simulate.model.scenarios.costs import costs_of, kv_tokens
 from rose_simulate.model.scenarios.scenario import Load, Regime, RolloutJob, Scenario, Service
@@ -87,7 +87,7 @@ def curve(
     lender: Lender,
     *,
     loads: Rows[float],
-    trace: Rows[Arrival],
+    trace: Rows[ServingArrival],
     pool: Rows[Episode],
     seed: int = 1,
     alone: Alone | None = None,
@@ -121,7 +121,9 @@ def curve(
     return Curve(tuple(loads), *zip(*found, strict=True))
 
 
-def by_itself(lender: Lender, *, loads: Rows[float], trace: Rows[Arrival], seed: int = 1) -> Alone:
+def by_itself(
+    lender: Lender, *, loads: Rows[float], trace: Rows[ServingArrival], seed: int = 1
+) -> Alone:
     """What the replica does at each load with nothing lent; no regime has a say in it."""
     unlent = replace(lender, regime=Regime.FIXED)
     return {
@@ -129,7 +131,7 @@ def by_itself(lender: Lender, *, loads: Rows[float], trace: Rows[Arrival], seed:
     }
 
 
-def _requests(load: float, trace: Rows[Arrival], seed: int) -> list[Row]:
+def _requests(load: float, trace: Rows[ServingArrival], seed: int) -> list[Row]:
     return poisson(load, trace, random.Random(f"{seed}/{load}/requests"))  # noqa: S311
 
 
@@ -140,7 +142,7 @@ def dedicated_tokens_per_s(
 
     Prefill pays for no attention, as nowhere in a fleet but on lent replicas (``Scenario``).
     """
-    clock = Clock()
+    clock = VirtualClock()
     room = kv_tokens(job.device, job.model, 0.9, job.gpus_per_engine)
     own = costs_of(job, job.device, job.gpus_per_engine, derate)
     engine = BatchEngine(clock, own, room, lambda: None)
@@ -201,7 +203,7 @@ class ReplicaBench:
     ) -> None:
         self._lender, self._lends, self._seconds = lender, lends, seconds
         self._certifies = certifies
-        self._clock = Clock()
+        self._clock = VirtualClock()
         self._engines: list[BatchEngine] = []
 
     def run(
@@ -272,7 +274,7 @@ class ReplicaBench:
 
 
 def poisson(
-    load: float, trace: Rows[Arrival], draw: random.Random, seconds: float = _SECONDS
+    load: float, trace: Rows[ServingArrival], draw: random.Random, seconds: float = _SECONDS
 ) -> list[Row]:
     """Arrivals at random after the first minute, with the trace's lengths."""
     found: list[Row] = []

@@ -23,9 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_core.identity import LeaseUid, PodUid, SlotUid
-from rose_core.lending import Lease, Memory, Policy, Pool, Replica, Slot, Snapshot, plan
+from rose_core.lending import (
+    Lease,
+    PlannerMemory,
+    PlannerPolicy,
+    PoolTerms,
+    Replica,
+    Slot,
+    Snapshot,
+    plan,
+)
 from rose_core.lending.demand import ReceivedNote, together
-from rose_core.rollouts.training.rhythm import Rhythm, Traffic, note, observe
+from rose_core.rollouts.training.rhythm import Rhythm, TurnTraffic, note, observe
 from rose_core.wire.sync import SignalSource
 from rose_simulate.model.cluster.planner import lease_of
 from rose_simulate.model.fleets.curves import USUAL_CONTEXT, Curve
@@ -36,7 +45,7 @@ from rose_simulate.model.fleets.fluid_job import (
     FluidWork,
     active_share,
 )
-from rose_simulate.model.jobs.workload import Arrival, Episode, Shape
+from rose_simulate.model.jobs.workload import Episode, ServingArrival, Shape
 from rose_simulate.model.regimes import RULES, LendingMode
 from rose_simulate.model.scenarios.costs import costs_of, kv_tokens
 from rose_simulate.model.scenarios.fleet_scenario import FleetScenario
@@ -100,13 +109,13 @@ class _JobDemand:
     rhythm: Rhythm = field(default_factory=Rhythm)
     heard: ReceivedNote | None = None
 
-    def look(self, seen: Traffic, version: int, now: float) -> None:
+    def look(self, seen: TurnTraffic, version: int, now: float) -> None:
         """Once per bin."""
         self.rhythm = observe(self.rhythm, seen.turns, str(version), now)
         self.heard = ReceivedNote(note(self.rhythm, seen, now, now), now)
 
 
-class Fleet:
+class FleetRun:
     """One run.
 
     Args:
@@ -122,7 +131,7 @@ class Fleet:
         *,
         curves: Rows[Curve],
         dedicated: float,
-        traces: Mapping[str, Rows[Arrival]],
+        traces: Mapping[str, Rows[ServingArrival]],
         episodes: Rows[Episode],
         shapes: Mapping[str, Shape] | None = None,
     ) -> None:
@@ -154,10 +163,10 @@ class Fleet:
         self._demand = [_JobDemand() for _ in self._tanks]
         self._leases = [self._lease(number) for number in range(told.jobs.count)]
         self._slots: dict[str, Slot] = {}
-        self._memory = Memory()
+        self._memory = PlannerMemory()
         self._names = frozenset(one.name for one in self._reports(0))
 
-    def _service(self, kind: int, traces: Mapping[str, Rows[Arrival]]) -> _Lent:
+    def _service(self, kind: int, traces: Mapping[str, Rows[ServingArrival]]) -> _Lent:
         service = self._told.services[kind].service
         trace = traces[service.load.trace]
         bin_s = self._told.bin_s
@@ -198,7 +207,7 @@ class Fleet:
                 supply = self._supply(float(given[number]), float(engines[number]))
                 tank.advance(supply, now, told.bin_s)
                 carried = told.jobs.job.dedicated * (self._own_slots // 2)
-                seen = Traffic(tank.turns, dedicated_turns=carried)
+                seen = TurnTraffic(tank.turns, dedicated_turns=carried)
                 self._demand[number].look(seen, tank.version, now)
             made = sum(tank.tokens for tank in self._tanks) - before
             self._hours[int(now // 3600)] += made / 3600
@@ -215,7 +224,7 @@ class Fleet:
             slots=tuple(self._slots.values()),
             reporting=self._names,
             memory=self._memory,
-            policy=Policy(by_gain=RULES[self._regime].by_gain),
+            policy=PlannerPolicy(by_gain=RULES[self._regime].by_gain),
         )
         answer = plan(snapshot, now)
         self._memory = answer.memory
@@ -238,10 +247,10 @@ class Fleet:
             one, number = self._at(name)
             one.job[number], one.since[number] = int(loan.lease), now
 
-    def _pool(self, number: int) -> Pool:
+    def _pool(self, number: int) -> PoolTerms:
         service = self._told.services[self._services[number].kind].service
         percent, unlent = service.max_replicas_percent, service.min_unlent_replicas
-        return Pool(str(number), percent, unlent, frozenset({_SOURCE}))
+        return PoolTerms(str(number), percent, unlent, frozenset({_SOURCE}))
 
     def _reports(self, index: int) -> Iterator[Replica]:
         for pool, one in enumerate(self._services):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rose_simulate.model.fleets.curves import USUAL_CONTEXT
 from rose_simulate.model.jobs.workload import ALIKE, Episode
-from rose_simulate.model.scenarios.costs import Costs
+from rose_simulate.model.scenarios.costs import ModelCosts
 from rose_simulate.model.scenarios.scenario import RolloutJob
 
 Floats = NDArray[np.float64]
@@ -50,7 +50,7 @@ class FluidWork:
     """
 
     job: RolloutJob
-    own: Costs
+    own: ModelCosts
     lengths: Floats
     active: float
 

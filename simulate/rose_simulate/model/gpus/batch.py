@@ -17,9 +17,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rose_simulate.model.clock import SECOND, Clock, Event
+from rose_simulate.model.clock import SECOND, Event, VirtualClock
 from rose_simulate.model.gpus.kept import KeptKeys
-from rose_simulate.model.scenarios.costs import Costs, pairs, steps_in, time_of
+from rose_simulate.model.scenarios.costs import ModelCosts, pairs, steps_in, time_of
 
 PREFILL_CHUNK = 8192
 
@@ -61,8 +61,8 @@ class BatchEngine:
 
     def __init__(
         self,
-        clock: Clock,
-        costs: Costs,
+        clock: VirtualClock,
+        costs: ModelCosts,
         kv_tokens: int,
         on_busy: Callable[[], None],
         *,

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose_simulate.model.clock import Clock, Event
+from rose_simulate.model.clock import Event, VirtualClock
 from rose_simulate.model.gpus.batch import BatchEngine
 
 
 @dataclass(frozen=True)
-class Sharing:
+class CorunningCost:
     """What co-running costs; factors of time, at least 1."""
 
     serving_slowdown: float = 2.0
@@ -30,7 +30,7 @@ class Sharing:
     yielding: bool = False
 
 
-class Device:
+class SharedGpus:
     """The GPUs of one replica; ``may_compute`` is whether the rollout engine is let.
 
     Attributes:
@@ -39,7 +39,7 @@ class Device:
         opened: how often rollouts were let compute.
     """
 
-    def __init__(self, clock: Clock, sharing: Sharing) -> None:
+    def __init__(self, clock: VirtualClock, sharing: CorunningCost) -> None:
         self._clock, self._sharing = clock, sharing
         self.serving: BatchEngine | None = None
         self.rollout: BatchEngine | None = None

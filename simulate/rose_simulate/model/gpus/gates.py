@@ -1,7 +1,7 @@
 """The gate of one replica: what every regime shares, and the two that decide nothing.
 
 A regime hears of every arrival, first token and end of a serving request (after its own delay) and
-moves ``Device.allow``/``forbid``.
+moves ``SharedGpus.allow``/``forbid``.
 
 | regime | knows a request | decides |
 |---|---|---|
@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rose_core.wire.host import EngineState
-from rose_simulate.model.clock import Clock, Event
+from rose_simulate.model.clock import Event, VirtualClock
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
-from rose_simulate.model.gpus.device import Device
+from rose_simulate.model.gpus.device import SharedGpus
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +76,7 @@ class Timings:
     tick_s: float = 0.020
 
 
-class Host:
+class SimulatedHost:
     """The engine host of one replica: starts, ends and loses its rollout engine.
 
     Args:
@@ -89,8 +89,8 @@ class Host:
 
     def __init__(
         self,
-        clock: Clock,
-        device: Device,
+        clock: VirtualClock,
+        device: SharedGpus,
         start_s: float,
         make: Callable[[], BatchEngine],
         lost: Callable[[list[Sequence]], None],
@@ -123,7 +123,7 @@ class Host:
             self._lost(engine.clear())
 
 
-class Gate:
+class ReplicaGate:
     """What every regime shares; by itself it is always open while there is an engine.
 
     Args:
@@ -131,7 +131,11 @@ class Gate:
     """
 
     def __init__(
-        self, clock: Clock, device: Device, host: Host, changed: Callable[[bool], None]
+        self,
+        clock: VirtualClock,
+        device: SharedGpus,
+        host: SimulatedHost,
+        changed: Callable[[bool], None],
     ) -> None:
         self.clock, self.device, self.host, self._changed = clock, device, host, changed
         self.is_open = False

@@ -13,25 +13,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rose_core.guard.certificate import Certificate, CertificateCount
+from rose_core.guard.certificate import CertificateCount, TtftCertificate
 from rose_core.guard.experience import BUDGET_CAUSE, Experience
 from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, gaps_only, judge
-from rose_core.guard.ladder import Action, LadderLimits, Order
+from rose_core.guard.ladder import LadderLimits, SlotAction, SlotOrder
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.regime import Gaps
-from rose_core.guard.slack import Objective
+from rose_core.guard.slack import LatencyObjective
 from rose_core.guard.slot import EngineSeen, SlotMachine, SlotSeen, decide
 from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book, FinishedRequest
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Arrived, Ended, EndKind, FirstToken, Health, Sized
-from rose_core.telemetry.signal import Limits, Reading, ServingSignal, advance, merge
+from rose_core.telemetry.signal import Reading, ServingSignal, SignalLimits, advance, merge
 from rose_core.wire.host import EngineState
 from rose_core.wire.sync import SignalSource
-from rose_simulate.model.clock import MILLISECOND, SECOND, Clock, Event
-from rose_simulate.model.gpus.device import Device
-from rose_simulate.model.gpus.gates import Gate, Host, ServingRequest, Timings
-from rose_simulate.model.scenarios.machines import PoolState
+from rose_simulate.model.clock import MILLISECOND, SECOND, Event, VirtualClock
+from rose_simulate.model.gpus.device import SharedGpus
+from rose_simulate.model.gpus.gates import ReplicaGate, ServingRequest, SimulatedHost, Timings
+from rose_simulate.model.scenarios.machines import NodePoolState
 
 BYTES_PER_TOKEN = 4
 _WAITING_NS = 100 * MILLISECOND
@@ -42,7 +42,7 @@ _TAP = (SignalSource.WIRE_TAP,)
 _POLLED = (SignalSource.LOADS,)
 
 
-class GuardedGate(Gate):
+class GuardedGate(ReplicaGate):
     """``ours``, or ``polled`` when it may not use the tap.
 
     Attributes:
@@ -53,15 +53,15 @@ class GuardedGate(Gate):
 
     def __init__(
         self,
-        clock: Clock,
-        device: Device,
-        host: Host,
+        clock: VirtualClock,
+        device: SharedGpus,
+        host: SimulatedHost,
         changed: Callable[[bool], None],
         *,
         name: str,
         timings: Timings,
-        objective: Objective,
-        pool: Callable[[], PoolState],
+        objective: LatencyObjective,
+        pool: Callable[[], NodePoolState],
         tapped: bool,
         percentile: int,
     ) -> None:
@@ -70,12 +70,12 @@ class GuardedGate(Gate):
         self._name, self._percentile, self._pool = name, percentile, pool
         self._gate, self._ladder = GateLimits(), LadderLimits()
         # Its heartbeats come on while nothing is looked at here, so the tap is believed.
-        self._limits = Limits(tap_stale_ns=_ALWAYS_NS)
+        self._limits = SignalLimits(tap_stale_ns=_ALWAYS_NS)
         self._wake: Event | None = None
         self._polling = False
         self.verdicts: dict[GateReason, int] = {}
         self.certifies = tapped
-        self.certificate: Certificate | None = None
+        self.certificate: TtftCertificate | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -285,30 +285,30 @@ class GuardedGate(Gate):
         """Requests that met an open gate under a certificate."""
         return self._experience.lessons.certified
 
-    def _certificate(self) -> Certificate | None:
+    def _certificate(self) -> TtftCertificate | None:
         # Polls show no request before its first token, so nothing is learned of the next one.
         if self.certifies:
             self.certificate = self._experience.certificate(self._goals, self._percentile)
         return self.certificate
 
-    def _carry_out(self, action: Action) -> None:
-        if action.order is Order.ENSURE:
+    def _carry_out(self, action: SlotAction) -> None:
+        if action.order is SlotOrder.ENSURE:
             self.host.ensure()
-        elif action.order is Order.STOP:
+        elif action.order is SlotOrder.STOP:
             self.device.forbid()
             self.host.stop()
             self.clock.after(self._timings.tick_s, self.step)
-        elif action.order is Order.CLOSE:
+        elif action.order is SlotOrder.CLOSE:
             late = self.device.forbid(self._timings.close_s)
             if late is not None and self._book.live:
                 self._experience.note_stop(self._timings.tap_s + late, self._chunk_divisor)
-        elif action.order is Order.HOLD and not self._holding:
+        elif action.order is SlotOrder.HOLD and not self._holding:
             self._holding = True
             self.clock.after(self._timings.freeze_s, self._confirm_hold)
-        elif action.order is Order.LET_GO:
+        elif action.order is SlotOrder.LET_GO:
             self._holding = False
             self.clock.after(self._timings.open_s, self._confirm_let_go)
-        elif action.order is Order.EXTEND and not self._held and self.host.state == "Serving":
+        elif action.order is SlotOrder.EXTEND and not self._held and self.host.state == "Serving":
             self._chunk_divisor = action.chunk_divisor
             self.device.allow(action.chunk_divisor)
 

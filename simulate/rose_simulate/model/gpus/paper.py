@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rose_simulate.model.clock import Clock, Event
-from rose_simulate.model.gpus.device import Device
-from rose_simulate.model.gpus.gates import Gate, Host, ServingRequest
-from rose_simulate.model.scenarios.costs import Costs, pairs
+from rose_simulate.model.clock import Event, VirtualClock
+from rose_simulate.model.gpus.device import SharedGpus
+from rose_simulate.model.gpus.gates import ReplicaGate, ServingRequest, SimulatedHost
+from rose_simulate.model.scenarios.costs import ModelCosts, pairs
 
 # [notes] section 4.1: dual-SLO admission at each scheduler tick. [inferred]: how long a tick is.
 TICK_S = 0.010
@@ -42,17 +42,17 @@ ACTIVATION_S = 5.0
 STALL_S = 2.0
 
 
-class PaperGate(Gate):
+class PaperGate(ReplicaGate):
     """Rollouts run only while every serving request has prefill and decode slack (section 4.1)."""
 
     def __init__(
         self,
-        clock: Clock,
-        device: Device,
-        host: Host,
+        clock: VirtualClock,
+        device: SharedGpus,
+        host: SimulatedHost,
         changed: Callable[[bool], None],
         *,
-        profile: Costs,
+        profile: ModelCosts,
         ttft_s: float,
         tpot_s: float,
     ) -> None:

@@ -33,11 +33,11 @@ from dataclasses import dataclass, field
 
 from rose_core.rollouts.training.consumption import ConsumptionBound, next_batch
 from rose_core.rollouts.training.rounds import Closing, Late, RoundKind, Rounds, RoundShape
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.jobs.widths import RoundSeen, Written
 from rose_simulate.model.jobs.workload import Episode, group
 from rose_simulate.model.routing.router import Router
-from rose_simulate.model.routing.turns import Turn
+from rose_simulate.model.routing.turns import RoutedTurn
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class JobFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class TrajectoryFate:
     """What became of one trajectory: in a batch, dropped or cut, and how stale it was then.
 
     One that was cut has the tokens that it would have written; inclusion is by length.
@@ -94,7 +94,7 @@ class StepParts:
 
 
 @dataclass(eq=False)
-class Group:
+class RunningGroup:
     """A group under way; ``members`` are (session, output tokens) of those that ended.
 
     Attributes:
@@ -108,7 +108,7 @@ class Group:
     last_token_s: float = 0.0
     members: list[tuple[str, int]] = field(default_factory=list)
     episodes: tuple[Episode, ...] = ()
-    under_way: list[Trajectory] = field(default_factory=list)
+    under_way: list[SimulatedTrajectory] = field(default_factory=list)
 
 
 @dataclass
@@ -127,7 +127,7 @@ class JobCounts:
     step_s: list[float] = field(default_factory=list)
     step_parts: list[StepParts] = field(default_factory=list)
     finish_s: list[float] = field(default_factory=list)
-    fates: list[Fate] = field(default_factory=list)
+    fates: list[TrajectoryFate] = field(default_factory=list)
 
 
 class Job:
@@ -135,7 +135,7 @@ class Job:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         facts: JobFacts,
         router: Router,
         pool: Rows[Episode],
@@ -150,9 +150,9 @@ class Job:
         self._written: dict[int, Written] = {}  # of the round that is open, by trajectory
         self.version = 0
         self._rounds = None if facts.surplus is None else Rounds(_shape(facts), lambda: clock.now_s)
-        self._named: dict[str, Group] = {}
+        self._named: dict[str, RunningGroup] = {}
         self._groups = self._drawn_ever = self._turns = self._born = self._in_gap = 0
-        self._ready: list[Group] = []
+        self._ready: list[RunningGroup] = []
         self._under_way: dict[int, int] = {}  # group -> version it began with
         self._training = self._awaiting = False
         self._step_ns = 0
@@ -183,7 +183,7 @@ class Job:
             return
         for name in opening.resumed:
             put_off = self._named.pop(name)
-            again = Group(put_off.number, self._facts.members, self.version)
+            again = RunningGroup(put_off.number, self._facts.members, self.version)
             # Any of them do: a group's episodes are drawn alike, and which ended is not looked at.
             again.episodes = put_off.episodes[: opening.members]
             self._named[name] = again
@@ -195,26 +195,26 @@ class Job:
             self._begin(one)
         self._add(rounds.taken)
 
-    def _drawn(self, members: int) -> Group:
+    def _drawn(self, members: int) -> RunningGroup:
         """A fresh prompt."""
         self._groups += 1
         self._drawn_ever += 1  # a number of its own: ``_groups`` goes back when one is dropped
-        one = Group(self._drawn_ever, members, self.version)
+        one = RunningGroup(self._drawn_ever, members, self.version)
         one.episodes = group(self._pool, members, self._draw)
         return one
 
-    def _begin(self, one: Group) -> None:
+    def _begin(self, one: RunningGroup) -> None:
         self.counts.started += len(one.episodes)
         if self._rounds is None:
             self._under_way[one.number] = one.oldest
         for member, episode in enumerate(one.episodes):
             self._born += 1
             name = f"{one.number}.{member}@{self._born}"
-            trajectory = Trajectory(self, one, name, episode, self._born)
+            trajectory = SimulatedTrajectory(self, one, name, episode, self._born)
             one.under_way.append(trajectory)
             trajectory.next()
 
-    def take_turn(self, turn: Turn, gap_s: float) -> None:
+    def take_turn(self, turn: RoutedTurn, gap_s: float) -> None:
         """Send a turn to the router when the environment has answered."""
         self._turns += 1
         turn.number = self._turns
@@ -225,7 +225,7 @@ class Job:
         else:
             self._router.submit(turn)
 
-    def _answered(self, turn: Turn) -> None:
+    def _answered(self, turn: RoutedTurn) -> None:
         self._in_gap -= 1
         if not turn.withdrawn:
             self._router.submit(turn)
@@ -240,7 +240,7 @@ class Job:
         """Virtual time."""
         return self._clock.now_s
 
-    def on_last_turn(self, one: Group, end: Callable[[], None], session: str) -> None:
+    def on_last_turn(self, one: RunningGroup, end: Callable[[], None], session: str) -> None:
         """A trajectory has its last token; it ends when it has its reward."""
         self._router.end_trajectory(session)
         if not self._facts.reward_s:
@@ -262,7 +262,12 @@ class Job:
             self._in_gap -= 1
 
     def on_trajectory_end(
-        self, one: Group, trajectory: Trajectory, session: str, tokens: int, oldest: int
+        self,
+        one: RunningGroup,
+        trajectory: SimulatedTrajectory,
+        session: str,
+        tokens: int,
+        oldest: int,
     ) -> None:
         """Count a trajectory that has ended; its group or round may be complete with it."""
         one.under_way.remove(trajectory)
@@ -294,17 +299,19 @@ class Job:
                 begins = max(self._added_until_s, self._clock.now_s)
                 self._added_until_s = begins + self._facts.part_s
 
-    def _cut(self, one: Group, members: Rows[Trajectory]) -> None:
+    def _cut(self, one: RunningGroup, members: Rows[SimulatedTrajectory]) -> None:
         """A group has enough: members that it does not need stop, and nobody samples them again."""
         for trajectory in members:
             one.under_way.remove(trajectory)
             self.counts.cut += 1
             self._stop(trajectory)
             stale = self.version - one.oldest
-            fate = Fate(trajectory.session, trajectory.planned, trained=False, stale=stale)
+            fate = TrajectoryFate(
+                trajectory.session, trajectory.planned, trained=False, stale=stale
+            )
             self.counts.fates.append(fate)
 
-    def _stop(self, trajectory: Trajectory) -> None:
+    def _stop(self, trajectory: SimulatedTrajectory) -> None:
         """Nobody samples it any further."""
         written = trajectory.withdraw(self._router)
         self.counts.finished += 1
@@ -344,7 +351,7 @@ class Job:
     def _train(self) -> None:
         if self._training:
             return
-        fresh: list[Group] = []
+        fresh: list[RunningGroup] = []
         for one in self._ready:
             if self.version - one.oldest <= self._facts.staleness + (self._facts.late != 0):
                 fresh.append(one)
@@ -376,7 +383,7 @@ class Job:
             return self._facts.train_s
         return max(0.0, self._added_until_s - self._clock.now_s)
 
-    def _next_batch(self, fresh: list[Group]) -> list[Group]:
+    def _next_batch(self, fresh: list[RunningGroup]) -> list[RunningGroup]:
         """What the trainer takes now; empty = it waits."""
         facts = self._facts
         if not facts.oldest_first:
@@ -386,10 +393,10 @@ class Job:
         found = next_batch(ready, list(self._under_way.values()), self.version, bound)
         return [fresh[index] for index in found]
 
-    def _conclude(self, one: Group, *, trained: bool) -> None:
+    def _conclude(self, one: RunningGroup, *, trained: bool) -> None:
         for session, tokens in one.members:
             stale = self.version - one.oldest
-            self.counts.fates.append(Fate(session, tokens, trained, stale))
+            self.counts.fates.append(TrajectoryFate(session, tokens, trained, stale))
             self._router.prospects.conclude(session, trained=trained)
 
     def _trained(self) -> None:
@@ -426,16 +433,18 @@ def _shape(facts: JobFacts) -> RoundShape:
     return RoundShape(facts.batch, facts.members, surplus, facts.member_surplus, facts.late)
 
 
-class Trajectory:
+class SimulatedTrajectory:
     """One trajectory: its turns one after the other, with the environment between them."""
 
-    def __init__(self, job: Job, one: Group, session: str, episode: Episode, number: int) -> None:
+    def __init__(
+        self, job: Job, one: RunningGroup, session: str, episode: Episode, number: int
+    ) -> None:
         self._job, self._group, self.session, self._episode = job, one, session, episode
         self.number = number
         self.read = 0
         self._index = self._context = self._tokens = 0
         self._oldest = one.oldest
-        self._turn: Turn | None = None
+        self._turn: RoutedTurn | None = None
         self._withdrawn = False
         self.last_token_s = 0.0
 
@@ -465,7 +474,9 @@ class Trajectory:
         self._context += planned.new
         before = self._turn
         group = str(self._group.number)
-        turn = Turn(self.session, self._context, planned.output, 0, self.next, group, self.number)
+        turn = RoutedTurn(
+            self.session, self._context, planned.output, 0, self.next, group, self.number
+        )
         if before is not None:
             turn.home, turn.cached = before.home, before.cached
             turn.home_version = before.home_version

@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rose_simulate.model.scenarios.costs import Costs, pairs
+from rose_simulate.model.scenarios.costs import ModelCosts, pairs
 
 MARGIN = 0.05
 """An estimate leaves out turns and environments, so what differs by less decides nothing."""
@@ -67,7 +67,7 @@ class Width:
     engines: int
     kv_tokens: int
     most: int
-    times: Costs
+    times: ModelCosts
 
 
 def decide(seen: RoundSeen | None, widths: Sequence[Width], present: int) -> int:

@@ -20,7 +20,7 @@ ALIKE = 0.74
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ServingArrival:
     """One row of a serving trace."""
 
     at_s: float
@@ -29,7 +29,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PlannedTurn:
     """One turn: tokens added before it, tokens sampled, seconds of environment before it."""
 
     new: int
@@ -37,11 +37,11 @@ class Turn:
     gap_s: float
 
 
-Episode = tuple[Turn, ...]
+Episode = tuple[PlannedTurn, ...]
 
 
 @dataclass(frozen=True)
-class Span:
+class ContextRange:
     """What contexts recorded episodes are brought to; new tokens, outputs and gaps are kept.
 
     Attributes:
@@ -53,21 +53,21 @@ class Span:
     most: int = 32_000
 
 
-USUAL_SPAN = Span()
+USUAL_SPAN = ContextRange()
 Shape = tuple[tuple[float, float], ...]
 """A slow trend of load: (seconds, any rate), ascending."""
 
 
-def arrivals(rows: Rows[dict[str, str]], source: str) -> tuple[Arrival, ...]:
+def arrivals(rows: Rows[dict[str, str]], source: str) -> tuple[ServingArrival, ...]:
     """Rows with ``t_s``, ``in_tokens``, ``out_tokens``, ascending.
 
     Raises:
         TraceError: a column is missing, a row is cut off or times go backwards.
     """
-    found: list[Arrival] = []
+    found: list[ServingArrival] = []
     for line, row in enumerate(rows, start=2):
         try:
-            one = Arrival(float(row["t_s"]), int(row["in_tokens"]), int(row["out_tokens"]))
+            one = ServingArrival(float(row["t_s"]), int(row["in_tokens"]), int(row["out_tokens"]))
         except (KeyError, TypeError, ValueError) as error:
             message = f"{source}:{line}: no row of t_s, in_tokens, out_tokens, or cut off ({error})"
             raise TraceError(message) from error
@@ -105,17 +105,17 @@ def shape(rows: Rows[dict[str, str]], source: str) -> Shape:
 
 
 def episodes(
-    rows: Rows[dict[str, str]], source: str, span: Span = USUAL_SPAN
+    rows: Rows[dict[str, str]], source: str, span: ContextRange = USUAL_SPAN
 ) -> tuple[Episode, ...]:
     """Rows with ``episode``, ``turn``, ``new_prompt_tokens``, ``out_tokens``, ``env_gap_s``.
 
     Raises:
         TraceError: a column is missing or a row is cut off.
     """
-    grouped: dict[str, list[Turn]] = {}
+    grouped: dict[str, list[PlannedTurn]] = {}
     for line, row in enumerate(rows, start=2):
         try:
-            turn = Turn(
+            turn = PlannedTurn(
                 int(row["new_prompt_tokens"]), int(row["out_tokens"]), float(row["env_gap_s"])
             )
             grouped.setdefault(row["episode"], []).append(turn)
@@ -130,8 +130,8 @@ def episodes(
     return found
 
 
-def _rescaled(turns: list[Turn], span: Span) -> Episode:
-    kept: list[Turn] = []
+def _rescaled(turns: list[PlannedTurn], span: ContextRange) -> Episode:
+    kept: list[PlannedTurn] = []
     context = 0
     for turn in turns:
         new = span.first if not kept else min(MOST_NEW, max(1, turn.new))
@@ -139,12 +139,12 @@ def _rescaled(turns: list[Turn], span: Span) -> Episode:
         context += new + output
         if context > span.most:
             break
-        kept.append(Turn(new, output, min(turn.gap_s, LONGEST_GAP_S)))
+        kept.append(PlannedTurn(new, output, min(turn.gap_s, LONGEST_GAP_S)))
     return tuple(kept)
 
 
 def replay(
-    trace: Rows[Arrival],
+    trace: Rows[ServingArrival],
     *,
     seconds: float,
     requests_per_s: float,

@@ -17,13 +17,13 @@ from rose_core.rollouts.training.rhythm import (
     LOOK_SECONDS,
     SAY_SECONDS,
     Rhythm,
-    Traffic,
+    TurnTraffic,
     half_full,
     key,
     note,
     observe,
 )
-from rose_simulate.model.clock import Clock
+from rose_simulate.model.clock import VirtualClock
 from rose_simulate.model.routing.router import Router
 
 
@@ -36,10 +36,10 @@ class _Line:
     heard: ReceivedNote | None = None
 
 
-class Demands:
+class SimulatedDemands:
     """The routers' last words."""
 
-    def __init__(self, clock: Clock, routers: Mapping[str, Router]) -> None:
+    def __init__(self, clock: VirtualClock, routers: Mapping[str, Router]) -> None:
         self._clock, self._routers = clock, routers
         self._lines = {name: _Line() for name in routers}
 
@@ -71,10 +71,10 @@ class Demands:
         return before is None or bool(before.note.peak_turns) != bool(line.heard.note.peak_turns)
 
 
-def traffic(router: Router) -> Traffic:
+def traffic(router: Router) -> TurnTraffic:
     """A router's turns now, as production's router counts its own."""
     waiting = router.waiting
-    return Traffic(
+    return TurnTraffic(
         router.inside,
         len(waiting),
         sum(turn.context + turn.output for turn in waiting),

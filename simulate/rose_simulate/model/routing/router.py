@@ -21,11 +21,11 @@ from rose_core.rollouts.placement.watch import LegView, judge
 from rose_core.rollouts.terms import Policies
 from rose_core.rollouts.trajectories.prospects import Hint
 from rose_core.wire.routing import EngineKind
-from rose_simulate.model.clock import SECOND, Clock, Event
+from rose_simulate.model.clock import SECOND, Event, VirtualClock
 from rose_simulate.model.gpus.batch import Sequence
 from rose_simulate.model.routing.router_view import RouterMemory, RouterView
-from rose_simulate.model.routing.turns import Counts, Engine, Leg, Turn
-from rose_simulate.model.routing.warming import Warmer, WarmingContext
+from rose_simulate.model.routing.turns import AttachedEngine, Counts, RoutedLeg, RoutedTurn
+from rose_simulate.model.routing.warming import SimulatedWarmer, WarmingContext
 
 _LOOK_AGAIN_S = 1.0
 
@@ -69,7 +69,7 @@ class Router:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         run: str,
         policies: Policies,
         manners: RouterOptions,
@@ -79,8 +79,8 @@ class Router:
         self.policies = policies
         policy, self._patience = policies.placement, policies.patience
         self._policy = policy
-        self.engines: dict[str, Engine] = {}
-        self._queue: list[Turn] = []
+        self.engines: dict[str, AttachedEngine] = {}
+        self._queue: list[RoutedTurn] = []
         self._again: Event | None = None
         self.counts = Counts()
         self.prospects = policies.memory()
@@ -95,11 +95,11 @@ class Router:
             self._sight.turn,
             lambda: len(self._queue),
         )
-        self.warmer = Warmer(clock, around)
+        self.warmer = SimulatedWarmer(clock, around)
 
     # --- engines
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, engine: AttachedEngine) -> None:
         """An engine has come."""
         self.engines[engine.name] = engine
         self._sight.invalidate(engine.name)
@@ -173,7 +173,7 @@ class Router:
         return len(self._queue) + sum(len(engine.legs) for engine in self.engines.values())
 
     @property
-    def waiting(self) -> tuple[Turn, ...]:
+    def waiting(self) -> tuple[RoutedTurn, ...]:
         """Turns without an engine, the next one first."""
         return tuple(self._queue)
 
@@ -182,7 +182,7 @@ class Router:
         """The newest version known, by name."""
         return str(self._sight.head)
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: RoutedTurn) -> None:
         """A turn has come."""
         self.counts.turns += 1
         self.counts.new_tokens += turn.context - turn.cached
@@ -200,7 +200,7 @@ class Router:
         if self._manners.ends is Ends.TOLD:
             self.prospects.end_trajectory(session)
 
-    def withdraw(self, turn: Turn) -> int:
+    def withdraw(self, turn: RoutedTurn) -> int:
         """The trainer does not want the turn any more; the tokens it had written."""
         if turn in self._queue:
             self._queue.remove(turn)
@@ -211,11 +211,11 @@ class Router:
         self.warmer.forget(turn.session)
         return turn.held
 
-    def _wait(self, turn: Turn) -> None:
+    def _wait(self, turn: RoutedTurn) -> None:
         turn.since, turn.view = self._clock.now_s, self._sight.turn(turn)
         insort(self._queue, turn, key=self._rank)
 
-    def _rank(self, turn: Turn) -> tuple[bool, int, int]:
+    def _rank(self, turn: RoutedTurn) -> tuple[bool, int, int]:
         by_age = self._manners.waits or self._manners.oldest_first
         return rank(turn.held > 0, 0, turn.born if by_age else turn.number)
 
@@ -247,7 +247,7 @@ class Router:
             self._again.cancel()
         self._again = self._clock.at(round(seconds * SECOND) + 1, self.drain)
 
-    def _elsewhere(self, turn: Turn) -> bool:
+    def _elsewhere(self, turn: RoutedTurn) -> bool:
         """Whether another engine would take it now."""
         views, view = self._sight.engines(), self._sight.turn(turn)
         head, now = self._sight.head, self._clock.now_s
@@ -255,7 +255,7 @@ class Router:
 
     # --- legs
 
-    def _begin(self, turn: Turn, engine: Engine) -> None:
+    def _begin(self, turn: RoutedTurn, engine: AttachedEngine) -> None:
         now = self._clock.now_ns
         self.counts.queue_s += now / SECOND - turn.since
         assert engine.batch is not None  # noqa: S101  # placement took it as open
@@ -271,7 +271,7 @@ class Router:
             on_first=lambda: self._first(leg),
             on_done=lambda: self._done(leg),
         )
-        leg = Leg(turn, engine, sequence, now)
+        leg = RoutedLeg(turn, engine, sequence, now)
         turn.versions.append(engine.version or 0)
         engine.legs.append(leg)
         self._sight.invalidate(engine.name)
@@ -279,19 +279,19 @@ class Router:
         self.warmer.note_placement(turn, engine)
         engine.batch.submit(sequence)
 
-    def _left(self, turn: Turn, engine: Engine) -> bool:
+    def _left(self, turn: RoutedTurn, engine: AttachedEngine) -> bool:
         """Whether it goes elsewhere although its home would have had room."""
         home = self.engines.get(turn.home)
         could = home is not None and home.gate_open and len(home.legs) < home.cap
         return could and home is not engine
 
-    def _first(self, leg: Leg) -> None:
+    def _first(self, leg: RoutedLeg) -> None:
         leg.first_ns = self._clock.now_ns
         if leg.engine.gate_ns <= leg.began_ns:
             waited, uncached = (leg.first_ns - leg.began_ns) / SECOND, leg.sequence.uncached
             self._sight.learn(leg.engine, lambda speed: speed.saw_first_token(waited, uncached))
 
-    def _done(self, leg: Leg) -> None:
+    def _done(self, leg: RoutedLeg) -> None:
         turn = leg.turn
         if turn.withdrawn:
             return  # by what another turn that ended in the same step has led to
@@ -308,7 +308,7 @@ class Router:
         turn.done()
         self.drain()
 
-    def _learn_step(self, leg: Leg) -> None:
+    def _learn_step(self, leg: RoutedLeg) -> None:
         """How long a step took, where the gate stood open all the time."""
         steps = leg.sequence.produced - 1
         if leg.engine.gate_ns > leg.first_ns or steps < 1:
@@ -318,7 +318,7 @@ class Router:
         weight, live = 1.0 - 0.9**steps, len(leg.engine.legs)
         self._sight.learn(leg.engine, lambda speed: speed.saw_step(step, weight, live))
 
-    def _end(self, leg: Leg, *, kept: bool, inside: bool) -> None:
+    def _end(self, leg: RoutedLeg, *, kept: bool, inside: bool) -> None:
         engine, sequence, turn = leg.engine, leg.sequence, leg.turn
         if inside and engine.batch is not None:
             engine.batch.remove(sequence)
@@ -339,18 +339,18 @@ class Router:
             turn.held = 0
             turn.versions.clear()
 
-    def _requeue(self, turn: Turn) -> None:
+    def _requeue(self, turn: RoutedTurn) -> None:
         self.counts.moves += 1
         self._wait(turn)
 
     # --- watching closed gates
 
-    def _look_later(self, engine: Engine, seconds: float) -> None:
+    def _look_later(self, engine: AttachedEngine, seconds: float) -> None:
         if engine.look is not None:
             engine.look.cancel()
         engine.look = self._clock.after(seconds, lambda: self._look(engine))
 
-    def _look(self, engine: Engine) -> None:
+    def _look(self, engine: AttachedEngine) -> None:
         """Legs on an engine whose gate has been closed for long."""
         engine.look = None
         if engine.gate_open or not engine.legs or engine.name not in self.engines:

@@ -22,8 +22,8 @@ from rose_core.rollouts.placement.selection import (
     TurnView,
 )
 from rose_core.rollouts.trajectories.prospects import Prospects
-from rose_simulate.model.clock import Clock
-from rose_simulate.model.routing.turns import Engine, Turn
+from rose_simulate.model.clock import VirtualClock
+from rose_simulate.model.routing.turns import AttachedEngine, RoutedTurn
 
 _NO_OUTLOOK = RolloutOutlook()
 # Rules that ask what is known of a trajectory; the others do without, which is quicker to simulate.
@@ -41,7 +41,7 @@ class RouterMemory:
         residents: whose keys are where.
     """
 
-    engines: Mapping[str, Engine]
+    engines: Mapping[str, AttachedEngine]
     prospects: Prospects
     residents: Residents
 
@@ -58,7 +58,13 @@ class RouterView:
     """
 
     def __init__(
-        self, clock: Clock, run: str, policy: Policy, known: RouterMemory, *, knows_lengths: bool
+        self,
+        clock: VirtualClock,
+        run: str,
+        policy: Policy,
+        known: RouterMemory,
+        *,
+        knows_lengths: bool,
     ) -> None:
         self._clock, self._run, self._policy = clock, run, policy
         self._known, self._knows_lengths = known, knows_lengths
@@ -83,7 +89,7 @@ class RouterView:
         """Note how many tokens a turn ended with."""
         self._usual_output += 0.02 * (output - self._usual_output)
 
-    def learn(self, engine: Engine, learn: Callable[[Speed], Speed]) -> None:
+    def learn(self, engine: AttachedEngine, learn: Callable[[Speed], Speed]) -> None:
         """Learn the speed of one engine, and from it what to expect of new ones."""
         self.invalidate(engine.name)
         engine.speed = learn(engine.speed or self._usual_speed)
@@ -103,7 +109,7 @@ class RouterView:
                 self._views[name] = self._engine(engine)
         return [self._views[name] for name in self._known.engines]
 
-    def turn(self, turn: Turn) -> TurnView:
+    def turn(self, turn: RoutedTurn) -> TurnView:
         """One turn."""
         home = self._known.engines.get(turn.home)
         same = home is not None and home.version == turn.home_version
@@ -127,7 +133,7 @@ class RouterView:
             outlook = self._known.prospects.outlook(lambda: views, dice(), now)
         return DispatchState(views, self.head, self._policy, now, outlook, self._known.residents)
 
-    def _engine(self, engine: Engine) -> EngineView:
+    def _engine(self, engine: AttachedEngine) -> EngineView:
         return EngineView(
             engine.name,
             engine.kind,

@@ -13,7 +13,7 @@ from rose_simulate.model.gpus.batch import BatchEngine, Sequence
 
 
 @dataclass(eq=False)
-class Engine:
+class AttachedEngine:
     """An engine attached to the router.
 
     Attributes:
@@ -29,7 +29,7 @@ class Engine:
     gate_open: bool
     cap: int
     gate_ns: int = 0
-    legs: list[Leg] = field(default_factory=list)
+    legs: list[RoutedLeg] = field(default_factory=list)
     speed: Speed | None = None
     hazard: Hazard = field(default_factory=Hazard)
     look: Event | None = None
@@ -46,7 +46,7 @@ _NOTHING = TurnView(0, 0)
 
 
 @dataclass(eq=False, slots=True)
-class Turn:
+class RoutedTurn:
     """One turn of a trajectory; ``held`` of its ``output`` tokens cannot be lost any more.
 
     Attributes:
@@ -77,11 +77,11 @@ class Turn:
 
 
 @dataclass(eq=False, slots=True)
-class Leg:
+class RoutedLeg:
     """A turn on an engine."""
 
-    turn: Turn
-    engine: Engine
+    turn: RoutedTurn
+    engine: AttachedEngine
     sequence: Sequence
     began_ns: int
     first_ns: int = 0

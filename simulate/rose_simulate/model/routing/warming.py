@@ -21,20 +21,20 @@ from rose_core.rollouts.placement.warming import (
     WarmOutcome,
     to_warm,
 )
-from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.gpus.batch import Sequence
-from rose_simulate.model.routing.turns import Engine, Turn
+from rose_simulate.model.routing.turns import AttachedEngine, RoutedTurn
 
 
 @dataclass(eq=False)
 class _Rest:
     """A trajectory between two turns; ``turn`` is the one that ended."""
 
-    turn: Turn
+    turn: RoutedTurn
     since: float
     times: int = 0
     warm: bool = False
-    engine: Engine | None = None
+    engine: AttachedEngine | None = None
     sequence: Sequence | None = None
 
 
@@ -48,17 +48,17 @@ class WarmingContext:
         waiting: how many turns wait.
     """
 
-    engines: MutableMapping[str, Engine]
+    engines: MutableMapping[str, AttachedEngine]
     residents: Residents
     scene: Callable[[], DispatchState]
-    view: Callable[[Turn], TurnView]
+    view: Callable[[RoutedTurn], TurnView]
     waiting: Callable[[], int]
 
 
-class Warmer:
+class SimulatedWarmer:
     """Warms prefixes of one router's trajectories."""
 
-    def __init__(self, clock: Clock, around: WarmingContext) -> None:
+    def __init__(self, clock: VirtualClock, around: WarmingContext) -> None:
         self._clock, self._around = clock, around
         self._bound, self._returns = WarmBound(), ReturnRates()
         self._resting: dict[str, _Rest] = {}
@@ -66,14 +66,14 @@ class Warmer:
         self.ended: Counter[WarmOutcome] = Counter()
         self.tokens = 0
 
-    def end_turn(self, turn: Turn) -> None:
+    def end_turn(self, turn: RoutedTurn) -> None:
         """Note the end of a turn: its trajectory may come back."""
-        after = Turn(turn.session, turn.context + turn.output, 0, 0, turn.done, turn.group)
+        after = RoutedTurn(turn.session, turn.context + turn.output, 0, 0, turn.done, turn.group)
         after.home, after.cached, after.home_version = turn.home, turn.cached, turn.home_version
         self._resting[turn.session] = _Rest(after, self._clock.now_s)
         self._look_later()
 
-    def begin_turn(self, turn: Turn) -> None:
+    def begin_turn(self, turn: RoutedTurn) -> None:
         """Note the next turn of a trajectory: its home is where the prefix is warm."""
         rest = self._resting.pop(turn.session, None)
         if rest is None:
@@ -84,7 +84,7 @@ class Warmer:
             turn.home, turn.cached = rest.turn.home, rest.turn.cached
             turn.home_version, turn.warmed = rest.turn.home_version, rest.turn.home
 
-    def note_placement(self, turn: Turn, engine: Engine) -> None:
+    def note_placement(self, turn: RoutedTurn, engine: AttachedEngine) -> None:
         """Note that the turn was given an engine."""
         if turn.warmed:
             self.ended[
@@ -153,7 +153,7 @@ class Warmer:
             view=lambda: self._around.view(turn),
         )
 
-    def _begin(self, rest: _Rest, engine: Engine) -> None:
+    def _begin(self, rest: _Rest, engine: AttachedEngine) -> None:
         assert engine.batch is not None  # noqa: S101  # placement took it as open
         version, turn = engine.version or 0, rest.turn
         rest.times += 1

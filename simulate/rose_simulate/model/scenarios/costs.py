@@ -78,7 +78,7 @@ DEVICES = tuple(MEMORY_GB)
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class ModelCosts:
     """Times of one model on one replica of ``gpus`` GPUs, seconds."""
 
     fit: Fit
@@ -127,7 +127,7 @@ def costs(
     attention: bool = False,
     draft_nodes: int = 0,
     tokens_per_step: float = 1.0,
-) -> Costs:
+) -> ModelCosts:
     """The cost model of a model on a device.
 
     Args:
@@ -144,12 +144,12 @@ def costs(
     # Weights of two bytes: as many operations per token as there are bytes.
     per_pair = 4 * layers * width / (weights * 1e9) if attention else 0.0
     fit = Fit(*_STEPS[device, model], weights, kv_bytes, prefill, per_pair)
-    return Costs(fit, derate, gpus, draft_nodes, tokens_per_step)
+    return ModelCosts(fit, derate, gpus, draft_nodes, tokens_per_step)
 
 
 def costs_of(
     job: RolloutJob, device: str, gpus: int, derate: float, *, attention: bool = False
-) -> Costs:
+) -> ModelCosts:
     """The cost model of a job's engine, with its drafts; ``costs`` has the arguments."""
     return costs(
         device,

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rose_core.guard.experience import ErrorBudget, Lessons
-from rose_core.guard.predictor import Predictor, Profile
+from rose_core.guard.predictor import CostProfile, Predictor
 from rose_simulate.model.scenarios.scenario import Scenario
 
 
 @dataclass
-class PoolState:
+class NodePoolState:
     """What replicas of one pool share on one node; ``guards`` look again when the breaker opens."""
 
     lessons: Lessons
@@ -29,17 +29,17 @@ class Machine:
 
     name: str = ""
     silent_ns: int | None = None
-    _pools: dict[str, PoolState] = field(default_factory=dict)
+    _pools: dict[str, NodePoolState] = field(default_factory=dict)
 
     @property
     def up(self) -> bool:
         """It is on."""
         return self.silent_ns is None
 
-    def pool(self, name: str, profile: Profile) -> PoolState:
+    def pool(self, name: str, profile: CostProfile) -> NodePoolState:
         """What its agent knows of a pool; a fresh agent begins with the profile."""
         if name not in self._pools:
-            self._pools[name] = PoolState(Lessons(Predictor(profile)))
+            self._pools[name] = NodePoolState(Lessons(Predictor(profile)))
         return self._pools[name]
 
     def boot(self) -> None:
