@@ -1,9 +1,9 @@
 """Workers that follow the wish beside a pool of a fixed size, on virtual time.
 
-Trajectories end when those of a simulated job did, each with a reward of random length. Once a
-second the pool asks ``rose_core.rewards.scale.wish``, as an autoscaler would; a new worker is ready
-after its cold start, and one that is idle and not wished for ends. A worker counts from the moment
-it is asked for.
+Trajectories end when those of a simulated job did, each with a reward of random length. Every
+``look_s`` the pool asks ``rose_core.rewards.scale.wish``, as an autoscaler would; the first worker
+is asked for at once, as KEDA's push scaler does. A new worker is ready after its cold start, and
+one that is idle and not wished for ends. A worker counts from the moment it is asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from rose_core.rewards.scale import wish
 
-_LOOK_S = 1.0
+_STEP_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,34 +55,54 @@ def fixed(ends: Sequence[float], takes: Sequence[float], size: int) -> Pool:
 
 
 def followed(
-    ends: Sequence[float], takes: Sequence[float], *, target_s: float, cold_s: float, most: int
+    ends: Sequence[float],
+    takes: Sequence[float],
+    *,
+    target_s: float,
+    cold_s: float,
+    most: int,
+    look_s: float = _STEP_S,
 ) -> Pool:
-    """A pool that follows the wish."""
+    """A pool that follows the wish.
+
+    Args:
+        ends: when trajectories end, in order.
+        takes: seconds of each one's reward.
+        target_s: within which a reward shall have its result.
+        cold_s: until a new worker is ready.
+        most: workers at a time.
+        look_s: between two looks of the autoscaler; KEDA's looks every 15 s by default.
+    """
     workers: list[float] = []  # when each is free, or ready
     running: list[tuple[float, float]] = []  # when each ends, and when its trajectory did
     waiting: deque[tuple[float, float]] = deque()
     coming = deque(zip(ends, takes, strict=True))
-    held, waits, peak, now = 0.0, list[float](), 0, ends[0]
+    held, waits, peak, now, look_at = 0.0, list[float](), 0, ends[0], ends[0]
     p50 = statistics.median(takes)
     while coming or waiting or workers:
         while coming and coming[0][0] <= now:
             waiting.append(coming.popleft())
         running = [one for one in running if one[0] > now]
         taken = [end for end, _ in waiting] + [end for _, end in running]
-        wanted = wish([now - end for end in taken], p50, target_s, most)
-        idle = sorted(one for one in workers if one <= now)
-        for one in idle[: max(0, len(workers) - wanted)]:
-            workers.remove(one)
-        workers += [now + cold_s] * (wanted - len(workers))
+        if now >= look_at or (taken and not workers):
+            wanted = wish([now - end for end in taken], p50, target_s, most)
+            if now >= look_at:
+                look_at = now + look_s
+            else:
+                wanted = min(wanted, 1)
+            idle = sorted(one for one in workers if one <= now)
+            for one in idle[: max(0, len(workers) - wanted)]:
+                workers.remove(one)
+            workers += [now + cold_s] * (wanted - len(workers))
         peak = max(peak, len(workers))
-        held += len(workers) * _LOOK_S
-        now += _LOOK_S
+        held += len(workers) * _STEP_S
+        now += _STEP_S
         heapq.heapify(workers)
-        # Whoever comes free within the second takes the next; later ends wait for the next look.
+        # Whoever comes free within the second takes the next; later ends wait for the next step.
         while waiting and workers and workers[0] < now:
             free = heapq.heappop(workers)
             end, take = waiting.popleft()
-            start = max(free, end, now - _LOOK_S)
+            start = max(free, end, now - _STEP_S)
             heapq.heappush(workers, start + take)
             running.append((start + take, end))
             waits.append(start - end)
