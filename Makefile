@@ -71,8 +71,9 @@ demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
 # at the end. Generated examples are the same every time, so that a change is judged by what it does. While you work
 # (`make unit`) nothing is tried twice, and examples are new each time. Each lane ends with its slowest tests.
 LANES := test test-waiting test-computing test-engines test-node test-api test-sandboxes
+# As one word with its option: behind a space pytest takes a file that is there for the folder of the tests.
 RETRIED := out/retried
-$(LANES): AGAIN := --reruns 1 --only-rerun ".*" --rerun-show-tracebacks --write-reruns $(RETRIED) --hypothesis-profile=ci --durations 15 --durations-min 5
+$(LANES): AGAIN := --reruns 1 --only-rerun ".*" --rerun-show-tracebacks --write-reruns=$(RETRIED) --hypothesis-profile=ci --durations 15 --durations-min 5
 test: venv  ## everything that CI runs
 	$(MAKE) --no-print-directory -j 3 check engine cluster sandbox
 	$(MAKE) --no-print-directory -j 2 tap release-parts

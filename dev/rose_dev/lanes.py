@@ -93,7 +93,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if (file := terminalreporter.config.getoption(AGAIN)) is not None:
         tried = {report.nodeid for report in terminalreporter.stats.get("rerun", ())}
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text("".join(f"{name}\n" for name in sorted(tried)))
+        with Path(file).open("a") as names:  # other lanes write into it too
+            names.writelines(f"{name}\n" for name in sorted(tried))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

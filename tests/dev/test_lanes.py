@@ -117,8 +117,8 @@ def test_what_needs_gpus_comes_first_then_what_ends_the_node_and_a_second_node_l
 def test_what_was_tried_again_is_written_down(pytester: pytest.Pytester) -> None:
     once = "seen = []\ndef test_a():\n    seen.append(1)\n    assert len(seen) > 1\n"
     text = f"{once}def test_b(): pass\n"
-    again = ("-p", "pytest_rerunfailures", "--reruns", "1")
-    run(pytester, *again, "--write-reruns", "out/again", test_1=text)
-    assert (pytester.path / "out/again").read_text() == "test_1.py::test_a\n"
-    run(pytester, *again, "--write-reruns", "out/again", test_1="def test_b(): pass\n")
-    assert (pytester.path / "out/again").read_text() == ""
+    again = ("-p", "pytest_rerunfailures", "--reruns", "1", "--write-reruns=out/again")
+    run(pytester, *again, test_1=text)
+    run(pytester, *again, test_1="def test_b(): pass\n")
+    run(pytester, *again, test_1=text.replace("test_a", "test_c"))
+    assert (pytester.path / "out/again").read_text() == "test_1.py::test_a\ntest_1.py::test_c\n"
