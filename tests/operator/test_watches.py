@@ -91,7 +91,7 @@ EVERYTHING = """
 import asyncio, sys, threading
 import kopf
 from rose_operator.kube import watches
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import ObjectCache
 
 plain = watches.registry
@@ -104,7 +104,7 @@ def registry(*args):
 watches.registry = registry
 
 async def main():
-    caches = {kind: ObjectCache() for kind in watches._LISTED if kind is not Kind.ROUTE}
+    caches = {kind: ObjectCache() for kind in watches._LISTED if kind is not ObjectKind.ROUTE}
     watching = asyncio.create_task(watches.watch_kinds(caches, "rose-system", lambda: None))
     await asyncio.to_thread(sys.stdin.read)
     watching.cancel()
