@@ -67,11 +67,11 @@ begin() {
 }
 
 # What a command's runner has started since it began; hard: the runner too. It says who it is
-# before it reads what to run.
+# before it reads what to run. Where it has, nothing is begun here: it may have taken all processes.
 end() {
   local hard=$2 top pid line parent session more word
   local -A was=() parents=() sessions=() below=()
-  rm -f $at/$1.cmd
+  [ -e $at/$1.pid ] || rm -f $at/$1.cmd
   read -r top <$at/$1.pid || return 1
   read -r line <$at/$1.was; for word in $line; do was[${word#/proc/}]=1; done
   for word in /proc/[0-9]*/stat; do
