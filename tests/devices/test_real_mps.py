@@ -112,7 +112,9 @@ def test_the_real_daemon_shows_every_gpu_to_processes_of_every_user(
             mode = (tmp_path / name).stat().st_mode
             assert mode & stat.S_ISVTX
             assert mode & 0o007 == 0o007
-        assert (tmp_path / "pipe/control").stat().st_mode & 0o006 == 0o006
+        control = tmp_path / "pipe/control"
+        # The daemon opens its socket to others after it has made it.
+        assert wait_for(lambda: control.stat().st_mode & 0o006 == 0o006, 60.0)
         assert "CUDA_VISIBLE_DEVICES" not in Pipes(tmp_path).environment(
             {"CUDA_VISIBLE_DEVICES": "0"}
         )

@@ -14,6 +14,7 @@ from rose_core.delta.manifest import Manifest
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_engines.errors import BrokenWeights, CommitRefused
+from rose_engines.node import pace
 from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, Where, host_tensors
 from rose_engines.weights import decoding
 from rose_engines.weights.decoding import groups
@@ -53,7 +54,7 @@ def test_delta_makes_the_new_state(tmp_path: Path, old: State, share: float) -> 
 
 
 def test_blocks_coded_on_their_base_are_read_against_the_live_weights(
-    tmp_path: Path, old: State, sparse: State
+    tmp_path: Path, old: State, sparse: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = write_bundle(tmp_path / "b", V1, sparse, (V0, old))
     entries = manifest.tensors
@@ -75,8 +76,14 @@ def test_blocks_coded_on_their_base_are_read_against_the_live_weights(
     (tmp_path / "b" / "manifest.msgpack").write_bytes(smaller.encode())
     live = engine(old)
     assert Codec.RICE in readable(live)
+    rests = list[int]()
+    monkeypatch.setattr(pace.Pace, "rest", lambda _: rests.append(1))
     assert str(commit(stage(tmp_path / "b", live, digest_live(live)), live)) == manifest.digest
     assert equal(live, sparse)
+    coded = [block.codec for block in smaller.blocks].count(Codec.RICE)
+    others = {block.tensor for block in smaller.blocks if block.codec != Codec.RICE}
+    # Read and later decoded, each one by itself; the rest tensor by tensor; then all is resolved.
+    assert len(rests) == 2 * coded + len(others) + 1
     wrong = engine(sparse)
     with pytest.raises(CommitRefused, match="WrongBase"):
         stage(tmp_path / "b", wrong, digest_live(wrong))

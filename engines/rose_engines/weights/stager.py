@@ -176,24 +176,21 @@ class _Child:
     """One stager process, seen from the engine."""
 
     def __init__(self, held: tuple[HeldTensor, ...]) -> None:
-        flags = os.memfd_create("rose-stager-flags", os.MFD_CLOEXEC)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            flags = os.memfd_create("rose-stager-flags", os.MFD_CLOEXEC)
+            theirs.callback(os.close, flags)
             os.ftruncate(flags, _FLAGS.size)
             self._flags = mmap.mmap(flags, _FLAGS.size)
-            self._socket = ours
+            self._socket, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            theirs.callback(end.close)
+            ours.callback(self._socket.close)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, *map(str, (theirs.fileno(), flags, os.getpid()))],
+                [sys.executable, "-m", __name__, *map(str, (end.fileno(), flags, os.getpid()))],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), flags),
+                pass_fds=(end.fileno(), flags),
                 env=_environment(),
             )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(flags)
+            ours.pop_all()  # kept until ``end``
         self.pid = self._process.pid
         self._hello: bytes | None = _frame(_Hold(held))
 

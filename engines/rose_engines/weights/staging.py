@@ -273,6 +273,7 @@ class _Staging:
         _check_rows(segment, self._tensors)
         for row in np.flatnonzero(segment.rows[:, loops.GIVEN] == RAW):
             self._decode(int(row))
+            self.pace.rest()
         rows = segment.rows
         old = {width: np.empty_like(segment.given[width]) for width in WIDTHS}
         sums = np.zeros((len(rows), 4), np.uint64)
