@@ -90,7 +90,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """``make test`` has more lanes than one reads, so it says at its end what was tried again."""
-    if (file := terminalreporter.config.getoption(AGAIN)) is not None:
+    config = terminalreporter.config
+    if hasattr(config, "workerinput"):  # what a worker tried again, its controller hears
+        return
+    if (file := config.getoption(AGAIN)) is not None:
         tried = {report.nodeid for report in terminalreporter.stats.get("rerun", ())}
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         with Path(file).open("a") as names:  # other lanes write into it too

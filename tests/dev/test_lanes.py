@@ -114,10 +114,13 @@ def test_what_needs_gpus_comes_first_then_what_ends_the_node_and_a_second_node_l
     run(pytester, "-m", "node", **shared).assert_outcomes(passed=4, deselected=2)
 
 
-def test_what_was_tried_again_is_written_down(pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "1")])
+def test_what_was_tried_again_is_written_down_once(
+    pytester: pytest.Pytester, workers: tuple[str, ...]
+) -> None:
     once = "seen = []\ndef test_a():\n    seen.append(1)\n    assert len(seen) > 1\n"
     text = f"{once}def test_b(): pass\n"
-    again = ("-p", "pytest_rerunfailures", "--reruns", "1", "--write-reruns=out/again")
+    again = (*workers, "-p", "pytest_rerunfailures", "--reruns=1", "--write-reruns=out/again")
     run(pytester, *again, test_1=text)
     run(pytester, *again, test_1="def test_b(): pass\n")
     run(pytester, *again, test_1=text.replace("test_a", "test_c"))
