@@ -22,7 +22,7 @@ from rose_simulate.model.scenarios.scenario import Load, Regime, Scenario
 from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.pages.study_page import page
 from rose_simulate.runs import fleets
-from rose_simulate.runs.fleets import against, run_fleet
+from rose_simulate.runs.fleets import FleetResult, against, fleet_table, run_fleet, won
 
 FLEET = Path(__file__).parents[2] / "simulate" / "scenarios" / "fleet.yaml"
 
@@ -204,6 +204,55 @@ def test_every_derate_and_seed_is_run_and_paired(
     text = page("x", "(x)", "Says.", (found,)).text
     assert "| 0.4 | 2 | `rose-paper` |" in text
     assert f"{ratio.mean:.2f} [{ratio.low:.2f}, " in text
+
+
+def outcome(regime: Regime, seed: int, tokens_per_s: float, added: float) -> FleetOutcome:
+    """An hour of a hundred dedicated GPUs."""
+    return FleetOutcome(
+        regime=regime.value,
+        seed=seed,
+        gpus=500,
+        seconds=3600.0,
+        tokens_per_s=tokens_per_s,
+        finished=0,
+        accepted=0,
+        dropped=0,
+        steps=0,
+        requests=9000,
+        violations_alone=2.0,
+        added_violations=added,
+        lent_share=0.5,
+        open_share=0.5,
+        derate=0.5,
+        dedicated_gpus=100,
+    )
+
+
+def test_the_shadow_price_of_a_violation_stands_in_a_fleets_table_and_page() -> None:
+    found = FleetResult(
+        "fleet",
+        (
+            outcome(Regime.FIXED, 1, 1000.0, 0.0),
+            outcome(Regime.FIXED, 2, 1000.0, 0.0),
+            outcome(Regime.ROSE_PAPER, 1, 1500.0, 2500.0),
+            outcome(Regime.ROSE_PAPER, 2, 1500.0, 2500.0),
+            outcome(Regime.OURS, 1, 1200.0, 0.0),
+            outcome(Regime.OURS, 2, 1600.0, 20.0),
+        ),
+    )
+    # Half as many tokens more than a hundred GPUs give in an hour, for 2,500 late requests.
+    assert won(found, found.outcomes[2:3]) == (pytest.approx(50.0), pytest.approx(0.02))
+    assert won(found, found.outcomes[4:]) == (pytest.approx(80.0), pytest.approx(4.0))
+    assert won(found, found.outcomes[:2]) is None
+    lines = [line.split("  ")[-1].strip() for line in fleet_table(found).splitlines()]
+    told = ["-", "-", "50.0, 0.02", "50.0, 0.02", "20.0, none late", "60.0, 3.00"]
+    assert lines == ["GPU-h won, per violation", *told]
+    text = page("fleet", "(h)", "Says.", (found,)).text
+    assert "violations alone | GPU-hours won | per violation |" in text
+    for cells in ("| 2 of 9000 |  |  |", "| 2 of 9000 | 100 | 0.02 |", "| 2 of 9000 | 80 | 4.00 |"):
+        assert cells in text
+    without = FleetResult("fleet", found.outcomes[2:])
+    assert won(without, without.outcomes[2:]) is None
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,20 @@ class RunOutcome(msgspec.Struct, frozen=True):
         return sum(service.added_violations for service in self.services)
 
 
+def gpu_hours_won(gpus: float, seconds: float, ours: float, base: float) -> float:
+    """Dedicated GPU-hours that what was won over the fixed pool stands for.
+
+    A dedicated GPU gives what one of the fixed pool gives, so the pool's own waiting is in it.
+
+    Args:
+        gpus: of the fixed pool.
+        seconds: that were counted.
+        ours: useful tokens per second.
+        base: those of the fixed pool.
+    """
+    return gpus * seconds / 3600 * (ours / base - 1) if base else 0.0
+
+
 def percentile_ms(values: Rows[float], q: float) -> float:
     """A quantile of seconds, in milliseconds; 0 without values."""
     return 1e3 * quantile(list(values), q) if values else 0.0

@@ -17,8 +17,15 @@ from rose_simulate.model.run import ledger
 from rose_simulate.model.scenarios.scenario import Regime
 from rose_simulate.pages.charts import ChartLine, intervals, lines
 from rose_simulate.pages.charts import ChartRow as Bar
-from rose_simulate.runs.fleets import FleetResult, against
-from rose_simulate.runs.study import PRICES, READINGS, Result, StudyRow, per_violation
+from rose_simulate.runs.fleets import FleetResult, against, won
+from rose_simulate.runs.study import (
+    PRICES,
+    READINGS,
+    Result,
+    StudyRow,
+    per_violation,
+    price_of_violation,
+)
 
 # Studies whose scenarios differ in one thing.
 _ACROSS = frozenset({"agents", "attention", "eager", "freshness", "tail", "mps"})
@@ -423,11 +430,13 @@ def _fleet(name: str, one: FleetResult, made: StudyPage) -> None:
         f"\n## {one.scenario}\n\n{one.outcomes[0].gpus} GPUs. Ratios are paired by seed, with 95 % "
         "intervals; the other figures are means over seeds, added violations with an interval: "
         "each seed has load curves of its own. *Inside*: added where serving alone keeps its SLO. "
-        "*Spared*: late alone, and not when lent.\n\n"
+        "*Spared*: late alone, and not when lent. *Won*: dedicated GPU-hours that would have given "
+        "as many more tokens than the fixed pool, over all seeds; *per violation*: that for each "
+        "added one, its shadow price.\n\n"
         "| derate | seeds | regime | rollout tok/s | x fixed | x `ours-held` | x `rose-paper` "
         "| accepted | dropped | GPU-hours lent | open | added violations | inside | spared "
-        "| violations alone |\n"
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
+        "| violations alone | GPU-hours won | per violation |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
     cells = dict.fromkeys((outcome.derate, outcome.regime) for outcome in one.outcomes)
     for derate, regime in cells:
@@ -462,8 +471,15 @@ def _fleet_row(result: FleetResult, same: Sequence[FleetOutcome]) -> str:
         f"| {mean(lambda o: o.lent_hours):.0f} | {mean(lambda o: o.open_share):.1%} "
         f"| {_counted([o.added_violations for o in same])} | {mean(lambda o: o.added_inside):.0f} "
         f"| {mean(lambda o: o.spared_violations):.0f} "
-        f"| {mean(lambda o: o.violations_alone):.0f} of {mean(lambda o: o.requests):.0f} |\n"
+        f"| {mean(lambda o: o.violations_alone):.0f} of {mean(lambda o: o.requests):.0f} "
+        f"| {_price(result, same)} |\n"
     )
+
+
+def _price(result: FleetResult, same: Sequence[FleetOutcome]) -> str:
+    """Hours won and those for each violation, as two cells."""
+    found = won(result, same)
+    return " | " if found is None else f"{found[0]:.0f} | {price_of_violation(found[1])}"
 
 
 def _is_first(one: FleetOutcome, result: FleetResult) -> bool:

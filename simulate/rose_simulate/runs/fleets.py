@@ -16,11 +16,12 @@ from rose_simulate.model.fleets.curves import (
     dedicated_tokens_per_s,
 )
 from rose_simulate.model.fleets.fleet import FleetOutcome, FleetRun
-from rose_simulate.model.outcome import Interval, paired_ratio
+from rose_simulate.model.outcome import Interval, gpu_hours_won, paired_ratio
 from rose_simulate.model.regimes import RULES, RegimeRules
 from rose_simulate.model.scenarios.fleet_scenario import FleetScenario
 from rose_simulate.model.scenarios.scenario import Regime
 from rose_simulate.model.simulation import SimulationInputs
+from rose_simulate.runs.study import price_of_violation
 
 # Requests per second and replica at which a replica is simulated event by event: up to what the
 # densest bin of the traces shipped brings (code, 26 times a mean of 0.5).
@@ -100,6 +101,27 @@ def against(result: FleetResult, one: FleetOutcome, regime: Regime) -> Interval 
     return paired_ratio(ours, base)
 
 
+def won(result: FleetResult, ones: Sequence[FleetOutcome]) -> tuple[float, float | None] | None:
+    """Dedicated GPU-hours that runs of one regime won, and those for each added violation.
+
+    The second is the shadow price of a violation, None where none was added; all is None where the
+    fixed pool was not run at the same derate and seeds.
+    """
+    cells = {(one.derate, one.seed) for one in ones}
+    fixed = [
+        one
+        for one in result.outcomes
+        if one.regime == Regime.FIXED and (one.derate, one.seed) in cells
+    ]
+    if len(fixed) != len(ones) or any(one.regime == Regime.FIXED for one in ones):
+        return None
+    rates = [sum(one.tokens_per_s for one in runs) for runs in (ones, fixed)]
+    seconds = sum(one.seconds for one in ones)
+    hours = gpu_hours_won(ones[0].dedicated_gpus, seconds, *rates)
+    added = sum(one.added_violations for one in ones)
+    return hours, hours / added if added else None
+
+
 def alone_of(
     told: FleetScenario, material: SimulationInputs, seed: int, loads: Sequence[float] = ()
 ) -> list[Alone]:
@@ -142,16 +164,22 @@ def fleet_table(result: FleetResult) -> str:
     """The outcomes as text."""
     head = (
         "derate  regime            seed  GPUs    rollout tok/s  trajectories  dropped  steps  "
-        "lent   open   added violations (inside, spared)  alone"
+        "lent   open   added violations (inside, spared)   alone                "
+        "GPU-h won, per violation"
     )
     lines = [
         f"{one.derate:<7g} {one.regime:<17} {one.seed:<5} {one.gpus:<7} {one.tokens_per_s:>13.0f}  "
         f"{one.finished:>12}  {one.dropped:>7}  {one.steps:>5}  {one.lent_share:<6.1%} "
         f"{one.open_share:<6.1%} {_added(one):<34}  "
-        f"{one.violations_alone:.0f}/{one.requests}"
+        f"{f'{one.violations_alone:.0f}/{one.requests}':<20} {_price(result, one)}"
         for one in result.outcomes
     ]
     return "\n".join([head, *lines])
+
+
+def _price(result: FleetResult, one: FleetOutcome) -> str:
+    found = won(result, [one])
+    return "-" if found is None else f"{found[0]:.1f}, {price_of_violation(found[1])}"
 
 
 def _added(one: FleetOutcome) -> str:

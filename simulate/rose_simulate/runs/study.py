@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from rose_core.accounting.cost import Prices, break_even_lent_hour, per_accepted
-from rose_simulate.model.outcome import Interval, RunOutcome, paired_ratio
+from rose_simulate.model.outcome import Interval, RunOutcome, gpu_hours_won, paired_ratio
 from rose_simulate.model.run import ledger
 from rose_simulate.model.scenarios.scenario import Interference, Regime, Scenario
 from rose_simulate.model.simulation import SimulationInputs
@@ -167,15 +167,11 @@ def _better(found: dict[str, list[RunOutcome]]) -> str | None:
 
 
 def _won(ones: list[RunOutcome], fixed: list[RunOutcome], cell: Scenario) -> float:
-    """Dedicated GPU-hours that the useful tokens won over the fixed pool stand for.
-
-    A dedicated GPU gives what one of the fixed pool gives, so the pool's own waiting is in it.
-    """
-    hours = sum(one.seconds for one in ones) / 3600
+    """Dedicated GPU-hours that the useful tokens won over the fixed pool stand for."""
+    seconds = sum(one.seconds for one in ones)
     gpus = sum(job.dedicated * job.gpus_per_engine for job in cell.jobs)
     base = sum(one.useful_tokens_per_s for one in fixed)
-    ours = sum(one.useful_tokens_per_s for one in ones)
-    return gpus * hours * (ours / base - 1) if base else 0.0
+    return gpu_hours_won(gpus, seconds, sum(one.useful_tokens_per_s for one in ones), base)
 
 
 def worst_mean(ones: Sequence[RunOutcome], field: str) -> float | None:
@@ -238,7 +234,12 @@ def _line(row: StudyRow) -> str:
 
 def per_violation(row: StudyRow) -> str:
     """GPU-hours won for each request that lending made late, in words."""
-    return "none late" if row.per_violation is None else f"{row.per_violation:.2f}"
+    return price_of_violation(row.per_violation)
+
+
+def price_of_violation(hours: float | None) -> str:
+    """The shadow price of a violation in words: GPU-hours won for each; None = there was none."""
+    return "none late" if hours is None else f"{hours:.2f}"
 
 
 def _shown(interval: Interval | None) -> str:

@@ -63,6 +63,7 @@ class FleetOutcome(msgspec.Struct, frozen=True):
         added_inside: those of them in bins in which serving alone keeps its SLO.
         spared_violations: expected of lent replicas: late alone, and not when lent.
         lent_hours: GPU-hours that leases held.
+        dedicated_gpus: of all jobs; 0 = an older version did not say.
     """
 
     regime: str
@@ -84,6 +85,7 @@ class FleetOutcome(msgspec.Struct, frozen=True):
     added_inside: float = 0.0
     spared_violations: float = 0.0
     lent_hours: float = 0.0
+    dedicated_gpus: int = 0
 
 
 @dataclass
@@ -320,11 +322,11 @@ class FleetRun:
         gpus = sum(
             one.count * one.service.replicas * one.service.gpus_per_replica for one in told.services
         )
-        gpus += told.jobs.count * told.jobs.job.dedicated * told.jobs.job.gpus_per_engine
+        dedicated = told.jobs.count * told.jobs.job.dedicated * told.jobs.job.gpus_per_engine
         return FleetOutcome(
             regime=self._regime.value,
             seed=self._seed,
-            gpus=gpus,
+            gpus=gpus + dedicated,
             seconds=told.seconds,
             tokens_per_s=sum(tank.tokens for tank in tanks) / told.seconds,
             finished=sum(tank.finished for tank in tanks),
@@ -341,6 +343,7 @@ class FleetRun:
             added_inside=sums["inside"],
             spared_violations=sums["spared"],
             lent_hours=sums["hours"],
+            dedicated_gpus=dedicated,
         )
 
 
