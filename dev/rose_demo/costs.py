@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from rose_core.accounting.breakdown import CostBreakdown, breakdown
+from rose_core.accounting.breakdown import CostBreakdown, breakdown, lines
 from rose_core.accounting.correct import Sampled, violation_price
 from rose_core.accounting.cost import MICRO, Prices
 from rose_core.accounting.ledger import GpuTier, GpuTime, Ledger, ServingImpact, Trajectories
@@ -64,6 +64,14 @@ def costs(recording: Recording, attainments: Mapping[str, Attainment]) -> CostBr
         Sampled({GpuTier.DEDICATED: int(dedicated), GpuTier.BORROWED: int(borrowed)}, trained),
         violation=violation,
     )
+
+
+def markdown(found: CostBreakdown | None) -> str:
+    """The same lines as a table for a page of the documentation; empty where nothing is known."""
+    if found is None:
+        return ""
+    rows = "".join(f"| {' | '.join(line)} |\n" for line in lines(found))
+    return f"| | figure | |\n|---|---|---|\n{rows}"
 
 
 def _sum(steps: Sequence[Mapping[str, Any]], word: str) -> int:

@@ -24,7 +24,7 @@ import msgspec
 from rose_core.accounting.breakdown import CostBreakdown, money
 from rose_demo import builds
 from rose_demo.agents import play_on
-from rose_demo.costs import costs
+from rose_demo.costs import costs, markdown
 from rose_demo.errors import AlreadyRunning, DemoError
 from rose_demo.measure import measure
 from rose_demo.options import Options, parse
@@ -54,6 +54,7 @@ def write(recording: Recording, findings: Findings, out: Path) -> None:
     (out / "report.html").write_text(page(recording, findings))
     result = msgspec.json.encode(summary(recording, findings))
     (out / "summary.json").write_bytes(msgspec.json.format(result, indent=1))
+    (out / "costs.md").write_text(markdown(costs(recording, findings.attainments)))
     (out / "recording.json").write_bytes(msgspec.json.encode(recording))
 
 

@@ -62,6 +62,13 @@ class CostBreakdown:
         return self.won_hours / self.lent_hours
 
     @property
+    def off_bill(self) -> float | None:
+        """How far the factors, by the correct answers, are from the bill, as a share of it."""
+        if self.factors is None or not self.bill.total:
+            return None
+        return self.factors.total * self.correct / self.bill.total - 1
+
+    @property
     def shadow(self) -> float | None:
         """Dedicated GPU-hours won for each late request; None where none was late."""
         return None if self.won_hours is None or not self.late else self.won_hours / self.late
@@ -137,6 +144,7 @@ def figures(found: CostBreakdown) -> dict[str, float | None]:
         "unlent_reserved_gpu_hours": found.unlent_hours,
         "dedicated_hours_per_lent_hour": found.slot,
         "dedicated_hours_per_late_request": found.shadow,
+        "factors_off_bill": found.off_bill,
     }
 
 
@@ -162,6 +170,14 @@ def lines(found: CostBreakdown) -> list[Line]:
         made.append(("cost of a correct answer", "unknown", why))
     else:
         made += _factors(parts, bill)
+        off = found.off_bill
+        made.append(
+            (
+                "these, by the correct answers",
+                money(parts.total * found.correct),
+                "the bill again" if off is None else f"the bill again: {abs(off):.2%} off it",
+            )
+        )
     return [
         *made,
         (

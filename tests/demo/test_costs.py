@@ -7,8 +7,9 @@ from types import ModuleType
 import msgspec
 import pytest
 
+from rose_core.accounting.breakdown import money
 from rose_core.accounting.ledger import GpuTier
-from rose_demo.costs import costs, late_requests, section
+from rose_demo.costs import costs, late_requests, markdown, section
 from rose_demo.records import Recording
 from rose_demo.statistics import Attainment
 from rose_demo.verdicts import judge
@@ -53,6 +54,24 @@ def test_the_section_says_each_factor_and_what_it_costs_serving(recording: Recor
         "the trainer&#x27;s GPUs in it",
     ):
         assert words in text
+
+
+def test_the_factors_make_the_bill_again_and_say_how_far_off_they_are(recording: Recording) -> None:
+    found = costs(recording, judge(recording).attainments)
+    assert found is not None
+    assert found.off_bill == pytest.approx(0.0, abs=0.01)
+    assert f"the bill again: {abs(found.off_bill):.2%} off it" in section(found)
+
+
+def test_the_lines_are_a_table_that_a_page_can_hold(recording: Recording) -> None:
+    found = costs(recording, judge(recording).attainments)
+    assert found is not None
+    assert found.factors is not None
+    rows = markdown(found).splitlines()
+    assert rows[:2] == ["| | figure | |", "|---|---|---|"]
+    assert f"| bill | {money(found.bill.total)} | of which the next five |" in rows
+    assert {row.count("|") for row in rows} == {4}
+    assert markdown(None) == ""
 
 
 def test_what_was_not_recorded_is_unknown(recording: Recording) -> None:
