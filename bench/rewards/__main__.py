@@ -5,7 +5,7 @@
 | how busy workers are that follow the wish, beside a fixed pool | virtual time |
 | groups with and without a second worker for what is late | virtual time |
 | what rewards add to a step, by part and by how the trainer takes groups | virtual time |
-| 10,000 rewards while gateway and workers are killed | real processes |
+| 10,000 rewards while gateway, workers and a judge's router are killed | real processes |
 | 10,000 lines while router, batches and engines are killed | real processes, fake engines |
 | 10,000 lines while gates move as bursts make production's guard move them | the same |
 
@@ -66,6 +66,8 @@ def scaled(seconds: float, seed: int) -> list[Figure]:
 
 
 def _told(name: str, found: killed.Killed, wrong: tuple[str, ...]) -> list[Figure]:
+    for reason, times in found.reasons.most_common():
+        sys.stderr.write(f"{name}: {times} x {reason}\n")
     kills = [figure(f"{name}: killed {what}", n, "times") for what, n in found.kills.items()]
     return [
         figure(f"{name}: asked", found.asked, "times"),
@@ -98,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     if given.rewards:
         found = asyncio.run(killed.rewards(given.rewards, given.seed))
         wrong += found.wrong.total()
-        figures += _told("rewards", found, ("lost", "doubled", "zero"))
+        figures += _told("rewards", found, ("lost", "masked", "doubled", "zero"))
     if given.lines:
         found = asyncio.run(killed.batch(given.lines, given.seed))
         wrong += found.wrong.total()

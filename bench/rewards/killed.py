@@ -1,23 +1,32 @@
-"""Real processes under ``kill -9``: rewards of a gateway, lines of a batch."""
+"""Real processes under ``kill -9``: rewards of a gateway and of a judge's lease, lines of a batch.
+
+Half of the rewards are a module's, which workers compute, half are of a judge: a lease whose router
+is a process of its own before two fake engines. The list says nothing of ``tries``: they are what
+people get. Each reward is random and never 0, so that one that is computed twice, or by nobody, is
+seen.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 import psutil
 import yaml
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from rose_wire.ports import free_port
+from rose_dev.scripted import END, byte_words
+from rose_wire.ports import free_ports
 from tests.batches.helpers import Caller
 from tests.batches.processes import (
     COMPLETIONS,
@@ -28,15 +37,20 @@ from tests.batches.processes import (
     pair,
     token_file,
 )
+from tests.router.conftest import LEASE
 
-# Random, so that a reward that is computed twice is seen, and never 0.
 _CHECKS = """
 import random
 draw = random.SystemRandom()
 def score(reward):
     return 1.0 + draw.random()
 """
-_ASKERS = 64
+_ASKERS, _DIGITS = 64, 8
+_ASSISTANT = "<assistant>"
+_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}" + _ASSISTANT
+_PARTS = ("gateway", "router", "worker")
+_KILLS_OF = (0.25, 0.15, 0.6)
+"""Shares of the kills: what is slowest to come back is killed least often."""
 
 
 @dataclass
@@ -46,12 +60,14 @@ class Killed:
     Attributes:
         kills: by what was killed.
         wrong: by how.
+        reasons: that were given for what is wrong.
     """
 
     asked: int
     seconds: float = 0.0
     kills: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
 
 
 @contextlib.asynccontextmanager
@@ -65,29 +81,56 @@ async def running(*processes: Process) -> AsyncIterator[None]:
 
 
 @dataclass
+class _Judge:
+    """What a judge's engine says: one number of random digits, none of them 0."""
+
+    draw: random.Random = field(default_factory=random.SystemRandom)
+
+    def next_token(self, context: Sequence[int]) -> int:
+        """One more digit behind the prompt's end, or the end."""
+        said = len(context) - bytes(one % END for one in context).rindex(_ASSISTANT.encode())
+        return END if said == len(_ASSISTANT) + _DIGITS else self.draw.choice(b"123456789")
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The digits."""
+        return bytes(one for one in tokens if one != END).decode()
+
+
+@dataclass
 class _Asking:
     """Who asks for rewards, and who kills what computes them.
 
     Attributes:
         first: the reward that each trajectory had first.
+        answers: results by function.
     """
 
     url: str
     gateway: Process
+    router: Process
     session: aiohttp.ClientSession
     found: Killed
     draw: random.Random
     first: dict[int, float] = field(default_factory=dict)
+    answers: Counter[str] = field(default_factory=Counter)
 
     async def ask(self, number: int) -> float:
-        """The reward, however often it has to be asked for."""
-        body = {"trajectory": f"t{number}", "function": "score", "answer": number}
+        """The reward, however often it has to be asked for.
+
+        Only a gateway that is away may be asked again without anything having gone wrong.
+        """
+        name = ("score", "judge")[number % 2]
+        body = {"trajectory": f"t{number}", "function": name, "answer": number}
         while True:
             with contextlib.suppress(aiohttp.ClientError):
                 async with self.session.post(self.url, json=body) as reply:
                     said = await reply.json()
+                    self.answers[name] += 1
                     if said.get("outcome") == "scored":
                         return float(said["reward"])
+                    if "outcome" in said:
+                        self.found.wrong[said["outcome"]] += 1
+                        self.found.reasons[f"{name}: {said['reason']}"] += 1
             await asyncio.sleep(0.02)
 
     async def ask_all(self, numbers: Iterator[int]) -> None:
@@ -99,41 +142,72 @@ class _Asking:
             self.found.wrong["zero"] += reward == 0.0
 
     async def kill(self) -> None:
-        """Kill the gateway or a worker, again and again."""
-        last = -1
+        """Kill the gateway, the judge's router or a worker, again and again."""
+        last: dict[str, int] = {}
         while True:
             await asyncio.sleep(self.draw.uniform(0.2, 0.6))
-            if len(self.first) == last:
+            (chosen,) = self.draw.choices(_PARTS, _KILLS_OF)
+            through = self.answers["judge"] if chosen == "router" else self.answers.total()
+            if last.get(chosen) == through:
                 continue  # it has to come back before it dies again
-            last = len(self.first)
-            if self.draw.random() < 0.3:
-                await self.gateway.again()
-                self.found.kills["gateway"] += 1
-            elif self.gateway.child is not None:
-                self.found.kills["worker"] += _kill_a_child(self.gateway.child.pid, self.draw)
+            last[chosen] = through
+            if chosen == "worker":
+                if self.gateway.child is not None:
+                    self.found.kills["worker"] += _kill_a_child(self.gateway.child.pid, self.draw)
+                continue
+            await (self.gateway if chosen == "gateway" else self.router).again()
+            self.found.kills[chosen] += 1
 
 
-def _written(folder: Path) -> Path:
+def _judge_router(folder: Path, http_port: int, attach: int) -> Process:
+    """The router of the judge's lease; it has a tokenizer, as judges are asked in words."""
+    letters = {letter: byte for byte, letter in enumerate(byte_words())}
+    made = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<|end|>", special=True)])
+    made.save(str(folder / "tokenizer.json"))
+    described = {"chat_template": _TEMPLATE, "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    (folder / "secret").write_text("secret\n")
+    return Process(
+        folder, "router", f"--lease={LEASE}", f"--http-address=127.0.0.1:{http_port}",
+        f"--attach-address=127.0.0.1:{attach}", f"--token-file={folder / 'secret'}",
+        f"--tokenizer={folder}",
+    )  # fmt: skip
+
+
+def _written(folder: Path, judge: str) -> Path:
     """The list of functions, in a folder that workers' users can enter."""
     folder.chmod(0o755)
     (folder / "checks.py").write_text(_CHECKS)
-    listed = {"score": {"module": "checks:score", "path": str(folder), "tries": 5}}
+    listed = {
+        "score": {"module": "checks:score", "path": str(folder)},
+        "judge": {"judge": judge},
+    }
     (folder / "functions.yaml").write_text(yaml.safe_dump(listed))
     return folder / "functions.yaml"
 
 
 async def rewards(count: int, seed: int) -> Killed:
-    """So many rewards, while gateway and workers are killed again and again; each asked twice."""
+    """So many rewards while gateway, judge's router and workers are killed; each asked twice."""
     found, began = Killed(count), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rose-bench-rewards-") as name:
-        folder, port = Path(name), free_port()
+        folder, (port, http_port, attach) = Path(name), free_ports(3)
+        router = _judge_router(folder, http_port, attach)
+        listed = _written(folder, f"http://127.0.0.1:{http_port}")
         gateway = Process(
-            folder, "rewards", f"--functions={_written(folder)}", "--workers=4",
+            folder, "rewards", f"--functions={listed}", "--workers=4",
             f"--folder={folder / 'kept'}", f"--address=127.0.0.1:{port}",
         )  # fmt: skip
-        async with running(gateway), aiohttp.ClientSession() as session:
+        async with (
+            running(gateway, router),
+            engine_of(attach, "first", _ASKERS, _Judge()),
+            engine_of(attach, "second", _ASKERS, _Judge()),
+            aiohttp.ClientSession() as session,
+        ):
             url = f"http://127.0.0.1:{port}/v1/rewards"
-            asking = _Asking(url, gateway, session, found, random.Random(seed))
+            asking = _Asking(url, gateway, router, session, found, random.Random(seed))
             killer = asyncio.create_task(asking.kill())
             try:
                 for _ in range(2):
@@ -142,7 +216,7 @@ async def rewards(count: int, seed: int) -> Killed:
             finally:
                 killer.cancel()
                 await asyncio.gather(killer, return_exceptions=True)
-        found.wrong["lost"] = count - len(asking.first)
+        found.wrong["lost"] += count - len(asking.first)
     found.seconds = time.monotonic() - began
     return found
 

@@ -44,7 +44,8 @@ class RewardFunction(pydantic.BaseModel):
         memory_mebibytes: address space of one worker.
         network: whether its workers see one; a judge is called by the gateway.
         correct_from: rewards from here on are of correct answers.
-        tries: how often one is tried before it is lost; of 1, a late one gets no second worker.
+        tries: how often one is tried before it is lost; of 1, a late one gets no second worker. A
+            judge that is away is asked until ``seconds`` are over, and that is no try.
     """
 
     model_config = pydantic.ConfigDict(

@@ -538,12 +538,9 @@ class Gateway:
         began = self.clock()
         fields = {word: str(getattr(reward, word)) for word in ("answer", "expected", "task")}
         try:
-            async with asyncio.timeout(function.seconds):
-                found = await judge.verdict(function, self.session, fields)
+            found = await judge.verdict(function, self.session, fields)
         except WorkerEnded as error:
             return Lost(f"JudgeFailed: {error}")
-        except TimeoutError:
-            return Lost(f"JudgeFailed: no verdict of {function.judge} after {function.seconds} s")
         return result_of(found, function.correct_from, self.clock() - began)
 
     async def close(self) -> None:

@@ -1,8 +1,19 @@
-"""Asks a lease's model for a verdict. Its engine batches the judges that are asked at once."""
+"""Asks a lease's model for a verdict. Its engine batches the judges that are asked at once.
+
+| the router or its engine | is asked again |
+|---|---|
+| is away: no connection, one that broke, or a status that says so | until the time is over |
+| fails, or answers with what is no chat completion | until ``tries`` are used up |
+| refuses | never |
+
+To be away is no try: a router that restarts has its engines back after some seconds, and asking a
+model twice does no harm.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 
 import aiohttp
@@ -11,9 +22,10 @@ from rose_rewards.errors import WorkerEnded
 from rose_rewards.functions import RewardFunction
 from rose_wire import flags
 
-# Away for now, not wrong: a router without engines, a full queue, a restart.
-_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
-_PAUSE_SECONDS = 0.5
+# A router without engines, a full queue, a restart.
+_AWAY = frozenset({408, 429, 502, 503, 504})
+_FAILED = 500
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 4.0
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -23,30 +35,50 @@ async def verdict(
     """The last number that the judge says; None when it says none.
 
     Raises:
-        WorkerEnded: the judge refused, or was away at every try; says which.
+        WorkerEnded: the judge refused, failed at every try, or gave nothing within the function's
+            ``seconds``; says what it said last.
     """
     body = {
         "model": function.model,
         "messages": [{"role": "user", "content": function.prompt.format_map(fields)}],
         "temperature": 0,
     }
-    said = "it was not asked"
-    for attempt in range(function.tries):
-        if attempt:
-            await asyncio.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1))
-        try:
-            token = flags.token(function.token_file)
-            shown = {"Authorization": f"Bearer {token}"} if token else {}
-            url = f"{str(function.judge).rstrip('/')}/v1/chat/completions"
-            async with session.post(url, json=body, headers=shown) as reply:
-                if reply.status == 200:
-                    answer = await reply.json()
-                    found = _NUMBER.findall(str(answer["choices"][0]["message"]["content"]))
-                    return float(found[-1]) if found else None
-                said = f"{reply.status}: {(await reply.text())[:200]}"
-                if reply.status not in _AGAIN:
-                    break
-        except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
-            said = f"{type(error).__name__}: {error}"
-    message = f"judge {function.judge}, {attempt + 1} tries: {said}"
+    url = f"{str(function.judge).rstrip('/')}/v1/chat/completions"
+    said, asked, failed = "it had not answered yet", 0, 0
+    try:
+        async with asyncio.timeout(function.seconds):
+            while failed < function.tries:
+                if asked:
+                    await asyncio.sleep(_pause(asked))
+                asked += 1
+                try:
+                    token = flags.token(function.token_file)
+                    shown = {"Authorization": f"Bearer {token}"} if token else {}
+                    async with session.post(url, json=body, headers=shown) as reply:
+                        if reply.status == 200:
+                            answer = await reply.json()
+                            found = _NUMBER.findall(str(answer["choices"][0]["message"]["content"]))
+                            return float(found[-1]) if found else None
+                        said = f"{reply.status}: {(await reply.text())[:200]}"
+                        if reply.status not in _AWAY | {_FAILED}:
+                            break
+                        failed += reply.status == _FAILED
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                    said = f"{type(error).__name__}: {error}"
+                except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+                    said = f"{type(error).__name__}: {error}"
+                    failed += 1
+    except TimeoutError as error:
+        message = f"judge {function.judge}: no verdict within {function.seconds:g} s; {said}"
+        raise WorkerEnded(message) from error
+    message = f"judge {function.judge}, asked {asked} times: {said}"
     raise WorkerEnded(message)
+
+
+def _pause(asked: int) -> float:
+    """Seconds before it is asked once more: twice as long each time, with jitter.
+
+    All judges that a restart cut off would otherwise come back in the same moment.
+    """
+    longest = min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2.0 ** (asked - 1))
+    return longest * (0.5 + random.random() / 2)  # noqa: S311  # no secret

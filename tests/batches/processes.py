@@ -17,7 +17,7 @@ from aiohttp import web
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
 from rose_engines.fake.model import continuation
-from rose_engines.fake.scheduler import FakeScheduler
+from rose_engines.fake.scheduler import FakeScheduler, Script
 from rose_engines.fake.server import FakeServer
 from rose_engines.weights.session import WeightSession
 from rose_wire.ports import free_ports
@@ -124,12 +124,14 @@ async def ask(http: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
 
 
 @contextlib.asynccontextmanager
-async def engine_of(attach: int, name: str, cap: int = 8) -> AsyncIterator[asyncio.Event]:
+async def engine_of(
+    attach: int, name: str, cap: int = 8, script: Script | None = None
+) -> AsyncIterator[asyncio.Event]:
     """A fake engine whose owner dials the router until it answers; set the event to kill it."""
     die = asyncio.Event()
 
     async def live() -> None:
-        scheduler = FakeScheduler(WeightSession({}, VERSION), token_seconds=0.005)
+        scheduler = FakeScheduler(WeightSession({}, VERSION), token_seconds=0.005, script=script)
         runner = web.AppRunner(
             FakeServer(scheduler).application(), handler_cancellation=True, shutdown_timeout=0.1
         )

@@ -444,17 +444,19 @@ async def test_a_team_hears_of_its_own_functions_queue_alone(folder: Path) -> No
         assert told["word-b"] == {"queue": 0, "p50_seconds": None, "wish": 0}
 
 
-async def test_a_judge_that_is_away_is_asked_again_and_one_that_refuses_is_named(
-    folder: Path,
-) -> None:
-    answers = [(503, ""), (200, "I say 0.75"), (200, "no number"), (400, "no such model")]
-    asked: list[dict[str, Any]] = []
+@contextlib.asynccontextmanager
+async def judge_of(*answers: tuple[int, str]) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
+    """A judge that gives these, the last one for ever; status 0 = it hangs up. URL and bodies."""
+    left, asked = list(answers), list[dict[str, Any]]()
 
     async def answer(request: web.Request) -> web.Response:
         asked.append(await request.json())
-        status, text = answers.pop(0)
+        status, text = left.pop(0) if len(left) > 1 else left[0]
+        if not status:
+            assert request.transport is not None
+            request.transport.abort()
         body = {"choices": [{"message": {"content": text}}]}
-        return web.json_response(body if status == 200 else {"message": text}, status=status)
+        return web.json_response(body if status == 200 else {"message": text}, status=status or 200)
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
@@ -462,20 +464,50 @@ async def test_a_judge_that_is_away_is_asked_again_and_one_that_refuses_is_named
     await runner.setup()
     port = free_port()
     await web.TCPSite(runner, "127.0.0.1", port).start()
-    listed = {"judge": {"judge": f"http://127.0.0.1:{port}", "tries": 3, "correctFrom": 0.5}}
     try:
+        yield f"http://127.0.0.1:{port}", asked
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_judge_is_asked_until_it_answers_and_one_that_refuses_is_named(
+    folder: Path,
+) -> None:
+    answers = (503, ""), (200, "I say 0.75"), (200, "no number"), (400, "no such model")
+    async with judge_of(*answers) as (url, asked):
+        listed = {"judge": {"judge": url, "tries": 3, "correctFrom": 0.5}}
         async with serving(folder, listed) as rewards:
             said = [
                 (await rewards.ask(function="judge", trajectory=f"t{number}", answer="A"))[1]
                 for number in range(3)
             ]
-    finally:
-        await runner.cleanup()
     assert [one["outcome"] for one in said] == ["scored", "masked", "lost"]
     assert (said[0]["reward"], said[0]["correct"]) == (0.75, True)
-    assert "1 tries: 400" in said[2]["reason"]
+    assert "asked 1 times: 400" in said[2]["reason"]
     assert "no such model" in said[2]["reason"]
     assert "Answer:\nA\n" in asked[0]["messages"][0]["content"]
+
+
+async def test_that_a_judge_is_away_uses_up_no_try(folder: Path) -> None:
+    async with judge_of((503, ""), (0, ""), (200, "0.5")) as (url, asked):
+        listed = {"judge": {"judge": url, "tries": 1}}
+        async with serving(folder, listed) as rewards:
+            said = (await rewards.ask(function="judge", trajectory="t"))[1]
+    assert (said["outcome"], said["reward"], len(asked)) == ("scored", 0.5, 3)
+
+
+async def test_a_judge_that_is_away_until_the_time_is_over_is_lost_and_so_is_one_that_fails(
+    folder: Path,
+) -> None:
+    async with judge_of((503, "no engine")) as (away, _), judge_of((500, "bug")) as (fails, asked):
+        listed = {"away": {"judge": away, "seconds": 0.2}, "fails": {"judge": fails, "tries": 2}}
+        async with serving(folder, listed) as rewards:
+            lost = (await rewards.ask(function="away", trajectory="t"))[1]
+            failed = (await rewards.ask(function="fails", trajectory="u"))[1]
+    assert lost["outcome"] == failed["outcome"] == "lost"
+    assert "no verdict within 0.2 s; 503: " in lost["reason"]
+    assert "no engine" in lost["reason"]
+    assert (len(asked), "bug" in failed["reason"]) == (2, True)
 
 
 async def test_judges_are_asked_at_once_take_no_worker_and_fill_the_queue(folder: Path) -> None:

@@ -241,8 +241,8 @@ def test_the_shadow_price_of_a_violation_stands_in_a_fleets_table_and_page() -> 
         ),
     )
     # Half as many tokens more than a hundred GPUs give in an hour, for 2,500 late requests.
-    assert won(found, found.outcomes[2:3]) == (pytest.approx(50.0), pytest.approx(0.02))
-    assert won(found, found.outcomes[4:]) == (pytest.approx(80.0), pytest.approx(4.0))
+    assert won(found, found.outcomes[2:3]) == pytest.approx((50.0, 0.02))
+    assert won(found, found.outcomes[4:]) == pytest.approx((80.0, 4.0))
     assert won(found, found.outcomes[:2]) is None
     lines = [line.split("  ")[-1].strip() for line in fleet_table(found).splitlines()]
     told = ["-", "-", "50.0, 0.02", "50.0, 0.02", "20.0, none late", "60.0, 3.00"]
