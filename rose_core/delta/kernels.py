@@ -12,6 +12,7 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from rose_core.delta.bits import Bits, Indices
 
 KEPT_ELEMENTS = 1 << 22
 """Room for larger tiles is not kept."""
+_CACHE_LOCK = threading.Lock()  # numba's folder is a setting of the process
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,19 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """A loop as machine code."""
     import numba  # noqa: PLC0415  # optional, and slow to import
 
-    try:
-        fast: Callable[..., Any] = numba.njit(cache=True, nogil=True)(loop)
-    except RuntimeError:  # no folder to cache in: compile anew in every process
-        fast = numba.njit(nogil=True)(loop)
+    # numba discards an index that another release of it has written. So each release has a folder:
+    # an engine's environment often has another one than the environment that uses the checkout.
+    settings: Any = numba.config
+    with _CACHE_LOCK:
+        before = settings.CACHE_DIR
+        parent = Path(before) if before else Path(loops.__file__).parent / "__pycache__"
+        settings.CACHE_DIR = str(parent / f"numba-{numba.__version__}")
+        try:
+            fast: Callable[..., Any] = numba.njit(cache=True, nogil=True)(loop)
+        except RuntimeError:  # no folder to cache in: compile anew in every process
+            fast = numba.njit(nogil=True)(loop)
+        finally:
+            settings.CACHE_DIR = before
     return fast
 
 

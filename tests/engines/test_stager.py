@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -488,6 +489,48 @@ def test_no_tensor_of_another_class_is_asked_for_what_it_has_not(
             digest_live(live),
             stager=Torn(live, loops.START, 1 << 20),
         )
+
+
+def _memfd_of(known: int, *, demanded: int = 0) -> Callable[[str, int], int]:
+    """``memfd_create`` of a kernel that knows these flags and may demand one."""
+    create = os.memfd_create
+
+    def memfd_create(name: str, flags: int) -> int:
+        if flags & ~known:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        if flags & demanded != demanded:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return create(name, flags & ~segments._NOEXEC_SEAL)
+
+    return memfd_create
+
+
+_MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        _memfd_of(_MEMFD_FLAGS),
+        _memfd_of(_MEMFD_FLAGS | segments._NOEXEC_SEAL, demanded=segments._NOEXEC_SEAL),
+    ],
+    ids=["before Linux 6.3", "vm.memfd_noexec=2"],
+)
+def test_it_starts_whatever_the_kernel_asks_of_memory_without_a_name(
+    bundle: Path, old: State, monkeypatch: pytest.MonkeyPatch, create: Callable[[str, int], int]
+) -> None:
+    monkeypatch.setattr(os, "memfd_create", create)
+    SharedMemory().close()
+    live = engine(old)
+    with beside(live) as stager:
+        found = stager.decode(bundle, str(digest_live(live)), Pace(lambda: False))
+        assert found.outline.target == V1
+
+
+def test_memory_is_not_made_where_the_kernel_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", _memfd_of(~0, demanded=1 << 30))
+    with pytest.raises(PermissionError):
+        SharedMemory()
 
 
 def test_it_is_no_client_of_a_gpu(old: State, monkeypatch: pytest.MonkeyPatch) -> None:

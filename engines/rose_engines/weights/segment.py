@@ -9,6 +9,7 @@ the reader or writes into it anew. Next step: ``decoding`` fills a segment, ``st
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -35,6 +36,7 @@ WIDTHS = (1, 2, 4, 8)
 
 _ALIGNED = 64
 _FUTURE_WRITE = 0x10  # of fcntl(2), since Linux 5.1; Python has no name for it yet
+_NOEXEC_SEAL = 0x8  # of memfd_create(2), since Linux 6.3; Python has no name for it before 3.13
 
 Memory = Any
 """Writable memory: whatever numpy makes an array of."""
@@ -137,6 +139,27 @@ def own_memory(nbytes: int) -> Memory:
     return mmap.mmap(-1, max(nbytes, 1))
 
 
+def nameless_file(name: str) -> int:
+    """Open a file that is in no file system and whose seals can be set.
+
+    Nobody executes it, and it says so: where ``vm.memfd_noexec`` is 2, Linux 6.3 to 6.5 refuse a
+    file that does not.
+
+    Args:
+        name: what ``/proc`` shows of it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(name, flags | _NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.memfd_create(name, flags)  # an older kernel, which does not know the flag
+
+
 class SharedMemory:
     """Memory that another process may map: a file that is in no file system and has no name.
 
@@ -145,7 +168,7 @@ class SharedMemory:
     """
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("rose-stager", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.descriptor = nameless_file("rose-stager")
         self._map: mmap.mmap | None = None
 
     def room(self, nbytes: int) -> Memory:

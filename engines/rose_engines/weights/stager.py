@@ -38,7 +38,14 @@ from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import CommitRefused
 from rose_engines.node.pace import Pace
 from rose_engines.weights.decoding import Decoded, Decoder, HeldTensor, Outline
-from rose_engines.weights.segment import SharedMemory, Sizes, StagedSegment, memory_of, own_memory
+from rose_engines.weights.segment import (
+    SharedMemory,
+    Sizes,
+    StagedSegment,
+    memory_of,
+    nameless_file,
+    own_memory,
+)
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +184,7 @@ class _Child:
 
     def __init__(self, held: tuple[HeldTensor, ...]) -> None:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            flags = os.memfd_create("rose-stager-flags", os.MFD_CLOEXEC)
+            flags = nameless_file("rose-stager-flags")
             theirs.callback(os.close, flags)
             os.ftruncate(flags, _FLAGS.size)
             self._flags = mmap.mmap(flags, _FLAGS.size)
