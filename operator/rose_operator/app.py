@@ -34,11 +34,9 @@ from rose_operator.apply.routers import is_ready, router_name
 from rose_operator.errors import ApiUnavailable, NotLeader, OperatorError
 from rose_operator.kube.api import Api, ObjectKind
 from rose_operator.kube.backoff import ExponentialBackoff
-from rose_operator.kube.leader import LeaderLock, LockState
-from rose_operator.kube.lock_renewal import LockRenewal
+from rose_operator.kube.leader import LeaderLock, LockRenewal, LockState
 from rose_operator.kube.object_cache import ObjectCache
-from rose_operator.kube.relist import Relist
-from rose_operator.kube.watches import watch_kinds
+from rose_operator.kube.watches import Relist, watch_kinds
 from rose_operator.notices import Notices
 from rose_operator.own_secrets import OwnSecrets
 from rose_operator.plan.cluster_facts import ClusterFacts

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from rose_core import lending
 from rose_core.api import Reason, RolloutLease, RolloutSlot, ServingPool, TenantPolicy
 from rose_core.wire.routing import DemandNote
-from rose_operator.apply.router_needs import RouterNeeds
-from rose_operator.apply.router_writes import RouterWrites
+from rose_operator.apply.router_writes import RouterNeeds, RouterWrites
 from rose_operator.apply.slot_writes import SlotWrites
 from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.backoff import KeyedBackoff

@@ -11,8 +11,7 @@ from rose_dev.pki import Authority
 from rose_operator.errors import ConfigurationError
 from rose_operator.kube.leader import LeaderLock
 from rose_operator.settings import parse
-from rose_operator.sync.authorization import check
-from rose_operator.sync.service import SyncService
+from rose_operator.sync.service import SyncService, check_node
 from rose_wire import tls
 from rose_wire.errors import Refused
 from rose_wire.rpc import Server, call, connect, receive
@@ -71,11 +70,11 @@ async def test_an_agent_can_neither_report_for_another_node_nor_listen_there(add
 
 
 def test_names_count_only_where_certificates_are_demanded() -> None:
-    check("n1", (), demanded=False)
-    check("n1", ("n1", "other"), demanded=True)
+    check_node("n1", (), demanded=False)
+    check_node("n1", ("n1", "other"), demanded=True)
     for names in ((), ("n10",), ("system:node:n10",)):
         with pytest.raises(Refused):
-            check("n1", names, demanded=True)
+            check_node("n1", names, demanded=True)
 
 
 def test_demanding_certificates_without_having_one_is_told(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.lending import EngineNeeds
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
-from rose_operator.plan.engine_sizes import EngineSizes
 from rose_operator.plan.slot_terms import engine_of, sharing_of
+from rose_operator.plan.snapshot import EngineSizes
 from rose_operator.plan.telemetry import NodeTelemetry
 from tests.api.objects import LEASE, POOL, SLOT, changed
 from tests.operator.bench import Bench

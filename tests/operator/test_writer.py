@@ -11,7 +11,7 @@ from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.backoff import ExponentialBackoff, KeyedBackoff
 from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.kube.writer import Write, Writer
-from rose_operator.status.defer import StatusDeferral
+from rose_operator.status.report import StatusDeferral
 from tests.operator.fake_api import FakeApi
 
 

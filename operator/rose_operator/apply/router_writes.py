@@ -1,26 +1,76 @@
-"""Writes of routers: what each lease's is made of, gone when nothing asks for it.
+"""Routers in a pass: which each lease should have (``RouterNeeds``), and the writes for that.
 
-A Deployment, its Services and, where the platform has a Gateway, an HTTPRoute. Whether a lease has
-them is ``rose_core.lending.routers``' decision; of a lease that cannot be read they stay as they
-are, because nobody knows what it wants.
+A router is a Deployment, its Services and, where the platform has a Gateway, an HTTPRoute. Whether
+a lease has one is ``rose_core.lending.routers``' decision. That of a lease that cannot be read
+stays as it is, because nobody knows what the lease wants. Writes and statuses ask the same
+``RouterNeeds``, so a lease's status never contradicts what was written.
 
 Next step: ``routers`` makes the manifests, ``writer`` carries the writes out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
 
-from rose_core.api import RolloutLease
-from rose_core.lending.routers import RouterState
+from rose_core.api import ConditionType, RolloutLease
+from rose_core.lending import Demand, LendingPlan
+from rose_core.lending.routers import RouterDecision, RouterFacts, RouterState, decide
 from rose_operator.apply import routers
-from rose_operator.apply.router_needs import RouterNeeds
 from rose_operator.kube.api import KINDS_OF_ROUTERS, ObjectKind
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.kube.writer import Write, Writer
+from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.settings import Settings, with_authority
 
 _Made = tuple[tuple[ObjectKind, Raw], ...]
+
+
+@dataclass(frozen=True)
+class RouterNeeds:
+    """Gathers the facts about a router for the core's decision."""
+
+    world: ClusterState
+    plan: LendingPlan
+    demand: Callable[[str], Demand | None]
+    stores: Mapping[ObjectKind, ObjectCache]
+    settings: Settings
+
+    def live(self, lease: RolloutLease) -> Raw | None:
+        """The Deployment of the lease's router."""
+        return live_router(lease, self.stores, self.settings)
+
+    def of(self, lease: RolloutLease) -> RouterDecision:
+        """What there should be of the lease's router."""
+        key, refusal = lease.metadata.key, self.world.refusals.get(lease.metadata.key)
+        return decide(
+            lease,
+            RouterFacts(
+                refusal=None if refusal is None else (refusal.reason, refusal.message),
+                refused_seconds=refused_seconds(lease, self.world.now),
+                possible=key in self.plan.possible,
+                has_slots=bool(self.world.slots_of(lease)),
+                now=routers.state_of(self.live(lease)),
+                demand=self.demand(key),
+            ),
+        )
+
+
+def live_router(
+    lease: RolloutLease, stores: Mapping[ObjectKind, ObjectCache], settings: Settings
+) -> Raw | None:
+    """The Deployment of the lease's router, as the API server has it."""
+    name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
+    return stores[ObjectKind.DEPLOYMENT].get(f"{settings.routers}/{name}")
+
+
+def refused_seconds(lease: RolloutLease, now: datetime) -> float:
+    """How long the lease's own status has said that it is refused; 0 while it does not say so."""
+    for one in lease.status.conditions:
+        if one.type == ConditionType.ACCEPTED and one.status == "False":
+            return (now - datetime.fromisoformat(one.last_transition_time)).total_seconds()
+    return 0.0
 
 
 class RouterWrites:

@@ -7,23 +7,37 @@
 | released | its node reports without it, or is silent until its grant has surely lapsed | deleted |
 | lent | engine, weights or sharing of lease and pool are others | spec: the new ones |
 
-Each concerns another slot, so a loan never waits for a release of its own pass. Next step:
+Each write concerns another slot, so a loan never waits for a release of its own pass. Next step:
 ``writer`` carries them out; ``notices`` tells the node.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from pydantic import ValidationError
 
 from rose_core import lending
-from rose_core.api import Desired, Member, Reason, RolloutLease, RolloutSlot, ServingPool
-from rose_core.api.rolloutslot import Tier
+from rose_core.api import (
+    Desired,
+    Member,
+    Reason,
+    RolloutLease,
+    RolloutSlot,
+    ServingPool,
+    SlotSpec,
+)
+from rose_core.api.common import API_VERSION, PoolReference
+from rose_core.api.rolloutslot import (
+    LeaseReference,
+    SlotWeights,
+    Tier,
+)
 from rose_core.wire.sync import ReplicaReport
-from rose_operator.apply import slots
 from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import Raw
 from rose_operator.kube.writer import Write, Writer
@@ -31,9 +45,12 @@ from rose_operator.metrics import DECISIONS
 from rose_operator.notices import Notices
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.memo import Memo
+from rose_operator.plan.slot_terms import engine_of, sharing_of
 from rose_operator.plan.telemetry import NodeTelemetry
 
 _log = logging.getLogger(__name__)
+
+_NAME_LIMIT = 63
 
 
 class SlotWrites:
@@ -76,7 +93,7 @@ class SlotWrites:
             slot = by_name[release.slot]
             _log.info("release %s: %s (%s)", release.slot, release.reason, release.message)
             DECISIONS.labels("release", release.reason).inc()
-            yield self._apply(slot.spec.member.node, slots.released(slot, release.reason))
+            yield self._apply(slot.spec.member.node, released_slot(slot, release.reason))
 
     def _lend(self, world: ClusterState, plan: lending.LendingPlan) -> Iterator[Write]:
         found = {
@@ -93,7 +110,7 @@ class SlotWrites:
             DECISIONS.labels("lend", Reason.QUALIFIES).inc()
             pool = world.pools.good[found[lend.replica][1].pool]
             tier = Tier.WHOLE if lend.whole else Tier.SHARED
-            yield self._apply(member.node, slots.lent(lease, pool, member, self._namespace, tier))
+            yield self._apply(member.node, new_slot(lease, pool, member, self._namespace, tier))
 
     def _delete_vacated(self, world: ClusterState) -> Iterator[Write]:
         for slot in world.slots.good.values():
@@ -127,7 +144,7 @@ class SlotWrites:
         """What the slot should say after a change of lease or pool; None for nothing new."""
         versions = lease.metadata.resource_version, pool and pool.metadata.resource_version
         return self._follow.get(
-            slot.metadata.key, slot, versions, lambda: slots.updated(slot, lease, pool)
+            slot.metadata.key, slot, versions, lambda: updated_slot(slot, lease, pool)
         )
 
     def _apply(self, node: str, manifest: Raw) -> Write:
@@ -153,3 +170,73 @@ def _member(node: str, report: ReplicaReport, gpus: int) -> Member | None:
     except ValidationError as error:
         _log.error("replica %s of node %s: %s", report.pod_name, node, error)
         return None
+
+
+def slot_name(lease: RolloutLease, pod_uid: str) -> str:
+    """One name per lease and replica: making a slot twice makes it once."""
+    digest = hashlib.sha256(f"{lease.metadata.uid}/{pod_uid}".encode()).hexdigest()[:8]
+    head = f"{lease.metadata.namespace}-{lease.metadata.name}".replace(".", "-")
+    return f"{head[: _NAME_LIMIT - 9].rstrip('-')}-{digest}"
+
+
+def new_slot(
+    lease: RolloutLease,
+    pool: ServingPool,
+    member: Member,
+    namespace: str,
+    tier: Tier = Tier.SHARED,
+) -> Raw:
+    """A new slot."""
+    spec = SlotSpec(
+        lease_ref=LeaseReference(
+            namespace=lease.metadata.namespace, name=lease.metadata.name, uid=lease.metadata.uid
+        ),
+        pool_ref=PoolReference(namespace=pool.metadata.namespace, name=pool.metadata.name),
+        members=(member,),
+        tier=tier,
+        engine=engine_of(lease),
+        weights=_weights(lease),
+        sharing=sharing_of(pool),
+    )
+    return _manifest(slot_name(lease, member.pod_uid), namespace, spec)
+
+
+def released_slot(slot: RolloutSlot, reason: Reason) -> Raw:
+    """The slot, to be given back."""
+    changed = {"desired": Desired.RELEASED, "release_reason": str(reason)}
+    spec = slot.spec.model_copy(update=changed)
+    return _manifest(slot.metadata.name, slot.metadata.namespace, spec)
+
+
+def updated_slot(slot: RolloutSlot, lease: RolloutLease, pool: ServingPool | None) -> Raw | None:
+    """The slot after its lease or its pool changed, None when nothing differs."""
+    sharing = slot.spec.sharing if pool is None else sharing_of(pool)
+    changed = {"engine": engine_of(lease), "weights": _weights(lease), "sharing": sharing}
+    spec = slot.spec.model_copy(update=changed)
+    if spec == slot.spec:
+        return None
+    return _manifest(slot.metadata.name, slot.metadata.namespace, spec)
+
+
+def _weights(lease: RolloutLease) -> SlotWeights:
+    weights = lease.spec.weights
+    return SlotWeights(
+        store_name=weights.store_name,
+        run=weights.run,
+        frozen=weights.frozen,
+        adapter_rank=weights.adapter_rank,
+        adapter_targets=weights.adapter_targets,
+        adapter_slots=weights.adapter_slots,
+        max_staleness_versions=weights.max_staleness_versions,
+        kv_policy=weights.kv_policy,
+    )
+
+
+def _manifest(name: str, namespace: str, spec: SlotSpec) -> Raw:
+    metadata: dict[str, Any] = {"name": name, "namespace": namespace}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "RolloutSlot",
+        "metadata": metadata,
+        "spec": spec.as_dict(),
+    }

@@ -21,6 +21,7 @@ from typing import Any
 import kopf
 
 from rose_core.api import GROUP, VERSION
+from rose_operator.errors import OperatorError
 from rose_operator.kube.api import KINDS_OF_ROUTERS, MANAGED, Api, ObjectKind
 from rose_operator.kube.object_cache import ObjectCache, Raw
 
@@ -49,6 +50,11 @@ _LOOK_SECONDS = 0.5
 # Given, because kopf asks the system for the user's name otherwise, and an image may have none.
 _IDENTITY = "rose-operator"
 _LISTED = (*_CLUSTER, *_NAMESPACED, *_OF_ROUTERS)
+
+_EVERY_SECONDS = 120.0
+_SOON_SECONDS = 1.0
+# Watches come back a little later than the API server.
+_AFTER_OUTAGE = (0.0, 5.0, 15.0, 45.0)
 
 
 class _EndlessBackoff:
@@ -195,3 +201,75 @@ def _take(event: kopf.RawEvent, cache: ObjectCache, listed: Callable[[], None]) 
         cache.remove(raw)
     else:
         cache.put(raw)
+
+
+class Relist:
+    """Fills the caches from full listings, because watches do not report everything.
+
+    | occasion | passes meanwhile |
+    |---|---|
+    | start | wait: nothing is planned on half of the objects |
+    | the API server was away: at once, thrice in the minute after | wait: deletions were missed |
+    | kopf has listed again (a watch was renewed) | go on |
+    | every two minutes | go on |
+
+    A cache never replaces an object by an older version of it, so a listing may run beside passes
+    and watches.
+
+    Args:
+        failures: number of looks at the API server that got no answer, from the leader lock.
+        clock: monotonic seconds.
+
+    Attributes:
+        done: a full listing has been taken in.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        stores: dict[ObjectKind, ObjectCache],
+        *,
+        failures: Callable[[], int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._api, self._stores = api, stores
+        self._failures, self._clock = failures, clock
+        self._failures_seen = 0
+        self._must: list[float] = [clock()]
+        self._soon = asyncio.Event()
+        self.done = False
+
+    async def list_if_due(self) -> None:
+        """List now if a pass must not go on without.
+
+        Raises:
+            ApiUnavailable, ApiRefused: the listing failed and stays due.
+        """
+        now = self._clock()
+        failures = self._failures()
+        if failures != self._failures_seen:
+            self._failures_seen = failures
+            self._must += [now + delay for delay in _AFTER_OUTAGE]
+        if any(due <= now for due in self._must):
+            await list_all(self._api, self._stores)
+            self._must = [due for due in self._must if due > now]
+            self.done = True
+
+    def request(self) -> None:
+        """List soon: kopf has listed anew, and never tells what was deleted before that."""
+        self._soon.set()
+
+    async def keep(self) -> None:
+        """List beside the passes, for ever."""
+        while True:
+            try:
+                async with asyncio.timeout(_EVERY_SECONDS):
+                    await self._soon.wait()
+            except TimeoutError:
+                pass
+            await asyncio.sleep(_SOON_SECONDS)  # several watches are renewed together
+            self._soon.clear()
+            try:
+                await list_all(self._api, self._stores)
+            except OperatorError as error:
+                _log.info("listing: %s", error)

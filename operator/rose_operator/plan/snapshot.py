@@ -1,11 +1,11 @@
-"""The world as the planner wants it: ``snapshot(world, ...)``, pure.
+"""The cluster as the planner wants it: ``snapshot(world, ...)``, pure.
 
 ``Snapshots`` gives the same, pass after pass, at the cost of what has changed (``memo``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,23 +13,24 @@ from rose_core import lending
 from rose_core.api import Desired, Reason, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.poollending import Day, TimeWindow, WhenOpen
 from rose_core.api.reasons import replica_refusal
-from rose_core.api.rolloutslot import Tier
+from rose_core.api.rolloutslot import SlotEngine, SlotSharing, Tier
 from rose_core.api.wholereplica import WholeReplica
 from rose_core.devices.capabilities import Capability
 from rose_core.devices.ownership import Proof
+from rose_core.host_reasons import HostReason
 from rose_core.identity import LeaseUid, SlotUid
 from rose_core.lending import tenancy
 from rose_core.lending.groups import ReportedGroup, unit
-from rose_core.wire.sync import MOST_MODELS, NodeModel, ReplicaReport
+from rose_core.wire.sync import MOST_MODELS, NodeModel, ReplicaReport, SlotState
 from rose_operator.plan import capabilities
 from rose_operator.plan.admission import created, expiry, lending_pools
 from rose_operator.plan.cluster_facts import ClusterFacts
 from rose_operator.plan.cluster_state import ClusterState, labels_of
-from rose_operator.plan.engine_sizes import EngineSizes
 from rose_operator.plan.load_history import LoadHistory
 from rose_operator.plan.memo import Memo
 from rose_operator.plan.protection import misses_objective
-from rose_operator.plan.telemetry import NodeReport, lendable
+from rose_operator.plan.slot_terms import engine_of, sharing_of
+from rose_operator.plan.telemetry import NodeReport, NodeTelemetry, lendable
 from rose_operator.plan.toggle_costs import ToggleCosts
 
 _DAYS = list(Day)
@@ -48,6 +49,84 @@ _OF_ALL_PODS = frozenset(
         Reason.MULTI_NODE_REPLICA,
     }
 )
+
+_UNKNOWN_NEEDS = lending.EngineNeeds()
+
+
+@dataclass
+class _Sized:
+    """Of one lease in one pool: the terms, and bytes by node."""
+
+    engine: SlotEngine
+    sharing: SlotSharing
+    nodes: dict[str, int] = field(default_factory=dict)
+
+
+class EngineSizes:
+    """What leases' engines need of a GPU, as the engine hosts that were to start them reported it.
+
+    Kept by lease, pool and node, with the terms that it holds for. Once a lease asks for another
+    model or cache, or a pool shares in another way, the size is unknown again. It is lost with the
+    process, and learnt anew from the next report of a slot, or at the cost of one slot that does
+    not start.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, _Sized]] = {}
+        self._lacking: set[str] = set()
+
+    def observe(
+        self,
+        leases: Iterable[RolloutLease],
+        slots: Iterable[RolloutSlot],
+        telemetry: NodeTelemetry,
+    ) -> None:
+        """Look at every slot's report; of leases that are gone nothing is kept."""
+        present = {lease.metadata.uid for lease in leases}
+        self._known = {uid: known for uid, known in self._known.items() if uid in present}
+        self._lacking = set()
+        for slot in slots:
+            report = telemetry.slot(slot.metadata.uid, slot.spec.member.node)
+            if report is None or report.slot.generation != slot.metadata.generation:
+                continue
+            failed = report.state in {SlotState.FAILED, SlotState.STARTING}
+            if failed and report.reason == HostReason.INSUFFICIENT_MEMORY:
+                self._lacking.add(slot.metadata.uid)
+            if report.needs_bytes is not None and slot.spec.lease_ref.uid in present:
+                self._learn(slot, report.needs_bytes)
+
+    def _learn(self, slot: RolloutSlot, needed: int) -> None:
+        spec = slot.spec
+        pools = self._known.setdefault(spec.lease_ref.uid, {})
+        sized = pools.get(spec.pool_ref.key)
+        if sized is None or (sized.engine, sized.sharing) != (spec.engine, spec.sharing):
+            sized = pools[spec.pool_ref.key] = _Sized(spec.engine, spec.sharing)
+        sized.nodes[spec.member.node] = needed
+
+    def needs(self, lease: RolloutLease, pools: Mapping[str, ServingPool]) -> lending.EngineNeeds:
+        """What is known of the lease's engine as it is asked for now.
+
+        Args:
+            lease: as the API server has it.
+            pools: by key; of others nothing is known.
+        """
+        known = self._known.get(lease.metadata.uid)
+        if known is None:
+            return _UNKNOWN_NEEDS
+        engine = engine_of(lease)
+        return lending.EngineNeeds(
+            {
+                (key, node): needed
+                for key, sized in known.items()
+                if key in pools
+                and (sized.engine, sized.sharing) == (engine, sharing_of(pools[key]))
+                for node, needed in sized.nodes.items()
+            }
+        )
+
+    def lacks_memory(self, slot_uid: str) -> bool:
+        """Whether the slot's node has found too little memory to start its engine."""
+        return slot_uid in self._lacking
 
 
 @dataclass(frozen=True)

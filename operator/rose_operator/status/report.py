@@ -8,8 +8,8 @@
 | messages alone | 120 s |
 | totals alone | 60 s, and over all leases one per second, over all pools too |
 
-What waits is joined by what follows, so a slot's life costs few writes (``defer``). Objects whose
-inputs are those of the last pass are not even compared.
+What waits is joined by what follows, so a slot's life costs few writes (``StatusDeferral``).
+Objects whose inputs are those of the last pass are not even compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rose_core.lending import LeaseDecision, LendingPlan, PlannerPolicy
 from rose_core.lending.routers import RouterDecision
 from rose_core.wire.sync import SlotState
 from rose_operator.apply import routers
-from rose_operator.apply.router_needs import RouterNeeds, live_router
+from rose_operator.apply.router_writes import RouterNeeds, live_router
 from rose_operator.errors import NOT_FOUND, ApiRefused
 from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
@@ -45,7 +45,6 @@ from rose_operator.plan.admission import Unreadable
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.load_history import LoadHistory
 from rose_operator.settings import Settings
-from rose_operator.status.defer import StatusDeferral
 from rose_operator.status.event_limits import EventLimiter
 from rose_operator.status.events import Thing, news, of_condition, of_unreadable
 from rose_operator.status.explain_requests import answer, asked, lease_summary, pool_summary
@@ -71,6 +70,38 @@ _SECONDS_PER_WRITE = 1.0
 _FULL_SECONDS = 5.0
 _ARRIVED = frozenset({SlotState.RUNNING, SlotState.FAILED, SlotState.STOPPED})
 Status = PoolStatus | LeaseStatus | SlotStatus
+
+
+class StatusDeferral:
+    """Since when each object's status differs from what it should be.
+
+    What may wait is written together with what changes meanwhile: within a few seconds most counts,
+    messages and passing states change again.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def due(self, key: str, patience_seconds: float, now: float) -> bool:
+        """Whether a difference that may wait for ``patience_seconds`` is written now."""
+        return now - self._since.setdefault(key, now) >= patience_seconds
+
+    def settle(self, key: str) -> None:
+        """Stop waiting: the object's status is as it should be, or has just been written."""
+        self._since.pop(key, None)
+
+    def waits(self, key: str) -> bool:
+        """Whether a difference of this object waits for its time."""
+        return key in self._since
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any difference waits."""
+        return bool(self._since)
+
+    def keep(self, keys: set[str]) -> None:
+        """Forget objects that are gone."""
+        self._since = {key: since for key, since in self._since.items() if key in keys}
 
 
 class Reporter:

@@ -23,7 +23,7 @@ Then another authority signs for the Services of that router. The token that age
 replicas show to it is made of the installation's and the lease's name, so no router ever sees the
 installation's. Every replica of the operator can do both: nothing is kept.
 
-Next step: ``authorization`` reads a node's name when its agent calls.
+Next step: ``service.check_node`` reads a node's name when its agent calls.
 """
 
 from __future__ import annotations

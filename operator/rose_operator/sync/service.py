@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool, TenantPolicy
@@ -25,10 +25,11 @@ from rose_operator.notices import Notices
 from rose_operator.plan.telemetry import NodeTelemetry
 from rose_operator.plan.typed_objects import TypedReader
 from rose_operator.settings import Settings
-from rose_operator.sync import authorization
 from rose_operator.sync.grants import adapter_runs, grants_of, policy_of
 from rose_operator.tenancy import tenancy_of
 from rose_wire import tls
+from rose_wire.certificates import names_node
+from rose_wire.errors import Refused
 from rose_wire.rpc import peer
 
 _log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class SyncService:
         Raises:
             Refused: the caller's certificate names another node.
         """
-        authorization.check(request.node, peer(), demanded=self._settings.tls_client_ca is not None)
+        check_node(request.node, peer(), demanded=self._settings.tls_client_ca is not None)
         if request.node not in self._telemetry.nodes:
             _log.info("agent of node %s (%s) dialled in", request.node, request.agent_version)
         if self._telemetry.record(request, self._clock()):
@@ -105,7 +106,7 @@ class SyncService:
         Raises:
             Refused: the caller's certificate names another node.
         """
-        authorization.check(request.node, peer(), demanded=self._settings.tls_client_ca is not None)
+        check_node(request.node, peer(), demanded=self._settings.tls_client_ca is not None)
         LISTENERS.inc()
         try:
             async for notice in self._notices.follow(request):
@@ -174,3 +175,25 @@ class SyncService:
 
     def _revisions(self, kinds: tuple[ObjectKind, ...]) -> tuple[int, ...]:
         return tuple(self._stores[kind].revision for kind in kinds)
+
+
+def check_node(node: str, names: Collection[str], *, demanded: bool) -> None:
+    """Refuse a caller whose certificate does not name the node that its message speaks for.
+
+    The installation's bearer token says that a caller is an agent, not which one. Where agents must
+    have certificates (``--tls-client-ca``), one that has been taken over can neither report for
+    other nodes nor read their grants.
+
+    Args:
+        node: that the message speaks for.
+        names: of the caller's certificate, empty without one.
+        demanded: certificates are asked for.
+
+    Raises:
+        Refused: the certificate names others; the message lists them.
+    """
+    if not demanded or names_node(node, names):
+        return
+    known = ", ".join(sorted(names)) or "nobody"
+    message = f"the certificate names {known}, the message speaks for node {node}"
+    raise Refused(message)

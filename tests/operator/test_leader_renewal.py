@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from rose_operator.kube.api import ObjectKind
-from rose_operator.kube.leader import LOCK_NAME, LeaderLock, LockState
-from rose_operator.kube.lock_renewal import LockRenewal
+from rose_operator.kube.leader import LOCK_NAME, LeaderLock, LockRenewal, LockState
 from rose_operator.kube.object_cache import Raw
 from tests.operator.fake_api import FakeApi
 
