@@ -36,8 +36,7 @@ from rose_weights.messages import (
 )
 from rose_weights.receive.record_client import RemoteRecords
 from rose_weights.serve import tenants
-from rose_weights.serve.access import StoreAccess
-from rose_weights.serve.identification import Identification
+from rose_weights.serve.access import Identification, StoreAccess
 from rose_weights.serve.records_service import RecordsService
 from rose_weights.serve.service import WeightService
 from rose_weights.serve.tenants import Tenants

@@ -27,7 +27,7 @@ from rose_weights.errors import (
 )
 from rose_weights.messages import FetchRequest, MissingRequest, VersionInfo
 from rose_weights.methods import FETCH, MISSING, SERVICE
-from rose_weights.receive import fetching
+from rose_weights.receive import client as receiver
 from rose_weights.receive.client import WeightsClient
 from rose_weights.send import publishing
 from rose_weights.send.publishing import WeightsWriter
@@ -148,7 +148,7 @@ async def test_a_broken_fetch_goes_on_at_the_block(tmp_path: Path) -> None:
 async def test_a_lost_connection_costs_its_own_blocks_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "BATCH_BYTES", 60_000)
+    monkeypatch.setattr(receiver, "BATCH_BYTES", 60_000)
     asked: list[tuple[bytes, ...]] = []
     fetch = WeightService.fetch
 

@@ -22,8 +22,7 @@ from rose_weights.main import _callers, parser
 from rose_weights.receive.client import WeightsClient
 from rose_weights.send.publishing import WeightsWriter
 from rose_weights.serve import tenant_verbs, tenants
-from rose_weights.serve.access import StoreAccess
-from rose_weights.serve.identification import AUDIENCE, Identification
+from rose_weights.serve.access import AUDIENCE, Identification, StoreAccess
 from rose_weights.serve.service import WeightService
 from rose_weights.serve.tenants import Tenants
 from rose_weights.store.open_store import open_store

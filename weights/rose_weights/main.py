@@ -16,8 +16,7 @@ from rose_weights import inspection, metrics
 from rose_weights.errors import StoreFailed, WeightsError
 from rose_weights.send import importing
 from rose_weights.send.deltadirs import CHECKSUMS
-from rose_weights.serve.access import OPEN, StoreAccess
-from rose_weights.serve.identification import Identification
+from rose_weights.serve.access import OPEN, Identification, StoreAccess
 from rose_weights.serve.records_service import RecordsService
 from rose_weights.serve.relay import KEEP_BYTES, RelayHandlers
 from rose_weights.serve.service import WeightService

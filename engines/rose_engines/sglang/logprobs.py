@@ -12,7 +12,7 @@ from typing import Any
 
 from rose_core.rollouts.requests.logprobs import SCALE, LogitScale
 
-TARGET = "sglang.srt.utils.weight_versions.add_weight_versions_to_meta_info"
+LOGPROBS = "sglang.srt.utils.weight_versions.add_weight_versions_to_meta_info"
 ORIGINAL_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 

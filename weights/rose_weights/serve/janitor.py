@@ -8,18 +8,50 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 
 from rose_core.delta import DeltaError
 from rose_core.identity import WeightVersion
 from rose_weights import metrics
 from rose_weights.errors import WeightsError
-from rose_weights.serve.leases import Leases
 from rose_weights.store import retention
 from rose_weights.store.planning import FetchPlanner
 from rose_weights.store.store import Store
 
 LOG = logging.getLogger(__name__)
+
+LEASE_SECONDS = 600.0
+"""A receiver that has not asked again for this long is gone; it then gets the full state."""
+
+
+class Leases:
+    """Versions that receivers work with, which the janitor leaves alone.
+
+    Held in memory: after a restart of the store receivers ask again.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: dict[tuple[str, str], tuple[float, frozenset[WeightVersion]]] = {}
+
+    def take(self, holder: str, run: str, versions: Iterable[WeightVersion | None]) -> None:
+        """Replace what a holder holds of a run."""
+        wanted = frozenset(version for version in versions if version is not None)
+        self._held[holder, run] = (self._clock() + LEASE_SECONDS, wanted)
+
+    def held(self, run: str) -> set[WeightVersion]:
+        """Versions of a run under a lease now."""
+        now = self._clock()
+        self._held = {key: value for key, value in self._held.items() if value[0] > now}
+        return {
+            version
+            for (_, of), (_, versions) in self._held.items()
+            if of == run
+            for version in versions
+        }
 
 
 class Janitor:

@@ -67,8 +67,7 @@ from rose_weights.methods import (
 from rose_weights.pieces import pack, together
 from rose_weights.serve.access import OPEN as EVERYTHING
 from rose_weights.serve.access import Right, StoreAccess
-from rose_weights.serve.janitor import Janitor
-from rose_weights.serve.leases import Leases
+from rose_weights.serve.janitor import Janitor, Leases
 from rose_weights.serve.responses import (
     answering,
     description,

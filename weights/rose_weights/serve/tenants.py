@@ -9,7 +9,7 @@ reads the file learns no credential.
 |---|---|
 | a credential of the file: ``Authorization: Bearer rose_TENANT_SECRET`` | ``tenant:TENANT`` |
 | a certificate | the names in it, and the tenants that list one |
-| a service account's token (``identification``) | ``serviceaccount:NAMESPACE/NAME``, likewise |
+| a service account's token (``Identification``) | ``serviceaccount:NAMESPACE/NAME``, likewise |
 | the installation's token | ``installation``: reads every run, publishes none |
 | anything else | nobody, and is refused |
 
