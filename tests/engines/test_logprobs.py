@@ -10,7 +10,7 @@ import pytest
 from rose_core.rollouts.requests.logprobs import SCALE
 from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import environment
-from rose_engines.sglang.logprobs import ORIGINAL_VARIABLE, LogprobHook
+from rose_engines.sglang.plugin import ORIGINAL_VARIABLE, LogprobHook
 
 
 def said() -> str:

@@ -19,7 +19,7 @@ from rose_dev.engine_testing import write_bundle
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.node.permit import Permit
 from rose_engines.process.launch import PERMIT_VARIABLE, SOCKET_VARIABLE
-from rose_engines.sglang import loading, logprobs, plugin, retraction, spans
+from rose_engines.sglang import loading, plugin, retraction
 from rose_engines.sglang.arguments import FALLBACK_VARIABLE
 from rose_engines.sglang.checkpoints import Checkpoints
 from rose_engines.sglang.plugin import SchedulerPlugin
@@ -111,7 +111,7 @@ Hooks = list[tuple[str, Callable[..., Any], str]]
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Hooks:
     """SGLang's plugin registry and scheduler module, as far as the plugin looks."""
     placed: Hooks = []
-    streamer, _, _ = spans.TARGET.rpartition("._")
+    streamer, _, _ = plugin.STREAM_ACCEPT.rpartition("._")
     packages = ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.managers")
     for name in (*packages, streamer.rpartition(".")[0]):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -126,7 +126,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Hooks:
     accumulator = types.SimpleNamespace(accept=lambda: None)
     output._GenerationStreamAccumulator = accumulator  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, streamer, output)
-    replies, _, told = logprobs.TARGET.rpartition(".")
+    replies, _, told = plugin.REPLY_VERSIONS.rpartition(".")
     writing = types.ModuleType(replies)
     setattr(writing, told, lambda *_: None)
     for name in (replies.rpartition(".")[0], replies):
@@ -155,8 +155,8 @@ def test_registering_places_exactly_these_hooks(
         (plugin.BOUNDARY, "before"),
         (plugin.ADMISSION, "before"),
         (retraction.ABORT, "before"),
-        (spans.TARGET, "around"),
-        (logprobs.TARGET, "before"),
+        (plugin.STREAM_ACCEPT, "around"),
+        (plugin.REPLY_VERSIONS, "before"),
     ]
     assert plugin.registered()
 

@@ -16,10 +16,10 @@ from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.sglang import loading
+from rose_engines.sglang.loading import ReloadSession
 from rose_engines.tensors.canonical import host_tensors
 from rose_engines.tensors.safetensors import read_checkpoint, write_file
 from rose_engines.weights.calls import Answer, Attest, Commit, Committed, Export, Refused, Stage
-from rose_engines.weights.reload import ReloadSession
 
 BASE, NEXT, LAST = (WeightVersion("run", 1, number) for number in range(3))
 

@@ -19,12 +19,11 @@ from aiohttp import web
 from rose_core.identity import BASE_LABEL
 from rose_engines.fake import kvcached
 from rose_engines.fake.device import connect
-from rose_engines.fake.elastic import ElasticScheduler, add_flush
-from rose_engines.fake.memory import FakeMemory
+from rose_engines.fake.kvcached import ElasticScheduler, add_flush
+from rose_engines.fake.memory import FakeMemory, FakeSleep
 from rose_engines.fake.ranks import lead
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
-from rose_engines.fake.sleep import FakeSleep
 from rose_engines.node.permit import Permit
 from rose_engines.process.exposed_routes import KEY_VARIABLE
 from rose_engines.tensors.canonical import Live, host_tensors

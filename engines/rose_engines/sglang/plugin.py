@@ -12,9 +12,9 @@ methods of the scheduler, by the framework's own registry:
 - before ``Scheduler.handle_generate_request``: put version and commit count into the request's
   prefix-cache key, so that no request reuses KV that older weights computed.
 
-A third hook tells the version spans of unfinished requests too (``spans``), a fourth what the
-log-probs are (``logprobs``). With adapters of several runs a request is computed with its run's
-(``slot_for``), and has the label and the cache key of that run's version alone.
+A third hook puts the version spans of unfinished requests into every event, a fourth says what the
+log-probs are of. With adapters of several runs a request is computed with its run's (``slot_for``),
+and has the label and the cache key of that run's version alone.
 
 Whatever is not as expected ends the process with a clear reason: an engine whose stop or weights
 cannot be trusted must not run. Next step: ``gate``, ``parameters``,
@@ -24,6 +24,7 @@ cannot be trusted must not run. Next step: ``gate``, ``parameters``,
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -36,6 +37,7 @@ from typing import Any
 import msgspec
 
 from rose_core.adapters import engine_name, run_of
+from rose_core.rollouts.requests.logprobs import SCALE, LogitScale
 from rose_core.wire.sync import AdapterSpec
 from rose_engines.errors import BrokenWeights, UnsupportedEngine
 from rose_engines.kv import policy as kv_policy
@@ -44,17 +46,7 @@ from rose_engines.node.permit import BadPermit
 from rose_engines.process.device import of_torch
 from rose_engines.process.hooks import exists, refuse, require
 from rose_engines.process.launch import KV_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
-from rose_engines.sglang import (
-    drafts,
-    kv_store,
-    loading,
-    logprobs,
-    memory,
-    ranks,
-    retraction,
-    spans,
-    unpinned,
-)
+from rose_engines.sglang import drafts, kv_store, loading, memory, ranks, retraction
 from rose_engines.sglang.arguments import ADAPTER_VARIABLE, DRAFTS_VARIABLE, FALLBACK_VARIABLE
 from rose_engines.sglang.checkpoints import BEGINNING, PIECES, WEIGHTS, Checkpoints
 from rose_engines.sglang.ranks import rank_of
@@ -69,12 +61,18 @@ log = logging.getLogger(__name__)
 
 BOUNDARY = "sglang.srt.managers.scheduler.Scheduler.ingest_requests"
 ADMISSION = "sglang.srt.managers.scheduler.Scheduler.handle_generate_request"
+REPLY_VERSIONS = "sglang.srt.utils.weight_versions.add_weight_versions_to_meta_info"
+STREAM_ACCEPT = (
+    "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
+)
+MAKE_ABORT = "sglang.srt.managers.scheduler._make_abort_req"
+ORIGINAL_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 # Called, not hooked: the label that spans are made of, and the requests that carry it.
 _NEEDED = (
     BOUNDARY,
     ADMISSION,
-    spans.TARGET,
-    logprobs.TARGET,
+    STREAM_ACCEPT,
+    REPLY_VERSIONS,
     "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
     "sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs",
     *memory.NEEDED,
@@ -82,7 +80,7 @@ _NEEDED = (
 
 # The same where requests of several runs have labels of their own.
 _NEEDED_BY_SEVERAL = (
-    spans.ABORTED,
+    MAKE_ABORT,
     "sglang.srt.managers.scheduler.Scheduler.send_abort_output",
     "sglang.srt.utils.weight_versions.record_weight_version_events",
 )
@@ -91,6 +89,8 @@ _NEEDED_BY_SEVERAL = (
 _READABLE = 1
 
 _registered: list[SchedulerPlugin] = []
+
+_FACTORIES = ("tensor", "empty", "zeros", "full", "empty_like")
 
 
 def registered() -> bool:
@@ -128,12 +128,12 @@ def register() -> None:
         HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
     HookRegistry.register(retraction.ABORT, hooks.before_abort, HookType.BEFORE)
     if hooks.adapters > 1:
-        labels = spans.OwnLabels(hooks.label_of)
-        HookRegistry.register(spans.TARGET, labels.around_accept, HookType.AROUND)
-        HookRegistry.register(spans.ABORTED, labels.around_abort, HookType.AROUND)
+        labels = OwnLabels(hooks.label_of)
+        HookRegistry.register(STREAM_ACCEPT, labels.around_accept, HookType.AROUND)
+        HookRegistry.register(MAKE_ABORT, labels.around_abort, HookType.AROUND)
     else:
-        HookRegistry.register(spans.TARGET, spans.around_accept, HookType.AROUND)
-    HookRegistry.register(logprobs.TARGET, logprobs.LogprobHook().before_versions, HookType.BEFORE)
+        HookRegistry.register(STREAM_ACCEPT, around_accept, HookType.AROUND)
+    HookRegistry.register(REPLY_VERSIONS, LogprobHook().before_versions, HookType.BEFORE)
     if checkpoints.wanted:
         HookRegistry.register(BEGINNING, checkpoints.begin, HookType.BEFORE)
         HookRegistry.register(WEIGHTS, checkpoints.around_weights, HookType.AROUND)
@@ -147,7 +147,7 @@ def register() -> None:
     if os.environ.get("SGLANG_USE_CPU_ENGINE"):
         HookRegistry.register(ranks.CUDA_ONLY, ranks.NoCommunicator, HookType.REPLACE)
         if os.environ.get(ADAPTER_VARIABLE) or kv_store.wanted():
-            unpinned.stand_in()
+            unpin_memory()
     _registered.append(hooks)
 
 
@@ -481,3 +481,100 @@ def _refuse(scheduler: Any, request: Any) -> None:  # noqa: ANN401
         "err_type": "UnknownRun",
     }
     scheduler.send_abort_output(AbortReq(rid=request.rid, finished_reason=reason), request)
+
+
+def logprob_scale() -> LogitScale:
+    """What this engine does, by the variable that its sampler reads, as that reads it."""
+    original = os.environ.get(ORIGINAL_VARIABLE, "").lower() in {"true", "1"}
+    return LogitScale.ORIGINAL if original else LogitScale.TEMPERATURE
+
+
+class LogprobHook:
+    """Says in every event whether the engine's log-probs are scaled by the temperature.
+
+    SGLang divides the logits by the temperature before it takes log-probs, unless it runs with
+    ``SGLANG_RETURN_ORIGINAL_LOGPROB``. Its replies do not say which, and whoever trains on them has
+    to know. So the answer is put beside the version spans, in the process that writes the replies.
+    """
+
+    def __init__(self) -> None:
+        self._scale = logprob_scale().value
+
+    def before_versions(self, meta_info: dict[str, Any], *_: object, **__: object) -> None:
+        """Hook: a reply's ``meta_info`` is about to get its version spans."""
+        meta_info[SCALE] = self._scale
+
+
+def around_accept(original: Callable[..., None], accumulator: Any, *, req: Any) -> None:  # noqa: ANN401
+    """Hook: a request's new tokens are added to the outgoing batch, with their version spans.
+
+    Stock SGLang says which versions sampled a request's tokens when the request has finished. A
+    router whose stream is cut by a death or a freeze never gets that event, and would have to
+    sample the tokens it holds again. This hook fills the same field for unfinished requests, from
+    the same records.
+    """
+    from sglang.srt.utils.weight_versions import compute_weight_version_spans  # noqa: PLC0415
+
+    before = len(accumulator.weight_versions)
+    original(accumulator, req=req)
+    added = len(accumulator.weight_versions) > before
+    if added and accumulator.weight_versions[-1] is None:
+        accumulator.weight_versions[-1] = compute_weight_version_spans(
+            req.weight_version_events,
+            current_version=accumulator.current_weight_version,
+            num_output_tokens=len(req.output_ids_through_stop),
+        )
+
+
+class OwnLabels:
+    """Version spans where versions of several runs compute requests: each run has its own label.
+
+    Args:
+        label_of: label of the weights that a request is computed with now.
+    """
+
+    def __init__(self, label_of: Callable[[Any], str]) -> None:
+        self._label_of = label_of
+
+    def around_accept(self, original: Callable[..., None], accumulator: Any, *, req: Any) -> None:  # noqa: ANN401
+        """Hook: a request's new tokens are added to the outgoing batch."""
+        accumulator.current_weight_version = self._label_of(req)
+        around_accept(original, accumulator, req=req)
+
+    def around_abort(self, original: Callable[..., Any], req: Any, *more: Any, **named: Any) -> Any:  # noqa: ANN401
+        """Hook: a request ends outside the output stream."""
+        from sglang.srt.utils.weight_versions import compute_weight_version_spans  # noqa: PLC0415
+
+        made = original(req, *more, **named)
+        made.weight_versions = compute_weight_version_spans(
+            req.weight_version_events,
+            current_version=self._label_of(req),
+            num_output_tokens=len(req.output_ids),
+        )
+        return made
+
+
+def unpin_memory() -> None:
+    """Have this process, which has no driver to pin memory, take ordinary memory in its place.
+
+    SGLang's LoRA layers and its hierarchical cache pin tensors whatever the device, and torch
+    refuses that without a GPU. Used for its CPU engine alone, as the stand-in for its CUDA kernels.
+    """
+    import torch  # noqa: PLC0415  # only inside engines
+
+    for name in _FACTORIES:
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign,assignment]
+
+
+def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as the factory
+        kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+
+    return made
+
+
+def _itself(tensor: Any, *_: object, **__: object) -> Any:  # noqa: ANN401  # a tensor
+    return tensor

@@ -65,7 +65,7 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
         "no-async-scheduling": "",
         # Commits under captured graphs and compiled code were not tried.
         "enforce-eager": "",
-        # Of the logits over the temperature, as SGLang's (``logprobs``).
+        # Of the logits over the temperature, as SGLang's (``plugin``).
         "logprobs-mode": "processed_logprobs",
         "max-logprobs": str(MOST_TOP),
         # Sampling is what the turn says: no defaults of the model's folder.

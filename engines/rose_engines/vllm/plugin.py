@@ -8,12 +8,13 @@ wraps four methods of vLLM's classes, before any object of them is made:
 | ``EngineCoreProc._process_engine_step`` | an iteration: first the permit, then a boundary |
 | ``EngineCoreProc._handle_client_request`` | an idle engine that was woken passes a boundary |
 | ``EngineCore.add_request`` | the prefix-cache key names the weights |
-| ``RequestState._new_completion_output`` | version spans in every event (``spans``) |
+| ``RequestState._new_completion_output`` | version spans in every event |
 
-and changes what log-probs are of (``logprobs``) and, on CPU, what linear layers compute with
-(``plain``). While it waits for its permit the engine takes in requests and aborts, so both are
-known before the next token. The worker runs in the engine core's own process (executor ``uni``), so
-between two steps nothing of the one before is under way. Several workers are refused by name.
+and changes what log-probs are of (``with_unfiltered_logprobs``) and, on CPU, what linear layers
+compute with (``keep_weight``). While it waits for its permit the engine takes in requests and
+aborts, so both are known before the next token. The worker runs in the engine core's own process
+(executor ``uni``), so between two steps nothing of the one before is under way. Several workers are
+refused by name.
 
 Whatever is not as expected ends the process with a clear reason, as in ``rose_engines.sglang``.
 Next step: ``weights``, ``rose_engines.weights.session``.
@@ -40,7 +41,6 @@ from rose_engines.node.permit import BadPermit
 from rose_engines.process.device import of_torch
 from rose_engines.process.hooks import refuse, require
 from rose_engines.process.launch import KV_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
-from rose_engines.vllm import logprobs, plain, spans
 from rose_engines.vllm.arguments import SUPPORTED, VERSION_VARIABLE
 from rose_engines.vllm.memory import CoreMemory
 from rose_engines.weights.control import ControlServer
@@ -50,6 +50,12 @@ from rose_engines.weights.stager import OwnProcess
 log = logging.getLogger(__name__)
 
 CORE = "vllm.v1.engine.core.EngineCoreProc"
+REQUEST_STATE = "vllm.v1.engine.output_processor.RequestState"
+NEW_OUTPUT = "_new_completion_output"
+SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler"
+SAMPLER_METHODS = ("forward_native", "forward_cpu")
+"""Implementations that a sampler with processed log-probs chooses from on GPU and CPU."""
+CPU_GEMM = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
 _NEEDED = (
     f"{CORE}._process_engine_step",
     f"{CORE}._handle_client_request",
@@ -58,10 +64,10 @@ _NEEDED = (
     f"{CORE}._send_abort_outputs",
     "vllm.v1.core.sched.scheduler.Scheduler.reset_prefix_cache",
     "vllm.v1.request.Request.update_block_hashes",
-    f"{spans.OWNER}.{spans.METHOD}",
-    f"{spans.OWNER}._weight_version_spans",
-    *(f"{logprobs.OWNER}.{name}" for name in logprobs.METHODS),
-    plain.TARGET,
+    f"{REQUEST_STATE}.{NEW_OUTPUT}",
+    f"{REQUEST_STATE}._weight_version_spans",
+    *(f"{SAMPLER}.{name}" for name in SAMPLER_METHODS),
+    CPU_GEMM,
 )
 
 _registered: list[CorePlugin] = []
@@ -90,13 +96,13 @@ def register() -> None:
     _wrap(CORE, "_process_engine_step", hooks.around_step)
     _wrap(CORE, "_handle_client_request", hooks.around_client_request)
     _wrap(CORE, "add_request", hooks.around_add)
-    owner = pkgutil.resolve_name(spans.OWNER)
-    setattr(owner, spans.METHOD, spans.in_every_event(getattr(owner, spans.METHOD)))
-    sampler = pkgutil.resolve_name(logprobs.OWNER)
-    for name in logprobs.METHODS:
-        setattr(sampler, name, logprobs.unfiltered(getattr(sampler, name)))
-    module, _, name = plain.TARGET.rpartition(".")
-    setattr(pkgutil.resolve_name(module), name, plain.keep_weight)
+    owner = pkgutil.resolve_name(REQUEST_STATE)
+    setattr(owner, NEW_OUTPUT, with_spans_so_far(getattr(owner, NEW_OUTPUT)))
+    sampler = pkgutil.resolve_name(SAMPLER)
+    for name in SAMPLER_METHODS:
+        setattr(sampler, name, with_unfiltered_logprobs(getattr(sampler, name)))
+    module, _, name = CPU_GEMM.rpartition(".")
+    setattr(pkgutil.resolve_name(module), name, keep_weight)
     _registered.append(hooks)
 
 
@@ -331,3 +337,56 @@ def _check(core: Any) -> Any:  # noqa: ANN401
     if runner is None:
         raise UnsupportedEngine("the engine must run with --distributed-executor-backend uni")
     return runner
+
+
+def with_unfiltered_logprobs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same sampling, with log-probs as SGLang's: of the logits before top-k and top-p.
+
+    vLLM's ``processed_logprobs`` are of the logits after bias, penalties and temperature, as
+    SGLang's are, but also after top-k and top-p have dropped tokens. Whoever trains on tokens of
+    both engines must have one distribution, so the log-probs are taken before those filters.
+    """
+
+    def sample(
+        sampler: Any,  # noqa: ANN401
+        logits: Any,  # noqa: ANN401
+        generators: Any,  # noqa: ANN401
+        k: Any,  # noqa: ANN401
+        p: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        import torch  # noqa: PLC0415  # only inside engines
+
+        if k is None and p is None:
+            return original(sampler, logits, generators, k, p)
+        before = logits.log_softmax(dim=-1, dtype=torch.float32)  # the filters write in place
+        sampled, scores = original(sampler, logits, generators, k, p)
+        return sampled, None if scores is None else before
+
+    return sample
+
+
+def with_spans_so_far(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same output, with the version spans so far in every event of a stream.
+
+    vLLM notes which version sampled which of a request's tokens, and says so when the request has
+    ended. A router whose stream is cut never gets that event.
+    """
+
+    def make(state: Any, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        output = original(state, *arguments, **named)
+        if output.weight_versions is None:
+            output.weight_versions = state._weight_version_spans()  # noqa: SLF001
+        return output
+
+    return make
+
+
+def keep_weight(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401, ARG001
+    """Have a linear layer on CPU compute with its own weight; stands in for vLLM's kernel choice.
+
+    vLLM's CPU backend packs each matrix for oneDNN or AMX when it is loaded, and throws the weight
+    away: nothing could be committed into it or attested. On GPUs no such copy is made.
+    """
+    import torch  # noqa: PLC0415  # only inside engines
+
+    layer.cpu_linear = torch.nn.functional.linear

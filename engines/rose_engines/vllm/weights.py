@@ -78,7 +78,7 @@ def _check_kept(named: Mapping[str, torch.Tensor]) -> None:
     """Refuse a model whose weights vLLM has thrown away once they were packed.
 
     Latent attention on a CPU with AMX does so, where no choice of a kernel can be replaced
-    (``plain``); the loader's own words for it would name no tensor.
+    (``plugin.keep_weight``); the loader's own words for it would name no tensor.
 
     Raises:
         UnsupportedEngine: names the first of them.

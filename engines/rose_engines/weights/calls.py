@@ -232,7 +232,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
         multiprocessors: how many of its GPU's it may use; None on CPU.
         device_bytes: memory it takes its GPU to have; None on CPU.
         attests: what digests are of: the ``Live`` weights, or the ``Copy`` of the checkpoint that
-            the engine loaded (``rose_engines.weights.reload``).
+            the engine loaded (``rose_engines.sglang.loading``).
         run: whose adapter this is about; empty where the engine has one alone.
         runs: whose adapters it holds, in no order.
         adapter_bytes: memory that each slot for an adapter takes; 0 = it has none.

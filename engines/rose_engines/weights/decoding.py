@@ -1,10 +1,10 @@
 """A bundle read, checked and decoded, as far as that needs no live weights.
 
-Blocks are read, checked against their names, decoded, and their elements looked up in what an
-engine process holds: places, and new bits or steps, go into a segment. It runs in the stager, a
-process of its own, so that the engine's thread never waits for its interpreter. Blocks of one
-tensor are decoded together, since a block of a small change takes less time than the calls around
-it.
+weight-sync has put a bundle into a folder: ``manifest.msgpack`` and ``blocks/``. Blocks are read,
+checked against their names, decoded, and their elements looked up in what an engine process holds:
+places, and new bits or steps, go into a segment. It runs in the stager, a process of its own, so
+that the engine's thread never waits for its interpreter. Blocks of one tensor are decoded together,
+since a block of a small change takes less time than the calls around it.
 
 Next step: ``stager`` hands the segment over, ``staging`` makes an update of it.
 """
@@ -12,7 +12,9 @@ Next step: ``stager`` hands the segment over, ``staging`` makes an update of it.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -25,7 +27,7 @@ from rose_core.delta.batch import decode_batch
 from rose_core.delta.bits import Bits, Indices
 from rose_core.delta.codec import Codec, TileChanges, check_block, decode_block
 from rose_core.delta.digest import NOTHING, total
-from rose_core.delta.errors import BlockError
+from rose_core.delta.errors import BlockError, ManifestError
 from rose_core.delta.loops import RUN, STEPS, VALUES
 from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
 from rose_core.delta.tiles import TileBox as Tile
@@ -34,7 +36,6 @@ from rose_core.identity import WeightVersion
 from rose_engines.errors import CommitRefused
 from rose_engines.tensors.canonical import HostTensor, Live, Where
 from rose_engines.tensors.slices import Box, SlicedTensor
-from rose_engines.weights.bundle import BlockFolder, read_manifest
 from rose_engines.weights.segment import RAW, RAW_HEAD, WIDTHS, Room, Sizes, StagedSegment
 
 MOST_TOGETHER = 1 << 16
@@ -45,6 +46,59 @@ ALONE = 1 << 13
 laying streams end to end costs a quarter more per change than it saves."""
 
 _SPAN = 1 << 32
+
+
+def read_manifest(bundle: Path) -> Manifest:
+    """The manifest of a bundle folder.
+
+    Raises:
+        CommitRefused: ``Corrupt``: missing, damaged or of another format.
+    """
+    try:
+        return Manifest.decode((bundle / "manifest.msgpack").read_bytes())
+    except OSError as error:
+        raise CommitRefused("Corrupt", f"no manifest in {bundle}: {error}") from error
+    except ManifestError as error:
+        raise CommitRefused("Corrupt", f"manifest of {bundle}: {error}") from error
+
+
+class BlockFolder:
+    """The blocks of a bundle, read by their names inside an open folder: a path costs as much.
+
+    Args:
+        descriptor: of the folder; None = it is not there.
+    """
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    @contextmanager
+    def opened(cls, folder: Path) -> Iterator[BlockFolder]:
+        """The folder, for a while; a bundle without changes may have none."""
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            yield cls(None)
+            return
+        try:
+            yield cls(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def read(self, block: BlockEntry) -> bytes:
+        """A block's bytes, unchecked.
+
+        Raises:
+            OSError: it is not there.
+        """
+        if self._descriptor is None:
+            raise FileNotFoundError(block.sha256.hex())
+        file = os.open(block.sha256.hex(), os.O_RDONLY, dir_fd=self._descriptor)
+        try:
+            return os.read(file, block.size + 1)  # one more: what is too long shows in its hash
+        finally:
+            os.close(file)
 
 
 class HeldTensor(msgspec.Struct, frozen=True, array_like=True):

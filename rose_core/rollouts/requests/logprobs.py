@@ -3,7 +3,7 @@
 An engine says in every event whether it divided by the temperature (``SCALE``; ROSE's plugin makes
 SGLang say it); the request says the rest. Read off SGLang 0.5.23: bias, penalties and grammars have
 changed the logits by then, top-k, top-p and min-p have not, and temperature 0 counts as 1. ROSE's
-plugin has vLLM do the same (``rose_engines.vllm.logprobs``), so turns may move between the two.
+plugin has vLLM do the same (``rose_engines.vllm.plugin``), so turns may move between the two.
 
 | an engine says | its log-probs |
 |---|---|
