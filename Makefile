@@ -235,7 +235,7 @@ CLIENTS := $(ROSE_CACHE)/clients
 HARNESSES := $(ROSE_CACHE)/harnesses
 HARBOR := $(ROSE_CACHE)/harbor
 $(CLIENTS)/.stamp: $(wildcard tests/clients/requirements*.txt) tests/clients/package.json | $(UV)
-	@echo "[set-up] agents' SDKs and command-line agents in $(CLIENTS) (2.3 GB)"
+	@echo "[set-up] agents' SDKs and command-line agents in $(CLIENTS) (2.9 GB)"
 	@test -x $(CLIENTS)/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)
 	@VIRTUAL_ENV=$(CLIENTS) $(UV) pip install -q -r tests/clients/requirements.txt
 	@test -x $(CLIENTS)/openai2/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)/openai2
@@ -245,6 +245,9 @@ $(CLIENTS)/.stamp: $(wildcard tests/clients/requirements*.txt) tests/clients/pac
 	@# What its harness asks uv for when it runs, where it has no network.
 	@$(CLIENTS)/environments/bin/python -m pip download -q -d $(CLIENTS)/environments/wheels \
 		openai mcp==2.0.0 httpx httpx2 tenacity certifi
+	@test -x $(CLIENTS)/openenv/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)/openenv
+	@VIRTUAL_ENV=$(CLIENTS)/openenv $(UV) pip install -q -r tests/clients/requirements-openenv.txt \
+		--overrides tests/clients/requirements-openenv-overrides.txt
 	@mkdir -p $(CLIENTS)/npm && cp tests/clients/package.json $(CLIENTS)/npm
 	@if test -x $(CLIENTS)/nemo-gym/bin/python || $(UV) venv -q -p $(PYTHON_312) $(CLIENTS)/nemo-gym; \
 	then VIRTUAL_ENV=$(CLIENTS)/nemo-gym $(UV) pip install -q -r tests/clients/requirements-nemo-gym.txt; \

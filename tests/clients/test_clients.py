@@ -385,3 +385,38 @@ async def test_nemo_gym_plays_and_scores_a_whole_environment_of_its_own(
         for answer in answers:
             assert tuple(answer["prompt_token_ids"]) in watched.prompts, "what it trains on"
             assert len(answer["generation_log_probs"]) == len(answer["generation_token_ids"])
+
+
+async def test_openenv_plays_and_scores_two_environments_of_its_own(
+    stage: Staging, tmp_path: Path
+) -> None:
+    """Servers, clients, harness, rewards and capture are packages', set as for training."""
+    client = Client(
+        "OpenEnv environments",
+        ("openenv_environments.py",),
+        tool="say",
+        calls=tuple(f'{{"message": "{one}"}}' for one in ("hello", "hello again", "adieu")),
+        last="All is said.",
+        environment="openenv",
+        # Of the last message; of an abstention where it is wrong, and where it is right.
+        says="rewards 0.5 -5.0 30.0",
+    )
+    abstains = "<analysis>I look.</analysis><answer>It is not mentioned.</answer>"
+    safe = Script("answer", ("So: " + call("answer", json.dumps({"llm_response": abstains})),))
+    tried = Script("", ("Ok.",))  # too short for an engine to die in it
+    recipe = scripted_recipe("client-openenv", client.script(), safe, tried)
+    watched = Watched(recipe)
+    played = await play_while_an_engine_dies(client, recipe, watched, stage, tmp_path)
+    assert max(len(row["turns"]) for row in played.rows) == len(client.answers())
+    for row in played.rows:
+        for turn in row["turns"]:
+            assert tuple(row["ids"][: turn["start"]]) in watched.prompts, "what the engine read"
+    text = Tokenizer(folder(recipe))
+    turns = json.loads((tmp_path / "turns.json").read_text())
+    said = [text.decode(turn["completion_token_ids"]) for turn in turns]
+    assert said == [*client.answers(), *safe.answers * 2]
+    for turn in turns:
+        ids, prompt = turn["completion_token_ids"], turn["prompt_token_ids"]
+        assert tuple(prompt) in watched.prompts, "what it trains on"
+        assert len(turn["per_token_logps"]) == len(ids)
+        assert turn["loss_mask"] == [0] * len(prompt) + [1] * len(ids)
