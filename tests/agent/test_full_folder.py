@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.guard.loop import Guard
-from rose_agent.guard.state import load
+from rose_agent.guard.loop import Guard, load_guard_file
 from rose_core.wire.sync import SyncReply
 from rose_engines.node.permit import Permit
 from rose_engines.node.rundir import RunDir
@@ -57,7 +56,7 @@ async def test_a_guard_that_cannot_save_goes_on_and_saves_later(
     assert "No space left" in entry[3]["problem"]
     (full / "ballast").unlink()
     made.on_reply(SyncReply(7, True, (GRANT,), (POLICY,)), time.monotonic())
-    assert load(made.rundir.guard).highest_term == 7
+    assert load_guard_file(made.rundir.guard).highest_term == 7
 
 
 def test_no_permit_is_made_and_no_draft_stays(full: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.guard.flight.blackbox import BlackBox, dumps
+from rose_agent.guard.flight.recorder import BlackBox, dumps
 from rose_agent.guard.links.taplink import TapLink
 from rose_agent.guard.loop import Guard
 from rose_agent.guard.sync.report import slot_report

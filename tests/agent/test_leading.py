@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rose_agent.guard.groups import followerlink
-from rose_agent.guard.groups.followerlink import FollowerLink, FollowerLoad
+from rose_agent.guard.groups import groups
+from rose_agent.guard.groups.groups import FollowerLink, FollowerLoad
 from rose_agent.guard.groups.leading import Leading
 from rose_agent.metrics import REGISTRY
 from rose_core.guard.certificate import FIRST_STOP_S
@@ -192,8 +192,8 @@ async def test_a_stop_counts_until_the_follower_says_that_it_stands(town: Town) 
 async def test_an_opened_gate_is_asked_for_and_told_of_without_waiting_for_the_next_question(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(followerlink, "ASK_NS", 10**12)
-    monkeypatch.setattr(followerlink, "_SILENT_SECONDS", 1e3)
+    monkeypatch.setattr(groups, "ASK_NS", 10**12)
+    monkeypatch.setattr(groups, "_SILENT_SECONDS", 1e3)
     town.verdict = SHUT
     async with town.follows(lambda: FollowerLoad(lent=True, computing=link.state.is_open)) as link:
         await until(lambda: link.state.reason is GateReason.SERVING_BUSY)

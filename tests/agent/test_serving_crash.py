@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from rose_agent.guard.flight.blackbox import BlackBox, dumps
+from rose_agent.guard.flight.recorder import BlackBox, dumps
 from rose_agent.guard.loop import Guard
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived, Ended, EndKind, FirstToken

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.guard.slots.permit import SlotPermit
+from rose_agent.guard.slots.slot import SlotPermit
 from rose_engines.node.permit import FIRST_LANE, Permit
 
 S = 1_000_000_000

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.guard import state
+from rose_agent.guard import loop
 from rose_agent.guard.main import main
 from rose_agent.guard.slots.slot import Totals
 from rose_core.devices.memory import MemorySum
@@ -49,13 +49,13 @@ def test_memory_kept_back_counts_by_its_share_while_a_slot_is_granted() -> None:
     assert full.kept_back == 1, "not more than serving leaves"
 
 
-REMEMBERED = state.GuardFile(7, (PoolPolicy("a/b", "Lend", {"x": "y"}, 1),))
+REMEMBERED = loop.GuardFile(7, (PoolPolicy("a/b", "Lend", {"x": "y"}, 1),))
 
 
 def test_a_restarted_guard_knows_its_term_and_its_pools(tmp_path: Path) -> None:
     path = tmp_path / "guard.json"
-    assert state.save(path, REMEMBERED) == ""
-    assert state.load(path) == REMEMBERED
+    assert loop.save_guard_file(path, REMEMBERED) == ""
+    assert loop.load_guard_file(path) == REMEMBERED
 
 
 @pytest.mark.parametrize("content", [None, "{"])
@@ -63,12 +63,12 @@ def test_a_missing_or_damaged_memory_is_an_empty_one(tmp_path: Path, content: st
     path = tmp_path / "guard.json"
     if content is not None:
         path.write_text(content)
-    assert state.load(path) == state.GuardFile()
+    assert loop.load_guard_file(path) == loop.GuardFile()
 
 
 def test_a_memory_that_cannot_be_written_says_where_and_why(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "guard.json"
-    assert str(path) in state.save(path, REMEMBERED)
+    assert str(path) in loop.save_guard_file(path, REMEMBERED)
 
 
 def test_stop_presses_the_nodes_button_and_resume_releases_it_again_and_again(

@@ -299,7 +299,7 @@ def test_whoever_opens_a_port_is_a_listener_of_the_table() -> None:
         # The stand-in of MPS calls a process of NVIDIA's a server.
         if opens and "devices/mps" not in str(path):
             found.add(str(path.relative_to(ROOT)))
-    assert found == LISTEN.keys() | {"agent/rose_agent/tap/parser_loop.py"}
+    assert found == LISTEN.keys() | {"agent/rose_agent/tap/parser.py"}
     forwarded = {"* /{path}"}
     assert rights.verbs(Listener.FORWARD) == forwarded
 

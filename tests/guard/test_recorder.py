@@ -10,10 +10,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from rose_agent.guard import metrics
-from rose_agent.guard.flight import blackbox
-from rose_agent.guard.flight.blackbox import BlackBox, dumps
+from rose_agent.guard.flight import recorder
 from rose_agent.guard.flight.perfetto import perfetto
-from rose_agent.guard.flight.recorder import Recorder
+from rose_agent.guard.flight.recorder import BlackBox, Recorder, dumps
 from rose_agent.guard.flight.timeline import timeline
 from rose_agent.guard.inspection.node_verbs import recent
 from rose_agent.guard.main import main
@@ -116,7 +115,7 @@ async def test_only_the_newest_dumps_stay(tmp_path: Path) -> None:
     box = BlackBox(folder, Recorder(), after_seconds=0.0)
     box.breach("slow-request")
     await box.settle()
-    assert len(dumps(folder)) == blackbox.KEPT
+    assert len(dumps(folder)) == recorder.KEPT_DUMPS
     assert dumps(folder)[-1].name.endswith("slow-request.json")
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rose_agent.host.route.tokens import TokenCount
+from rose_agent.host.route.proxy import TokenCount
 
 
 def event(payload: object) -> bytes:

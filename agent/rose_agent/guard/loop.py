@@ -36,12 +36,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.watch import DeviceWatch
-from rose_agent.guard import metrics, state
+from rose_agent.guard import metrics
 from rose_agent.guard.devices.gpus import look_at
-from rose_agent.guard.flight.blackbox import BlackBox
-from rose_agent.guard.flight.recorder import Recorder
+from rose_agent.guard.flight.recorder import BlackBox, Recorder
 from rose_agent.guard.groups.groups import Groups
 from rose_agent.guard.groups.leading import Leading
 from rose_agent.guard.links.hostlink import HostLink
@@ -65,7 +66,7 @@ from rose_core.identity import PodUid, SlotUid
 from rose_core.telemetry.events import Arrived, Dismissed, Ended, Health, Progress, TapEvent
 from rose_core.wire.host import EngineState
 from rose_core.wire.sync import PoolPolicy, SignalSource, SyncReply, SyncRequest
-from rose_engines.node.rundir import RunDir
+from rose_engines.node.rundir import RunDir, read_json, write_json
 
 __all__ = ["Guard", "Settings"]
 
@@ -78,6 +79,36 @@ _EDGES = (Arrived, Dismissed, Ended)
 
 _MISMATCH_NS = 2_000_000_000
 _SOON_NS = 10_000_000
+
+
+class GuardFile(msgspec.Struct, frozen=True):
+    """``guard.json``: what the guard must know at once after a restart.
+
+    Attributes:
+        highest_term: of a leader that it has obeyed, so that a deposed planner stays deposed.
+        pools: policies last received, so that it protects serving before the operator answers.
+    """
+
+    highest_term: int = 0
+    pools: tuple[PoolPolicy, ...] = ()
+
+
+def load_guard_file(path: Path) -> GuardFile:
+    """Read it; a missing or damaged file is an empty one."""
+    return read_json(path, GuardFile) or GuardFile()
+
+
+def save_guard_file(path: Path, state: GuardFile) -> str:
+    """Write it; a full folder must not stop the guard.
+
+    Returns:
+        Why it could not be written; empty when it was.
+    """
+    try:
+        write_json(path, state)
+    except OSError as error:
+        return f"{path} cannot be written: {error.strerror}"
+    return ""
 
 
 class Ticker:
@@ -242,7 +273,7 @@ class Guard:
         self.seen_devices = ""  # what it shows, and through what
         self.whole = WholeReplicas(rundir.root, self.recorder)
         self._started_s = time.monotonic()
-        saved = state.load(rundir.guard)
+        saved = load_guard_file(rundir.guard)
         self._saved = saved
         self.policies: tuple[PoolPolicy, ...] = saved.pools
         self.grants = GrantBook(highest_term=saved.highest_term)
@@ -325,10 +356,10 @@ class Guard:
         self.match()
 
     def _save(self) -> None:
-        now = state.GuardFile(self.grants.highest_term, self.policies)
+        now = GuardFile(self.grants.highest_term, self.policies)
         if now == self._saved:
             return
-        problem = state.save(self.rundir.guard, now)
+        problem = save_guard_file(self.rundir.guard, now)
         if problem:  # the next answer of the operator tries again
             _log.error("%s; a restarted guard would not know its term and pools", problem)
             self.recorder.note(time.monotonic_ns(), "sync", "unsaved", problem=problem)

@@ -104,7 +104,7 @@ def _parse(
 ) -> int:
     try:
         kernel.die_with_parent(signal.SIGTERM)
-        from rose_agent.tap import parser_loop  # noqa: PLC0415  # the opener does without it
+        from rose_agent.tap import parser  # noqa: PLC0415  # the opener does without it
 
         kernel.no_dumps()
         kernel.overwrite_freed()
@@ -115,7 +115,7 @@ def _parse(
             _log.info("the parser keeps its network: %s", error)
         kernel.keep_capabilities()
         seccomp.confine(seccomp.PARSER, bpf_maps.COMMANDS)
-        parser_loop.parse(channel, options.rundir, options.sample_from, listener, http)
+        parser.run_parser(channel, options.rundir, options.sample_from, listener, http)
     except Exception:  # noqa: BLE001  # a forked child must end here, with a word
         _log.exception("the tap's parser failed")
         return 1

@@ -2,7 +2,8 @@
 
 It serves ``tap.sock``. The newest guard that connects is told: first the requests under way, then
 every event as it happens, and a heartbeat per replica. Without a guard it goes on following, so
-that a restarted guard finds the truth. Next step: ``replica`` reads, ``opener`` opens its sockets.
+that a restarted guard finds the truth. ``main`` imports this module after the fork, before the
+parser gives up its rights. Next step: ``replica`` reads, ``opener`` opens its sockets.
 
 | replicas | a heartbeat |
 |---|---|
@@ -14,14 +15,17 @@ that a restarted guard finds the truth. Next step: ``replica`` reads, ``opener``
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import signal
 import socket
 import time
 from pathlib import Path
 
 import msgspec
 
+from rose_agent.metrics import REGISTRY
 from rose_agent.os.bpf_maps import HashMap
 from rose_agent.tap import frames, kernel_counts, metrics
 from rose_agent.tap.frames import Unwatch, Watch
@@ -31,6 +35,7 @@ from rose_agent.tap.replica import TappedReplica
 from rose_agent.tap.sockets import Taps
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import PERIOD_NS, Health, TapEvent
+from rose_wire import plainpages
 
 _log = logging.getLogger(__name__)
 _CALM_SECONDS = 0.12
@@ -256,3 +261,34 @@ def unhealthy(replica: PodUid, problem: str) -> Health:
     return Health(
         replica, time.monotonic_ns(), problem, 0, opaque=False, in_flight=0, counts={}, packets=0
     )
+
+
+def run_parser(
+    channel: socket.socket,
+    rundir: Path,
+    sample_from: float,
+    listener: socket.socket,
+    http: socket.socket,
+) -> None:
+    """Run until SIGTERM, SIGINT, or the opener's end.
+
+    Args:
+        channel: socket pair to the opener.
+        rundir: where pods' own taps listen.
+        sample_from: segments per second above which token streams are sampled; 0 = never.
+        listener: ``tap.sock``.
+        http: where the metrics are read.
+    """
+    asyncio.run(_run(Parser(channel, rundir, sample_from), listener, http))
+
+
+async def _run(parser: Parser, listener: socket.socket, http: socket.socket) -> None:
+    pages = await plainpages.serve(http, REGISTRY)
+    task = asyncio.create_task(parser.run(listener))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    _log.info("tap on port %s for metrics", http.getsockname()[1])
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    pages.close()

@@ -10,20 +10,192 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_agent.guard.groups.followerlink import FollowerLink, FollowerLoad
+import grpc.aio
+
+from rose_agent.guard import metrics
 from rose_agent.guard.groups.leading import Leading
 from rose_agent.guard.replicas.replica import GuardedReplica
 from rose_agent.guard.slots.slot import GuardedSlot
-from rose_core.guard.following import HeldWord
+from rose_core.guard.following import ASK_NS, HeldWord
 from rose_core.identity import PodUid, SlotUid
+from rose_core.wire.leading import LeaderQuestion, Word
 from rose_core.wire.sync import ReplicaGroup
+from rose_wire import rpc, tls
+from rose_wire.errors import WireError
+from rose_wire.services import FOLLOW
 
 _SILENT = HeldWord()
+
+_log = logging.getLogger(__name__)
+_SILENT_SECONDS = 1.0
+_REDIAL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class FollowerLoad:
+    """What runs beside the follower: see ``LeaderQuestion``."""
+
+    lent: bool
+    computing: bool
+
+
+class FollowerLink:
+    """Follows one leader for one pod of this node: asks its guard, and hears when it closes.
+
+    It asks while a slot is granted beside the follower. A stream on which nothing was heard for a
+    second is given up for a new one, so that a healed network is used at once. The gate has long
+    been closed by then. ``rose_core.guard.following`` decides what an answer is good for.
+
+    Args:
+        group: whom to follow.
+        pod: of this node.
+        name: the pod's, for people.
+        load: asked with every question.
+        on_word: called after each word, with when a request has closed the leader's gate, or 0.
+        token: the installation's.
+        identity: folder with this node's certificate, and the authority of nodes' certificates.
+
+    Attributes:
+        state: what is held of the leader's words.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        pod: PodUid,
+        *,
+        name: str,
+        load: Callable[[], FollowerLoad],
+        on_word: Callable[[int], None],
+        token: str,
+        identity: Path,
+    ) -> None:
+        self.group, self.pod = group, pod
+        self.state = HeldWord(next_number=1 + secrets.randbits(62))
+        self._name, self._load, self._on_word = name, load, on_word
+        self._token, self._identity = token, identity
+        self._soon = asyncio.Event()
+        self._closing, self._stopped = 0, 0
+        self._complaint = ""
+        self._heard_s = 0.0
+        self._conversation: object = None
+
+    def note_stopped(self) -> None:
+        """All engines beside the pod stand still since the leader closed for a request."""
+        self._stopped = self._closing
+        self._soon.set()
+
+    def show_age(self, now_ns: int) -> None:
+        """Show in the metrics how old the leader's word is."""
+        if self.state.sent_ns:
+            age = metrics.LEADER_WORD_AGE.labels(self._name)
+            age.set((now_ns - self.state.sent_ns) / 1e9)
+
+    def forget(self) -> None:
+        """Show nothing any more."""
+        with contextlib.suppress(KeyError):
+            metrics.LEADER_WORD_AGE.remove(self._name)
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        while True:
+            try:
+                channel = self._dial()
+            except OSError as error:  # no certificate yet
+                self._complain(str(error))
+            else:
+                await self._follow(channel)
+            await asyncio.sleep(_REDIAL_SECONDS)
+
+    async def _follow(self, channel: grpc.aio.Channel) -> None:
+        """Converse until the stream ends, or brings nothing that is of use for too long."""
+        self._heard_s = time.monotonic()
+        conversation = asyncio.create_task(self._converse(channel))
+        conversation.add_done_callback(_look_at)
+        try:
+            while (left := self._heard_s + _SILENT_SECONDS - time.monotonic()) > 0:
+                await asyncio.wait({conversation}, timeout=left)
+                if conversation.done():
+                    break
+            self._complain(_outcome(conversation) or f"silent for {_SILENT_SECONDS:.0f} s")
+        finally:
+            # Neither waits for the peer, not even with a write under way on a stalled connection.
+            conversation.cancel()
+            await channel.close()
+
+    def _dial(self) -> grpc.aio.Channel:
+        authority = self._identity / tls.BUNDLE
+        credentials = tls.client_credentials(authority, self._identity)
+        # A connection of its own: one that a partition has stalled is not used again.
+        return rpc.connect(
+            self.group.guard, credentials=credentials, name=self.group.node, own=True
+        )
+
+    async def _converse(self, channel: grpc.aio.Channel) -> None:
+        async for word in rpc.converse(channel, FOLLOW, self._questions(), token=self._token):
+            self._receive(word)
+
+    def _receive(self, word: Word) -> None:
+        now_ns = time.monotonic_ns()
+        before, self.state = self.state, self.state.hear(word, now_ns)
+        if self.state.sent_ns != before.sent_ns:
+            # Answers that come too late for their question are as good as silence: a new
+            # connection has no backlog.
+            self._heard_s = time.monotonic()
+            self._complain("")
+        arrived = word.arrived and before.is_open and before.holds(now_ns)
+        if arrived:
+            self._closing = word.sequence
+        if self.state.eager or (self.state.is_open and not before.is_open):
+            self._soon.set()  # opened: the leader hears at once that engines compute here
+        self._on_word(now_ns if arrived else 0)
+
+    async def _questions(self) -> AsyncIterator[LeaderQuestion]:
+        self._conversation = own = object()
+        while self._conversation is own:  # until a newer stream takes over
+            self._soon.clear()
+            self.state, number = self.state.ask(time.monotonic_ns())
+            load = self._load()
+            yield LeaderQuestion(
+                self.group.leader, self.pod, number, load.computing, load.lent, self._stopped
+            )
+            # Not `wait_for`: Python 3.11's can lose a cancellation that meets the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ASK_NS / 1e9):
+                    await self._soon.wait()
+
+    def _complain(self, text: str) -> None:
+        if text and text != self._complaint:
+            _log.warning("guard of node %s at %s: %s", self.group.node, self.group.guard, text)
+        self._complaint = text
+
+
+def _outcome(conversation: asyncio.Task[None]) -> str:
+    """Why a conversation has ended; empty = it has not.
+
+    Raises:
+        Exception: anything but a broken or refused stream.
+    """
+    if not conversation.done() or conversation.cancelled():
+        return ""
+    error = conversation.exception()
+    if error is not None and not isinstance(error, WireError):
+        raise error
+    return str(error or "it ended the stream")
+
+
+def _look_at(conversation: asyncio.Task[None]) -> None:
+    """Take what a conversation ended with, also of one for which nobody waits any more."""
+    if not conversation.cancelled():
+        conversation.exception()
 
 
 @dataclass(frozen=True)

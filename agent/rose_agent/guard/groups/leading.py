@@ -3,7 +3,7 @@
 One stream for each follower (``rose_core.wire.leading``). What is not sent yet is replaced by what
 is newer where a peer does not read. Who asks is known by its node's certificate, at every message:
 only a node that has a pod of the same replica is answered, and only for that replica. Next step:
-``followerlink`` is the other end, ``rose_core.guard.following`` decides.
+``groups.FollowerLink`` is the other end, ``rose_core.guard.following`` decides.
 """
 
 from __future__ import annotations

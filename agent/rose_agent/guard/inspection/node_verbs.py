@@ -24,8 +24,8 @@ from typing import Any
 
 import aiohttp
 
-from rose_agent.guard.flight.blackbox import dumps
 from rose_agent.guard.flight.perfetto import perfetto
+from rose_agent.guard.flight.recorder import dumps
 from rose_agent.guard.flight.timeline import timeline
 from rose_engines.node.rundir import RunDir
 
