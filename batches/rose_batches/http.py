@@ -40,7 +40,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 One = TypeVar("One", StoredFile, StoredBatch)
 
 
-class _Asked(msgspec.Struct):
+class _BatchRequest(msgspec.Struct):
     """The body of ``POST /v1/batches``."""
 
     input_file_id: str
@@ -92,14 +92,16 @@ def _guarded(token: str) -> Middleware:
         if request.path in {"/metrics", "/healthz"}:
             return await handler(request)
         if token and not observability.brings(request, token):
-            return _said(401, "only the lease's router is heard here; ask its URL", "not_allowed")
+            return _error_response(
+                401, "only the lease's router is heard here; ask its URL", "not_allowed"
+            )
         try:
             _check_tenant(request)
             return await handler(request)
         except BadBatch as error:
-            return _said(error.status, str(error), error.code, error.param)
+            return _error_response(error.status, str(error), error.code, error.param)
         except web.HTTPException as error:
-            return _said(error.status, error.reason, "invalid_request")
+            return _error_response(error.status, error.reason, "invalid_request")
 
     return guard
 
@@ -110,7 +112,7 @@ def _check_tenant(request: web.Request) -> None:
         raise BadBatch(message, "no_tenant")
 
 
-def _said(status: int, message: str, code: str, param: str | None = None) -> web.Response:
+def _error_response(status: int, message: str, code: str, param: str | None = None) -> web.Response:
     kind = "invalid_request_error"
     error = {"message": message, "type": kind, "param": param, "code": code}
     return web.json_response({"error": error}, status=status)
@@ -237,7 +239,7 @@ class _Routes:
         """Take a batch; its file is read afterwards, and what is wrong stands in its ``errors``."""
         tenant = request.headers[TENANT]
         try:
-            asked = msgspec.json.decode(await request.read(), type=_Asked)
+            asked = msgspec.json.decode(await request.read(), type=_BatchRequest)
             seconds = seconds_of(asked.completion_window)
         except (*UNREADABLE, ValueError) as error:
             raise BadBatch(str(error), "invalid_request") from error

@@ -54,13 +54,13 @@ class Answer:
     """What a line's output says.
 
     Attributes:
-        said: the line of the output file, with its end.
+        line: the line of the output file, with its end.
         failed: it belongs into the error file.
     """
 
     batch: str
     number: int
-    said: bytes
+    line: bytes
     failed: bool
 
 
@@ -292,12 +292,12 @@ class Journal:
                 taken = self._db.execute(
                     "UPDATE lines SET state = ?, said = ?, checksum = ? "
                     "WHERE batch = ? AND number = ? AND state = ?",
-                    (state, one.said, zlib.crc32(one.said), one.batch, one.number, _WAITS),
+                    (state, one.line, zlib.crc32(one.line), one.batch, one.number, _WAITS),
                 ).rowcount
                 if not taken:
                     continue
                 batch = changed.get(one.batch) or self._batch(one.batch)
-                self.used[batch.tenant] += len(one.said)
+                self.used[batch.tenant] += len(one.line)
                 changed[one.batch] = msgspec.structs.replace(
                     batch,
                     answered=batch.answered + (not one.failed),
@@ -345,7 +345,7 @@ class Journal:
         found = self._batch(name)
         if found.status not in only:
             return found
-        moved = found.at(status, now)
+        moved = found.with_status(status, now)
         self.save(moved)
         return moved
 
@@ -367,7 +367,7 @@ class Journal:
         found = self._batch(name)
         if found.status not in LIVE:
             return None
-        batch = found.at(status, now)
+        batch = found.with_status(status, now)
         waiting = len(self.waiting(batch.id))
         held = self._held(batch.id)
         made, files = batch, []
@@ -410,7 +410,7 @@ class Journal:
         """One file of a batch that ends, in the order of its lines; None without a line."""
         digest, size = hashlib.sha256(), 0
         with self.begin() as file:
-            for said in self._said(batch, state):
+            for said in self._lines(batch, state):
                 file.write(said)
                 digest.update(said)
                 size += len(said)
@@ -421,7 +421,7 @@ class Journal:
             return None
         return Path(file.name), digest.hexdigest(), size
 
-    def _said(self, batch: StoredBatch, state: int) -> Iterator[bytes]:
+    def _lines(self, batch: StoredBatch, state: int) -> Iterator[bytes]:
         states = (_FAILED, _WAITS) if state == _FAILED else (state, state)
         code = f"batch_{batch.status}"
         text = f"the batch was {batch.status} before this line had an answer"

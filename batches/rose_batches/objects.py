@@ -99,7 +99,7 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
             "metadata": self.metadata or None,
         }
 
-    def at(self, status: str, now: float) -> StoredBatch:
+    def with_status(self, status: str, now: float) -> StoredBatch:
         """The same batch, come to another status; the first time that it came there is kept."""
         moments = {f"{status}_at": int(now)} | self.moments
         return msgspec.structs.replace(self, status=status, moments=moments)

@@ -239,14 +239,14 @@ class Worker:
             if checked.problems:
                 return checked.problems
             begun = msgspec.structs.replace(
-                batch.at("in_progress", self.clock()), total=len(checked.places)
+                batch.with_status("in_progress", self.clock()), total=len(checked.places)
             )
             await self.do(self.journal.start, begun, checked.places)
         self._live[batch.id] = _LiveBatch(begun, deque(one.number for one in checked.places))
         return []
 
     async def _fail(self, batch: StoredBatch, problems: Iterable[Problem]) -> None:
-        ended = batch.at("failed", self.clock())
+        ended = batch.with_status("failed", self.clock())
         errors = [dataclasses.asdict(one) for one in problems]
         await self.do(self.journal.save, msgspec.structs.replace(ended, errors=errors))
         metrics.ENDED.labels("failed").inc()

@@ -131,7 +131,7 @@ def flipped_bundle(world: TortureRig) -> str:
 def rotten(world: TortureRig) -> str:
     """A bit of a live weight flips in the engine's memory while it serves."""
     known = _failures(world, "WrongDigest")
-    bits = synthetic.at(world.step)[_ROTTEN].tobytes()
+    bits = synthetic.state_at(world.step)[_ROTTEN].tobytes()
     start = len(bits) // 2
     if not _rot(world["engine"].pid, bits[start : start + _PATTERN_BYTES]):
         raise Violation("the weights were not found in the engine's memory")

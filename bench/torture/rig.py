@@ -45,7 +45,7 @@ RUN = "torture"
 WINDOW = 3
 PERMIT_NS = 2_000_000_000
 
-_bits_at = functools.cache(synthetic.at)
+_bits_at = functools.cache(synthetic.state_at)
 
 
 class Link:

@@ -6,7 +6,7 @@
 | watches | feed the caches: kopf, for every kind but nodes |
 | listings | full listings beside the passes, for what watches do not tell |
 | demand | asks the leases' routers what turns they have, while this operator leads |
-| surroundings | nodes' zones and cordons, autoscalers of serving; all optional |
+| cluster facts | nodes' zones and cordons, autoscalers of serving; all optional |
 | loop | one pass when something changed, and every ``plan_seconds`` |
 | Sync server | answers agents from memory |
 | Enrol server | tells routers and, where there are certificates, nodes who they are |
@@ -77,7 +77,7 @@ class SigningKeys:
         self._api = api
         self._found = ""
 
-    def found(self) -> str:
+    def current(self) -> str:
         """A JSON Web Key Set; empty before the first was read."""
         return self._found
 
@@ -114,16 +114,18 @@ class Operator:
             routers=settings.routers,
         )
         self.keys = SigningKeys(self.api)
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.stores = {
-            kind: ObjectCache(self.changed.set, *([self.asked.set] if kind in _ASKED_FOR else []))
+            kind: ObjectCache(
+                self.changed.set, *([self.requested.set] if kind in _ASKED_FOR else [])
+            )
             for kind in ObjectKind
             if (settings.tenancy or kind not in _OF_TENANCY)
             and (settings.gateway is not None or kind is not ObjectKind.ROUTE)
         }
         self.started = time.monotonic()
         self.telemetry = NodeTelemetry(self.started)
-        self.surroundings = ClusterFacts(self.changed.set)
+        self.cluster_facts = ClusterFacts(self.changed.set)
         self.notices = Notices()
         self.lock = LeaderLock(
             Api(lock_client, settings.namespace),
@@ -151,10 +153,10 @@ class Operator:
             clock=time.monotonic,
             wall=time.time,
             policy=settings.lending,
-            surroundings=self.surroundings,
+            cluster_facts=self.cluster_facts,
             notices=self.notices,
-            hurry=self.asked.is_set,
-            demand=self.demands.of,
+            hurry=self.requested.is_set,
+            demand=self.demands.total,
             notes=self.demands.notes,
         )
         self._outage = ExponentialBackoff(0.5, 15.0)
@@ -200,7 +202,7 @@ class Operator:
             self.reconciler.remember_pools()
         if self._warming():
             return
-        self.asked.clear()
+        self.requested.clear()
         with metrics.PASS_SECONDS.time():
             await self.reconciler.run_pass()
         metrics.LAST_PASS.set_to_current_time()
@@ -231,7 +233,7 @@ class Operator:
         """Until something changed, not sooner than a moment, not later than the period."""
         rest = min(_MOST_QUIET_SECONDS, _REST * self.reconciler.worked_seconds)
         await asyncio.sleep(rest)
-        await self._within(self.asked, max(0.0, _QUIET_SECONDS - rest))
+        await self._within(self.requested, max(0.0, _QUIET_SECONDS - rest))
         starting = time.monotonic() - self.started < _PATIENCE_SECONDS
         period = self.settings.plan_seconds
         if starting or self.reconciler.waiting:
@@ -295,16 +297,18 @@ class Operator:
             "loop": self.loop(),
             "kopf": kinds,
             "listings": self.listings.keep(),
-            "surroundings": self.surroundings.keep_listing(self.api),
+            "cluster facts": self.cluster_facts.keep_listing(self.api),
             "demand": self.demands.run(),
-            "cordons": self.surroundings.watch_cordons(self.api),
+            "cordons": self.cluster_facts.watch_cordons(self.api),
         }
         if self.settings.router_authentication:
             work["keys"] = self.keys.keep()
-        if self.settings.own is not None:
+        if self.settings.own_secrets is not None:
             # Not the leader's alone: each replica listens with what it holds.
             writing = Api(self._client, self.settings.namespace)
-            work["own secrets"] = OwnSecrets(writing, self.settings.own, wall=time.time).keep()
+            work["own secrets"] = OwnSecrets(
+                writing, self.settings.own_secrets, wall=time.time
+            ).keep()
         return [asyncio.create_task(one, name=name) for name, one in work.items()]
 
     def _on_signals(self) -> None:
@@ -344,7 +348,7 @@ class Operator:
             settings.tls_client_ca,
             own,
         )
-        RouterEnrolment(self.api, trust, self._lease, self.keys.found).serve_on(server)
+        RouterEnrolment(self.api, trust, self._lease, self.keys.current).serve_on(server)
         port = await server.start(settings.enrol_address)
         _log.info("identities of nodes and routers on port %d", port)
         return server

@@ -21,7 +21,7 @@ class Notices:
     def __len__(self) -> int:
         return sum(map(len, self._listening.values()))
 
-    def tell(self, nodes: Iterable[str]) -> None:
+    def notify(self, nodes: Iterable[str]) -> None:
         """These nodes' grants have changed."""
         for node in nodes:
             for event in self._listening.get(node, ()):

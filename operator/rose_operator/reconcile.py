@@ -27,7 +27,7 @@ from rose_operator.metrics import PLAN_CPU_SECONDS, PLAN_SECONDS
 from rose_operator.notices import Notices
 from rose_operator.plan.admission import Offer
 from rose_operator.plan.cluster_facts import ClusterFacts
-from rose_operator.plan.cluster_state import ClusterState, look, utc
+from rose_operator.plan.cluster_state import ClusterState, observe_cluster, utc
 from rose_operator.plan.load_history import LoadHistory
 from rose_operator.plan.snapshot import Knowledge, Snapshots
 from rose_operator.plan.telemetry import NodeTelemetry
@@ -74,7 +74,7 @@ class Reconciler:
     hurry: Callable[[], bool] = lambda: False
     worked_seconds: float = 0.0
 
-    surroundings: ClusterFacts = field(default_factory=ClusterFacts)
+    cluster_facts: ClusterFacts = field(default_factory=ClusterFacts)
     notices: Notices = field(default_factory=Notices)
     backoff: KeyedBackoff = field(default_factory=KeyedBackoff)
     demand: Callable[[str], lending.Demand | None] = lambda _: None
@@ -89,7 +89,7 @@ class Reconciler:
             if self.settings.tenancy
             else None
         )
-        self._known = Knowledge(self.surroundings, LoadHistory(), ToggleCosts(), self.demand)
+        self._known = Knowledge(self.cluster_facts, LoadHistory(), ToggleCosts(), self.demand)
         self._snapshots = Snapshots(self._known)
         self._writer = Writer(
             self.api,
@@ -101,7 +101,7 @@ class Reconciler:
             routers=self.settings.routers,
             identity=self.settings.identity,
         )
-        self._teller = EventLimiter(self.api, self.clock)
+        self._events = EventLimiter(self.api, self.clock)
         self._reporter = Reporter(
             self.settings,
             self.stores,
@@ -109,7 +109,7 @@ class Reconciler:
             loads=self._known.loads,
             writer=self._writer,
             api=self.api,
-            teller=self._teller,
+            events=self._events,
         )
         self._slot_writes = SlotWrites(
             self._writer,
@@ -122,7 +122,7 @@ class Reconciler:
         )
         self._router_writes = RouterWrites(self._writer, self.stores, self.settings)
         self._passes = 0
-        self._told_at = float("-inf")
+        self._statuses_at = float("-inf")
 
     @property
     def waiting(self) -> bool:
@@ -166,22 +166,22 @@ class Reconciler:
         PLAN_CPU_SECONDS.observe(self.worked_seconds)
         self.memory = plan.memory
         run = self._writer.run
-        await run(list(self._slot_writes.of(world, plan)))
+        await run(list(self._slot_writes.writes(world, plan)))
         await self._tell_releases(world, plan)
         with self._working():
-            wanted = list(self._router_writes.of(self._needs(world, plan)))
+            wanted = list(self._router_writes.writes(self._needs(world, plan)))
         await run(wanted, self._is_hurried)
         with self._working():
             after = world if self._revisions() == seen else self._look()
-            told = list(self._reporter.statuses(after, plan, self._needs(after, plan)))
-        if await run(told, self._is_hurried):
-            self._told_at = self.clock()
+            writes = list(self._reporter.statuses(after, plan, self._needs(after, plan)))
+        if await run(writes, self._is_hurried):
+            self._statuses_at = self.clock()
         self._clean_up()
         return plan
 
     def _is_hurried(self) -> bool:
         """Whether routers and statuses should leave the rest to the next pass."""
-        return self.hurry() and self.clock() - self._told_at < _STATUSES_SECONDS
+        return self.hurry() and self.clock() - self._statuses_at < _STATUSES_SECONDS
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -213,19 +213,19 @@ class Reconciler:
 
     def _look(self) -> ClusterState:
         leases = self._leases.read()
-        return look(
+        return observe_cluster(
             self._pools.read(),
             leases,
             self._slots.read(),
             self.telemetry,
-            surroundings=self.surroundings,
+            cluster_facts=self.cluster_facts,
             offer=Offer(
                 frozenset(self.settings.stores), self.settings.engine_classes, self.settings.runs
             ),
             tenancy=tenancy_of(self._policies, self.stores),
             now=utc(self.wall()),
             monotonic=self.clock(),
-            notes={key: said for key in leases.good if (said := self.notes(key))},
+            notes={key: notes for key in leases.good if (notes := self.notes(key))},
         )
 
     def _revisions(self) -> tuple[int, ...]:
@@ -252,5 +252,5 @@ class Reconciler:
             lease = world.leases.good.get(key)
             if lease is not None and self.may_write():
                 names = [release.slot for release in releases]
-                event = events.of_releases(lease, reason, names, releases[0].message, world.now)
-                await self._teller.tell(event)
+                event = events.release_event(lease, reason, names, releases[0].message, world.now)
+                await self._events.emit(event)

@@ -70,7 +70,7 @@ class Settings:
         tls_client_ca: authority of the agents' certificates; each must name its node.
         enrol_address: where agents without a certificate and routers ask; empty = nowhere.
         node_authority: what signs those, with ``certificate_hours`` of life.
-        own: Secrets that the operator makes and renews itself.
+        own_secrets: Secrets that the operator makes and renews itself.
     """
 
     namespace: str
@@ -93,7 +93,7 @@ class Settings:
     router_authority: Path | None = None
     router_certificate_hours: float = 24.0
     operator_authority: str = ""
-    own: own_secrets.SecretOptions | None = None
+    own_secrets: own_secrets.SecretOptions | None = None
     tenancy: bool = True
     runs: dict[str, Runs] = field(default_factory=dict)
     turn_secrets: bool = False
@@ -167,7 +167,7 @@ def parse(argv: list[str]) -> Settings:
         router_authority=found.router_authority,
         router_certificate_hours=found.router_certificate_hours,
         operator_authority=_authority_of(found.tls_dir),
-        own=own_secrets.options(argv),
+        own_secrets=own_secrets.options(argv),
         router_service_account=found.router_service_account,
         router_user=None if found.router_user == "any" else int(found.router_user),
         router_template=_template(found.router_template) if found.router_template else {},

@@ -170,7 +170,7 @@ class Host:
             handle = await self._runtime.create(spec)
 
             def take() -> OwnedSession:
-                owned = self._records.own(session, self._owner, seen)
+                owned = self._records.claim(session, self._owner, seen)
                 # Turn 0, the bare image: what leaves the sandbox before turn 1 has a record too.
                 self._records.publish(owned, PublishedTurn(0, (), written_spec(spec)))
                 return owned
@@ -284,7 +284,7 @@ class Host:
                 raise Fenced(self._fenced[session])
             if box is None:
                 seen = await self.fence(session)
-                owned = await asyncio.to_thread(self._records.own, session, self._owner, seen)
+                owned = await asyncio.to_thread(self._records.claim, session, self._owner, seen)
             else:
                 owned = box.owned
             try:
@@ -461,7 +461,7 @@ class Host:
             noted = tuple(written_effect(one) for one in happened)
 
             def take() -> OwnedSession:
-                owned = self._records.own(session, self._owner, seen)
+                owned = self._records.claim(session, self._owner, seen)
                 self._records.back(owned, record.turn, noted)
                 return owned
 
@@ -532,7 +532,7 @@ class Host:
         session, record = parent
 
         def take() -> OwnedSession:
-            owned = self._records.own(name, self._owner)
+            owned = self._records.claim(name, self._owner)
             self._records.adopt(owned, record, (session, record.turn))
             return owned
 

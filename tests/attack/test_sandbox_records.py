@@ -92,7 +92,7 @@ async def shop(tmp_path: Path) -> AsyncIterator[Shop]:
     made = Shop(tmp_path, f"127.0.0.1:{port}", words, OwnedSession("", "", 0), None, [])  # type: ignore[arg-type]
     try:
         own = made.records("a", "a-grpo")
-        made.owned = await asyncio.to_thread(own.own, "s", "host-a")
+        made.owned = await asyncio.to_thread(own.claim, "s", "host-a")
         turn = PublishedTurn(1, (1, 2), SPEC, files=SECRET, processes=b"p")
         made.record = await asyncio.to_thread(own.publish, made.owned, turn)
         yield made
@@ -122,17 +122,17 @@ async def test_its_own_host_keeps_and_reads_them_over_the_network(shop: Shop) ->
         return again.part(found.files), again.ids(found)
 
     assert await asyncio.to_thread(back) == (SECRET, (1, 2))
-    child = await asyncio.to_thread(again.own, "s.1-x", "host-a2")
+    child = await asyncio.to_thread(again.claim, "s.1-x", "host-a2")
     await asyncio.to_thread(again.adopt, child, shop.record, ("s", 1))
     assert await asyncio.to_thread(again.turns, "s.1-x") == (1,)
-    await asyncio.to_thread(again.own, "s", "host-a2")
+    await asyncio.to_thread(again.claim, "s", "host-a2")
     with pytest.raises(Fenced, match="host-a2"):
         await asyncio.to_thread(shop.records("a", "a-grpo").check, shop.owned)
 
 
 ATTEMPTS: dict[str, Callable[[RemoteRecords, TurnRecord], object]] = {
-    "own": lambda client, _: client.own("a-grpo", "s", "thief"),
-    "look": lambda client, _: client.look("a-grpo", "s"),
+    "own": lambda client, _: client.claim("a-grpo", "s", "thief"),
+    "look": lambda client, _: client.session_state("a-grpo", "s"),
     "read": lambda client, record: client.read("a-grpo", "s", name_of(record)),
     "block": lambda client, record: client.block("a-grpo", blocks_of(record.files)[0]),
     "put": lambda client, _: client.put("a-grpo", "s", 1, b"mine"),
@@ -163,7 +163,7 @@ async def test_nobody_else_reads_overwrites_deletes_or_takes_a_record(
 async def test_another_run_cannot_adopt_a_block_by_its_name(shop: Shop) -> None:
     """To know the hash of a block is not to have it: else one would read it by one's own record."""
     client = shop.client("b")
-    state = await asyncio.to_thread(client.own, "b-1", "t", "thief")
+    state = await asyncio.to_thread(client.claim, "b-1", "t", "thief")
     for parent in (None, ("s", 1)):
         record = msgspec.structs.replace(
             shop.record, session="t", owner="thief", fence=state.fence, parent=parent
@@ -172,7 +172,7 @@ async def test_another_run_cannot_adopt_a_block_by_its_name(shop: Shop) -> None:
             await asyncio.to_thread(
                 client.commit, "b-1", "t", state.fence, msgspec.json.encode(record)
             )
-    assert (await asyncio.to_thread(client.look, "b-1", "t")).turns == ()
+    assert (await asyncio.to_thread(client.session_state, "b-1", "t")).turns == ()
     own = PublishedTurn(1, (), SPEC, files=b"own")
     await asyncio.to_thread(
         Records(client, "b-1").publish, OwnedSession("t", "thief", state.fence), own
@@ -217,7 +217,7 @@ async def test_a_record_of_before_or_after_a_field_was_added_is_restored(
     records = shop.records("a", "a-grpo")
 
     def restored() -> bytes:
-        taken = records.own("s", "successor")
+        taken = records.claim("s", "successor")
         assert taken.last is not None
         assert taken.last.files is not None
         assert records.back(taken, 2).turn == 2
@@ -238,7 +238,7 @@ async def test_a_record_whose_bytes_were_changed_on_the_way_is_refused(
 
 
 async def test_a_fenced_host_stages_and_publishes_nothing(shop: Shop) -> None:
-    await asyncio.to_thread(shop.records("a", "a-grpo").own, "s", "successor")
+    await asyncio.to_thread(shop.records("a", "a-grpo").claim, "s", "successor")
     late = shop.client("a")
     data = msgspec.json.encode(msgspec.structs.replace(shop.record, turn=2))
     for attempt in (
@@ -278,7 +278,7 @@ async def test_a_host_that_was_taken_over_has_no_weights_and_no_other_run(shop: 
     client = shop.client("a")
     for run in ("a-other", "b-1", "a-grpo.box-0123456789abcdef"):
         with pytest.raises(Forbidden):
-            await asyncio.to_thread(client.own, run, "s", "thief")
+            await asyncio.to_thread(client.claim, run, "s", "thief")
 
 
 async def test_no_right_to_weights_opens_a_session(shop: Shop) -> None:
@@ -299,13 +299,13 @@ async def test_a_name_with_a_slash_is_no_way_into_anothers_sessions(shop: Shop) 
     """Run ``a`` with session ``b/s`` and run ``a/b`` with session ``s`` would be one place."""
     client = shop.client("b")
     with pytest.raises(WeightsError) as refused:
-        await asyncio.to_thread(client.own, "b-1/x", "s", "thief")
+        await asyncio.to_thread(client.claim, "b-1/x", "s", "thief")
     assert isinstance(refused.value, Forbidden | UnknownRun)
 
 
 async def test_a_record_of_another_session_is_refused(shop: Shop) -> None:
     client = shop.client("a")
-    state = await asyncio.to_thread(client.own, "a-grpo", "other", "host-a")
+    state = await asyncio.to_thread(client.claim, "a-grpo", "other", "host-a")
     for data in (msgspec.json.encode(shop.record), b"{}", encode(shop.record)):
         with pytest.raises(BadManifest):
             await asyncio.to_thread(client.commit, "a-grpo", "other", state.fence, data)
@@ -313,12 +313,12 @@ async def test_a_record_of_another_session_is_refused(shop: Shop) -> None:
 
 async def test_a_revoked_host_is_refused_at_once(shop: Shop) -> None:
     client = shop.client("a")
-    await asyncio.to_thread(client.look, "a-grpo", "s")
+    await asyncio.to_thread(client.session_state, "a-grpo", "s")
     tenants.revoke(shop.root / "tenants.json", "hosts-a")
     async with asyncio.timeout(30):
         while True:
             try:
-                await asyncio.to_thread(client.look, "a-grpo", "s")
+                await asyncio.to_thread(client.session_state, "a-grpo", "s")
             except StoreFailed as refused:
                 assert "no credential, or one that was revoked" in str(refused)  # noqa: PT017
                 return
@@ -328,7 +328,7 @@ async def test_a_revoked_host_is_refused_at_once(shop: Shop) -> None:
 def test_what_is_staged_is_of_one_run_and_takes_no_memory_of_the_store(tmp_path: Path) -> None:
     """A tenant that stages without an end fills its own blocks, and no other team waits for it."""
     first = Records(Store(tmp_path), "a")
-    one = first.own("one", "h")
+    one = first.claim("one", "h")
     made = first.publish(one, PublishedTurn(1, (), SPEC, files=b"f" * 5000))
     data = msgspec.json.encode(msgspec.structs.replace(made, turn=2))
     # Another process serves the store by now: whatever was remembered of the staging is gone.
@@ -337,7 +337,7 @@ def test_what_is_staged_is_of_one_run_and_takes_no_memory_of_the_store(tmp_path:
     later = StoredRecords(Store(tmp_path))
     assert later.block("a", block) == b"more"
     assert later.commit("a", "one", one.fence, data).turns[-1][0] == 2
-    foreign = Records(Store(tmp_path), "b").own("one", "h")
+    foreign = Records(Store(tmp_path), "b").claim("one", "h")
     record = msgspec.structs.replace(made, fence=foreign.fence)
     with pytest.raises(Incomplete):
         later.commit("b", "one", foreign.fence, msgspec.json.encode(record))

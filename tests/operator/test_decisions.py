@@ -133,7 +133,7 @@ async def test_an_autoscaler_on_gpu_figures_forbids_lending_until_its_owner_says
     bench.lease()
     replicas = (replica("default/chat", "chat-7d9f8b6c5d-x2x4z"),)
     bench.telemetry.record(SyncRequest("n1", "t", 0, replicas), bench.now)
-    bench.reconciler.surroundings.autoscalers = conflicting([SCALER])
+    bench.reconciler.cluster_facts.autoscalers = conflicting([SCALER])
     await bench.turn(2)
     assert bench.slots() == []
     pool = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]["conditions"]
@@ -156,7 +156,7 @@ async def test_an_autoscaler_on_gpu_figures_forbids_lending_until_its_owner_says
 
 async def test_a_cordon_takes_the_slots_of_the_node_back_and_an_event_says_so() -> None:
     bench = await running()
-    bench.reconciler.surroundings.cordoned = frozenset({"n1"})
+    bench.reconciler.cluster_facts.cordoned = frozenset({"n1"})
     bench.api.events.clear()
     await bench.turn()
     (slot,) = bench.slots()

@@ -206,27 +206,27 @@ async def test_a_turn_that_waits_without_any_engine_reaches_the_operator(
 ) -> None:
     woken: list[float] = []
     async with asking(router, [lease()], woken) as demands:
-        await until(lambda: demands.of(KEY) is not None)
-        first = demands.of(KEY)
+        await until(lambda: demands.total(KEY) is not None)
+        first = demands.total(KEY)
         assert first is not None
         assert (first.turns, first.idle_seconds) == (0, None)
         before = len(woken)
         turn = router.service.submit(TurnRequest("r", (1, 2, 3), {"max_new_tokens": 4}))
-        await until(lambda: (seen := demands.of(KEY)) is not None and seen.turns == 1)
+        await until(lambda: (seen := demands.total(KEY)) is not None and seen.turns == 1)
         assert len(woken) > before, "it starts a pass"
         router.service.leave(turn)
 
 
 async def test_a_router_speaks_for_no_lease_but_its_own(router: RunningRouter) -> None:
     async with asking(router, [lease("other"), lease()], []) as demands:
-        await until(lambda: demands.of(KEY) is not None)
-        assert demands.of("default/other") is None
+        await until(lambda: demands.total(KEY) is not None)
+        assert demands.total("default/other") is None
 
 
 async def test_a_lease_that_is_gone_is_forgotten(router: RunningRouter) -> None:
     leases = [lease()]
     async with asking(router, leases, []) as demands:
-        await until(lambda: demands.of(KEY) is not None)
+        await until(lambda: demands.total(KEY) is not None)
         leases.clear()
-        await demands.look()
-        assert demands.of(KEY) is None
+        await demands.refresh()
+        assert demands.total(KEY) is None

@@ -8,7 +8,7 @@ from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import Raw
 from rose_operator.metrics import REGISTRY
 from rose_operator.status.event_limits import BURST, REFILL_SECONDS, EventLimiter
-from rose_operator.status.events import MOST_MESSAGE, of_condition
+from rose_operator.status.events import MOST_MESSAGE, condition_event
 from tests.api.objects import LEASE, changed
 from tests.operator.fake_api import FakeApi
 
@@ -22,7 +22,7 @@ def event(name: str = "grpo", message: str = "why") -> Raw:
         type="Ready", status="False", reason="RouterNotReady", message=message,
         last_transition_time="2026-01-01T00:00:00Z",
     )  # fmt: skip
-    return of_condition(ObjectKind.LEASE, lease, ready, NOW)
+    return condition_event(ObjectKind.LEASE, lease, ready, NOW)
 
 
 class Desk:
@@ -36,7 +36,7 @@ class Desk:
         """How many of so many Events of one object were written."""
         told = 0
         for _ in range(times):
-            told += await self.teller.tell(event())
+            told += await self.teller.emit(event())
             self.now += seconds
         return told
 
@@ -49,14 +49,14 @@ async def test_an_object_that_flaps_is_told_of_a_bounded_number_of_times() -> No
     desk, before = Desk(), left_out()
     assert await desk.flap(100) == BURST
     assert left_out() - before == 100 - BURST
-    assert await desk.teller.tell(event("another"))
+    assert await desk.teller.emit(event("another"))
 
 
 async def test_later_one_is_written_again_and_says_how_many_were_left_out() -> None:
     desk = Desk()
     await desk.flap(BURST + 7)
     desk.now += REFILL_SECONDS
-    assert await desk.teller.tell(event(message="x" * MOST_MESSAGE))
+    assert await desk.teller.emit(event(message="x" * MOST_MESSAGE))
     message = desk.api.events[-1]["message"]
     assert message.endswith("(7 Events before it were left out)")
     assert len(message) == MOST_MESSAGE
@@ -71,7 +71,7 @@ async def test_an_object_that_is_gone_is_forgotten() -> None:
     desk = Desk()
     await desk.flap(BURST + 1)
     desk.teller.keep({"RolloutLease default/another"})
-    assert await desk.teller.tell(event())
+    assert await desk.teller.emit(event())
 
 
 async def test_an_event_that_is_refused_harms_nobody() -> None:
@@ -79,4 +79,4 @@ async def test_an_event_that_is_refused_harms_nobody() -> None:
         async def create(self, kind: ObjectKind, manifest: Raw) -> Raw:
             raise ApiRefused(403, f"no {kind.value} {manifest['metadata']['name']}")
 
-    assert not await EventLimiter(Refusing(), lambda: 0.0).tell(event())
+    assert not await EventLimiter(Refusing(), lambda: 0.0).emit(event())

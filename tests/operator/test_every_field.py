@@ -100,7 +100,7 @@ class Stage:
         self.policy = row.policy | own["policy"]
         tenancy = kind == "policy"
         self.bench = Bench(settings=replace(SETTINGS, tenancy=tenancy))
-        known = self.bench.reconciler.surroundings
+        known = self.bench.reconciler.cluster_facts
         known.zones = {node: zone for node, zone, *_ in FLEET.values()}
         self.requests = self.slow = 0
         if tenancy:
@@ -305,7 +305,7 @@ def scaled(stage: Stage) -> None:
     """An autoscaler of the pool follows the utilisation of GPUs."""
     follows = ("DCGM_FI_DEV_GPU_UTIL",)
     found = Autoscaler("HorizontalPodAutoscaler", "default", "chat", "chat", follows)
-    stage.bench.reconciler.surroundings.autoscalers = (found,)
+    stage.bench.reconciler.cluster_facts.autoscalers = (found,)
 
 
 ONE = {"lending.maxReplicasPercent": 25}

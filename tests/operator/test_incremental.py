@@ -13,7 +13,7 @@ from rose_operator.kube.api import ObjectKind
 from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.plan.admission import Offer
 from rose_operator.plan.cluster_facts import ClusterFacts
-from rose_operator.plan.cluster_state import ClusterState, look, utc
+from rose_operator.plan.cluster_state import ClusterState, observe_cluster, utc
 from rose_operator.plan.load_history import LoadHistory
 from rose_operator.plan.memo import Memo
 from rose_operator.plan.snapshot import Knowledge, Snapshots, snapshot
@@ -159,18 +159,18 @@ class Inside:
             self.now += value
             self.telemetry.forget(self.now, POLICY.forget_seconds)
         elif what == "cordon":
-            self.known.surroundings.cordoned = frozenset(value)
+            self.known.cluster_facts.cordoned = frozenset(value)
         elif what == "zones":
-            self.known.surroundings.zones = value
+            self.known.cluster_facts.zones = value
 
     def look(self) -> ClusterState:
         pools, leases, slots = self.readers
-        world = look(
+        world = observe_cluster(
             pools.read(),
             leases.read(),
             slots.read(),
             self.telemetry,
-            surroundings=self.known.surroundings,
+            cluster_facts=self.known.cluster_facts,
             offer=Offer(frozenset({"main"}), frozenset({"sglang"})),
             now=utc(START + self.now),
             monotonic=self.now,
@@ -214,9 +214,9 @@ def test_a_pass_translates_only_what_has_changed() -> None:
     snapshots = Snapshots(inside.known)
 
     def made() -> int:
-        before = snapshots.made
+        before = snapshots.computed_count
         snapshots.take(inside.look(), PlannerMemory(), POLICY, {})
-        return snapshots.made - before
+        return snapshots.computed_count - before
 
     assert made() == 6
     assert made() == 0
@@ -237,8 +237,8 @@ def test_what_a_pass_did_not_ask_for_is_forgotten() -> None:
     for _ in range(2):
         kept.begin_pass()
         assert kept.get("a", source, 0, lambda: 7) == 7
-    assert kept.made == 1
+    assert kept.computed_count == 1
     kept.begin_pass()
     kept.begin_pass()
     kept.get("a", source, 0, lambda: 7)
-    assert kept.made == 2
+    assert kept.computed_count == 2

@@ -109,9 +109,9 @@ async def test_notices_reach_their_node_and_join_when_they_come_quickly() -> Non
     followed = notices.follow(NoticeRequest("n1"))
     first = asyncio.ensure_future(anext(followed))
     await asyncio.sleep(0)
-    notices.tell(["n2"])
-    notices.tell(["n1"])
-    notices.tell(["n1"])
+    notices.notify(["n2"])
+    notices.notify(["n1"])
+    notices.notify(["n1"])
     async with asyncio.timeout(5):
         await first
     assert len(notices) == 1
@@ -150,11 +150,11 @@ SCALER = {
 async def test_what_cannot_be_read_is_not_taken_into_account_and_stops_nothing() -> None:
     told: list[int] = []
     around = ClusterFacts(lambda: told.append(1))
-    await around.look(AroundApi(autoscaler=[SCALER]))  # type: ignore[arg-type]  # nothing else is asked
+    await around.refresh(AroundApi(autoscaler=[SCALER]))  # type: ignore[arg-type]  # nothing else is asked
     assert around.zones == {}
     assert [one.target for one in around.autoscalers] == ["chat"]
     assert told == [1]
-    await around.look(AroundApi(autoscaler=[SCALER], node=[NODE]))  # type: ignore[arg-type]
+    await around.refresh(AroundApi(autoscaler=[SCALER], node=[NODE]))  # type: ignore[arg-type]
     assert around.zones == {"n1": "z1"}
     assert told == [1]
 

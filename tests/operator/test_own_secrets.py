@@ -317,7 +317,7 @@ def test_flags_say_what_is_made_here(tmp_path: Path) -> None:
             *given,
         ]
     )
-    assert parsed.own == found
+    assert parsed.own_secrets == found
 
 
 def test_a_certificate_authority_of_somebody_elses_is_believed_and_not_who_signed_it(

@@ -32,7 +32,7 @@ def test_an_older_word_never_replaces_a_newer_one() -> None:
 
 def test_only_new_objects_and_generations_ask_for_something() -> None:
     asked: list[int] = []
-    store = ObjectCache(asked=lambda: asked.append(1))
+    store = ObjectCache(on_request=lambda: asked.append(1))
     for version, generation in ((5, 1), (6, 1), (7, 2), (8, 2)):
         raw = thing("a", version)
         raw["metadata"]["generation"] = generation

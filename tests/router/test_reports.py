@@ -177,7 +177,7 @@ def test_a_batch_that_cannot_be_read_is_trained_on_all_the_same() -> None:
     said: list[dict[str, float | None]] = []
     actors = verl.telling(len, dict.get, said.append)
     assert actors({verl.SESSIONS: ["a", "b"], "token_level_scores": torch.ones(1, 4)}) == 2
-    convert = skyrl.telling(lambda _, output, uids: len(uids), said.append)
+    convert = skyrl.reporting_conversion(lambda _, output, uids: len(uids), said.append)
     assert convert(None, {"rewards": [object()]}, ["7"]) == 1
     assert said == [{}, {}]
 

@@ -45,21 +45,23 @@ TASK = {
 }
 
 
-class Noted(Records):
+class NotedRecords(Records):
     """Records that say whose there were."""
 
     sessions: tuple[str, ...] = ()
 
-    def own(self, session: str, owner: str, over: int | None = None) -> OwnedSession:
+    def claim(self, session: str, owner: str, expected_fence: int | None = None) -> OwnedSession:
         """See ``Records``."""
         self.sessions = (*self.sessions, session)
-        return super().own(session, owner, over)
+        return super().claim(session, owner, expected_fence)
 
 
 @pytest.fixture
-async def served(runc: RuncRuntime, tmp_path: Path) -> AsyncIterator[tuple[Host, str, Noted]]:
+async def served(
+    runc: RuncRuntime, tmp_path: Path
+) -> AsyncIterator[tuple[Host, str, NotedRecords]]:
     """A host of real sandboxes, its address and its records."""
-    records = Noted(Store(tmp_path / "store"), "grpo")
+    records = NotedRecords(Store(tmp_path / "store"), "grpo")
     host = Host(runc, BlindInspector("a test"), records, owner="one", scratch=tmp_path / "parts")
     runner = web.AppRunner(application(host, ServingTraffic(), lambda: "word"))
     await runner.setup()
@@ -102,7 +104,11 @@ async def played(url: str, tmp_path: Path, written: dict[str, str], *words: str)
     ("agent", "reward", "after"), [("oracle", 1.0, "--delete"), ("nop", 0.0, "--no-delete")]
 )
 async def test_harbor_plays_a_task_directory_as_it_is(
-    served: tuple[Host, str, Noted], tmp_path: Path, agent: str, reward: float, after: str
+    served: tuple[Host, str, NotedRecords],
+    tmp_path: Path,
+    agent: str,
+    reward: float,
+    after: str,
 ) -> None:
     host, url, records = served
     await played(url, tmp_path, TASK, "--agent", agent, after)
@@ -115,7 +121,7 @@ async def test_harbor_plays_a_task_directory_as_it_is(
 
 
 async def test_a_sandbox_that_cannot_be_saved_ends_with_its_trial(
-    served: tuple[Host, str, Noted], tmp_path: Path
+    served: tuple[Host, str, NotedRecords], tmp_path: Path
 ) -> None:
     """Its environment knew it no more, and it ran on."""
     host, url, records = served

@@ -173,7 +173,7 @@ async def test_a_restored_sandbox_is_looked_at_while_its_session_is_taken_over(
 ) -> None:
     await world.host.create("a")
     await world.host.checkpoint("a", [1])
-    looked, watch, own = threading.Event(), world.inspector.watch, world.records.own
+    looked, watch, own = threading.Event(), world.inspector.watch, world.records.claim
 
     async def watching(key: str, facts: Facts) -> None:
         looked.set()

@@ -214,10 +214,10 @@ def test_a_state_that_is_kept_becomes_the_head_as_an_empty_delta(tmp_path: Path)
     found = ask(parts, 1, version(0, 2), bits)
     assert found is not None
     assert found.kept is not None
-    assert (found.kept.base, found.kept.bytes, found.by_this) == (version(0), 0, True)
+    assert (found.kept.base, found.kept.bytes, found.completed_here) == (version(0), 0, True)
     again = ask(parts, 0, version(0, 2), bits)
     assert again is not None
-    assert (again.kept, again.by_this) == (found.kept, False)
+    assert (again.kept, again.completed_here) == (found.kept, False)
 
 
 def test_a_rank_that_asks_after_a_restart_hears_what_the_others_heard(tmp_path: Path) -> None:

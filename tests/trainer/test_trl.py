@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rose_core.delta.bits import Bits
-from rose_trainer.adapters.trl import OldestFirst, Reporting, Sample, SampleTaken, WeightTransfer
+from rose_trainer.adapters.trl import OldestFirst, Reporting, Sample, SessionSample, WeightTransfer
 from rose_trainer.publisher import Publisher
 from rose_weights.bundle import Bundle
 from tests.trainer.test_publisher import RunningStore
@@ -126,7 +126,7 @@ class Told:
         self.said.append((trained, dropped))
 
 
-def fresh(sample: SampleTaken) -> bool:
+def fresh(sample: SessionSample) -> bool:
     return sample.model_version >= 5
 
 
@@ -143,22 +143,22 @@ def test_what_trl_takes_is_reported_with_its_reward_and_what_it_drops_too() -> N
     assert taken.qsize() == 3
     for _ in range(3):
         taken.get(timeout=0.1)
-    taken.tell(ended=True)
+    taken.report(ended=True)
     assert told.said == [({"a": 1.0, "c": None}, {"b": 0.0})]
-    taken.tell(ended=True)
+    taken.report(ended=True)
     assert len(told.said) == 1
 
 
 def test_a_conversation_of_several_rows_is_said_once_when_all_have_come() -> None:
     taken, told = taking(Named("a", 1.0, 4), Named("a", 1.0, 5), Named("b", 0.0, 5))
     taken.get()
-    taken.tell()
+    taken.report()
     assert not told.said, "more rows of it may come"
     taken.get()
     taken.get()
-    taken.tell()
+    taken.report()
     assert told.said == [({"a": 1.0}, {})]
-    taken.tell(ended=True)
+    taken.report(ended=True)
     assert told.said[1:] == [({"b": 0.0}, {})]
 
 
@@ -166,7 +166,7 @@ def test_a_row_that_comes_after_its_conversation_was_said_says_nothing() -> None
     taken, told = taking(Named("a", 1.0, 5), Named("b", 1.0, 5), Named("a", 1.0, 1))
     taken.get()
     taken.get()
-    taken.tell()
+    taken.report()
     taken.get()
-    taken.tell(ended=True)
+    taken.report(ended=True)
     assert told.said == [({"a": 1.0}, {}), ({"b": 1.0}, {})]

@@ -50,26 +50,26 @@ def test_the_second_publisher_fences_the_first(store: Store) -> None:
 
 def put_stray_entries(store: Store) -> None:
     """What a file system or somebody else has put beside the runs' folders."""
-    if isinstance(store.place, Bucket):
+    if isinstance(store.backend, Bucket):
         for key in ("record-blocks/lost+found/x", "record-blocks/notes"):
-            store.place._objects.put(key, b"x")
+            store.backend._objects.put(key, b"x")
         return
-    assert isinstance(store.place, Folder)
-    folder = store.place.root / "record-blocks"
+    assert isinstance(store.backend, Folder)
+    folder = store.backend.root / "record-blocks"
     (folder / "lost+found").mkdir()
     (folder / "notes").touch()
 
 
 def test_records_are_kept_apart_from_weights_and_other_runs_and_are_swept(store: Store) -> None:
     records = Records(store, "run")
-    owned = records.own("s", "host")
+    owned = records.claim("s", "host")
     record = records.publish(owned, PublishedTurn(1, (1, 2), {}, files=b"f" * 5000))
     names = sorted(record.blocks())
     assert store.blocks.missing(names) == names
     assert store.record_blocks("other").missing(names) == names
-    assert store.place.record_runs() == ["run"]
+    assert store.backend.record_runs() == ["run"]
     put_stray_entries(store)
-    assert store.place.record_runs() == ["run"]
+    assert store.backend.record_runs() == ["run"]
     sweep(store, grace_seconds=-1)
     assert record.files is not None
     assert records.part(record.files) == b"f" * 5000

@@ -32,7 +32,7 @@ def turn(
 
 def three(store: Store, kept: list[int]) -> None:
     records = Records(store, "grpo")
-    owned = records.own("s", "one")
+    owned = records.claim("s", "one")
     for number in (1, 2, 3):
         records.publish(owned, turn(number, files=bytes([number]) * 9000, processes=b"p" * number))
         kept.append(number)
@@ -45,7 +45,7 @@ def test_runs_whose_names_begin_alike_hold_sessions_apart(tmp_path: Path) -> Non
     for run in runs:
         records = Records(store, run)
         assert records.turns("s") == ()
-        records.publish(records.own("s", "one"), turn(1))
+        records.publish(records.claim("s", "one"), turn(1))
 
 
 def test_a_block_that_is_read_in_pieces_is_whole(
@@ -53,7 +53,7 @@ def test_a_block_that_is_read_in_pieces_is_whole(
 ) -> None:
     data = os.urandom(10_000)
     records = Records(Store(tmp_path), "grpo")
-    records.publish(records.own("s", "one"), turn(1, processes=data))
+    records.publish(records.claim("s", "one"), turn(1, processes=data))
     # Linux gives 2 GiB at a time at most.
     read = os.read
     monkeypatch.setattr(os, "read", lambda handle, size: read(handle, min(size, 4096)))
@@ -90,18 +90,18 @@ def test_a_crash_at_any_operation_leaves_a_whole_record(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_record_before_and_says_so(tmp_path: Path) -> None:
     store = Store(tmp_path)
     records = Records(store, "grpo")
-    records.publish(records.own("s", "one"), turn(1, files=b"a"))
+    records.publish(records.claim("s", "one"), turn(1, files=b"a"))
     full = Records(Store(tmp_path, disk=FaultyDisk(0, full=True)), "grpo")
     with pytest.raises(StoreFailed, match="No space left"):
-        full.own("s", "two")
+        full.claim("s", "two")
     assert records.turns("s") == (1,)
 
 
 def test_a_host_whose_session_was_taken_over_publishes_nothing_more(tmp_path: Path) -> None:
     one, two = Records(Store(tmp_path), "grpo"), Records(Store(tmp_path), "grpo")
-    lost = one.own("s", "host-1")
+    lost = one.claim("s", "host-1")
     one.publish(lost, turn(1, files=b"a"))
-    taken = two.own("s", "host-2")
+    taken = two.claim("s", "host-2")
     assert taken.last is not None
     for stale in (
         lambda: one.check(lost),
@@ -117,7 +117,7 @@ def test_a_host_whose_session_was_taken_over_publishes_nothing_more(tmp_path: Pa
 
 def test_a_record_needs_only_the_pages_that_changed(tmp_path: Path) -> None:
     records = Records(Store(tmp_path), "grpo")
-    owned = records.own("s", "one")
+    owned = records.claim("s", "one")
     memory = os.urandom(1 << 20)
     records.publish(owned, turn(1, processes=memory))
     first = owned.written
@@ -125,7 +125,7 @@ def test_a_record_needs_only_the_pages_that_changed(tmp_path: Path) -> None:
     records.publish(owned, turn(2, processes=changed))
     assert owned.written - first < 16_384
     again = Records(Store(tmp_path), "grpo")
-    taken = again.own("s", "two")  # what lay where is read again after the loss of a host
+    taken = again.claim("s", "two")  # what lay where is read again after the loss of a host
     again.publish(taken, turn(3, processes=memory))
     assert taken.written < 16_384
     for number, data in ((1, memory), (2, changed), (3, memory)):
@@ -136,7 +136,7 @@ def test_a_record_needs_only_the_pages_that_changed(tmp_path: Path) -> None:
 
 def test_a_long_chain_is_stored_whole_again(tmp_path: Path) -> None:
     records = Records(Store(tmp_path), "grpo")
-    owned = records.own("s", "one")
+    owned = records.claim("s", "one")
     memory = bytearray(os.urandom(64 * 4096))
     for number in range(1, 40):
         memory[(number * 4096) : (number * 4096) + 4] = os.urandom(4)
@@ -150,7 +150,7 @@ def test_going_back_leaves_later_turns_and_an_unknown_turn_is_named(tmp_path: Pa
     records = Records(Store(tmp_path), "grpo")
     kept = list[int]()
     three(Store(tmp_path), kept)
-    owned = records.own("s", "two")
+    owned = records.claim("s", "two")
     assert records.back(owned, 2).turn == 2
     assert records.turns("s") == (1, 2)
     with pytest.raises(UnknownVersion, match="no record of turn 3 of session s; there are: 1, 2"):
@@ -162,9 +162,9 @@ def test_going_back_leaves_later_turns_and_an_unknown_turn_is_named(tmp_path: Pa
 def test_a_fork_shares_its_parents_blocks_and_outlives_it(tmp_path: Path) -> None:
     store = Store(tmp_path)
     records = Records(store, "grpo")
-    owned = records.own("s", "one")
+    owned = records.claim("s", "one")
     record = records.publish(owned, turn(1, files=b"f" * 5000))
-    child = records.own("s-1", "one")
+    child = records.claim("s-1", "one")
     made = records.adopt(child, record, ("s", 1))
     assert (made.parent, made.session) == (("s", 1), "s-1")
     records.forget(owned)
@@ -177,7 +177,7 @@ def test_a_fork_shares_its_parents_blocks_and_outlives_it(tmp_path: Path) -> Non
 
 def test_other_tokens_than_the_records_are_found_out(tmp_path: Path) -> None:
     records = Records(Store(tmp_path), "grpo")
-    owned = records.own("s", "one")
+    owned = records.claim("s", "one")
     one = records.publish(owned, turn(1))
     two = records.publish(owned, turn(2))
     assert one.tokens == digest_of(range(10))
@@ -188,7 +188,7 @@ def test_other_tokens_than_the_records_are_found_out(tmp_path: Path) -> None:
 
 def test_a_torn_record_is_found_by_its_name(tmp_path: Path) -> None:
     records = Records(Store(tmp_path), "grpo")
-    records.publish(records.own("s", "one"), turn(1, files=b"f"))
+    records.publish(records.claim("s", "one"), turn(1, files=b"f"))
     for path in (tmp_path / "runs" / place_of("grpo", "s") / "manifests").iterdir():
         path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(Damaged, match="is not what the state lists"):
@@ -208,14 +208,14 @@ def test_states_of_weights_are_kept_as_before() -> None:
 
 def test_an_effect_is_durable_before_it_happens_and_outlives_going_back(tmp_path: Path) -> None:
     records = Records(Store(tmp_path), "grpo")
-    owned = records.own("s", "one")
+    owned = records.claim("s", "one")
     records.publish(owned, turn(1))
     records.publish(owned, turn(2))
     sent = OutsideEffect(3, "POST", "pay.example/orders")
     records.note(owned, sent)
-    assert Records(Store(tmp_path), "grpo").own("s", "two").last == records.read("s", 2)
+    assert Records(Store(tmp_path), "grpo").claim("s", "two").last == records.read("s", 2)
     assert records.read("s").effects == (sent,)
-    again = records.own("s", "three")
+    again = records.claim("s", "three")
     assert records.back(again, 1, (sent,)).effects == (sent,)
     with pytest.raises(Fenced):
         records.note(owned, sent)
@@ -228,7 +228,7 @@ def test_a_large_part_is_saved_and_read_with_little_of_it_in_memory(tmp_path: Pa
         for _ in range(size // (1024 * 1024)):
             out.write(os.urandom(64) * 16384)
     records = Records(Store(tmp_path / "store"), "grpo")
-    owned = records.own("s", "one")
+    owned = records.claim("s", "one")
     tracemalloc.start()
     try:
         with mapped(made) as data:
@@ -256,10 +256,10 @@ def test_a_lost_block_that_is_found_while_the_part_before_is_read_is_made_up_for
 ) -> None:
     """Who took the session over, or went back, has no index and reads the part before again."""
     records = Records(Store(tmp_path), "grpo")
-    first = records.own("s", "one")
+    first = records.claim("s", "one")
     records.publish(first, turn(1, files=b"f" * 9000, processes=b"p" * 9000))
     again = Records(Store(tmp_path), "grpo")
-    owned = again.own("s", "two")
+    owned = again.claim("s", "two")
     if back:
         again.back(owned, 1)
     assert owned.last is not None
@@ -283,7 +283,7 @@ def test_a_lost_block_that_is_found_while_the_part_before_is_read_is_made_up_for
 def test_records_and_weights_are_swept_each_in_their_own_place(tmp_path: Path) -> None:
     store = Store(tmp_path)
     records = Records(store, "grpo")
-    owned = records.own("s", "one")
+    owned = records.claim("s", "one")
     record = records.publish(owned, turn(1, files=b"f" * 5000))
     assert record.files is not None
     (name,) = record.files.packs.values()

@@ -35,7 +35,7 @@ from rose_engines.ondevice.device_loops import SIGNED, here
 from rose_engines.ondevice.device_stage import ahead
 from rose_trainer.device_diff import Band, DeviceDiff, Region, bands, differences
 from rose_trainer.errors import BadState
-from rose_trainer.staging import Layout, Tensors, held, pairs, place_of, refuse_shared
+from rose_trainer.staging import Layout, Tensors, holds_all, pairs, place_of, refuse_shared
 
 if TYPE_CHECKING:  # PyTorch's sharded tensors take as long to import as half of PyTorch
     from rose_trainer.shards import Shard
@@ -260,7 +260,7 @@ def _checked(layout: Layout, tensors: Tensors) -> list[tuple[TensorSpec, torch.T
     """The tensors of the layout without tied ones, before anything is touched."""
     found = []
     alive = list(pairs(tensors))
-    if not held(tensors):
+    if not holds_all(tensors):
         refuse_shared(alive)
     firsts: dict[str, torch.Tensor] = {}
     ties = []

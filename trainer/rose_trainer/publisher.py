@@ -44,7 +44,7 @@ from rose_trainer.audience import Audience
 from rose_trainer.errors import NotPublished, PublishFailed
 from rose_trainer.lineage import Published, PublishJob, PublishLine
 from rose_trainer.ondevice import Base, DeviceSnapshot, Place, Where, in_place
-from rose_trainer.staging import Layout, Snapshot, Taken, Tensors, held, pairs
+from rose_trainer.staging import Layout, Snapshot, Taken, Tensors, holds_all, pairs
 from rose_trainer.staleness import Consumed
 from rose_trainer.takeover import open_run
 from rose_weights.messages import Description
@@ -301,7 +301,7 @@ class Publisher:
                 raise ValueError(message)
             state = self._source()
         if self._layout is None:
-            streamed = not held(state)
+            streamed = not holds_all(state)
             state = list(pairs(state))
             self._layout = Layout(state, self._dtype, streamed=streamed)
             for snapshot in self._ring(state, self._layout):

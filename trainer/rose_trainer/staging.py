@@ -157,7 +157,7 @@ class Snapshot:
         devices: set[torch.device] = set()
         places: dict[str, object] = {}
         ties: list[tuple[str, torch.Tensor]] = []
-        streamed = not held(tensors)
+        streamed = not holds_all(tensors)
         self._since, self._changed = since, {}
         for name, tensor in pairs(tensors):
             spec = self.layout.check(name, tensor)
@@ -221,7 +221,7 @@ def bits_of(buffer: torch.Tensor) -> Bits:
     return flat.view(np.dtype(f"u{buffer.element_size()}"))
 
 
-def held(tensors: Tensors) -> bool:
+def holds_all(tensors: Tensors) -> bool:
     """Whether whoever passes the tensors holds them all at once."""
     return isinstance(tensors, Mapping | Sequence | ItemsView)
 

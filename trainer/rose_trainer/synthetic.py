@@ -58,7 +58,7 @@ def _publish(arguments: argparse.Namespace) -> None:
         step = int(line)
         tensors = {
             spec.name: torch.from_numpy(bits.view("i2")).view(torch.bfloat16).view(spec.shape)
-            for spec, bits in zip(synthetic.SPECS, synthetic.at(step).values(), strict=True)
+            for spec, bits in zip(synthetic.SPECS, synthetic.state_at(step).values(), strict=True)
         }
         version = publisher.publish(step, tensors)
         _say(taken=str(version), step=step)

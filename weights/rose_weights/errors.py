@@ -21,11 +21,11 @@ from __future__ import annotations
 class WeightsError(Exception):
     """Base of everything ``rose_weights`` raises.
 
-    ``word`` travels in front of the text, so that the other side can raise the same class.
+    ``code`` travels in front of the text, so that the other side can raise the same class.
     """
 
     @property
-    def word(self) -> str:
+    def code(self) -> str:
         """The class's name."""
         return type(self).__name__
 
@@ -92,7 +92,7 @@ _BY_WORD: dict[str, type[WeightsError]] = {
 
 def as_text(error: WeightsError) -> str:
     """The error for the wire."""
-    return f"[{error.word}] {error}"
+    return f"[{error.code}] {error}"
 
 
 def from_text(text: str) -> WeightsError | None:

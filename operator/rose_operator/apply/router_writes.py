@@ -41,7 +41,7 @@ class RouterNeeds:
         """The Deployment of the lease's router."""
         return live_router(lease, self.stores, self.settings)
 
-    def of(self, lease: RolloutLease) -> RouterDecision:
+    def decision(self, lease: RolloutLease) -> RouterDecision:
         """What there should be of the lease's router."""
         key, refusal = lease.metadata.key, self.world.refusals.get(lease.metadata.key)
         return decide(
@@ -82,13 +82,13 @@ class RouterWrites:
         self._writer, self._stores, self._settings = writer, stores, settings
         self._manifests: dict[str, tuple[object, _Made]] = {}
 
-    def of(self, needs: RouterNeeds) -> Iterator[Write]:
+    def writes(self, needs: RouterNeeds) -> Iterator[Write]:
         """Routers that are missing or out of date, then those that nothing asks for."""
         self._settings = with_authority(self._settings)
         leases = needs.world.leases
         wanted = {name for bad in leases.bad for name in _names_of(bad.raw)}
         for lease in leases.good.values():
-            state = needs.of(lease).state
+            state = needs.decision(lease).state
             if state is RouterState.NONE:
                 continue
             for kind, manifest in self._made(

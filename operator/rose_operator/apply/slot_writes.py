@@ -80,7 +80,7 @@ class SlotWrites:
         self._clock = clock
         self._follow: Memo[Raw | None] = Memo()
 
-    def of(self, world: ClusterState, plan: lending.LendingPlan) -> Iterator[Write]:
+    def writes(self, world: ClusterState, plan: lending.LendingPlan) -> Iterator[Write]:
         """Every write that the plan and the world ask for, what is given back first."""
         yield from self._release(world, plan)
         yield from self._lend(world, plan)
@@ -153,7 +153,7 @@ class SlotWrites:
 
         async def run() -> None:
             await write.run()
-            self._notices.tell([node])
+            self._notices.notify([node])
 
         return replace(write, run=run)
 

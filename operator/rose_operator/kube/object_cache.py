@@ -20,8 +20,8 @@ class ObjectCache:
     """Objects of one kind by ``namespace/name``.
 
     Args:
-        changed: called after every change that is news.
-        asked: called before that when somebody asks for something: a new object or generation.
+        on_change: called after every change that is news.
+        on_request: called before that when somebody asks for something: a new object or generation.
 
     Attributes:
         complete: a full listing has been taken in.
@@ -30,12 +30,12 @@ class ObjectCache:
 
     def __init__(
         self,
-        changed: Callable[[], None] = lambda: None,
-        asked: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
+        on_request: Callable[[], None] = lambda: None,
     ) -> None:
         self._objects: dict[str, Raw] = {}
         self._graves: OrderedDict[str, int] = OrderedDict()
-        self._tell, self._ask = changed, asked
+        self._tell, self._ask = on_change, on_request
         self.complete = False
         self.revision = 0
 

@@ -64,7 +64,7 @@ class Offer:
     runs: Mapping[str, Runs] = field(default_factory=dict)
 
 
-def parse_one(kind: type[KindT], raw: Raw) -> KindT | Unreadable | None:
+def parse_object(kind: type[KindT], raw: Raw) -> KindT | Unreadable | None:
     """Read one raw object; None for one that is being deleted: it counts as gone."""
     if raw["metadata"].get("deletionTimestamp"):
         return None
@@ -162,9 +162,9 @@ def expiry(lease: RolloutLease) -> datetime | None:
     return created(lease) + timedelta(seconds=lease.spec.lifetime_seconds)
 
 
-def created(thing: ServingPool | RolloutLease | RolloutSlot) -> datetime:
+def created(resource: ServingPool | RolloutLease | RolloutSlot) -> datetime:
     """When the object was made."""
-    return datetime.fromisoformat(thing.metadata.creation_timestamp)
+    return datetime.fromisoformat(resource.metadata.creation_timestamp)
 
 
 def _contradicts_itself(lease: RolloutLease) -> Refusal | None:

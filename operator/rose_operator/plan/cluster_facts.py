@@ -48,10 +48,10 @@ class ClusterFacts:
     async def keep_listing(self, api: Api) -> None:
         """Read zones and autoscalers now and then, for ever."""
         while True:
-            await self.look(api)
+            await self.refresh(api)
             await asyncio.sleep(_LIST_SECONDS)
 
-    async def look(self, api: Api) -> None:
+    async def refresh(self, api: Api) -> None:
         """Read zones and autoscalers once; what cannot be read stays as it was."""
         nodes = await self._read(api, ObjectKind.NODE)
         if nodes is not None:

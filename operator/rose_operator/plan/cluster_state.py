@@ -68,13 +68,13 @@ class ClusterState:
         return self.reports.get(pool, ())
 
 
-def look(
+def observe_cluster(
     pools: Parsed[ServingPool],
     leases: Parsed[RolloutLease],
     slots: Parsed[RolloutSlot],
     telemetry: NodeTelemetry,
     *,
-    surroundings: ClusterFacts,
+    cluster_facts: ClusterFacts,
     offer: Offer,
     tenancy: Tenancy | None = None,
     now: datetime,
@@ -97,7 +97,7 @@ def look(
     pool_refusals = {
         key: refusal
         for key, pool in pools.good.items()
-        if (refusal := _judged(pool, reports.get(key, ()), surroundings))
+        if (refusal := _judged(pool, reports.get(key, ()), cluster_facts))
     }
     refusals = {
         key: refusal

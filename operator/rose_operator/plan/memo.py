@@ -18,11 +18,11 @@ class Memo(Generic[MadeT]):
     """Results by name, for as long as every pass asks for them.
 
     Attributes:
-        made: how many were made; tests count it.
+        computed_count: how many were made; tests count it.
     """
 
     def __init__(self) -> None:
-        self.made = 0
+        self.computed_count = 0
         self._before: dict[str, tuple[object, object, MadeT]] = {}
         self._now: dict[str, tuple[object, object, MadeT]] = {}
 
@@ -42,6 +42,6 @@ class Memo(Generic[MadeT]):
         found = self._before.get(name)
         if found is None or found[0] is not source or found[1] != values:
             found = source, values, make()
-            self.made += 1
+            self.computed_count += 1
         self._now[name] = found
         return found[2]

@@ -133,7 +133,7 @@ class EngineSizes:
 class Knowledge:
     """What the operator has gathered besides objects and telemetry."""
 
-    surroundings: ClusterFacts
+    cluster_facts: ClusterFacts
     loads: LoadHistory
     toggles: ToggleCosts
     demand: Callable[[str], lending.Demand | None] = lambda _: None
@@ -145,17 +145,17 @@ def snapshot(
     memory: lending.PlannerMemory,
     policy: lending.PlannerPolicy,
     remembered_replicas: Mapping[str, int],
-    known: Knowledge,
+    knowledge: Knowledge,
 ) -> lending.Snapshot:
     """The world as the planner wants it, made from nothing."""
-    return Snapshots(known).take(world, memory, policy, remembered_replicas)
+    return Snapshots(knowledge).take(world, memory, policy, remembered_replicas)
 
 
 class Snapshots:
     """One snapshot per pass; what has not changed since the last one is taken over from it."""
 
-    def __init__(self, known: Knowledge) -> None:
-        self._known = known
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._known = knowledge
         self._pools: Memo[lending.PoolTerms] = Memo()
         self._leases: Memo[lending.Lease] = Memo()
         self._slots: Memo[lending.Slot] = Memo()
@@ -163,9 +163,11 @@ class Snapshots:
         self._wanted: dict[str, tuple[Capability, ...]] = {}
 
     @property
-    def made(self) -> int:
+    def computed_count(self) -> int:
         """How many things were translated, over all passes."""
-        return sum(one.made for one in (self._pools, self._leases, self._slots, self._nodes))
+        return sum(
+            one.computed_count for one in (self._pools, self._leases, self._slots, self._nodes)
+        )
 
     def take(
         self,
@@ -246,7 +248,7 @@ class Snapshots:
         wanted = {key: capabilities.needs(pool) for key, pool in world.pools.good.items()}
         if wanted != self._wanted:
             self._wanted = wanted  # the same object otherwise: a comparison per node is dear
-        around = self._known.surroundings
+        around = self._known.cluster_facts
         for name in sorted(world.telemetry.nodes):
             node = world.telemetry.nodes[name]
             place = _NodeFacts(

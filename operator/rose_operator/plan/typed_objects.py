@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Generic
 
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of, version_of
-from rose_operator.plan.admission import KindT, Parsed, Unreadable, parse_one
+from rose_operator.plan.admission import KindT, Parsed, Unreadable, parse_object
 
 
 class TypedReader(Generic[KindT]):
@@ -36,7 +36,7 @@ class TypedReader(Generic[KindT]):
         seen = self._seen.get(key_of(raw))
         if seen is not None and seen[0] == version:
             return seen
-        return version, parse_one(self._kind, raw)
+        return version, parse_object(self._kind, raw)
 
 
 def _sorted(seen: Mapping[str, tuple[int, KindT | Unreadable | None]]) -> Parsed[KindT]:

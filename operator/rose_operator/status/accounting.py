@@ -2,7 +2,7 @@
 
 ``status.totals`` holds the sums *and* how much each living slot, and each process of the router,
 has contributed, in one object and therefore in one write: a crash between two writes can neither
-lose nor double anything. A router's process that died takes along what it had not said yet. A
+lose nor double anything. A router's process that died takes along what it had not reported yet. A
 pool's ``status.totals`` does the same by node, for memory kept back while nobody borrows.
 Figures move all the time, so they are written at most once a minute or with a real transition.
 """
@@ -65,30 +65,30 @@ def pool_totals(pool: ServingPool, world: ClusterState) -> PoolTotals:
     old = pool.status.totals
     entries = {entry.node: entry for entry in old.nodes}
     # Replicas of one node share the counter.
-    said = {
+    reported = {
         node: _within(report.unlent_reserved_milliseconds)
         for node, report in world.reports_of(pool.metadata.key)
         if len(node) <= _LONGEST_NODE
     }
     unlent = old.unlent_reserved_milliseconds
-    gone = [name for name in entries if name not in said]
-    for node in sorted(said):
+    gone = [name for name in entries if name not in reported]
+    for node in sorted(reported):
         if node not in entries:
-            if not said[node]:
+            if not reported[node]:
                 continue
             if len(entries) >= MOST_NODES:
                 if not gone:
                     continue
                 del entries[gone.pop(0)]
         before = entries.pop(node, NodeReserve(node=node)).unlent_reserved_milliseconds
-        unlent += said[node] - (before if said[node] >= before else 0)
+        unlent += reported[node] - (before if reported[node] >= before else 0)
         # It stands last, so that nodes that are gone make room first.
-        entries[node] = NodeReserve(node=node, unlent_reserved_milliseconds=said[node])
+        entries[node] = NodeReserve(node=node, unlent_reserved_milliseconds=reported[node])
     return PoolTotals(unlent_reserved_milliseconds=_within(unlent), nodes=tuple(entries.values()))
 
 
 def _concluded(lease: RolloutLease, world: ClusterState) -> dict[str, Any]:
-    """What the processes of the lease's router count: tokens, and what its trainer said."""
+    """What the processes of the lease's router count: tokens, and what its trainer reported."""
     old = lease.status.totals
     sums = {name: int(getattr(old, name)) for name in _OF_ROUTERS}
     entries = {entry.instance: entry for entry in old.routers}
@@ -97,7 +97,7 @@ def _concluded(lease: RolloutLease, world: ClusterState) -> dict[str, Any]:
             continue
         # A process only ever counts up; it stands last, so that those that are gone go first.
         before = entries.pop(note.instance, RouterTotals(instance=note.instance))
-        counted = {name: max(getattr(before, name), said) for name, said in _said(note).items()}
+        counted = {name: max(getattr(before, name), count) for name, count in _counts(note).items()}
         now = RouterTotals(instance=note.instance, **counted)
         for name in _OF_ROUTERS:
             sums[name] += getattr(now, name) - getattr(before, name)
@@ -107,7 +107,7 @@ def _concluded(lease: RolloutLease, world: ClusterState) -> dict[str, Any]:
     return {**bounded, "routers": tuple(entries.values())[-MOST_ROUTERS:]}
 
 
-def _said(note: DemandNote) -> dict[str, int]:
+def _counts(note: DemandNote) -> dict[str, int]:
     """The counts of a note, none above what it is a part of."""
     return {
         "accepted_trajectories": min(note.accepted, _MOST),

@@ -1,4 +1,4 @@
-"""Events are written sparingly, as Kubernetes' own recorder does: what flaps is told seldom.
+"""Events are written sparingly, as Kubernetes' own recorder does: what flaps is reported seldom.
 
 | Events of an object | then |
 |---|---|
@@ -65,7 +65,7 @@ class EventLimiter:
         self._api, self._clock = api, clock
         self._budgets: dict[str, _Budget] = {}
 
-    async def tell(self, event: Raw) -> bool:
+    async def emit(self, event: Raw) -> bool:
         """Write an Event; losing it harms nobody.
 
         Returns:
@@ -90,8 +90,8 @@ class EventLimiter:
 
 
 def _object_of(event: Raw) -> str:
-    told = event["involvedObject"]
-    return f"{told['kind']} {told['namespace']}/{told['name']}"
+    involved = event["involvedObject"]
+    return f"{involved['kind']} {involved['namespace']}/{involved['name']}"
 
 
 def _with_count(event: Raw, omitted: int) -> Raw:

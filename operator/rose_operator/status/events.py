@@ -16,10 +16,10 @@ from rose_operator.kube.api import FIELD_MANAGER, ObjectKind
 from rose_operator.kube.object_cache import Raw
 from rose_operator.plan.admission import Refusal
 
-Thing = ServingPool | RolloutLease | RolloutSlot
+ApiResource = ServingPool | RolloutLease | RolloutSlot
 
 _NEGATIVE = frozenset({ConditionType.RECLAIMING, ConditionType.PAUSED})
-_TOLD = (
+_REPORTED = (
     ConditionType.ACCEPTED,
     ConditionType.PAUSED,
     ConditionType.GRANTED,
@@ -30,21 +30,21 @@ _MOST_NAME = 200
 MOST_MESSAGE = 1024
 
 
-def news(changed: Iterable[Condition], thing: Thing) -> Condition | None:
-    """The transition that people should hear of first; None when there is none.
+def condition_to_report(changed: Iterable[Condition], resource: ApiResource) -> Condition | None:
+    """The transition whose Event is the most important one; None when there is none.
 
-    Of slots only trouble is told: there are thousands, and their leases tell the rest.
+    Of slots only trouble is reported: there are thousands, and their leases report the rest.
     """
-    told = [one for one in changed if _is_news(one, thing)]
-    return min(told, key=lambda one: _TOLD.index(ConditionType(one.type))) if told else None
+    reported = [one for one in changed if _is_reported(one, resource)]
+    return min(reported, key=lambda one: _REPORTED.index(ConditionType(one.type)), default=None)
 
 
-def _is_news(condition: Condition, thing: Thing) -> bool:
-    if condition.type not in _TOLD:
+def _is_reported(condition: Condition, resource: ApiResource) -> bool:
+    if condition.type not in _REPORTED:
         return False
-    if isinstance(thing, RolloutSlot):
-        return condition.type == ConditionType.READY and _is_trouble(condition, thing)
-    first = all(old.type != condition.type for old in thing.status.conditions)
+    if isinstance(resource, RolloutSlot):
+        return condition.type == ConditionType.READY and _is_trouble(condition, resource)
+    first = all(old.type != condition.type for old in resource.status.conditions)
     calm = condition.type in _NEGATIVE and condition.status == "False"
     return not (first and calm)
 
@@ -54,12 +54,14 @@ def _is_trouble(condition: Condition, slot: RolloutSlot) -> bool:
     return was and condition.status != "True" and not slot.spec.release_reason
 
 
-def of_condition(kind: ObjectKind, thing: Thing, condition: Condition, now: datetime) -> Raw:
+def condition_event(
+    kind: ObjectKind, resource: ApiResource, condition: Condition, now: datetime
+) -> Raw:
     """The Event of a transition."""
     good = (condition.status == "True") != (condition.type in _NEGATIVE)
     return _event(
         kind,
-        thing.metadata,
+        resource.metadata,
         condition.reason,
         f"{condition.type}={condition.status} {condition.message}".strip(),
         warning=not good and condition.status != "Unknown",
@@ -67,13 +69,13 @@ def of_condition(kind: ObjectKind, thing: Thing, condition: Condition, now: date
     )
 
 
-def of_unreadable(kind: ObjectKind, raw: Raw, refusal: Refusal, now: datetime) -> Raw:
+def unreadable_event(kind: ObjectKind, raw: Raw, refusal: Refusal, now: datetime) -> Raw:
     """The Event of an object that can be neither read nor given a status."""
     metadata = ObjectMeta.model_validate(raw["metadata"])
     return _event(kind, metadata, refusal.reason, refusal.message, warning=True, now=now)
 
 
-def of_releases(
+def release_event(
     lease: RolloutLease, reason: str, slots: Iterable[str], message: str, now: datetime
 ) -> Raw:
     """The Event of slots that a lease loses in one pass for one reason."""

@@ -30,15 +30,15 @@ _MOST_REQUEST = 63
 _MIB = 1 << 20
 
 
-def asked(thing: ServingPool | RolloutLease) -> bool:
+def is_asked(resource: ServingPool | RolloutLease) -> bool:
     """Whether a question waits for its answer."""
-    request = _request(thing)
-    answered = thing.status.explanation
+    request = _request(resource)
+    answered = resource.status.explanation
     return bool(request) and (answered is None or answered.request != request)
 
 
 def answer(
-    thing: ServingPool | RolloutLease,
+    resource: ServingPool | RolloutLease,
     summary: str,
     verdicts: Sequence[ReplicaDecision],
     now: datetime,
@@ -47,20 +47,20 @@ def answer(
     """What ``status.explanation`` should say now.
 
     Args:
-        thing: that was asked about.
+        resource: that was asked about.
         summary: in one sentence.
         verdicts: of its replicas.
         now: the time of the answer.
         reports: of these replicas, for their memory.
     """
-    if not _request(thing):
+    if not _request(resource):
         return None
-    if not asked(thing):
-        return thing.status.explanation
+    if not is_asked(resource):
+        return resource.status.explanation
     shown = sorted(verdicts, key=lambda one: one.replica)[:_MOST_VERDICTS]
     memory = {f"{one.pod_namespace}/{one.pod_name}": one.memory for _, one in reports}
     return Explanation(
-        request=_request(thing),
+        request=_request(resource),
         time=timestamp(now),
         summary=summary[:_MOST_SUMMARY],
         verdicts=tuple(
@@ -111,5 +111,5 @@ def pool_summary(pool: ServingPool, count: int, refusal: Refusal | None) -> str:
     )
 
 
-def _request(thing: ServingPool | RolloutLease) -> str:
-    return thing.metadata.annotations.get(EXPLAIN_ANNOTATION, "")[:_MOST_REQUEST]
+def _request(resource: ServingPool | RolloutLease) -> str:
+    return resource.metadata.annotations.get(EXPLAIN_ANNOTATION, "")[:_MOST_REQUEST]

@@ -97,7 +97,7 @@ def _classes(reports: Reports) -> tuple[str, ...]:
 
 def _models(world: ClusterState, nodes: Collection[str]) -> tuple[PoolModel, ...]:
     """What lies on these nodes, by name and content; nodes that do not say are left out."""
-    told = {
+    models = {
         node: found
         for node in nodes
         if (known := world.telemetry.nodes.get(node)) is not None
@@ -105,13 +105,13 @@ def _models(world: ClusterState, nodes: Collection[str]) -> tuple[PoolModel, ...
     }
     having: dict[NodeModel, list[str]] = defaultdict(list)
     named: dict[str, set[str]] = defaultdict(set)
-    for node in sorted(told):
-        for model in told[node][:MOST_MODELS]:
+    for node in sorted(models):
+        for model in models[node][:MOST_MODELS]:
             having[model].append(node)
             named[model.name].add(node)
     shown = sorted(having, key=lambda one: (one.name, one.digest))[:MOST_MODELS]
     # A list that is full may lack what the node has.
-    whole = {node for node, found in told.items() if len(found) < MOST_MODELS}
+    whole = {node for node, found in models.items() if len(found) < MOST_MODELS}
     return tuple(
         PoolModel(
             name=model.name,
@@ -191,17 +191,19 @@ def _certified(pool: ServingPool, reports: Reports) -> Statement:
     """What the next request is promised, and what lending has added, over all nodes."""
     if pool.spec.slo is None or not pool.spec.slo.ttft_milliseconds:
         return Statement(_C.LENDING_CERTIFIED, None, _R.NO_OBJECTIVE, "the pool names no TTFT")
-    # Replicas of one node share what they were told, so each node counts once.
-    told = {node: one.certificate for node, one in reports if one.certificate is not None}
+    # Replicas of one node share its certificate, so each node counts once.
+    certificates = {node: one.certificate for node, one in reports if one.certificate is not None}
     trials = [trial for trial in {node: one.trial for node, one in reports}.values() if trial]
-    if not told:
+    if not certificates:
         return Statement(_C.LENDING_CERTIFIED, None, _R.NOT_OBSERVED_YET)
-    shut = [one for one in told.values() if not one.holds]
-    worst = shut[0] if shut else max(told.values(), key=lambda one: one.requests)
-    requests = sum(one.requests for one in told.values())
-    exceeded = sum(one.exceeded for one in told.values())
-    allowed = sum(one.allowed for one in told.values())
-    text = f"{worst.text}; on {len(told) - len(shut)} of {len(told)} nodes it fits; "
+    shut = [one for one in certificates.values() if not one.holds]
+    worst = shut[0] if shut else max(certificates.values(), key=lambda one: one.requests)
+    requests = sum(one.requests for one in certificates.values())
+    exceeded = sum(one.exceeded for one in certificates.values())
+    allowed = sum(one.allowed for one in certificates.values())
+    text = (
+        f"{worst.text}; on {len(certificates) - len(shut)} of {len(certificates)} nodes it fits; "
+    )
     text += f"{exceeded} of {requests} requests took longer than promised, {allowed:.0f} may"
     harm = added(functools.reduce(Trial.plus, trials, Trial())) if trials else None
     if harm is not None:

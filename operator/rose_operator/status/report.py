@@ -46,8 +46,13 @@ from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.load_history import LoadHistory
 from rose_operator.settings import Settings
 from rose_operator.status.event_limits import EventLimiter
-from rose_operator.status.events import Thing, news, of_condition, of_unreadable
-from rose_operator.status.explain_requests import answer, asked, lease_summary, pool_summary
+from rose_operator.status.events import (
+    ApiResource,
+    condition_event,
+    condition_to_report,
+    unreadable_event,
+)
+from rose_operator.status.explain_requests import answer, is_asked, lease_summary, pool_summary
 from rose_operator.status.lease_status import lease_status
 from rose_operator.status.pass_metrics import PassMetrics
 from rose_operator.status.pool_status import lent_replicas, pool_status
@@ -105,7 +110,7 @@ class StatusDeferral:
 
 
 class Reporter:
-    """Compares what should be said with what stands there."""
+    """Compares each status with what it should be, and writes the difference when it is due."""
 
     def __init__(
         self,
@@ -116,7 +121,7 @@ class Reporter:
         loads: LoadHistory,
         writer: Writer,
         api: WriteApi,
-        teller: EventLimiter,
+        events: EventLimiter,
     ) -> None:
         self._settings = settings
         self._stores = stores
@@ -124,12 +129,12 @@ class Reporter:
         self._loads = loads
         self._writer = writer
         self._api = api
-        self._teller = teller
+        self._events = events
         self._totals_at: dict[str, float] = {}
         self._deferral = StatusDeferral()
         self._publisher = PassMetrics()
         self._same: dict[str, object] = {}
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._full_at = float("-inf")
 
     @property
@@ -141,9 +146,9 @@ class Reporter:
         """Forget objects that are gone."""
         self._deferral.keep(keys)
         self._same = {key: same for key, same in self._same.items() if key in keys}
-        self._told = {key: told for key, told in self._told.items() if key in keys}
+        self._reported = {key: done for key, done in self._reported.items() if key in keys}
         self._totals_at = {key: at for key, at in self._totals_at.items() if key in keys}
-        self._teller.keep(keys)
+        self._events.keep(keys)
 
     def statuses(
         self, world: ClusterState, plan: LendingPlan, needs: RouterNeeds
@@ -154,16 +159,16 @@ class Reporter:
             self._full_at = world.monotonic
             self._publisher.begin(world, plan, self._loads)
         for pool in world.pools.good.values():
-            yield from self._pool(pool, world, plan, told=full)
+            yield from self._pool(pool, world, plan, publish=full)
         for slot in world.slots.good.values():
             yield from self._slot(slot, world)
         for key, lease in world.leases.good.items():
             outcome = plan.outcomes.get(key)
             if outcome is None:
                 continue
-            router = needs.of(lease)
+            router = needs.decision(lease)
             if full or not self._is_same(lease, world, outcome, router):
-                yield from self._lease(lease, world, outcome, router, told=full)
+                yield from self._lease(lease, world, outcome, router, publish=full)
         if full:
             self._publisher.end()
         for kind, bad in (
@@ -174,7 +179,7 @@ class Reporter:
             yield from self._unreadable(kind, bad, world)
 
     def _pool(
-        self, pool: ServingPool, world: ClusterState, plan: LendingPlan, *, told: bool
+        self, pool: ServingPool, world: ClusterState, plan: LendingPlan, *, publish: bool
     ) -> Iterator[Write]:
         key = pool.metadata.key
         summary = pool_summary(pool, lent_replicas(pool, world), world.pool_refusals.get(key))
@@ -188,26 +193,28 @@ class Reporter:
                 pool, summary, plan.members.get(key, ()), world.now, world.reports_of(key)
             ),
         )
-        if told:
+        if publish:
             self._publisher.publish_pool(pool, status)
         yield from self._compare_totals(ObjectKind.POOL, pool, status, world, len(world.pools.good))
 
     def _compare_totals(
         self,
         kind: ObjectKind,
-        thing: ServingPool | RolloutLease,
+        resource: ServingPool | RolloutLease,
         status: PoolStatus | LeaseStatus,
         world: ClusterState,
         count: int,
     ) -> Iterator[Write]:
         """Compare, but let totals that alone are new wait; ``count``: objects of the kind."""
-        only_totals = status.model_copy(update={"totals": thing.status.totals}) == thing.status
-        key, now = f"{kind.value} {thing.metadata.key}", world.monotonic
+        only_totals = (
+            status.model_copy(update={"totals": resource.status.totals}) == resource.status
+        )
+        key, now = f"{kind.value} {resource.metadata.key}", world.monotonic
         period = max(_TOTALS_SECONDS, _SECONDS_PER_WRITE * count)
         if only_totals and now - self._totals_at.setdefault(key, now) < period:
             self._deferral.settle(key)
             return
-        yield from self._compare(kind, thing, status, world, urgent=only_totals)
+        yield from self._compare(kind, resource, status, world, urgent=only_totals)
 
     def _slot(self, slot: RolloutSlot, world: ClusterState) -> Iterator[Write]:
         key = f"{ObjectKind.SLOT.value} {slot.metadata.key}"
@@ -228,7 +235,7 @@ class Reporter:
         """Everything a slot's status depends on."""
         report = slot_report(slot, world)
         silence = world.telemetry.silence(slot.spec.member.node, world.monotonic)
-        said = report and (
+        reported = report and (
             report.version,
             report.digest,
             report.endpoint,
@@ -236,7 +243,7 @@ class Reporter:
             report.message,
         )
         silent = silence > self._policy.stale_seconds
-        return slot.metadata.resource_version, slot_state(slot, world), silent, said
+        return slot.metadata.resource_version, slot_state(slot, world), silent, reported
 
     def _is_same(
         self,
@@ -256,12 +263,12 @@ class Reporter:
             )
             for slot in world.slots_of(lease)
         )
-        said = (outcome.wanted, outcome.granted, outcome.reason, outcome.message)
+        counts = (outcome.wanted, outcome.granted, outcome.reason, outcome.message)
         router = live_router(lease, self._stores, self._settings)
         route = self._route_of(routers.router_name(lease.metadata.namespace, lease.metadata.name))
         routed = route is not None and routers.is_routed(route)
         ready = routers.is_ready(router)
-        inputs = lease.metadata.resource_version, slots, said, wanted, ready, routed
+        inputs = lease.metadata.resource_version, slots, counts, wanted, ready, routed
         same = self._same.get(key) == inputs and not self._deferral.waits(key)
         self._same[key] = inputs
         return same
@@ -277,7 +284,7 @@ class Reporter:
         outcome: LeaseDecision,
         router: RouterDecision,
         *,
-        told: bool,
+        publish: bool,
     ) -> Iterator[Write]:
         name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
         live = live_router(lease, self._stores, self._settings)
@@ -299,7 +306,7 @@ class Reporter:
                 (one for pool in lease.spec.pools for one in world.reports_of(pool.key)),
             ),
         )
-        if told:
+        if publish:
             self._publisher.publish_lease(lease, status)
         yield from self._compare_totals(
             ObjectKind.LEASE, lease, status, world, len(world.leases.good)
@@ -308,20 +315,22 @@ class Reporter:
     def _compare(
         self,
         kind: ObjectKind,
-        thing: Thing,
+        resource: ApiResource,
         status: Status,
         world: ClusterState,
         *,
         urgent: bool = False,
     ) -> Iterator[Write]:
-        key = f"{kind.value} {thing.metadata.key}"
-        if status == thing.status:
+        key = f"{kind.value} {resource.metadata.key}"
+        if status == resource.status:
             self._deferral.settle(key)
             return
-        patience = 0.0 if urgent else _patience(thing, status)
+        patience = 0.0 if urgent else _patience(resource, status)
         if not self._deferral.due(key, patience, world.monotonic):
             return
-        manifest = _manifest(kind, thing.metadata.namespace, thing.metadata.name, status.as_dict())
+        manifest = _manifest(
+            kind, resource.metadata.namespace, resource.metadata.name, status.as_dict()
+        )
 
         async def run() -> None:
             try:
@@ -330,13 +339,15 @@ class Reporter:
                 if error.code != NOT_FOUND:
                     raise
                 # It was deleted and the watch has not said so (yet).
-                self._stores[kind].forget(thing.metadata.key)
+                self._stores[kind].forget(resource.metadata.key)
                 return
             self._deferral.settle(key)
             self._totals_at[key] = world.monotonic
-            told = news(transitions(thing.status.conditions, status.conditions), thing)
-            if told is not None:
-                await self._teller.tell(of_condition(kind, thing, told, world.now))
+            condition = condition_to_report(
+                transitions(resource.status.conditions, status.conditions), resource
+            )
+            if condition is not None:
+                await self._events.emit(condition_event(kind, resource, condition, world.now))
 
         yield self._writer.status(kind, manifest, run)
 
@@ -345,13 +356,13 @@ class Reporter:
     ) -> Iterator[Write]:
         """An object that cannot be read gets its answer; by an Event where no status is taken."""
         metadata = bad.raw["metadata"]
-        said = [
+        statements = [
             Statement(ConditionType.READY, False, bad.refusal.reason, bad.refusal.message),
             Statement(ConditionType.ACCEPTED, False, bad.refusal.reason, bad.refusal.message),
         ]
         before = _old_conditions(bad.raw)
         generation = int(metadata.get("generation") or 0)
-        conditions = merge(before, said, generation=generation, now=world.now)
+        conditions = merge(before, statements, generation=generation, now=world.now)
         if tuple(c for c in before if c.type in {"Ready", "Accepted"}) == conditions:
             return
         status = {
@@ -365,45 +376,45 @@ class Reporter:
                 self._stores[kind].put(await self._api.apply_status(kind, manifest))
             except ApiRefused:
                 # The API server takes no status for a spec that its schema no longer allows.
-                await self._tell_unreadable(kind, bad, world)
+                await self._report_unreadable(kind, bad, world)
                 raise
 
         yield self._writer.status(kind, manifest, run)
 
-    async def _tell_unreadable(
+    async def _report_unreadable(
         self, kind: ObjectKind, bad: Unreadable, world: ClusterState
     ) -> None:
         """Once per generation of the object and life of this process."""
         key = f"{kind.value} {key_of(bad.raw)}"
         generation = int(bad.raw["metadata"].get("generation") or 0)
-        event = of_unreadable(kind, bad.raw, bad.refusal, world.now)
-        if self._told.get(key) != generation and await self._teller.tell(event):
-            self._told[key] = generation
+        event = unreadable_event(kind, bad.raw, bad.refusal, world.now)
+        if self._reported.get(key) != generation and await self._events.emit(event):
+            self._reported[key] = generation
 
 
-def _patience(thing: Thing, status: Status) -> float:
+def _patience(resource: ApiResource, status: Status) -> float:
     """How long a difference may wait for others; the module's table."""
-    if not thing.status.conditions and not isinstance(thing, RolloutSlot):
+    if not resource.status.conditions and not isinstance(resource, RolloutSlot):
         return 0.0
-    if not isinstance(thing, RolloutSlot) and asked(thing):
+    if not isinstance(resource, RolloutSlot) and is_asked(resource):
         return 0.0
-    changed = transitions(thing.status.conditions, status.conditions)
-    old = {one.type: one.status for one in thing.status.conditions}
-    if isinstance(thing, RolloutSlot) and isinstance(status, SlotStatus):
-        arrived = status.state in _ARRIVED and thing.spec.desired is Desired.LENT
+    changed = transitions(resource.status.conditions, status.conditions)
+    old = {one.type: one.status for one in resource.status.conditions}
+    if isinstance(resource, RolloutSlot) and isinstance(status, SlotStatus):
+        arrived = status.state in _ARRIVED and resource.spec.desired is Desired.LENT
         return 0.0 if arrived and changed else _JOIN_SECONDS
     turned = any(
         old.get(one.type) != one.status and one.type != ConditionType.RECLAIMING for one in changed
     )
     if turned:
         return 0.0
-    if status.observed_generation != thing.status.observed_generation:
+    if status.observed_generation != resource.status.observed_generation:
         return _GENERATION_SECONDS
-    late: dict[str, object] = {"conditions": thing.status.conditions}
-    if isinstance(status, PoolStatus) and isinstance(thing.status, PoolStatus):
+    late: dict[str, object] = {"conditions": resource.status.conditions}
+    if isinstance(status, PoolStatus) and isinstance(resource.status, PoolStatus):
         # The first follows every loan by a pass; on its own it would double the writes of pools.
-        late |= {"unwanted_gpus": thing.status.unwanted_gpus, "totals": thing.status.totals}
-    figures = status.model_copy(update=late) != thing.status
+        late |= {"unwanted_gpus": resource.status.unwanted_gpus, "totals": resource.status.totals}
+    figures = status.model_copy(update=late) != resource.status
     return _JOIN_SECONDS if changed or figures else _MESSAGE_SECONDS
 
 

@@ -78,8 +78,8 @@ def slot_trouble(slot: RolloutSlot, world: ClusterState) -> tuple[Reason, str] |
     word = HostReason(report.reason)
     if word not in TROUBLE:
         return (_R.ENGINE_FAILED, "") if report.state is SlotState.FAILED else None
-    told = report.message if word in TOLD_IN_FULL else HOST_MEANING[word]
-    return Reason(word.value), _shortened(told)
+    text = report.message if word in TOLD_IN_FULL else HOST_MEANING[word]
+    return Reason(word.value), _shortened(text)
 
 
 def _shortened(text: str) -> str:

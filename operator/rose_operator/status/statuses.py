@@ -15,11 +15,11 @@ from rose_operator.plan.admission import Refusal
 
 
 def conditions(
-    thing: ServingPool | RolloutLease | RolloutSlot, said: list[Statement], now: datetime
+    resource: ServingPool | RolloutLease | RolloutSlot, statements: list[Statement], now: datetime
 ) -> tuple[Condition, ...]:
     """The object's conditions after these statements."""
-    generation = thing.metadata.generation
-    return merge(thing.status.conditions, said, generation=generation, now=now)
+    generation = resource.metadata.generation
+    return merge(resource.status.conditions, statements, generation=generation, now=now)
 
 
 def accepted(refusal: Refusal | None) -> Statement:
@@ -29,9 +29,9 @@ def accepted(refusal: Refusal | None) -> Statement:
     return Statement(ConditionType.ACCEPTED, False, refusal.reason, refusal.message)
 
 
-def reason_of(word: str) -> Reason:
+def reason_of(text: str) -> Reason:
     """A reason that was written earlier, perhaps by another version of the operator."""
     try:
-        return Reason(word)
+        return Reason(text)
     except ValueError:
         return Reason.OTHER

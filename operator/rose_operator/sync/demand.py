@@ -82,7 +82,7 @@ class Demands:
         self._streams: dict[RouterAddress, asyncio.Task[None]] = {}
         self._found: dict[str, tuple[float, tuple[RouterAddress, ...]]] = {}
 
-    def of(self, lease: str) -> lending.Demand | None:
+    def total(self, lease: str) -> lending.Demand | None:
         """What all replicas of the lease's router say together; None before one was heard."""
         now = self._clock()
         return together([h for router, h in self._heard.items() if router.lease == lease], now)
@@ -95,7 +95,7 @@ class Demands:
         """Ask the routers that there are, until cancelled."""
         try:
             while True:
-                await self.look()
+                await self.refresh()
                 await asyncio.sleep(_LOOK_SECONDS)
         finally:
             tasks = list(self._streams.values())
@@ -103,7 +103,7 @@ class Demands:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Begin to ask new routers, and stop asking those that are gone."""
         wanted = {router for lease in self._leases() for router in await self._routers(lease)}
         for router in self._streams.keys() - wanted:

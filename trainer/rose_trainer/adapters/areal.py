@@ -69,7 +69,7 @@ class Task:
     rewards: dict[str, float | None] = field(default_factory=dict)
     empty: list[str] = field(default_factory=list)
 
-    async def tell(self, *, accepted: bool, evaluation: bool) -> None:
+    async def report(self, *, accepted: bool, evaluation: bool) -> None:
         """Report what became of its trajectories; never raises."""
         dropped = dict.fromkeys(self.empty, None) | ({} if accepted else self.rewards)
         if evaluation:
@@ -78,7 +78,7 @@ class Task:
             await report_async(self.url, self.rewards if accepted else {}, dropped)
 
 
-class Named:
+class NamedWorkflow:
     """A workflow whose every episode is one trajectory of a task."""
 
     def __init__(self, own: Workflow, task: Task) -> None:
@@ -127,7 +127,7 @@ def naming(build: Callable[..., Any]) -> Callable[..., Any]:
     return built
 
 
-def telling(create: Callable[..., Any], url: str) -> Callable[..., Any]:
+def reporting_tasks(create: Callable[..., Any], url: str) -> Callable[..., Any]:
     """AReaL's ``_create_workflow_task``, whose tasks are groups and report what became of them."""
 
     def created(executor: object, pending: Any) -> Callable[[], Awaitable[Any]]:  # noqa: ANN401  # AReaL's
@@ -135,14 +135,14 @@ def telling(create: Callable[..., Any], url: str) -> Callable[..., Any]:
         workflow = pending.workflow
         if type(workflow).__name__ == GROUPED:
             workflow = copy.copy(workflow)
-            workflow.workflow = Named(workflow.workflow, task)
+            workflow.workflow = NamedWorkflow(workflow.workflow, task)
         else:
-            workflow = Named(workflow, task)
+            workflow = NamedWorkflow(workflow, task)
         run = create(executor, dataclasses.replace(pending, workflow=workflow))
 
         async def executed() -> Any:  # noqa: ANN401  # AReaL's
             result = await run()
-            await task.tell(accepted=result is not None, evaluation=pending.is_eval)
+            await task.report(accepted=result is not None, evaluation=pending.is_eval)
             return result
 
         return executed
@@ -173,5 +173,5 @@ def install(
     requests = importlib.import_module(backend).SGLangBackend
     own = getattr(tasks, _CREATE)
     if own.__module__ != __name__:
-        setattr(tasks, _CREATE, telling(own, url))
+        setattr(tasks, _CREATE, reporting_tasks(own, url))
         requests.build_generation_request = naming(requests.build_generation_request)

@@ -75,9 +75,9 @@ class Master:
 
 def to_store(address: str, run: str, token_file: str) -> Callable[[], Publisher]:
     """Makes the publisher of a run."""
-    return lambda: Publisher(address, run, token=word(token_file))
+    return lambda: Publisher(address, run, token=read_token(token_file))
 
 
-def word(path: str) -> str:
+def read_token(path: str) -> str:
     """The token in a file; empty without one."""
     return Path(path).read_text().strip() if path else ""

@@ -81,7 +81,7 @@ class Reports:
         for name in traces:
             self._begin(finish_async(self._url, name, self._token))
 
-    def say(
+    def send(
         self, trained: Traces = _NONE, dropped: Traces = _NONE, withdrawn: Iterable[str] = ()
     ) -> None:
         """What became of these."""
@@ -148,7 +148,7 @@ def grouping(own: Callable[..., Any], reports: Reports) -> Callable[..., Any]:
     async def processed(sink: TrainSink, group_id: str) -> None:
         traces = _read(lambda: traces_of(sink.pending_groups.get(group_id, ())))
         await own(sink, group_id)
-        reports.say(dropped=_without(traces, sink.pending_batch))
+        reports.send(dropped=_without(traces, sink.pending_batch))
 
     return processed
 
@@ -161,7 +161,7 @@ def sweeping(own: Callable[..., Any], reports: Reports) -> Callable[..., Any]:
         batch = own(sink)
         trained = {} if batch is None else _read(lambda: traces_of(batch.cohort.episodes))
         gone = _without(before, sink.pending_batch)
-        reports.say(trained, _without(gone, trained))
+        reports.send(trained, _without(gone, trained))
         return batch
 
     return swept
@@ -173,7 +173,7 @@ def withdrawing(own: Callable[..., Any], reports: Reports) -> Callable[..., Any]
     def processed(sink: Any, group_id: str) -> None:  # noqa: ANN401  # prime-rl's
         traces = _read(lambda: traces_of(sink.pending_groups.get(group_id, ())))
         own(sink, group_id)
-        reports.say(withdrawn=traces)
+        reports.send(withdrawn=traces)
 
     return processed
 

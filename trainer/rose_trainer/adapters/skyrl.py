@@ -26,7 +26,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from rose_trainer.adapters.host import Publishes
-from rose_trainer.adapters.master import Master, to_store, word
+from rose_trainer.adapters.master import Master, read_token, to_store
 from rose_trainer.adapters.report import UNREADABLE, report
 from rose_trainer.errors import Unsupported
 
@@ -145,7 +145,7 @@ class Strategy:
         made = cls.publisher or to_store(
             have["ROSE_STORE"], have["ROSE_RUN"], have.get("ROSE_STORE_TOKEN_FILE", "")
         )
-        token = word(have.get("ROSE_TURN_TOKEN_FILE", ""))
+        token = read_token(have.get("ROSE_TURN_TOKEN_FILE", ""))
         return Sender(Master(made, have.get("ROSE_ROUTER_URL", ""), token))
 
 
@@ -173,8 +173,8 @@ def grouping(post: Callable[..., Any]) -> Callable[..., Any]:
     return posted
 
 
-def telling(
-    convert: Callable[..., Any], tell: Callable[[dict[str, float | None]], object]
+def reporting_conversion(
+    convert: Callable[..., Any], send: Callable[[dict[str, float | None]], object]
 ) -> Callable[..., Any]:
     """SkyRL's ``convert_to_training_input``, which then says what the step is made of.
 
@@ -193,7 +193,7 @@ def telling(
             LOG.warning("what this step trains on is not reported: %r", error)
             trained = {}
         batch = convert(trainer, output, uids, **named)
-        tell(trained)
+        send(trained)
         return batch
 
     return converted
@@ -243,9 +243,14 @@ def install(
     _wrap(client, "RemoteInferenceClient", "_post", grouping)
 
     def tell(trained: dict[str, float | None]) -> None:
-        report(url, trained, token=word(os.environ.get("ROSE_TURN_TOKEN_FILE", "")))
+        report(url, trained, token=read_token(os.environ.get("ROSE_TURN_TOKEN_FILE", "")))
 
-    _wrap(trainer, "RayPPOTrainer", "convert_to_training_input", lambda own: telling(own, tell))
+    _wrap(
+        trainer,
+        "RayPPOTrainer",
+        "convert_to_training_input",
+        lambda own: reporting_conversion(own, tell),
+    )
 
 
 def _wrap(

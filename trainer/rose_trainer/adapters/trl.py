@@ -149,7 +149,7 @@ class OldestFirst:
         return late[0] if late else next_batch(ready, (), version, self._bound)[0]
 
 
-class SampleTaken(Sample, Protocol):
+class SessionSample(Sample, Protocol):
     """A scored sample that knows its session (``trl_hooks.NamedSample``)."""
 
     session: str
@@ -175,7 +175,7 @@ class Reporting:
     def __init__(
         self,
         samples: Samples,
-        trains_on: Callable[[SampleTaken], bool],
+        trains_on: Callable[[SessionSample], bool],
         report: Callable[[dict[str, float | None], dict[str, float | None]], object],
     ) -> None:
         self._samples, self._trains_on, self._report = samples, trains_on, report
@@ -197,7 +197,7 @@ class Reporting:
         """Samples that wait."""
         return self._samples.qsize()
 
-    def tell(self, *, ended: bool = False) -> None:
+    def report(self, *, ended: bool = False) -> None:
         """Report what was taken since; not the last trajectory, of which more rows may come.
 
         Args:
@@ -215,7 +215,7 @@ class Reporting:
                 {name: reward for name, (trained, reward) in told.items() if not trained},
             )
 
-    def _note(self, sample: SampleTaken) -> None:
+    def _note(self, sample: SessionSample) -> None:
         name, reward = sample.session, sample.metrics.get("reward", math.nan)
         self._last = name
         if name in self._said:

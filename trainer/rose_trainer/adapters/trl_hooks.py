@@ -24,7 +24,7 @@ from trl.experimental.async_grpo import async_rollout_worker
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample
 
 from rose_trainer.adapters.report import finish_async, report, report_async
-from rose_trainer.adapters.trl import Reporting, SampleTaken
+from rose_trainer.adapters.trl import Reporting, SessionSample
 from rose_trainer.errors import Unsupported
 
 __all__ = ["install"]
@@ -94,17 +94,17 @@ class RolloutLoop(_OWN):  # type: ignore[misc]  # untyped
         return await super()._post(path, payload, *others, **named)
 
 
-class _Tell(TrainerCallback):
+class _ReportCallback(TrainerCallback):
     """Reports after each step, and what is left at the end."""
 
-    def __init__(self, taken: Reporting) -> None:
-        self._taken = taken
+    def __init__(self, reporting: Reporting) -> None:
+        self._reporting = reporting
 
     def on_step_end(self, *_: object, **__: object) -> None:
-        self._taken.tell()
+        self._reporting.report()
 
     def on_train_end(self, *_: object, **__: object) -> None:
-        self._taken.tell(ended=True)
+        self._reporting.report(ended=True)
 
 
 def install(trainer: Any) -> None:  # noqa: ANN401  # AsyncGRPOTrainer
@@ -132,7 +132,7 @@ def install(trainer: Any) -> None:  # noqa: ANN401  # AsyncGRPOTrainer
         return
     vars(worker)["_loop_cls"] = RolloutLoop
 
-    def trains_on(sample: SampleTaken) -> bool:
+    def trains_on(sample: SessionSample) -> bool:
         """TRL's own two rules: ``RolloutQueueDataset`` and ``TokenBudgetBatcher``."""
         args = trainer.args
         too_old = trainer.model_version - sample.model_version > args.max_staleness
@@ -144,4 +144,4 @@ def install(trainer: Any) -> None:  # noqa: ANN401  # AsyncGRPOTrainer
         lambda trained, dropped: report(trainer.args.vllm_server_base_url, trained, dropped),
     )
     trainer.rollout_queue = taken
-    trainer.add_callback(_Tell(taken))
+    trainer.add_callback(_ReportCallback(taken))

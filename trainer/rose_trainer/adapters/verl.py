@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rose_trainer.adapters.host import Named, Publishes, each
-from rose_trainer.adapters.master import Master, to_store, word
+from rose_trainer.adapters.master import Master, read_token, to_store
 from rose_trainer.adapters.report import UNREADABLE
 from rose_trainer.adapters.turns import Turn, Turns
 from rose_trainer.errors import Unsupported
@@ -172,7 +172,7 @@ class CheckpointEngine:
         self._master = Master(
             publisher or to_store(store, run, token_file),
             router,
-            word(router_token_file) if is_master else "",
+            read_token(router_token_file) if is_master else "",
             durable_seconds,
         )
 

@@ -61,11 +61,13 @@ class RemoteRecords:
         self._thread.start()
         self._channel: grpc.aio.Channel | None = None
 
-    def own(self, run: str, session: str, owner: str, over: int | None = None) -> SessionState:
+    def claim(
+        self, run: str, session: str, owner: str, expected_fence: int | None = None
+    ) -> SessionState:
         """See ``RecordStore``; so for all of these."""
-        return self._ask(OWN, OwnRequest(run, session, owner, over))
+        return self._ask(OWN, OwnRequest(run, session, owner, expected_fence))
 
-    def look(self, run: str, session: str) -> SessionState:
+    def session_state(self, run: str, session: str) -> SessionState:
         """See ``RecordStore``."""
         return self._ask(LOOK, SessionRequest(run, session))
 

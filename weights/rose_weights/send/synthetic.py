@@ -38,7 +38,7 @@ def advance(state: dict[str, Bits], step: int) -> None:
         bits[random.random(bits.size) < SHARE] += bits.dtype.type(1)
 
 
-def at(step: int) -> dict[str, Bits]:
+def state_at(step: int) -> dict[str, Bits]:
     """Bits at a step."""
     state = first()
     for number in range(1, step + 1):

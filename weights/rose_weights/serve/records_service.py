@@ -59,24 +59,24 @@ class RecordsService:
 
     def bind(self, server: Server) -> None:
         """Offer every method on a server."""
-        server.unary(OWN, answering(self.own))
-        server.unary(LOOK, answering(self.look))
+        server.unary(OWN, answering(self.claim))
+        server.unary(LOOK, answering(self.session_state))
         server.unary(READ_RECORD, answering(self.read))
         server.unary(READ_BLOCK, answering(self.block))
         server.unary(PUT_BLOCK, answering(self.put))
         server.unary(COMMIT_RECORD, answering(self.commit))
         server.unary(FORGET, answering(self.forget))
 
-    async def own(self, request: OwnRequest) -> SessionState:
+    async def claim(self, request: OwnRequest) -> SessionState:
         """Take a session over."""
         self._may(request.run)
         asked = (request.run, request.session, request.owner, request.over)
-        return await asyncio.to_thread(self._records.own, *asked)
+        return await asyncio.to_thread(self._records.claim, *asked)
 
-    async def look(self, request: SessionRequest) -> SessionState:
+    async def session_state(self, request: SessionRequest) -> SessionState:
         """How a session stands."""
         self._may(request.run)
-        return await asyncio.to_thread(self._records.look, request.run, request.session)
+        return await asyncio.to_thread(self._records.session_state, request.run, request.session)
 
     async def read(self, request: RecordRequest) -> bytes:
         """A record as it is stored: encoded again it might be another one than its name says."""

@@ -47,7 +47,7 @@ from rose_weights.serve.access import OPEN, StoreAccess
 from rose_weights.serve.responses import answering, refusing
 from rose_weights.store.blocks import Blocks
 from rose_weights.store.merging import Merger
-from rose_weights.store.rules import merge_here
+from rose_weights.store.rules import should_merge_here
 from rose_wire import rpc
 from rose_wire.errors import Unavailable
 from rose_wire.rpc import Server, peer
@@ -331,7 +331,7 @@ class RelayPlans:
         try:
             hops = await self._edges(known, through, request)
             absent = await asyncio.to_thread(self._absent, hops)
-            if merge_here(hops, absent):
+            if should_merge_here(hops, absent):
                 return await self._merge(hops)
         except (WeightsError, LineageError):
             pass  # damaged or folded meanwhile: the store knows better

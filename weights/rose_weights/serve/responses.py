@@ -21,23 +21,23 @@ _RequestT = TypeVar("_RequestT")
 _ReplyT = TypeVar("_ReplyT")
 
 
-def kind_of(manifest: Manifest, merged: int) -> str:
+def plan_kind(manifest: Manifest, merged: int) -> str:
     """How a receiver gets to its version: the word of the plans' counter."""
     if manifest.base is None:
         return "Full"
     return ("Same", "Delta", "Merged")[min(merged, 2)]
 
 
-def info(kept: StoredVersion) -> VersionInfo:
+def info(stored: StoredVersion) -> VersionInfo:
     """One version."""
     return VersionInfo(
-        kept.version,
-        kept.digest,
-        kept.base,
-        kept.step,
-        kept.changes,
-        kept.bytes,
-        kept.encode_seconds,
+        stored.version,
+        stored.digest,
+        stored.base,
+        stored.step,
+        stored.changes,
+        stored.bytes,
+        stored.encode_seconds,
     )
 
 
@@ -53,13 +53,13 @@ def description(state: RunState) -> Description:
     )
 
 
-def measure(state: RunState, kept: StoredVersion) -> None:
+def measure(state: RunState, stored: StoredVersion) -> None:
     """Count a version that became the head."""
     metrics.COMMITS.labels(state.run, "Published").inc()
-    metrics.HEAD_INCARNATION.labels(state.run).set(kept.version.incarnation)
-    metrics.HEAD_SEQUENCE.labels(state.run).set(kept.version.sequence)
-    metrics.DELTA_BYTES.labels(state.run).inc(kept.bytes)
-    metrics.CHANGED_RATIO.labels(state.run).set(kept.changes / max(kept.elements, 1))
+    metrics.HEAD_INCARNATION.labels(state.run).set(stored.version.incarnation)
+    metrics.HEAD_SEQUENCE.labels(state.run).set(stored.version.sequence)
+    metrics.DELTA_BYTES.labels(state.run).inc(stored.bytes)
+    metrics.CHANGED_RATIO.labels(state.run).set(stored.changes / max(stored.elements, 1))
 
 
 def run_of(manifest: bytes) -> str:

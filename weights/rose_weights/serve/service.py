@@ -72,8 +72,8 @@ from rose_weights.serve.responses import (
     answering,
     description,
     info,
-    kind_of,
     measure,
+    plan_kind,
     refusing,
     run_of,
 )
@@ -101,7 +101,7 @@ LOG = logging.getLogger(__name__)
 
 
 @dataclass
-class _Said:
+class _PromptAnswers:
     """Answers to the fixed prompt at one version; whoever may only read is never the trainer."""
 
     trainer: Answer = ()
@@ -125,7 +125,7 @@ class Attestations:
         self._store = store
         self._clock = clock
         self._held: dict[tuple[str, str], tuple[float, WeightVersion]] = {}
-        self._answers: dict[WeightVersion, _Said] = {}
+        self._answers: dict[WeightVersion, _PromptAnswers] = {}
         self._moved = asyncio.Event()
 
     async def record(self, request: AttestedRequest) -> AttestedReply:
@@ -144,14 +144,14 @@ class Attestations:
 
     def _answered(self, request: AttestedRequest) -> AttestedReply:
         """Remember an answer to the fixed prompt; say what others answered."""
-        said = self._answers.get(request.version, _Said())
+        said = self._answers.get(request.version, _PromptAnswers())
         if request.answer:
             said = self._answers.setdefault(request.version, said)
             self._remember(said, request)
         others = (answer for by, answer in said.engines.items() if by != request.holder)
         return AttestedReply(True, said.trainer, tuple(others))
 
-    def _remember(self, said: _Said, request: AttestedRequest) -> None:
+    def _remember(self, said: _PromptAnswers, request: AttestedRequest) -> None:
         answer = request.answer[: len(PROMPT)]
         if request.trainer:
             said.trainer = answer
@@ -267,7 +267,7 @@ class WeightService:
         )
         if request.holder:
             self._leases.take(request.holder, request.run, (manifest.base, manifest.target))
-        metrics.PLANS.labels(request.run, kind_of(manifest, merged)).inc()
+        metrics.PLANS.labels(request.run, plan_kind(manifest, merged)).inc()
         metrics.PLAN_SECONDS.observe(time.monotonic() - began)
         faults.at("store.plan")
         return PlanReply(manifest.encode(), merged)
@@ -344,7 +344,7 @@ class WeightService:
             self._may("publish", None)
             name = await asyncio.to_thread(self._store.put_block, block)
         except WeightsError as error:
-            metrics.REFUSALS.labels(error.word).inc()
+            metrics.REFUSALS.labels(error.code).inc()
             return PutReply(error=as_text(error))
         metrics.RECEIVED_BYTES.inc(len(block))
         return PutReply(name)
@@ -362,7 +362,7 @@ class WeightService:
                 request.encode_seconds,
             )
         except WeightsError as error:
-            metrics.COMMITS.labels(run, error.word).inc()
+            metrics.COMMITS.labels(run, error.code).inc()
             raise
         return self._published(state)
 
@@ -385,7 +385,7 @@ class WeightService:
                 self._wake()
                 return PartReply(in_full=True)
             if outcome is not None and outcome.kept is not None:
-                if outcome.by_this:
+                if outcome.completed_here:
                     self._published(outcome.state)
                 return PartReply(info(outcome.kept))
             if left <= 0:

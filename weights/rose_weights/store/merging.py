@@ -57,7 +57,7 @@ class Merger:
                     self._cache.popitem(last=False)
         return found
 
-    def made(self) -> set[bytes]:
+    def made_blocks(self) -> set[bytes]:
         """Blocks of the merges that are kept, which retention must spare."""
         with self._lock:
             return {block.sha256 for found in self._cache.values() for block in found.blocks}

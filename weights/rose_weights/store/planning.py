@@ -77,7 +77,7 @@ class FetchPlanner:
 
     def cached_blocks(self) -> set[bytes]:
         """Blocks of cached merges, which retention must spare."""
-        return self._merger.made()
+        return self._merger.made_blocks()
 
     def _smaller(self, target: StoredVersion) -> Manifest | None:
         """The version coded on its base; None where that manifest is damaged: the other will do."""

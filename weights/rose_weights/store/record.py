@@ -113,7 +113,7 @@ def stored_record(store: Store, place: str, name: str) -> bytes:
         Damaged: it is gone.
     """
     try:
-        return store.place.manifest(place, name)
+        return store.backend.manifest(place, name)
     except OSError as error:
         raise Damaged(f"record {name[:16]} of {place} cannot be read: {error}") from error
 

@@ -6,7 +6,7 @@ keep records of that run.
 
 | asked | refused when |
 |---|---|
-| ``own`` | it is to be taken over as it was seen, and another host has taken it over since |
+| ``claim`` | it is to be taken over as it was seen, and another host has taken it over since |
 | ``put`` | the session is another host's: ``Fenced`` |
 | ``commit`` | likewise; it is of another session; a block is none that the run's hosts staged |
 | ``read`` | the session lists no such record |
@@ -63,20 +63,22 @@ class RecordStore(Protocol):
     Each may raise ``StoreFailed``; one that is far also ``Forbidden``.
     """
 
-    def own(self, run: str, session: str, owner: str, over: int | None = None) -> SessionState:
+    def claim(
+        self, run: str, session: str, owner: str, expected_fence: int | None = None
+    ) -> SessionState:
         """Take a session over, or begin it: every host before is fenced.
 
         Args:
             run: of the session.
             session: to take over.
             owner: name of the host.
-            over: the fence that it must still have; None: whichever.
+            expected_fence: the fence that it must still have; None: whichever.
 
         Raises:
             Fenced: another host has taken it over since it had that fence; nothing has changed.
         """
 
-    def look(self, run: str, session: str) -> SessionState:
+    def session_state(self, run: str, session: str) -> SessionState:
         """How a session stands; one that nobody has begun has the fence 0."""
 
     def read(self, run: str, session: str, name: str) -> TurnRecord:
@@ -130,16 +132,18 @@ class StoredRecords:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def own(self, run: str, session: str, owner: str, over: int | None = None) -> SessionState:
+    def claim(
+        self, run: str, session: str, owner: str, expected_fence: int | None = None
+    ) -> SessionState:
         """See ``RecordStore``."""
 
         def as_seen(state: RunState) -> None:
-            if over is not None:
-                check_fence(_said(state), session, over)
+            if expected_fence is not None:
+                check_fence(_said(state), session, expected_fence)
 
         return _said(self._store.open_incarnation(place_of(run, session), owner, as_seen))
 
-    def look(self, run: str, session: str) -> SessionState:
+    def session_state(self, run: str, session: str) -> SessionState:
         """See ``RecordStore``."""
         place = place_of(run, session)
         try:
@@ -157,7 +161,7 @@ class StoredRecords:
         Raises:
             Damaged: the session lists none of that name, or it is gone.
         """
-        if name not in (listed for _, listed in self.look(run, session).turns):
+        if name not in (listed for _, listed in self.session_state(run, session).turns):
             raise Damaged(f"record {name[:16]} is none that session {session} lists")
         return stored_record(self._store, place_of(run, session), name)
 
@@ -167,7 +171,7 @@ class StoredRecords:
 
     def put(self, run: str, session: str, fence: int, data: bytes) -> bytes:
         """See ``RecordStore``."""
-        check_fence(self.look(run, session), session, fence)
+        check_fence(self.session_state(run, session), session, fence)
         return self._store.put_record_block(run, data)
 
     def commit(self, run: str, session: str, fence: int, data: bytes) -> SessionState:

@@ -143,20 +143,20 @@ class Records:
         """Let go of the store."""
         self._store.close()
 
-    def own(self, session: str, owner: str, over: int | None = None) -> OwnedSession:
+    def claim(self, session: str, owner: str, expected_fence: int | None = None) -> OwnedSession:
         """Take a session over, or begin it: every host before is fenced from here on.
 
         Args:
             session: to take over.
             owner: name of this host.
-            over: the fence under which the caller saw it (``fence``); None: whichever it has.
+            expected_fence: under which the caller saw it (``fence``); None: whichever it has.
 
         Raises:
             Fenced: another host has taken it over since the caller looked; nothing has changed.
             StoreFailed: the fence could not be written; nothing has changed.
             Damaged: the newest record cannot be read.
         """
-        state = self._store.own(self._run, session, owner, over)
+        state = self._store.claim(self._run, session, owner, expected_fence)
         last = self._store.read(self._run, session, state.turns[-1][1]) if state.turns else None
         return OwnedSession(session, owner, state.fence, last)
 
@@ -166,15 +166,15 @@ class Records:
         Raises:
             Fenced: another host has taken it over.
         """
-        check_fence(self._store.look(self._run, owned.session), owned.session, owned.fence)
+        check_fence(self._store.session_state(self._run, owned.session), owned.session, owned.fence)
 
     def fence(self, session: str) -> int:
         """Under which a session is held now; 0: nobody has begun it."""
-        return self._store.look(self._run, session).fence
+        return self._store.session_state(self._run, session).fence
 
     def turns(self, session: str) -> tuple[int, ...]:
         """Turns with a record, in order; none of an unknown session."""
-        return tuple(turn for turn, _ in self._store.look(self._run, session).turns)
+        return tuple(turn for turn, _ in self._store.session_state(self._run, session).turns)
 
     def read(self, session: str, turn: int | None = None) -> TurnRecord:
         """A turn's record, the newest one without a turn.
@@ -183,7 +183,7 @@ class Records:
             UnknownVersion: there is none; the text says which there are.
             Damaged: it cannot be read.
         """
-        there = self._store.look(self._run, session)
+        there = self._store.session_state(self._run, session)
         for one, name in reversed(there.turns):
             if turn is None or one == turn:
                 return self._store.read(self._run, session, name)

@@ -73,7 +73,7 @@ def sweep(
             of_records |= read_record(store, run, listed.manifest).blocks()
     for run in store.runs():
         freed += store.sweep_manifests(run, grace_seconds)
-    for run in store.place.record_runs():
+    for run in store.backend.record_runs():
         freed += store.record_blocks(run).sweep(of_records, grace_seconds)
     return freed + store.blocks.sweep(needed, grace_seconds)
 

@@ -106,7 +106,7 @@ def summary(
     )
 
 
-def merge_here(hops: Sequence[Hop], absent_bytes: int) -> bool:
+def should_merge_here(hops: Sequence[Hop], absent_bytes: int) -> bool:
     """Whether a relay merges single deltas itself rather than having their sum sent.
 
     A sum is never smaller than the largest delta in it by much, so bringing less than that is

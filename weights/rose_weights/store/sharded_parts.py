@@ -35,12 +35,12 @@ class PartOutcome(NamedTuple):
 
     Attributes:
         kept: None = no kept version is this state, it must be sent in full.
-        by_this: this part completed it; otherwise it was complete before.
+        completed_here: this part completed it; otherwise it was complete before.
     """
 
     state: RunState
     kept: StoredVersion | None
-    by_this: bool
+    completed_here: bool
 
 
 class IncompleteVersions:
@@ -82,12 +82,12 @@ class IncompleteVersions:
             state = self._store.state(run)
             kept = state.kept(part.target)
             if kept is not None:
-                return PartOutcome(state, kept, by_this=False)
+                return PartOutcome(state, kept, completed_here=False)
             if part.target.incarnation != state.fence:
                 message = f"{part.target} is refused: incarnation {state.fence} publishes {run!r}"
                 raise Fenced(message)
             if continues and self._is_sent(part):
-                return PartOutcome(state, None, by_this=False)
+                return PartOutcome(state, None, completed_here=False)
             waiting = self._of(part, continues=continues)
             waiting[part.rank] = part
             self._encoding[run] = max(self._encoding.get(run, 0.0), encode_seconds)
@@ -121,13 +121,13 @@ class IncompleteVersions:
         bare = assemble(list(waiting.values()), None)
         same = next((one for one in reversed(state.versions) if one.digest == bare.digest), None)
         if same is None or not self._is(bare, same):
-            return PartOutcome(state, None, by_this=True)
+            return PartOutcome(state, None, completed_here=True)
         empty = msgspec.structs.replace(
             bare, base=same.version, base_digest=same.digest, base_tiles=bare.tiles
         )
         done = self._store.commit(empty.encode(), expected)
         waiting.clear()
-        return PartOutcome(done, done.versions[-1], by_this=True)
+        return PartOutcome(done, done.versions[-1], completed_here=True)
 
     def _is(self, bare: Manifest, kept: StoredVersion) -> bool:
         """Whether a kept version is this state, cut into the same tiles, and can be read."""
@@ -153,7 +153,7 @@ class IncompleteVersions:
         encoding = self._encoding.get(state.run, 0.0)
         done = self._store.commit(manifest.encode(), expected, encode_seconds=encoding)
         waiting.clear()
-        return PartOutcome(done, done.versions[-1], by_this=True)
+        return PartOutcome(done, done.versions[-1], completed_here=True)
 
 
 def run_of_part(data: bytes) -> str:

@@ -41,17 +41,17 @@ class Store:
     """Runs, versions and blocks in one place.
 
     Args:
-        place: where; a path is a local folder, made when missing.
+        backend: where; a path is a local folder, made when missing.
         disk: how the files of a local folder are written.
     """
 
-    def __init__(self, place: Backend | Path, *, disk: Disk | None = None) -> None:
-        self.place: Backend = Folder(place, disk) if isinstance(place, Path) else place
-        self.blocks = self.place.blocks
+    def __init__(self, backend: Backend | Path, *, disk: Disk | None = None) -> None:
+        self.backend: Backend = Folder(backend, disk) if isinstance(backend, Path) else backend
+        self.blocks = self.backend.blocks
 
     def runs(self) -> list[str]:
         """Every run with a state."""
-        return self.place.runs()
+        return self.backend.runs()
 
     def state(self, run: str) -> RunState:
         """A run's state.
@@ -59,39 +59,39 @@ class Store:
         Raises:
             UnknownRun: nobody has opened it.
         """
-        found = self.place.state(_checked(run))
+        found = self.backend.state(_checked(run))
         if found is None:
             message = f"run {run!r} is unknown here; known: {', '.join(self.runs()) or 'none'}"
             raise UnknownRun(message)
         return found
 
-    def manifest(self, kept: StoredVersion) -> Manifest:
+    def manifest(self, stored: StoredVersion) -> Manifest:
         """Read a kept version's manifest.
 
         Raises:
             Damaged: the file is gone or not what its name says.
         """
-        return self._read_manifest(kept.version, kept.manifest)
+        return self._read_manifest(stored.version, stored.manifest)
 
-    def on_base(self, kept: StoredVersion) -> Manifest:
+    def on_base(self, stored: StoredVersion) -> Manifest:
         """Read a kept version's manifest whose blocks are coded on their base.
 
         Raises:
             Damaged: the file is gone or not what its name says.
         """
-        return self._read_manifest(kept.version, kept.on_base)
+        return self._read_manifest(stored.version, stored.on_base)
 
-    def manifests(self, kept: StoredVersion) -> list[Manifest]:
+    def manifests(self, stored: StoredVersion) -> list[Manifest]:
         """Every manifest that a kept version has.
 
         Raises:
             Damaged: one is gone or not what its name says.
         """
-        return [self.manifest(kept), *([self.on_base(kept)] if kept.on_base else [])]
+        return [self.manifest(stored), *([self.on_base(stored)] if stored.on_base else [])]
 
     def _read_manifest(self, version: WeightVersion, name: str) -> Manifest:
         try:
-            manifest = Manifest.decode(self.place.manifest(version.run, name))
+            manifest = Manifest.decode(self.backend.manifest(version.run, name))
         except (OSError, DeltaError) as error:
             message = f"manifest of {version} cannot be read: {error}"
             raise Damaged(message) from error
@@ -125,7 +125,7 @@ class Store:
             return msgspec.structs.replace(state, fence=state.fence + 1, publisher=publisher)
 
         with self._failing("open", run):
-            opened = self.place.change(_checked(run), open_)
+            opened = self.backend.change(_checked(run), open_)
             faults.at("store.opened")
             return opened
 
@@ -146,7 +146,7 @@ class Store:
         Raises:
             UnknownRun: no run is called so.
         """
-        return self.place.record_blocks(_checked(run))
+        return self.backend.record_blocks(_checked(run))
 
     def put_record_block(self, run: str, data: bytes) -> bytes:
         """Stage a block for a record of a run and return its name.
@@ -198,9 +198,9 @@ class Store:
             self._check_base(manifest, state)
             self._check_blocks(manifest, smaller)
             faults.at("store.commit.blocks")
-            self.place.write_manifest(state.run, manifest.name, data)
+            self.backend.write_manifest(state.run, manifest.name, data)
             if smaller is not None:
-                self.place.write_manifest(state.run, smaller.name, on_base)
+                self.backend.write_manifest(state.run, smaller.name, on_base)
             faults.at("store.commit.manifest")
             kept = summary(manifest, smaller, encode_seconds)
             return msgspec.structs.replace(
@@ -208,7 +208,7 @@ class Store:
             )
 
         with self._failing("commit", str(manifest.target)):
-            published = self.place.change(_checked(manifest.target.run), publish)
+            published = self.backend.change(_checked(manifest.target.run), publish)
             faults.at("store.commit.head")
             return published
 
@@ -220,7 +220,7 @@ class Store:
         """
         with self._failing("write", str(manifest.target)):
             self.blocks.sync([block.sha256 for block in manifest.blocks])
-            self.place.write_manifest(manifest.target.run, manifest.name, manifest.encode())
+            self.backend.write_manifest(manifest.target.run, manifest.name, manifest.encode())
             faults.at("store.fold.manifest")
 
     def commit_record(
@@ -250,7 +250,7 @@ class Store:
                 )
                 raise Incomplete(message)
             held.sync(names)
-            self.place.write_manifest(place, hashlib.sha256(data).hexdigest(), data)
+            self.backend.write_manifest(place, hashlib.sha256(data).hexdigest(), data)
             return after
 
         return self.change(place, publish, "publish a record of")
@@ -262,7 +262,7 @@ class Store:
             StoreFailed: the disk is full or broken; the state is as it was.
         """
         with self._failing(doing, run):
-            return self.place.change(_checked(run), change)
+            return self.backend.change(_checked(run), change)
 
     def relist(self, before: RunState, versions: tuple[StoredVersion, ...]) -> bool:
         """Replace the listed versions, unless that would lose what was published meanwhile.
@@ -291,7 +291,7 @@ class Store:
             return msgspec.structs.replace(state, versions=(*versions, *later))
 
         with self._failing("fold", before.run):
-            self.place.change(before.run, replace)
+            self.backend.change(before.run, replace)
         if done:
             faults.at("store.fold.list")
         return done
@@ -305,7 +305,7 @@ class Store:
         versions = self.state(run).versions
         listed = {name for kept in versions for name in (kept.manifest, kept.on_base)}
         listed |= {one.manifest for one in self.state(run).recorded}
-        return self.place.sweep_manifests(run, listed, grace_seconds)
+        return self.backend.sweep_manifests(run, listed, grace_seconds)
 
     def _check_blocks(self, manifest: Manifest, smaller: Manifest | None) -> None:
         """All blocks of both forms are here, and survive from now on."""
@@ -346,7 +346,7 @@ class Store:
         try:
             self.manifest(kept)
         except Damaged:
-            self.place.write_manifest(kept.version.run, kept.manifest, data)
+            self.backend.write_manifest(kept.version.run, kept.manifest, data)
 
     def _decode(self, data: bytes) -> Manifest:
         try:
@@ -359,7 +359,7 @@ class Store:
         return manifest
 
     def _failing(self, doing: str, what: str) -> _Failing:
-        return _Failing(f"cannot {doing} ({what}) in {self.place}")
+        return _Failing(f"cannot {doing} ({what}) in {self.backend}")
 
 
 def _checked(run: str) -> str:
