@@ -68,7 +68,7 @@ class RunningHost:
     server: Server
     pages: web.AppRunner
     abilities: Capabilities
-    background: asyncio.Future[tuple[None, None, None]]
+    background: tuple[asyncio.Task[None], ...]
     data_port: int
     http_port: int
 
@@ -79,8 +79,9 @@ class RunningHost:
             False when an engine could not be killed.
         """
         self.host.drain()
-        self.background.cancel()
-        await asyncio.wait({self.background})
+        for one in self.background:
+            one.cancel()
+        await asyncio.wait(self.background)
         await self.proxy.drain(drain_seconds)
         ended = await self.host.shut_down(_KILL_SECONDS)
         await self.proxy.stop()
@@ -124,9 +125,9 @@ async def start(
         site.enforcer.start()
         pages, http_port = await _pages(host, site, arguments.http_port)
         undo.pop_all()  # from here on ``RunningHost.stop`` ends them
-    background = asyncio.gather(
-        abilities.keep(), CpuThrottle(site.limiter).keep(host.engines), inventory.keep()
-    )
+    watches = (abilities.keep(), CpuThrottle(site.limiter).keep(host.engines), inventory.keep())
+    # No gathering: one that is cancelled holds an exception, and says so where nobody takes it.
+    background = tuple(map(asyncio.create_task, watches))
     return RunningHost(
         host, proxy, site.enforcer, server, pages, abilities, background, data_port, http_port
     )
