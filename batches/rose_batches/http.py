@@ -314,11 +314,11 @@ def _listed(found: Sequence[One], request: web.Request) -> web.Response:
             raise BadBatch(f"after: you have no {after!r:.100}", "invalid_after", param="after")
         found = found[place + 1 :]
     page = found[: max(1, min(limit, _MOST_LISTED))]
-    said: dict[str, Any] = {
+    body: dict[str, Any] = {
         "object": "list",
         "data": [one.shown() for one in page],
         "first_id": page[0].id if page else None,
         "last_id": page[-1].id if page else None,
         "has_more": len(page) < len(found),
     }
-    return web.json_response(said)
+    return web.json_response(body)

@@ -410,10 +410,10 @@ class Journal:
         """One file of a batch that ends, in the order of its lines; None without a line."""
         digest, size = hashlib.sha256(), 0
         with self.begin() as file:
-            for said in self._lines(batch, state):
-                file.write(said)
-                digest.update(said)
-                size += len(said)
+            for line in self._lines(batch, state):
+                file.write(line)
+                digest.update(line)
+                size += len(line)
             file.flush()
             os.fsync(file.fileno())
         if not size:
@@ -431,11 +431,11 @@ class Journal:
             "WHERE batch = ? AND state IN (?, ?) ORDER BY number",
             (batch.id, *states),
         )
-        for number, said, found, custom_id in rows:
+        for number, line, found, custom_id in rows:
             if found == _WAITS:
                 yield output_line(f"{batch.id}-{number}", custom_id, error=(code, text))
             else:
-                yield said
+                yield line
 
     def _sweep(self) -> None:
         """Remove what a kill left, and count what is there."""

@@ -120,18 +120,18 @@ def output_line(
         response: status and body of the router's answer.
         error: code and message where there is none.
     """
-    said: dict[str, Any] | None = None
+    answer: dict[str, Any] | None = None
     if response is not None:
         status, raw = response
         try:
             body = msgspec.json.decode(raw)
         except UNREADABLE:
             body = {"error": {"message": raw.decode(errors="replace")}}
-        said = {"status_code": status, "request_id": name, "body": body}
+        answer = {"status_code": status, "request_id": name, "body": body}
     line = {
         "id": f"batch_req_{name.removeprefix('batch_')}",
         "custom_id": custom_id,
-        "response": said,
+        "response": answer,
         "error": None if error is None else {"code": error[0], "message": error[1]},
     }
     written = msgspec.json.encode(line)

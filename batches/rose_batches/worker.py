@@ -260,8 +260,8 @@ class Worker:
                     f"{self.router}/v1/models", headers=self._headers()
                 ) as reply:
                     if reply.status == 200:
-                        said = msgspec.json.decode(await reply.read())
-                        return frozenset(str(one["id"]) for one in said["data"])
+                        models = msgspec.json.decode(await reply.read())
+                        return frozenset(str(one["id"]) for one in models["data"])
                     LOG.warning("%s/v1/models: %d", self.router, reply.status)
             except (aiohttp.ClientError, OSError, *UNREADABLE, LookupError, TypeError) as error:
                 LOG.warning("%s/v1/models: %s", self.router, error or type(error).__name__)
@@ -348,8 +348,8 @@ class Worker:
         except Exception:  # one line must neither stop all others nor be lost
             LOG.exception("batch %s, line %d", live.batch.id, number)
             text = "rose batches could not ask this line; its log says why"
-            said = output_line(f"{live.batch.id}-{number}", "", error=("internal_error", text))
-            await self._keep(Answer(live.batch.id, number, said, failed=True))
+            line = output_line(f"{live.batch.id}-{number}", "", error=("internal_error", text))
+            await self._keep(Answer(live.batch.id, number, line, failed=True))
             again = None
         if again is not None:
             heapq.heappush(live.resting, (self.clock() + again, number))
@@ -362,8 +362,8 @@ class Worker:
             raw = await self.do(self.journal.line, batch, number)
             custom_id, body = turn_of(raw, name)
         except (OSError, *UNREADABLE) as error:
-            said = output_line(name, "", error=("input_file_damaged", str(error)))
-            await self._keep(Answer(batch.id, number, said, failed=True))
+            line = output_line(name, "", error=("input_file_damaged", str(error)))
+            await self._keep(Answer(batch.id, number, line, failed=True))
             return None
         live.tries[number] += 1
         metrics.TRIES.inc()
@@ -375,12 +375,12 @@ class Worker:
         failed = what is LineFate.FAILED
         if failed and len(answer) > _LONGEST_ERROR:
             answer = answer[:_LONGEST_ERROR]
-        said = output_line(name, custom_id, response=(status, answer))
-        if len(said) > self.room(batch.tenant):
+        line = output_line(name, custom_id, response=(status, answer))
+        if len(line) > self.room(batch.tenant):
             failed = True
             text = f"files hold all of {self.tenant_bytes} bytes; delete some, send the line again"
-            said = output_line(name, custom_id, error=("storage_exceeded", text))
-        await self._keep(Answer(batch.id, number, said, failed))
+            line = output_line(name, custom_id, error=("storage_exceeded", text))
+        await self._keep(Answer(batch.id, number, line, failed))
         return None
 
     async def _ask(

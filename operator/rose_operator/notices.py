@@ -30,14 +30,14 @@ class Notices:
     async def follow(self, request: NoticeRequest) -> AsyncGenerator[Notice, None]:
         """One notice per change, changes in quick succession as one, for as long as it listens."""
         event = asyncio.Event()
-        mine = self._listening.setdefault(request.node, set())
-        mine.add(event)
+        events = self._listening.setdefault(request.node, set())
+        events.add(event)
         try:
             while True:
                 await event.wait()
                 event.clear()
                 yield Notice()
         finally:
-            mine.discard(event)
-            if not mine:
+            events.discard(event)
+            if not events:
                 self._listening.pop(request.node, None)

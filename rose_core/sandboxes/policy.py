@@ -109,8 +109,8 @@ class TurnBoundary:
 
 
 @dataclass(frozen=True)
-class HostTraffic:
-    """The rest of the host.
+class HostPressure:
+    """What presses on a host beside its turns, so that saving costs others more than usual.
 
     Attributes:
         serving_burns: a serving replica of the node burns its latency budget.
@@ -128,7 +128,7 @@ class Decision:
     Attributes:
         action: what is saved; NONE may still publish a record that points to the parts before.
         reason: why.
-        deferred: asked again when the traffic has changed; the turn is not recoverable until then.
+        deferred: asked again when the pressure has changed; the turn is not recoverable until then.
     """
 
     action: BoundaryAction
@@ -156,7 +156,7 @@ def decide(
     effects: SandboxChanges,
     wait: ModelWait | None,
     costs: SaveCosts,
-    traffic: HostTraffic,
+    pressure: HostPressure,
 ) -> Decision:
     """What a host does at the boundary of a turn.
 
@@ -165,16 +165,16 @@ def decide(
         effects: since the newest record.
         wait: until the reply; None: not known.
         costs: of this host.
-        traffic: what else happens on it.
+        pressure: what else happens on it.
     """
     action, reason = needed(effects, first=turn.first)
-    if traffic.serving_burns:
+    if pressure.serving_burns:
         # Unchanged: a record that only points costs serving nothing.
         pays = action is not BoundaryAction.NONE
         return Decision(BoundaryAction.NONE, SaveReason.SERVING if pays else reason, deferred=pays)
     if turn.saved >= turn.number:
         action, reason = BoundaryAction.NONE, SaveReason.SAVED
-    factor = PRESSED_FACTOR if traffic.memory_short else SUSPEND_FACTOR
+    factor = PRESSED_FACTOR if pressure.memory_short else SUSPEND_FACTOR
     if wait is not None and wait.sure > factor * (costs.suspend + costs.resume):
         return Decision(BoundaryAction.SUSPEND, SaveReason.LONG_WAIT)
     return Decision(action, reason)

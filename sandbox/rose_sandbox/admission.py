@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from rose_core.sandboxes.policy import HostTraffic
+from rose_core.sandboxes.policy import HostPressure
 from rose_core.sandboxes.traffic import CheckpointRequest, admit
 
 CHECKPOINTS = 2
@@ -22,25 +22,25 @@ _MEMORY_SHORT = 0.15
 """Part of the machine's memory: below it the next sandbox of 1 GiB may not fit on 8 GiB."""
 
 
-def memory_traffic() -> HostTraffic:
+def memory_pressure() -> HostPressure:
     """What this machine's memory says; of serving it knows nothing."""
     told = dict(
         line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
     )
     free = int(told["MemAvailable"].split()[0]) / int(told["MemTotal"].split()[0])
-    return HostTraffic(memory_short=free < _MEMORY_SHORT)
+    return HostPressure(memory_short=free < _MEMORY_SHORT)
 
 
 class Admission:
     """Places for boundaries that save.
 
     Args:
-        traffic: what else happens on the machine.
+        pressure: what else happens on the machine.
         clock: monotonic seconds.
     """
 
-    def __init__(self, traffic: Callable[[], HostTraffic], clock: Callable[[], float]) -> None:
-        self._traffic, self._now = traffic, clock
+    def __init__(self, pressure: Callable[[], HostPressure], clock: Callable[[], float]) -> None:
+        self._pressure, self._now = pressure, clock
         self._waiting: dict[str, tuple[CheckpointRequest, asyncio.Event]] = {}
         self._running = 0
         self._pumping: asyncio.Task[None] | None = None
@@ -73,7 +73,7 @@ class Admission:
                 await self._pumping
 
     def _pump(self) -> None:
-        burns = self._traffic().serving_burns
+        burns = self._pressure().serving_burns
         free = CHECKPOINTS - self._running
         requests = [one for one, event in self._waiting.values() if not event.is_set()]
         for one in admit(requests, self._now(), free, serving_burns=burns):
@@ -84,6 +84,6 @@ class Admission:
             self._pumping = asyncio.create_task(self._look_again())
 
     async def _look_again(self) -> None:
-        while self._traffic().serving_burns:  # noqa: ASYNC110 - the kernel and guards tell nobody
+        while self._pressure().serving_burns:  # noqa: ASYNC110 - the kernel and guards tell nobody
             await asyncio.sleep(_LOOK_SECONDS)
         self._pump()

@@ -31,11 +31,11 @@ from weakref import WeakValueDictionary
 
 from rose_core.sandboxes import outside, policy
 from rose_core.sandboxes.outside import EgressEffect
-from rose_core.sandboxes.policy import BoundaryAction, Decision, HostTraffic, ModelWait
+from rose_core.sandboxes.policy import BoundaryAction, Decision, HostPressure, ModelWait
 from rose_core.sandboxes.tunnels import TunnelLimits, may_open
 from rose_core.sandboxes.turns import HOLD_SECONDS, SandboxClock, SandboxPhase
 from rose_sandbox import metrics
-from rose_sandbox.admission import Admission, memory_traffic
+from rose_sandbox.admission import Admission, memory_pressure
 from rose_sandbox.answers import Forked, Restored, Told
 from rose_sandbox.box import Box, key_of
 from rose_sandbox.egress import Egress
@@ -97,7 +97,7 @@ class Host:
         owner: this host's name in records.
         scratch: folder for parts on their way.
         egress: hosts (shell patterns) that sandboxes may reach through the proxy; none: no network.
-        traffic: what else happens on the machine.
+        pressure: what else happens on the machine.
         clock: monotonic seconds.
         renew_seconds: how often the host asks whether its sessions are still its own.
         tunnels: how many connections of callers elsewhere there may be, for how long.
@@ -112,23 +112,23 @@ class Host:
         owner: str,
         scratch: Path,
         egress: Sequence[str] = (),
-        traffic: Callable[[], HostTraffic] | None = None,
+        pressure: Callable[[], HostPressure] | None = None,
         clock: Callable[[], float] = time.monotonic,
         renew_seconds: float = RENEW_SECONDS,
         tunnels: TunnelLimits = TunnelLimits(),  # noqa: B008 - frozen
     ) -> None:
         self._runtime, self._inspector, self._records = runtime, inspector, records
         self._owner, self._scratch, self._allowed = owner, scratch, tuple(egress)
-        self._traffic = traffic or memory_traffic
+        self._pressure = pressure or memory_pressure
         self._now = clock
         self._boxes: dict[str, Box] = {}
-        self._admission = Admission(self._traffic, clock)
+        self._admission = Admission(self._pressure, clock)
         self._saver = Saver(
             runtime,
             inspector,
             records,
             scratch=scratch,
-            traffic=self._traffic,
+            pressure=self._pressure,
             clock=clock,
             resume=self._resume,
         )

@@ -39,11 +39,11 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
 from rose_core.sandboxes.outside import EffectsCrossed
-from rose_core.sandboxes.policy import HostTraffic, ModelWait
+from rose_core.sandboxes.policy import HostPressure, ModelWait
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_core.unreadable import UNREADABLE
 from rose_sandbox import errors, metrics
-from rose_sandbox.admission import memory_traffic
+from rose_sandbox.admission import memory_pressure
 from rose_sandbox.host import COMMAND_SECONDS, Host
 from rose_sandbox.runtimes.runtime import FILE_BYTES, Limits
 from rose_sandbox.tunnel import CHUNK, MESSAGE_BYTES, carry
@@ -143,9 +143,9 @@ class ServingTraffic:
         """Serving burns its budget for so long, unless told otherwise."""
         self._until = time.monotonic() + min(seconds, MOST_BURN_SECONDS)
 
-    def __call__(self) -> HostTraffic:
+    def __call__(self) -> HostPressure:
         """Now."""
-        return replace(memory_traffic(), serving_burns=time.monotonic() < self._until)
+        return replace(memory_pressure(), serving_burns=time.monotonic() < self._until)
 
 
 def application(

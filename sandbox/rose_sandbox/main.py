@@ -23,9 +23,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from rose_core.sandboxes.policy import HostTraffic
+from rose_core.sandboxes.policy import HostPressure
 from rose_core.sandboxes.tunnels import IDLE_SECONDS, MOST_TUNNELS, TunnelLimits
-from rose_sandbox.admission import memory_traffic
+from rose_sandbox.admission import memory_pressure
 from rose_sandbox.errors import SandboxError, Unavailable
 from rose_sandbox.host import Host
 from rose_sandbox.http import ServingTraffic, application
@@ -58,7 +58,7 @@ def open_host(
     *,
     egress: Sequence[str] = (),
     owner: str = "",
-    traffic: Callable[[], HostTraffic] = memory_traffic,
+    pressure: Callable[[], HostPressure] = memory_pressure,
     store_token: Path | None = None,
     within: str = "",
     gibibytes: int | None = None,
@@ -73,7 +73,7 @@ def open_host(
         run: that they belong to.
         egress: hosts that sandboxes may reach, as shell patterns.
         owner: name in records; empty: this machine's.
-        traffic: what else happens on the machine.
+        pressure: what else happens on the machine.
         store_token: file with the credential that a store over gRPC asks for.
         within: group below which those of sandboxes lie (``delegate``).
         gibibytes: of disk that the folder may take; None: as much as there is.
@@ -98,7 +98,7 @@ def open_host(
         owner=owner or socket.gethostname(),
         scratch=folder / "parts",
         egress=egress,
-        traffic=traffic,
+        pressure=pressure,
         tunnels=tunnels,
     )
 
@@ -144,7 +144,7 @@ async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
         given.run,
         egress=given.egress,
         owner=given.owner,
-        traffic=traffic,
+        pressure=traffic,
         store_token=given.store_token_file,
         within=within,
         gibibytes=given.gibibytes,

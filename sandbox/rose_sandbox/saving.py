@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rose_core.sandboxes import policy
-from rose_core.sandboxes.policy import BoundaryAction, Decision, HostTraffic, decide
+from rose_core.sandboxes.policy import BoundaryAction, Decision, HostPressure, decide
 from rose_core.sandboxes.turns import SandboxPhase
 from rose_sandbox import metrics
 from rose_sandbox.box import Box
@@ -36,7 +36,7 @@ class Saver:
     Args:
         runtime, inspector, records: as of ``Host``.
         scratch: folder for parts on their way.
-        traffic: what else happens on the machine.
+        pressure: what else happens on the machine.
         clock: monotonic seconds.
         resume: brings back a sandbox that was suspended without a record.
     """
@@ -48,12 +48,12 @@ class Saver:
         records: Records,
         *,
         scratch: Path,
-        traffic: Callable[[], HostTraffic],
+        pressure: Callable[[], HostPressure],
         clock: Callable[[], float],
         resume: Callable[[Box], Awaitable[None]],
     ) -> None:
         self._runtime, self._inspector, self._records = runtime, inspector, records
-        self._scratch, self._traffic, self._now = scratch, traffic, clock
+        self._scratch, self._pressure, self._now = scratch, pressure, clock
         self._resume = resume
 
     async def save_what_changed(self, box: Box) -> None:
@@ -70,8 +70,8 @@ class Saver:
             if box.forced:
                 effects = replace(effects, unknown=(*effects.unknown, "a record failed"))
             turn = policy.TurnBoundary(box.clock.turn, box.clock.saved)
-            traffic = replace(self._traffic(), serving_burns=False)  # admitted
-            await self.save(box, decide(turn, effects, box.clock.wait, box.costs, traffic))
+            pressure = replace(self._pressure(), serving_burns=False)  # admitted
+            await self.save(box, decide(turn, effects, box.clock.wait, box.costs, pressure))
         except Fenced:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is must not hold the agent for ever

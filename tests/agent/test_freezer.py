@@ -61,7 +61,7 @@ def test_an_engine_that_loads_is_left_alone_also_when_its_host_is_gone(
     board = ActivityBoard(folder.activity)
     assert "checkpoint" in freezer.freeze(folder, LATE_NS - 1, hurried=True)
     assert engine.status() != psutil.STATUS_STOPPED
-    board.say(RESTING)
+    board.write(RESTING)
     assert freezer.freeze(folder, 0) == ""
     assert wait_for(lambda: freezer.frozen(folder), 30.0)
 
@@ -79,7 +79,7 @@ def test_an_iteration_has_no_grace_when_the_host_is_gone(
     slot: tuple[SlotDir, psutil.Process],
 ) -> None:
     folder, engine = slot
-    ActivityBoard(folder.activity).say(ITERATING)
+    ActivityBoard(folder.activity).write(ITERATING)
     assert "rests" in freezer.freeze(folder, 0)
     assert engine.status() != psutil.STATUS_STOPPED
     assert freezer.freeze(folder, 0, hurried=True) == ""

@@ -359,12 +359,12 @@ async def test_a_slot_rests_while_its_engine_is_held_and_no_sooner(
     stirred: list[bool] = []
     made._pulse.stir = lambda: stirred.append(True)  # type: ignore[method-assign]
     made.step_all()
-    rests = [slot.at_rest]
+    rests = [slot.is_at_rest]
     now = time.monotonic_ns()
     made.on_tap([Arrived(POD, 1, now, "/generate")], now)
-    rests.append(slot.at_rest)
+    rests.append(slot.is_at_rest)
     slot._hold.confirmed = True
-    rests.append(slot.at_rest)
+    rests.append(slot.is_at_rest)
     stirred.clear()
     made.step_all()
     assert rests == [False, False, True], "open, asked to hold, held"
@@ -382,10 +382,10 @@ async def test_a_slot_without_an_engine_rests_though_no_host_was_told_of_its_wei
     slot = made.slots[KEY.uid]
     slot.machine, slot._ordered_weights = SlotMachine(phase=SlotPhase.PRESENT), None
     slot._hold.confirmed = True
-    assert not slot.at_rest, "an engine has to hear of them"
+    assert not slot.is_at_rest, "an engine has to hear of them"
     slot.machine = SlotMachine()
     made.host.engines = {} if status is None else {KEY.uid: status}
-    assert slot.at_rest
+    assert slot.is_at_rest
 
 
 async def test_runs_that_a_lease_gains_or_loses_reach_the_host_of_a_running_engine(

@@ -47,9 +47,9 @@ async def test_a_hold_is_believed_once_the_host_has_answered() -> None:
     host = Host()
     host.hold.order(hold=True)
     await turns()
-    assert (host.hold.confirmed, host.hold.asked) == (None, True)
+    assert (host.hold.confirmed, host.hold.is_pending) == (None, True)
     await host.answer()
-    assert (host.hold.confirmed, host.hold.asked) == (True, False)
+    assert (host.hold.confirmed, host.hold.is_pending) == (True, False)
     assert host.ended == [""]
 
 
@@ -108,7 +108,7 @@ async def test_what_another_host_process_confirmed_is_asked_again() -> None:
     host.hold.order(hold=True)
     await host.answer()
     host.hold.forget()
-    assert host.hold.asked
+    assert host.hold.is_pending
     host.hold.order(hold=True)
     await turns()
     assert host.asked == [True, True]

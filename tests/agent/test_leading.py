@@ -174,7 +174,7 @@ async def test_a_stop_counts_until_the_follower_says_that_it_stands(town: Town) 
     computing = FollowerLoad(lent=True, computing=True)
     async with town.follows(lambda: computing) as link:
         await until(lambda: town.leading.computing_until_ns(LEADER) > town.now_ns)
-        assert town.leading.lent(LEADER)
+        assert town.leading.has_lent_follower(LEADER)
         town.leading.note(LEADER, OPEN, 0, own=False)
         await until(lambda: link.state.is_open)
         town.verdict, arrived_ns, town.now_ns = SHUT, 1, 2 * MS
@@ -213,7 +213,7 @@ async def test_a_follower_that_is_lost_counts_as_what_any_death_may_take(town: T
     town.now_ns = STOP_WAIT_NS + 1
     town.leading.note(LEADER, SHUT, 0, own=False)
     assert town.stops == [(LEADER, LOST_STOP_NS)]
-    await until(lambda: not town.leading.lent(LEADER))
+    await until(lambda: not town.leading.has_lent_follower(LEADER))
 
 
 def word_age() -> float | None:
@@ -260,7 +260,7 @@ async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
         assert (permit.until_ns, reason()) == (0, GateReason.LEADER_SILENT)
         await until(lambda: reason() is GateReason.SERVING_BUSY)
         assert permit.until_ns == 0
-        await until(lambda: not town.leading.lent(LEADER))
+        await until(lambda: not town.leading.has_lent_follower(LEADER))
         moved.verdict = OPEN
         await until(lambda: permit.until_ns > 0)
         tell()
@@ -303,6 +303,6 @@ async def test_what_computes_load_a_follower_counts_as_load_the_leader(
                     return experience.lessons.envelope.longest_stop_s != FIRST_STOP_S
 
                 await until(learned)
-            await until(lambda: not guard.leading.lent(POD))
+            await until(lambda: not guard.leading.has_lent_follower(POD))
             guard.match()
             assert not replica.lent

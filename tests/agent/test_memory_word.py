@@ -87,7 +87,7 @@ class Node:
         monkeypatch.setattr("rose_agent.guard.sync.report.kv_permille", lambda *_: None)
         for uuid, reading in self.watch.read().items():
             self.watch.take(uuid, reading)
-        gpus.look_at(self.watch, {"pod": self.replica}, {"slot-1": slot}, NodePods())  # type: ignore[dict-item]
+        gpus.update_views(self.watch, {"pod": self.replica}, {"slot-1": slot}, NodePods())  # type: ignore[dict-item]
 
 
 def status(state: EngineState = EngineState.SERVING, **more: object) -> EngineStatus:

@@ -56,13 +56,13 @@ async def test_a_budget_that_burns_is_said_and_its_end_too(served: Served) -> No
     burns = [True]
     link = SandboxLink(served.url, lambda: "word", lambda: burns[0])
     async with aiohttp.ClientSession() as http:
-        await link.say(http)
+        await link.report(http)
         assert served.burns()
         burns[0] = False
-        await link.say(http)
+        await link.report(http)
         assert not served.burns()
         served.traffic.burns(60.0)
-        await link.say(http)  # all is well and has been: nothing is said
+        await link.report(http)  # all is well and has been: nothing is said
         assert served.burns()
 
 
@@ -70,14 +70,14 @@ async def test_a_host_that_is_away_is_told_when_it_comes(served: Served) -> None
     burns = [True]
     link = SandboxLink("http://127.0.0.1:1", lambda: "word", lambda: burns[0])
     async with aiohttp.ClientSession() as http:
-        await link.say(http)
+        await link.report(http)
     words = ["guess"]
     link = SandboxLink(served.url, lambda: words[0], lambda: burns[0])
     async with aiohttp.ClientSession() as http:
-        await link.say(http)
+        await link.report(http)
         assert not served.burns()
         words[0] = "word"
-        await link.say(http)
+        await link.report(http)
         assert served.burns()
 
 

@@ -20,7 +20,7 @@ def held(tmp_path: Path) -> tuple[SlotPermit, list[bool]]:
     Permit.create(tmp_path / "permit").detach()
     rings: list[bool] = []
     permit = SlotPermit(tmp_path / "permit", lambda: rings.append(True))
-    assert permit.look(0)
+    assert permit.remap(0)
     return permit, rings
 
 

@@ -20,9 +20,9 @@ from rose_agent.devices.access import (
     LIBRARY,
     AbsentDriver,
     Missing,
-    beside_the_driver,
     denied,
     diagnose,
+    driver_neighbours,
     library_folder,
     located,
 )
@@ -58,17 +58,17 @@ def node(root: Path, *devices: tuple[str, str], driver: str = "") -> Path:
 
 def test_a_node_without_gpus_is_told_from_one_without_a_driver(tmp_path: Path) -> None:
     bare = node(tmp_path / "bare", ("0x8086", GPU), ("0x10de", SWITCH))
-    assert diagnose("said", bare, {}, lambda: False).word is Missing.NO_GPU
+    assert diagnose("said", bare, {}, lambda: False).state is Missing.NO_GPU
     new = node(tmp_path / "new", ("0x10de", GPU), ("0x10de", GPU))
     driverless = diagnose("said", new, {}, lambda: False)
-    assert driverless.word is Missing.NO_DRIVER
+    assert driverless.state is Missing.NO_DRIVER
     assert driverless.text.startswith("2 NVIDIA devices")
 
 
 def test_a_container_that_is_not_shown_the_driver_says_which_way_was_chosen(tmp_path: Path) -> None:
     root = node(tmp_path, ("0x10de", GPU), driver="NVRM version: 550.163.01")
     found = diagnose("said", root, {"ROSE_GPU_ACCESS": "RuntimeClass"}, lambda: False)
-    assert found.word is Missing.NO_ACCESS
+    assert found.state is Missing.NO_ACCESS
     assert "550.163.01" in found.text
     assert "gpus.access RuntimeClass" in found.text
 
@@ -95,7 +95,7 @@ def test_two_drivers_are_said_with_both_versions(tmp_path: Path) -> None:
     ]
     (root / "proc/self/maps").write_text("\n".join(lines))
     found = diagnose(said, root, {}, lambda: True)
-    assert found.word is Missing.NVML_FAILS
+    assert found.state is Missing.NVML_FAILS
     assert "the library is 550.163.01, the kernel module NVRM version: 535.288.01" in found.text
     assert "restart the node" in found.text
 
@@ -127,7 +127,7 @@ driver = open_or_idle("nvml")
 
 async def main():
     try:
-        await asyncio.wait_for(devices_access.keep(print, print, driver), 20)
+        await asyncio.wait_for(devices_access.watch_access(print, print, driver), 20)
     except AccessChanged as error:
         print(f"ended: {error}")
 
@@ -166,7 +166,7 @@ async def test_an_idle_guard_says_anew_why_once_the_reason_is_another(
     monkeypatch.setattr(access, "diagnose", nowhere)
     lacks: list[str] = []
     driver = AbsentDriver(nowhere("not found"))
-    task = asyncio.create_task(devices_access.keep(lacks.append, lacks.append, driver))
+    task = asyncio.create_task(devices_access.watch_access(lacks.append, lacks.append, driver))
     try:
         await until(lambda: bool(lacks))
         module = tmp_path / "proc/driver/nvidia"
@@ -205,7 +205,7 @@ def test_why_the_guard_sees_no_gpu_comes_before_what_its_host_lacks_for_that() -
 async def test_a_guard_that_sees_its_gpus_goes_on(tmp_path: Path) -> None:
     said: list[str] = []
     static = StaticDriver(tmp_path / "none")
-    await asyncio.wait_for(devices_access.keep(said.append, said.append, static), 5)
+    await asyncio.wait_for(devices_access.watch_access(said.append, said.append, static), 5)
     assert said == []
 
 
@@ -216,7 +216,7 @@ async def test_a_guard_says_how_many_gpus_it_sees_through_what_and_with_which_dr
     lacks: list[str] = []
     seen: list[str] = []
     with contextlib.closing(open_driver("nvml")) as driver, contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(devices_access.keep(lacks.append, seen.append, driver), 1)
+        await asyncio.wait_for(devices_access.watch_access(lacks.append, seen.append, driver), 1)
     version = nvml.raw.driver_version.decode()
     assert (lacks, seen) == ([], [f"{len(nvml.gpus)} GPUs through NRI, driver {version}"])
     assert report.capabilities({}, "", seen[0])["GpuAccess"] == seen[0]
@@ -236,7 +236,7 @@ def test_programs_of_a_mounted_driver_find_its_libraries_and_no_c_library_of_its
     found = located("nvidia-cuda-mps-control", mounted)
     assert found == str(tmp_path / "driver/bin/nvidia-cuda-mps-control")
     assert located("/own/control", mounted) == "/own/control"
-    made = beside_the_driver(links, mounted)
+    made = driver_neighbours(links, mounted)
     assert made["LD_LIBRARY_PATH"] == str(links)
     assert {path.name for path in links.iterdir()} == {LIBRARY, "libcuda.so.1"}
     assert str(tmp_path / "driver/bin") in made["PATH"].split(":")[1:]
@@ -244,5 +244,5 @@ def test_programs_of_a_mounted_driver_find_its_libraries_and_no_c_library_of_its
 
 def test_where_no_driver_is_mounted_programs_run_as_they_are(tmp_path: Path) -> None:
     assert located("nvidia-cuda-mps-control", {}) == "nvidia-cuda-mps-control"
-    assert beside_the_driver(tmp_path, {"PATH": "/usr/bin"}) == {"PATH": "/usr/bin"}
+    assert driver_neighbours(tmp_path, {"PATH": "/usr/bin"}) == {"PATH": "/usr/bin"}
     assert not list(tmp_path.iterdir())

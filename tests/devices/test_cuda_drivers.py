@@ -69,11 +69,11 @@ async def test_a_driver_that_is_too_old_keeps_the_planner_from_lending_and_says_
     python = python_with(tmp_path, "cuda: Optional[str] = '13.0'\n")
     host = Capabilities(SharingMeans(), NvmlDriver.open(), 0, python, files=())
     host.compat = tmp_path / "no-such-library"
-    await host.look()
+    await host.refresh()
     missing = first_missing(host.texts, (), ("GPU-a",))
     assert missing is not None
     assert missing.word == Reason.DRIVER_TOO_OLD
     assert "needs driver 580 or later" in missing.text
     host.compat = tmp_path / "torch/version.py"
-    await host.look()
+    await host.refresh()
     assert first_missing(host.texts, (), ("GPU-a",)) is None

@@ -247,7 +247,7 @@ def test_the_protocol_is_the_daemons(daemon: Daemon, request: pytest.FixtureRequ
 def test_a_daemons_protocol_shows_in_how_it_was_started(
     words: tuple[str, ...], environment: tuple[str, ...], speaks: bool
 ) -> None:
-    assert mps3.speaks(words, environment) is speaks
+    assert mps3.speaks_protocol3(words, environment) is speaks
 
 
 def test_the_second_grammar_reads_numbers_and_no_table() -> None:

@@ -109,7 +109,7 @@ class Node:
         """Without reading anew."""
         claim = Claim(tuple(GpuUuid(uuid) for uuid in uuids), Proof.ALLOCATED)
         party = GpuParty(POD, names=self.names, platform=frozenset({HOST}), proof=claim.proof)
-        return self.watch.look(claim, party, terms or FIFTH, lent or LentState(), None)
+        return self.watch.view(claim, party, terms or FIFTH, lent or LentState(), None)
 
 
 @pytest.fixture
@@ -407,7 +407,7 @@ def test_a_process_that_cannot_be_seen_refuses_once_it_stays(node: Node) -> None
 def test_a_claim_that_is_refused_closes_the_gate(node: Node) -> None:
     node.read()
     claim = Claim((GpuUuid(node.gpu.uuid),), Proof.ALLOCATED, "SharedGpu", "also allocated to a/b")
-    view = node.watch.look(claim, GpuParty(POD), PoolGpuTerms(), LentState(), None)
+    view = node.watch.view(claim, GpuParty(POD), PoolGpuTerms(), LentState(), None)
     assert (view.refusal, view.message) == ("SharedGpu", "also allocated to a/b")
 
 

@@ -43,17 +43,17 @@ def test_what_a_rank_says_is_read(path: Path) -> None:
     assert read(path) == 0
     board = ActivityBoard(path)
     assert read(path) == STARTING
-    board.say(RESTING)
+    board.write(RESTING)
     assert read(path) == RESTING
 
 
 def test_the_least_restful_rank_counts(path: Path) -> None:
     first, second = ActivityBoard(path), ActivityBoard(path)
-    first.say(RESTING)
+    first.write(RESTING)
     assert read(path) == STARTING
-    second.say(ITERATING)
+    second.write(ITERATING)
     assert read(path) == TOGETHER
-    second.say(RESTING)
+    second.write(RESTING)
     assert read(path) == RESTING
 
 
@@ -66,7 +66,7 @@ def test_a_file_that_is_not_understood_says_nothing(path: Path, text: bytes) -> 
 
 
 def test_a_reader_follows_no_link_and_waits_for_no_pipe(path: Path, tmp_path: Path) -> None:
-    ActivityBoard(tmp_path / "other").say(RESTING)
+    ActivityBoard(tmp_path / "other").write(RESTING)
     path.symlink_to(tmp_path / "other")
     assert read(path) == 0
     path.unlink()
@@ -107,7 +107,7 @@ def test_where_nobody_asked_nothing_is_written_and_nothing_waits(tmp_path: Path)
     silent = Checkpoints(None, tmp_path / "permit")
     silent.begin()
     assert list(silent.around_weights(lambda: iter([1, 2]))) == [1, 2]
-    silent.rest()
+    silent.mark_resting()
     assert [one.name for one in tmp_path.iterdir()] == ["permit"]
 
 

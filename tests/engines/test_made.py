@@ -16,7 +16,7 @@ from rose_engines.tensors.layout import read_live
 from rose_engines.tensors.made import Making, Trace
 from rose_engines.tensors.recorder import Recorder
 from rose_engines.tensors.safetensors import StoredTensor, write_file
-from rose_engines.weights.memory import load_anew
+from rose_engines.weights.memory import reload_weights
 
 Checkpoint = dict[str, StoredTensor]
 Act = Callable[["Space", torch.Tensor], object]
@@ -409,7 +409,7 @@ def test_a_transposed_model_is_loaded_anew_and_written_as_it_was_published(tmp_p
     before = [one.clone() for one in everything(model)]
     write_file(tmp_path / "export", live)
     assert (tmp_path / "export").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
-    load_anew([one.detach() for one in model.parameters()], live, tmp_path)
+    reload_weights([one.detach() for one in model.parameters()], live, tmp_path)
     assert all(torch.equal(*both) for both in zip(before, everything(model), strict=True))
 
 

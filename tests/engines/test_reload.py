@@ -160,7 +160,7 @@ def test_an_engine_that_may_or_can_not_load_copies_is_refused_with_both_reasons(
     able = SimpleNamespace(update_weights_from_disk=lambda: None) if updater else None
     scheduler = SimpleNamespace(tp_size=ranks, weight_updater=able)
     with pytest.raises(UnsupportedEngine, match=why) as found:
-        loading.check(scheduler, fallback, refused)
+        loading.check_may_reload(scheduler, fallback, refused)
     assert "the loader computes 'a.weight'" in str(found.value)
     one = SimpleNamespace(update_weights_from_disk=lambda: None)
-    loading.check(SimpleNamespace(tp_size=1, weight_updater=one), "disk", refused)
+    loading.check_may_reload(SimpleNamespace(tp_size=1, weight_updater=one), "disk", refused)

@@ -59,9 +59,9 @@ def test_the_quota_follows_the_engine(
 
     assert written() == high
     for tree, wanted in ((TreeState.STOPPED, low), (TreeState.RUNNING, high)) * 2:
-        courtesy.look([mps_client(tree)])
+        courtesy.apply([mps_client(tree)])
         assert written() == wanted
-    courtesy.look([])
+    courtesy.apply([])
 
 
 def test_a_quota_that_cannot_be_set_is_said_once(
@@ -74,7 +74,7 @@ def test_a_quota_that_cannot_be_set_is_said_once(
         limiter.set_quota("engine", busy=True)
     courtesy = CpuThrottle(limiter)
     for _ in range(3):
-        courtesy.look([mps_client(TreeState.STOPPED)])
+        courtesy.apply([mps_client(TreeState.STOPPED)])
     assert len(caplog.records) == 1
 
 

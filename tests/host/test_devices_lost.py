@@ -47,10 +47,10 @@ def able(nvml: State) -> Capabilities:
 async def test_the_loss_is_said_with_the_files_and_what_becomes_of_it(
     able: Capabilities, doors: Doors
 ) -> None:
-    await able.look()
+    await able.refresh()
     assert "AccessLost" not in able.texts["DeviceAccess"]
     doors.shut = {CONTROL, UVM}
-    await able.look()
+    await able.refresh()
     assert able.texts["DeviceAccess"].startswith("DeviceAccess: AccessLost: ")
     assert "/dev/nvidiactl, /dev/nvidia-uvm any more" in able.texts["DeviceAccess"]
 
@@ -59,7 +59,7 @@ async def test_what_was_forbidden_from_the_beginning_is_not_lost(
     able: Capabilities, doors: Doors
 ) -> None:
     doors.shut = {CONTROL}
-    await able.look()
+    await able.refresh()
     assert able.lost() == ()
     doors.shut = {CONTROL, UVM}
     assert able.lost() == (UVM,)
@@ -71,7 +71,7 @@ async def test_the_host_starts_anew_once_no_engine_serves(
     ending = asyncio.Event()
     async with running(rundir, models) as host:
         host.abilities = able
-        await able.look()
+        await able.refresh()
         watching = asyncio.create_task(main._stop_without_devices(host, ending))
         with guarding(rundir):
             await host.host.ensure(order())

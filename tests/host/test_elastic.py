@@ -225,7 +225,7 @@ async def test_a_host_says_what_its_engines_lack_for_elastic_memory(tmp_path: Pa
         python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec /usr/bin/env python3 "$@"\n')
         python.chmod(0o755)
         able = Capabilities(SharingMeans(), None, 0, python, files=())
-        await able.look()
+        await able.refresh()
         return able.texts["ElasticMemory"]
 
     assert await said("") == ""
@@ -233,6 +233,6 @@ async def test_a_host_says_what_its_engines_lack_for_elastic_memory(tmp_path: Pa
     assert "would not be patched" in await said("", hooked=False)
     assert "older than 0.1" in await said("", version="0.0.9")
     able = Capabilities(replace(SharingMeans()), None, 0, Path("/usr/bin/python3"), files=())
-    await able.look()
+    await able.refresh()
     assert able.texts["ElasticMemory"].startswith("ElasticUnavailable: ")
     assert "No module named 'kvcached'" in able.texts["ElasticMemory"]

@@ -319,7 +319,7 @@ async def test_a_hosts_engines_use_the_kernels_of_its_own_image_and_driver(
         image.chmod(0o755)
         driver.said = version
         rights = await (
-            HostPrivileges.helped(found, helper) if helper else HostPrivileges.own(found)
+            HostPrivileges.with_helper(found, helper) if helper else HostPrivileges.as_root(found)
         )
         account = rights.accounts.take(slot_of_host(rundir))
         rights.accounts.release(slot)

@@ -21,9 +21,9 @@ def a_model(folder: Path, rows: int = 4, **config: object) -> Path:
 
 
 async def looked(inventory: Inventory) -> dict[str, NodeModel]:
-    await inventory.look()
-    assert inventory.found is not None
-    return {one.name: one for one in inventory.found}
+    await inventory.refresh()
+    assert inventory.models is not None
+    return {one.name: one for one in inventory.models}
 
 
 async def test_models_come_and_go_and_nothing_else_is_told(tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ async def test_another_content_of_the_name_has_another_digest(tmp_path: Path, ch
 
 async def test_of_a_folder_that_cannot_be_read_nothing_is_known(tmp_path: Path) -> None:
     inventory = Inventory(tmp_path / "missing")
-    await inventory.look()
-    assert inventory.found is None
+    await inventory.refresh()
+    assert inventory.models is None
 
 
 async def test_of_a_folder_with_very_many_some_are_told(tmp_path: Path) -> None:

@@ -192,10 +192,10 @@ async def test_what_the_node_can_share_is_said_with_the_reason(
 ) -> None:
     ways, driver = gpu_node.ways, gpu_node.ways.mps.driver
     able = Capabilities(ways, driver, 64_000, Path("/usr/bin/python3"), files=())
-    await able.look()
+    await able.refresh()
     assert able.texts[f"MPS/{GPU}"].startswith("MpsServingOutside: ")
     gpu_node.opt_in()
-    await able.look()
+    await able.refresh()
     assert able.texts == {
         "DeviceAccess": "",
         f"MPS/{GPU}": "",
@@ -206,7 +206,7 @@ async def test_what_the_node_can_share_is_said_with_the_reason(
     assert "build the engine image with it" in able.texts["ElasticMemory"]
     gpu_node.gpu.end(gpu_node.serving)
     able.files = (Path("/dev/no-such-device"),)
-    await able.look()
+    await able.refresh()
     assert able.texts[f"MPS/{GPU}"].startswith("MpsServingOutside: "), "on another GPU of the node"
     assert "/dev/no-such-device" in able.texts["DeviceAccess"]
 

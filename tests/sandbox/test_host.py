@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect
-from rose_core.sandboxes.policy import HostTraffic, ModelWait
+from rose_core.sandboxes.policy import HostPressure, ModelWait
 from rose_dev.waiting import until
 from rose_sandbox import host as host_module
 from rose_sandbox.answers import Restored
@@ -90,7 +90,7 @@ class World:
         self.runtime = runtime or FakeRuntime()
         self.inspector = Comparing(self.runtime, root / name / "looks")
         self.records = Records(Store(root / "store"), "grpo")
-        self.traffic = HostTraffic()
+        self.traffic = HostPressure()
         self.renew_seconds = RENEW_SECONDS
         self.host = self.started()
 
@@ -101,7 +101,7 @@ class World:
             self.records,
             owner=self.name,
             scratch=self.root / self.name / "scratch",
-            traffic=lambda: self.traffic,
+            pressure=lambda: self.traffic,
             renew_seconds=self.renew_seconds,
         )
 
@@ -514,11 +514,11 @@ async def test_a_long_wait_suspends_and_the_answer_resumes(world: World) -> None
 
 async def test_no_checkpoint_runs_while_serving_burns_its_budget(world: World) -> None:
     await world.host.create("s")
-    world.traffic = HostTraffic(serving_burns=True)
+    world.traffic = HostPressure(serving_burns=True)
     await world.host.turn_began("s", [1])
     await asyncio.sleep(0.25)
     assert (await world.host.state("s")).recoverable_to == 0
-    world.traffic = HostTraffic()
+    world.traffic = HostPressure()
     told = await world.host.tokens_ready("s")
     assert told.recoverable_to == 1
 

@@ -108,7 +108,7 @@ class Mortal(World):
             self.records,
             owner=self.name,
             scratch=self.root / self.name / "scratch",
-            traffic=lambda: self.traffic,
+            pressure=lambda: self.traffic,
         )
 
     async def state(self, session: str) -> State:

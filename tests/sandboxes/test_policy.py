@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect, cross
 from rose_core.sandboxes.policy import (
     BoundaryAction,
-    HostTraffic,
+    HostPressure,
     ModelWait,
     SaveCosts,
     SaveReason,
@@ -32,7 +32,7 @@ class Changed:
 
 changes = st.builds(Changed, st.booleans(), st.booleans(), st.sampled_from([(), ("io_uring",)]))
 waits = st.none() | st.builds(ModelWait, st.floats(0, 1000), st.floats(0, 1))
-traffics = st.builds(HostTraffic, st.booleans(), st.booleans())
+traffics = st.builds(HostPressure, st.booleans(), st.booleans())
 
 
 @pytest.mark.parametrize(
@@ -48,16 +48,16 @@ traffics = st.builds(HostTraffic, st.booleans(), st.booleans())
 def test_a_turn_saves_what_it_changed_and_all_where_that_is_not_known(
     changed: Changed, action: BoundaryAction
 ) -> None:
-    assert decide(TurnBoundary(3, 2), changed, None, SaveCosts(), HostTraffic()).action is action
+    assert decide(TurnBoundary(3, 2), changed, None, SaveCosts(), HostPressure()).action is action
     assert (
-        decide(TurnBoundary(1), changed, None, SaveCosts(), HostTraffic()).action
+        decide(TurnBoundary(1), changed, None, SaveCosts(), HostPressure()).action
         is BoundaryAction.FULL
     )
 
 
 @given(changes, waits, traffics, st.integers(0, 4))
 def test_nothing_changed_is_left_unsaved_but_against_serving(
-    changed: Changed, wait: ModelWait | None, traffic: HostTraffic, saved: int
+    changed: Changed, wait: ModelWait | None, traffic: HostPressure, saved: int
 ) -> None:
     made = decide(TurnBoundary(5, saved), changed, wait, SaveCosts(), traffic)
     wanted, _ = needed(changed, first=saved == 0)
@@ -72,17 +72,17 @@ def test_nothing_changed_is_left_unsaved_but_against_serving(
 def test_a_sandbox_that_waits_long_gives_its_memory_away_sooner_where_it_is_short() -> None:
     costs, wait = SaveCosts(suspend=0.6, resume=0.4), ModelWait(5.0, 0.9)
     assert (
-        decide(TurnBoundary(2, 1), Changed(), wait, costs, HostTraffic()).action
+        decide(TurnBoundary(2, 1), Changed(), wait, costs, HostPressure()).action
         is BoundaryAction.NONE
     )
-    pressed = decide(TurnBoundary(2, 1), Changed(), wait, costs, HostTraffic(memory_short=True))
+    pressed = decide(TurnBoundary(2, 1), Changed(), wait, costs, HostPressure(memory_short=True))
     assert (pressed.action, pressed.reason) == (BoundaryAction.SUSPEND, SaveReason.LONG_WAIT)
     assert (
-        decide(TurnBoundary(2, 1), Changed(), ModelWait(60, 0.5), costs, HostTraffic()).action
+        decide(TurnBoundary(2, 1), Changed(), ModelWait(60, 0.5), costs, HostPressure()).action
         is BoundaryAction.SUSPEND
     )
     unsure = decide(
-        TurnBoundary(2, 1), Changed(), ModelWait(60, 0.01), costs, HostTraffic(memory_short=True)
+        TurnBoundary(2, 1), Changed(), ModelWait(60, 0.01), costs, HostPressure(memory_short=True)
     )
     assert unsure.action is BoundaryAction.NONE
 

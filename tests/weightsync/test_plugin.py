@@ -74,9 +74,9 @@ async def test_fetching_rests_after_its_work_until_the_permit_opens(
 ) -> None:
     loop = asyncio.get_running_loop()
     began = loop.time()
-    await gate.rest(0.05)
+    await gate.pause_after(0.05)
     assert loop.time() - began == pytest.approx(rest_of(0.05), abs=0.05)
     Permit.create(tmp_path / "permit").extend(time.monotonic_ns() + _AHEAD_NS)
     began = loop.time()
-    await gate.rest(0.05)
+    await gate.pause_after(0.05)
     assert loop.time() == began

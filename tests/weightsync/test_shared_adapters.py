@@ -230,7 +230,7 @@ async def test_a_run_that_returns_before_it_was_let_go_takes_turns_again(rundir:
     assert isinstance(answer, Refused)
     assert slots.slot_for("b@1.0") is None
     plugin = Plugin(slot, "b", first=False)
-    await plugin.look()
+    await plugin.read_engine()
     assert slots.slot_for("b@1.0") == 1
     await plugin.close()
 

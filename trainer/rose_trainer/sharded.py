@@ -294,9 +294,9 @@ class ShardedPublisher:
 
     def _open(self) -> Description:
         """Rank 0 opens the incarnation; all ranks learn it, or why there is none."""
-        said: list[Description | str] = [self._opened_or_why() if self.rank == 0 else ""]
-        dist.broadcast_object_list(said, group=self._group, group_src=0)
-        (found,) = said
+        descriptions: list[Description | str] = [self._opened_or_why() if self.rank == 0 else ""]
+        dist.broadcast_object_list(descriptions, group=self._group, group_src=0)
+        (found,) = descriptions
         if isinstance(found, str):
             raise PublishFailed(found)
         return found

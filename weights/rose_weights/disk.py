@@ -22,17 +22,17 @@ class Disk:
             OSError: the disk is full or broken; the old content is still there.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
-            with beside.open("wb") as file:
+            with draft.open("wb") as file:
                 file.write(data)
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
-            beside.replace(path)
+            draft.replace(path)
         except OSError:
             with contextlib.suppress(OSError):
-                beside.unlink()
+                draft.unlink()
             raise
         if durable:
             self.sync_folder(path.parent)

@@ -97,10 +97,10 @@ def as_text(error: WeightsError) -> str:
 
 def from_text(text: str) -> WeightsError | None:
     """The error that ``as_text`` wrote, wherever it stands in the text; None when there is none."""
-    for word, kind in _BY_WORD.items():
-        found = text.find(f"[{word}] ")
+    for code, kind in _BY_WORD.items():
+        found = text.find(f"[{code}] ")
         if found >= 0:
-            return kind(text[found + len(word) + 3 :])
+            return kind(text[found + len(code) + 3 :])
     return None
 
 

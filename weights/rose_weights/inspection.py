@@ -216,8 +216,8 @@ def _verify_blocks(manifest: Manifest, read: Callable[[BlockEntry], bytes]) -> t
                 check_block(data, block.sha256)
         except (WeightsError, DeltaError) as error:
             bad.append(f"  {manifest.tensors[block.tensor].name} tile {block.tile}: {error}\n")
-    word = "damaged" if bad else "good"
-    return f"{manifest.target}: {len(manifest.blocks)} blocks, {word}\n" + "".join(bad), not bad
+    verdict = "damaged" if bad else "good"
+    return f"{manifest.target}: {len(manifest.blocks)} blocks, {verdict}\n" + "".join(bad), not bad
 
 
 def _percent(part: int, whole: int) -> str:

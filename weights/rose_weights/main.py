@@ -148,8 +148,8 @@ def main(argv: list[str]) -> int:
         text, good = _LOOKING[arguments.verb](arguments)
     except (WeightsError, DeltaError, WireError, OSError, ValueError) as error:
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        said = flags.complaint(error, argv)
-        sys.stderr.write(f"rose weights {arguments.verb}: {kind}{said}\n")
+        message = flags.complaint(error, argv)
+        sys.stderr.write(f"rose weights {arguments.verb}: {kind}{message}\n")
         return 1
     sys.stdout.write(text)
     return 0 if good else 1

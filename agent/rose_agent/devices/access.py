@@ -69,9 +69,9 @@ class Missing(StrEnum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why there are no GPUs, in a closed word and in words for people."""
+    """Why there are no GPUs: a state of a closed set, and a text for people."""
 
-    word: Missing
+    state: Missing
     text: str
 
 
@@ -122,7 +122,7 @@ def located(program: str, environment: Mapping[str, str] = os.environ) -> str:
     return next((str(path) for path in places if path.exists()), program)
 
 
-def beside_the_driver(links: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def driver_neighbours(links: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment in which programs of a mounted driver find each other and their libraries.
 
     Args:

@@ -18,7 +18,7 @@ use is serving's. Between two questions of one reading an engine may take or fre
 lower of two figures around the list of processes is what serving used: one figure too high would
 count for a day.
 
-``look`` is called by the guard for each replica and waits for nothing:
+``view`` is called by the guard for each replica and waits for nothing:
 
 - ownership (``rose_core.devices.ownership``): whose the GPU is, and who else computes there;
 - health (``health``): an unfit GPU is not lent, with the word why;
@@ -346,7 +346,7 @@ class DeviceWatch:
             known.unseen = known.reading.unseen
             known.reading = reading
 
-    def look(
+    def view(
         self,
         claim: Claim,
         party: GpuParty,

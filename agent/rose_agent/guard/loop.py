@@ -41,7 +41,7 @@ import msgspec
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.watch import DeviceWatch
 from rose_agent.guard import metrics
-from rose_agent.guard.devices.gpus import look_at
+from rose_agent.guard.devices.gpus import update_views
 from rose_agent.guard.flight.recorder import BlackBox, Recorder
 from rose_agent.guard.groups.groups import Groups
 from rose_agent.guard.groups.leading import Leading
@@ -269,8 +269,8 @@ class Guard:
         self.pods: PodSource | None = None
         self.on_transition: Callable[[], None] = _ignore
         self.devices = DeviceWatch(devices, limits=settings.budget)
-        self.no_devices = ""  # why NVML does not answer here
-        self.seen_devices = ""  # what it shows, and through what
+        self.device_absence = ""  # why NVML does not answer here
+        self.device_summary = ""  # what it shows, and through what
         self.whole = WholeReplicas(rundir.root, self.recorder)
         self._started_s = time.monotonic()
         saved = load_guard_file(rundir.guard)
@@ -467,7 +467,7 @@ class Guard:
             self._step_replica(uid, time.monotonic_ns(), arrived_ns)
 
     def _resting(self) -> bool:
-        return all(slot.at_rest for slot in self.slots.values())
+        return all(slot.is_at_rest for slot in self.slots.values())
 
     def _due(self, verdict: GateVerdict) -> int:
         """When to look again: a paced permit lapses by itself, so not before the next period."""
@@ -554,7 +554,7 @@ class Guard:
         self.pools.match(self.policies)
         self._match_slots()
         self.groups.match(self.replicas)
-        look_at(self.devices, self.replicas, self.slots, self.pods.residents)
+        update_views(self.devices, self.replicas, self.slots, self.pods.residents)
         self.whole.match(self.replicas, self.grants, stop=self._stop_pressed)
 
     def _watch(self, source: PodSource, pods: Mapping[PodUid, ServingPod]) -> None:
@@ -577,7 +577,7 @@ class Guard:
             self.mark_gone(replica, "serving-restart")
         replica.update(pod, policy)
         here = any(s.serves(uid) for s in self.slots.values())
-        replica.lent = here or self.leading.lent(uid)
+        replica.lent = here or self.leading.has_lent_follower(uid)
         replica.check_return(self.settings.settle_seconds)
         replica.settled = self.is_settled(pod) and replica.reader.machines is not None
         if isinstance(pods, KubernetesPods):
@@ -667,11 +667,11 @@ class Guard:
 
     def on_no_devices(self, text: str) -> None:
         """NVML does not answer here; the text says why."""
-        self.no_devices = text
+        self.device_absence = text
 
     def on_devices(self, text: str) -> None:
         """NVML answers; the text says what it shows."""
-        self.seen_devices = text
+        self.device_summary = text
 
     def request(self) -> SyncRequest:
         """The next ``Sync`` request."""
@@ -683,8 +683,8 @@ class Guard:
             host_alive=self.host.alive(time.monotonic_ns()),
             capabilities=report.capabilities(
                 self.host.capabilities,
-                self.no_devices,
-                self.seen_devices,
+                self.device_absence,
+                self.device_summary,
                 self.pods.weakness if self.pods is not None else "",
             ),
             models=self.host.models,

@@ -31,7 +31,7 @@ from rose_agent.guard.links.sandboxlink import SandboxLink
 from rose_agent.guard.loop import Guard, Settings
 from rose_agent.guard.sync.operator_link import OperatorLink
 from rose_agent.metrics import REGISTRY
-from rose_agent.pods.claims import Claims, KubeletClaims, WrittenClaims, known, own_namespace
+from rose_agent.pods.claims import Claims, KubeletClaims, WrittenClaims, driver_gpus, own_namespace
 from rose_agent.pods.kubernetes import Access, KubernetesPods
 from rose_agent.pods.model import PodSource
 from rose_agent.pods.podresources import SOCKET, PodResources
@@ -171,7 +171,9 @@ async def _run(options: argparse.Namespace, factory: socket.socket) -> None:
         guards: list[Part] = []
         if options.guard_address:
             guards.append(partial(_answer_guards, guard, options))
-        access = partial(devices_access.keep, guard.on_no_devices, guard.on_devices, devices)
+        access = partial(
+            devices_access.watch_access, guard.on_no_devices, guard.on_devices, devices
+        )
         others = [*operator, *guards, *_sandboxes(options, guard.burns)]
         parts: tuple[Part, ...] = (guard.run, guard.pods.run, readers.run, access, *others)
         tasks = [asyncio.create_task(part()) for part in parts]
@@ -298,7 +300,7 @@ def _pods(options: argparse.Namespace, guard: Guard) -> PodSource:
         return KubernetesPods(access, options.node, guard.match, claims)
     platform = own_namespace() | frozenset(filter(None, options.platform_namespaces.split(",")))
     kubelet = PodResources(options.pod_resources, guard.match)
-    claims = KubeletClaims(kubelet, lambda: known(devices.gpus), devices.used_by, platform)
+    claims = KubeletClaims(kubelet, lambda: driver_gpus(devices.gpus), devices.used_by, platform)
     return KubernetesPods(access, options.node, guard.match, claims, platform)
 
 

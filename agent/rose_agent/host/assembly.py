@@ -59,7 +59,7 @@ class NodeFacts:
     broken: str
 
     @classmethod
-    def by(cls, arguments: argparse.Namespace, freezer: Freezer) -> NodeFacts:
+    def gather(cls, arguments: argparse.Namespace, freezer: Freezer) -> NodeFacts:
         """Make the run directory and open the driver.
 
         A host without its GPUs stays up, so that its capabilities can say what is wrong.
@@ -80,7 +80,7 @@ class NodeFacts:
         """Engines hold their memory on GPUs, not in the node's."""
         return self.devices.name == "nvml"
 
-    def kernels_by(self) -> str:
+    def kernels_key(self) -> str:
         """What makes the engines' kernels here; neither image nor driver changes under a host."""
         try:
             version = self.devices.version()
@@ -117,16 +117,16 @@ class HostPrivileges:
     helper: Helper | None = None
 
     @classmethod
-    async def own(cls, found: NodeFacts) -> HostPrivileges:
+    async def as_root(cls, facts: NodeFacts) -> HostPrivileges:
         """The host is root: end what an earlier host left, then see how engines can be held.
 
         Raises:
             NoLimits: a limit that was asked for cannot be set.
         """
-        arguments, rundir, freezer = found.arguments, found.rundir, found.freezer
+        arguments, rundir, freezer = facts.arguments, facts.rundir, facts.freezer
         first, *words = arguments.mps_program.split()
-        mps = MpsNode(arguments.mps_root, found.devices, [located(first), *words])
-        limits = SmiLimits(lambda: own_base(2), freezer.prefix) if found.on_gpus else None
+        mps = MpsNode(arguments.mps_root, facts.devices, [located(first), *words])
+        limits = SmiLimits(lambda: own_base(2), freezer.prefix) if facts.on_gpus else None
         ways = SharingMeans(mps, limits)
         await asyncio.to_thread(free_leftovers, ways, rundir)
         repaired = await asyncio.to_thread(repair, rundir, freezer)
@@ -134,40 +134,40 @@ class HostPrivileges:
             _log.warning("ended %d engines of an earlier host", repaired)
         limiter = limiter_of(arguments, freezer.prefix)
         limiter.sweep()
-        accounts = Accounts(arguments.engine_uid, await asyncio.to_thread(found.kernels_by))
+        accounts = Accounts(arguments.engine_uid, await asyncio.to_thread(facts.kernels_key))
         accounts.open(rundir)
         folders = kv_folders_of(arguments)
         folders.sweep()
         return cls(ways, limiter, accounts, kv_folders=folders)
 
     @classmethod
-    async def helped(cls, found: NodeFacts, helper: Helper) -> HostPrivileges:
+    async def with_helper(cls, facts: NodeFacts, helper: Helper) -> HostPrivileges:
         """The host is not root: the helper is, and has repaired."""
-        kernels = await asyncio.to_thread(found.kernels_by)
+        kernels = await asyncio.to_thread(facts.kernels_key)
         return cls(
-            SharingMeans(MpsNode(None, found.devices), elastic=out_of_reach),
-            helper.limiter(limits_of(found.arguments)),
-            HelpedAccounts(helper, found.arguments.engine_uid, kernels),
+            SharingMeans(MpsNode(None, facts.devices), elastic=out_of_reach),
+            helper.limiter(limits_of(facts.arguments)),
+            HelpedAccounts(helper, facts.arguments.engine_uid, kernels),
             helper.forget,
-            HelpedKvFolders(helper, found.arguments.kv_store),
+            HelpedKvFolders(helper, facts.arguments.kv_store),
             helper,
         )
 
 
-def site_of(found: NodeFacts, rights: HostPrivileges) -> Site:
+def site_of(facts: NodeFacts, rights: HostPrivileges) -> Site:
     """What the slots of this host share; its enforcer has not been started."""
-    arguments, rundir = found.arguments, found.rundir
+    arguments, rundir = facts.arguments, facts.rundir
     metrics.KV_STORE_BYTES.set_function(rights.kv_folders.used)
     return Site(
         models=arguments.models,
         python=arguments.engine_python,
-        freezer=found.freezer,
+        freezer=facts.freezer,
         enforcer=Enforcer(rundir.stop.exists, rundir.enforcer_bell),
         launchers=LAUNCHERS,
-        logs=found.logs(),
+        logs=facts.logs(),
         dedicated=arguments.dedicated is not None,
-        meter=meter_for(found.devices),
-        sizer=Sizer(found.devices if found.on_gpus else None, Footprints(rundir.footprints)),
+        meter=meter_for(facts.devices),
+        sizer=Sizer(facts.devices if facts.on_gpus else None, Footprints(rundir.footprints)),
         accounts=rights.accounts,
         limiter=rights.limiter,
         means=rights.means,

@@ -105,19 +105,19 @@ async def start(
         Unavailable, OSError: an address is taken or the run directory cannot be made.
     """
     _log.info("engines are stopped by %s: %s", freezer.driver, freezer.reason)
-    found = NodeFacts.by(arguments, freezer)
+    found = NodeFacts.gather(arguments, freezer)
     rights = (
-        await HostPrivileges.helped(found, helper)
+        await HostPrivileges.with_helper(found, helper)
         if helper is not None
-        else await HostPrivileges.own(found)
+        else await HostPrivileges.as_root(found)
     )
     site = site_of(found, rights)
     host = EngineHost(found.rundir, site)
     abilities = await _capabilities(found, rights)
     host.capabilities = lambda: abilities.texts
     inventory = Inventory(arguments.models)
-    await inventory.look()
-    host.models = lambda: inventory.found
+    await inventory.refresh()
+    host.models = lambda: inventory.models
     async with contextlib.AsyncExitStack() as undo:
         proxy, data_port = await _data_route(host, site, arguments, undo)
         server = await _socket(host, found.rundir, undo)
@@ -144,7 +144,7 @@ async def _capabilities(found: NodeFacts, rights: HostPrivileges) -> Capabilitie
         found.broken,
         unprivileged=rights.helper is not None,
     )
-    await abilities.look()
+    await abilities.refresh()
     return abilities
 
 

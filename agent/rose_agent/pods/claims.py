@@ -57,7 +57,7 @@ class ClaimingPod:
     ended: frozenset[str] = frozenset()
 
 
-def known(gpus: Sequence[Gpu]) -> tuple[DriverGpu, ...]:
+def driver_gpus(gpus: Sequence[Gpu]) -> tuple[DriverGpu, ...]:
     """The driver's GPUs by the names that a kubelet may use."""
     return tuple(DriverGpu(gpu.uuid, gpu.index, gpu.minor) for gpu in gpus)
 

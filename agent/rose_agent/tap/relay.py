@@ -38,7 +38,7 @@ class Relay:
     Args:
         path: its socket.
         watch: the replica to follow there; namespace and interfaces are the pod's own.
-        tell: takes its events.
+        deliver: takes its events.
         ended: called with the reason when it is heard no more.
     """
 
@@ -46,12 +46,12 @@ class Relay:
         self,
         path: Path,
         watch: Watch,
-        tell: Callable[[list[TapEvent]], None],
+        deliver: Callable[[list[TapEvent]], None],
         ended: Callable[[Watch, str], None],
     ) -> None:
         self.watch = watch
         self._path = path
-        self._tell = tell
+        self._deliver = deliver
         self._ended = ended
         self._writer: asyncio.StreamWriter | None = None
         self._task = asyncio.create_task(self._run())
@@ -80,7 +80,7 @@ class Relay:
             self.resend()
             while True:
                 events = await frames.read(reader, frames.events)
-                self._tell([e for e in events if e.replica == self.watch.replica])
+                self._deliver([e for e in events if e.replica == self.watch.replica])
         finally:
             self._writer = None
             writer.close()

@@ -85,7 +85,7 @@ class TappedReplica:
         self._taps = taps
         self._addresses = addresses
         self._sample_from = sample_from
-        self._tell: Callable[[list[TapEvent]], None] = _ignore
+        self._deliver: Callable[[list[TapEvent]], None] = _ignore
         self._progress: dict[int, Progress] = {}
         self._ends: list[TapEvent] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -115,9 +115,9 @@ class TappedReplica:
         """Whether response segments are sampled now."""
         return self._sampled
 
-    def start(self, tell: Callable[[list[TapEvent]], None]) -> None:
+    def start(self, deliver: Callable[[list[TapEvent]], None]) -> None:
         """Read from now on, inside the running loop."""
-        self._tell = tell
+        self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._listen()
 
@@ -183,7 +183,7 @@ class TappedReplica:
         """Tell what is urgent together with what waited, or let these events wait too."""
         self._adapt(events)
         if self._urgent(events):
-            self._tell([*self._waiting(), *events])
+            self._deliver([*self._waiting(), *events])
         else:
             self._progress.update((e.request, e) for e in events if isinstance(e, Progress))
             self._ends += [event for event in events if isinstance(event, Ended)]

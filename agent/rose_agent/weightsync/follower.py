@@ -67,7 +67,7 @@ class Heads:
     Args:
         source: endpoint and run.
         silence_seconds: a watch that has brought nothing for so long is begun anew.
-        news: called whenever ``head`` or ``error`` may have changed.
+        on_change: called whenever ``head`` or ``error`` may have changed.
 
     Attributes:
         head: None until it is known.
@@ -77,11 +77,11 @@ class Heads:
     """
 
     def __init__(
-        self, source: WeightSource, silence_seconds: float, news: Callable[[], None]
+        self, source: WeightSource, silence_seconds: float, on_change: Callable[[], None]
     ) -> None:
         self._source = source
         self._silence = silence_seconds
-        self._news = news
+        self._on_change = on_change
         self._encoded = ("", 0.0)
         self.head: Head | None = None
         self.none_published = source.frozen
@@ -132,7 +132,7 @@ class Heads:
 
     def _tell(self, error: str) -> None:
         self.error = error
-        self._news()
+        self._on_change()
 
 
 @dataclass(frozen=True)
@@ -208,14 +208,14 @@ class Follower:
         self._path = slot.weights_of("" if self._follows.first else self._follows.adapter)
         self._plugin = Plugin(slot, self._follows.adapter, first=self._follows.first)
         self._heads = Heads(source, options.silence_seconds, self._note_head)
-        self._news = asyncio.Event()
+        self._on_change = asyncio.Event()
         self._progress = Progress()
         self._reported: tuple[float, str] = (0.0, "")
         self._commits = 0
         self._truth = TruthMeter(
             slot,
             self._plugin.gate,
-            self._news.set,
+            self._on_change.set,
             options.probe_limit,
             run=self._follows.adapter,
         )
@@ -248,13 +248,13 @@ class Follower:
             self._source.endpoint,
             token=self._options.token_for(self._source.endpoint),
             holder=self._slot.uid,
-            rest=self._plugin.gate.rest,
+            rest=self._plugin.gate.pause_after,
         )
         watcher = asyncio.create_task(self._heads.watch(store))
-        watcher.add_done_callback(lambda _: self._news.set())
+        watcher.add_done_callback(lambda _: self._on_change.set())
         try:
             while not watcher.done():
-                self._news.clear()
+                self._on_change.clear()
                 await self._rest(await self._round(store))
         finally:
             watcher.cancel()
@@ -267,7 +267,7 @@ class Follower:
         # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._news.wait()
+                await self._on_change.wait()
 
     async def _round(self, store: WeightsClient | None) -> float:
         """Look, decide, act; returns how long to wait for news. Frozen weights have no store."""
@@ -320,7 +320,7 @@ class Follower:
     async def _look(self) -> Engine | None:
         """What is live; None while the engine does not answer."""
         try:
-            engine = await self._plugin.look()
+            engine = await self._plugin.read_engine()
         except EngineUnavailable:
             return None
         before = self._written
@@ -468,7 +468,7 @@ class Follower:
     def _note_head(self) -> None:
         """Look again: something is new about the head."""
         self._write(None, "")
-        self._news.set()
+        self._on_change.set()
 
     def _write(self, engine: Engine | None, error: str) -> None:
         """Replace ``weights.json`` when it would say something new."""

@@ -59,7 +59,7 @@ class Gate:
         while not self.is_open():  # noqa: ASYNC110
             await asyncio.sleep(_TICK_SECONDS)
 
-    async def rest(self, worked_seconds: float) -> None:
+    async def pause_after(self, worked_seconds: float) -> None:
         """After a piece of work beside serving, which is busy while the permit is closed."""
         left = rest_of(worked_seconds)
         while left > 0 and not self.is_open():
@@ -108,7 +108,7 @@ class Plugin:
         self._socket = slot.plugin_socket
         self._client: ControlClient | None = None
 
-    async def look(self) -> Engine:
+    async def read_engine(self) -> Engine:
         """What is live; a run without a slot gets one.
 
         Raises:

@@ -52,7 +52,7 @@ class TruthMeter:
     Args:
         slot: where the engine's address is.
         gate: whether it may compute.
-        news: called when there is something to complain about.
+        on_complaint: called when there is something to complain about.
         limit: largest mean difference that is none; 0 = no probes.
         run: whose adapter is asked, where the engine holds those of several.
     """
@@ -61,7 +61,7 @@ class TruthMeter:
         self,
         slot: SlotDir,
         gate: Gate,
-        news: Callable[[], None],
+        on_complaint: Callable[[], None],
         limit: float = LIMIT,
         *,
         run: str = "",
@@ -70,7 +70,7 @@ class TruthMeter:
         self._label = f"{slot.uid}/{run}" if run else slot.uid
         self._slot = slot
         self._gate = gate
-        self._news = news
+        self._on_complaint = on_complaint
         self._limit = limit
         self._subject: ProbedCommit | None = None
         self._complaint = ""
@@ -147,5 +147,5 @@ class TruthMeter:
             f"log-probs of the fixed prompt at {subject.version} are {verdict.difference:.3g} nats "
             f"off on average, compared with {verdict.against}; {self._limit} are allowed"
         )
-        self._news()
+        self._on_complaint()
         return True

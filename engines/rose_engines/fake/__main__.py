@@ -120,8 +120,8 @@ def open_session(
     if flags.adapter_slots:
         return adapter_slots(flags, wake, end_slot), lambda: None
     if flags.ranks == 1:
-        live, beside = load_weights(flags.model), _STAGERS[flags.stager]
-        session = WeightSession(live, flags.weight_version, wake=wake, memory=memory, stager=beside)
+        live, stager = load_weights(flags.model), _STAGERS[flags.stager]
+        session = WeightSession(live, flags.weight_version, wake=wake, memory=memory, stager=stager)
         return session, lambda: None
     joined, slices, members = lead(
         flags.model, flags.ranks, flags.plugin_socket, flags.member_fault

@@ -34,9 +34,9 @@ def connect(multiprocessors: int, memory_bytes: int, environment: Mapping[str, s
     control = Path(environment.get("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")) / "control"
     if not control.exists():
         return Device(multiprocessors, memory)
-    said = _tell(control, f"fake_connect {os.getpid()} {percent}")
-    if said:
-        raise ConnectionRefusedError(said)
+    refusal = _tell(control, f"fake_connect {os.getpid()} {percent}")
+    if refusal:
+        raise ConnectionRefusedError(refusal)
     share = math.ceil(multiprocessors * float(percent) / 100 / _STEP) * _STEP
     return Device(min(multiprocessors, share), memory)
 

@@ -164,8 +164,8 @@ class FakeScheduler:
 
     def end_slot(self, slot: int) -> int:
         """End what is computed with one adapter; how many requests still are."""
-        mine = [one for one in (*self.waiting, *self.running) if one.slot == slot]
-        for request in mine:
+        requests = [one for one in (*self.waiting, *self.running) if one.slot == slot]
+        for request in requests:
             request.end({"type": "abort", "message": "Aborted"})
         return 0
 

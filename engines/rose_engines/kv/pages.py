@@ -97,14 +97,14 @@ class PageFolder:
         path = self._path(name)
         try:
             with path.open("rb", buffering=0) as file:
-                told = file.read(CHECKSUM_BYTES)
+                checksum = file.read(CHECKSUM_BYTES)
                 whole = _read(file.fileno(), into) and not file.read(1)
         except FileNotFoundError:
             return False
         except OSError as error:
             log.warning("rose: a page of keys cannot be read: %s", error)
             return False
-        if not whole or told != self._checksum(name.encode(), into):
+        if not whole or checksum != self._checksum(name.encode(), into):
             log.warning("rose: %s is damaged; its tokens are computed", path.name)
             self.counts.damaged += 1
             with contextlib.suppress(OSError):

@@ -54,14 +54,14 @@ class ActivityBoard:
             self._at = next(free, 0)
             if not self._at:
                 raise OSError(f"{path} has no word left for another rank")
-            self.say(STARTING)
+            self.write(STARTING)
         finally:
             fcntl.flock(handle, fcntl.LOCK_UN)  # the map keeps the open file, and with it the lock
             os.close(handle)
 
-    def say(self, word: int) -> None:
-        """Say what this rank does from now on."""
-        self._words[self._at] = word
+    def write(self, state: int) -> None:
+        """Write what this rank does from now on."""
+        self._words[self._at] = state
 
 
 def read(path: Path) -> int:

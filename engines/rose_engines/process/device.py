@@ -18,7 +18,7 @@ class Device:
     memory_bytes: int | None = None
 
 
-def of_torch(kind: str) -> Device:
+def torch_device(kind: str) -> Device:
     """Ask the CUDA runtime of this process; ``kind`` is the engine's device."""
     if kind != "cuda":
         return Device()

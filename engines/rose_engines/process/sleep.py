@@ -166,13 +166,13 @@ class SGLangServing:
         """The tokens."""
         sampling = {"temperature": 0, "max_new_tokens": _TOKENS, "ignore_eos": True}
         body = {"input_ids": _PROMPT, "sampling_params": sampling}
-        told = await self._http.ask("POST", "/generate", _Tokens, body)
-        return ",".join(map(str, told.output_ids))
+        answer = await self._http.ask("POST", "/generate", _Tokens, body)
+        return ",".join(map(str, answer.output_ids))
 
     async def _releasable(self) -> list[str]:
         if not self._tags:
-            told = await self._http.ask("GET", "/server_info", _Info)
-            whole = told.enable_weights_cpu_backup
+            info = await self._http.ask("GET", "/server_info", _Info)
+            whole = info.enable_weights_cpu_backup
             self._tags = ["kv_cache", "weights"] if whole else ["kv_cache"]
         return self._tags
 
@@ -216,8 +216,8 @@ class VllmServing:
             "max_tokens": _TOKENS,
             "ignore_eos": True,
         }
-        told = await self._http.ask("POST", "/v1/completions", _Text, body)
-        return "".join(choice.text for choice in told.choices)
+        answer = await self._http.ask("POST", "/v1/completions", _Text, body)
+        return "".join(choice.text for choice in answer.choices)
 
 
 SERVING: dict[str, Callable[[aiohttp.ClientSession, str], ServingEngine]] = {

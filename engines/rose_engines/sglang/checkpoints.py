@@ -41,7 +41,7 @@ PIECES = (
 
 
 class Checkpoints:
-    """What one process says about itself; says nothing where nobody asked.
+    """What one process reports about itself; nothing where its starter did not ask for it.
 
     Args:
         path: the activity file; None = nobody reads it, and nothing is written.
@@ -55,14 +55,14 @@ class Checkpoints:
         self._gate: PermitGate | None = None
 
     @classmethod
-    def asked(cls) -> Checkpoints:
-        """As the starter's environment says."""
+    def from_environment(cls) -> Checkpoints:
+        """What the starter asked for by environment variables."""
         path, permit = os.environ.get(activity.VARIABLE), os.environ.get(PERMIT_VARIABLE)
         return cls(Path(path) if path else None, Path(permit) if permit else None)
 
     @property
-    def wanted(self) -> bool:
-        """Somebody reads it."""
+    def enabled(self) -> bool:
+        """Whether anybody reads it."""
         return self._path is not None
 
     def begin(self, *_: object, **__: object) -> None:
@@ -79,9 +79,9 @@ class Checkpoints:
     def pass_by(self, *_: object, **__: object) -> None:
         """Hook: between two pieces of a start; waits for the permit."""
         if self._gate is not None and not self._gate.is_open():
-            self.rest()
+            self.mark_resting()
             self._gate.wait()
-            self.say(activity.STARTING)
+            self.write(activity.STARTING)
 
     def around_weights(
         self, original: Callable[..., Iterator[Any]], *args: object, **kwargs: object
@@ -91,15 +91,15 @@ class Checkpoints:
             yield item
             self.pass_by()
 
-    def rest(self) -> None:
-        """Nothing of this process is in the driver until it says otherwise."""
-        self.say(activity.RESTING)
+    def mark_resting(self) -> None:
+        """Report that nothing of this process is in the driver until further notice."""
+        self.write(activity.RESTING)
 
-    def iterate(self) -> None:
-        """An iteration, or work between two of them, is under way."""
-        self.say(activity.ITERATING)
+    def mark_iterating(self) -> None:
+        """Report that an iteration, or work between two of them, is under way."""
+        self.write(activity.ITERATING)
 
-    def say(self, word: int) -> None:
-        """Write a word, where somebody reads it."""
+    def write(self, state: int) -> None:
+        """Write a state, where anybody reads it."""
         if self._board is not None:
-            self._board.say(word)
+            self._board.write(state)

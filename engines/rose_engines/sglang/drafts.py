@@ -111,7 +111,7 @@ class HostCorpus:
         return tokens
 
 
-def place(registry: Any, kinds: Any, *, cpu: bool) -> None:  # noqa: ANN401  # SGLang's own types
+def place_hooks(registry: Any, kinds: Any, *, cpu: bool) -> None:  # noqa: ANN401  # SGLang's own types
     """Place the hooks of an engine that drafts."""
     registry.register(BATCH_GET, around_batch_get, kinds.AROUND)
     if not cpu:
@@ -224,14 +224,14 @@ def around_attention(  # noqa: PLR0917  # as SGLang calls it
     import torch  # noqa: PLC0415  # slow to import, and most tests need none
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc  # noqa: PLC0415
 
-    pool, told = backend.token_to_kv_pool, forward_batch.spec_info
+    pool, spec_info = backend.token_to_kv_pool, forward_batch.spec_info
     if save_kv_cache and k is not None:
         places = KVWriteLoc(forward_batch.out_cache_loc, backend.swa_out_cache_loc)
         pool.set_kv_buffer(layer, places, k, v)
-    size, trees = told.draft_token_num, len(forward_batch.seq_lens)
+    size, trees = spec_info.draft_token_num, len(forward_batch.seq_lens)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     queries = q.view(trees, size, layer.tp_q_head_num, layer.qk_head_dim).transpose(1, 2)
-    masks = told.custom_mask.view(trees, size, size).bool()
+    masks = spec_info.custom_mask.view(trees, size, size).bool()
     out = q.new_empty((trees, size, layer.tp_q_head_num * layer.v_head_dim))
     rows = backend.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
     for tree, before in enumerate(forward_batch.seq_lens.tolist()):

@@ -35,7 +35,7 @@ EMPTY = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset"
 NEEDED = (STORE, FETCH, STOP, EMPTY)
 
 
-def wanted() -> bool:
+def is_enabled() -> bool:
     """Whether this engine was given a store."""
     return bool(os.environ.get(FOLDER_VARIABLE))
 
@@ -92,7 +92,7 @@ def check(cache: Any) -> None:  # noqa: ANN401  # SGLang's
         )
 
 
-def place(
+def place_hooks(
     registry: Any,  # noqa: ANN401  # SGLang's own types
     kinds: Any,  # noqa: ANN401
     shares: Callable[[str], bool],

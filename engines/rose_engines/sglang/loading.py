@@ -133,7 +133,7 @@ class ReloadSession(WeightSession):
         raise CommitRefused("Unsupported", message)
 
 
-def by_layout(scheduler: Any, folder: Path, fallback: str) -> dict[str, LiveTensor]:  # noqa: ANN401
+def read_in_place(scheduler: Any, folder: Path, fallback: str) -> dict[str, LiveTensor]:  # noqa: ANN401
     """The weights in place.
 
     Raises:
@@ -144,7 +144,7 @@ def by_layout(scheduler: Any, folder: Path, fallback: str) -> dict[str, LiveTens
     return read_live(scheduler, folder)
 
 
-def check(scheduler: Any, fallback: str, refused: UnsupportedEngine) -> None:  # noqa: ANN401
+def check_may_reload(scheduler: Any, fallback: str, refused: UnsupportedEngine) -> None:  # noqa: ANN401
     """Whether this engine may load patched checkpoints.
 
     Raises:

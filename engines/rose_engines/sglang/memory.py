@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose_engines.tensors.canonical import Live
-from rose_engines.weights.memory import drop_all, load_anew, storages, tensors_in
+from rose_engines.weights.memory import drop_all, reload_weights, storages, tensors_in
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ class SchedulerMemory:
             # Taken now, as on a GPU: a lack of memory shows here and not inside a turn.
             for buffer in self._cache():
                 buffer.zero_()
-        load_anew(self._weights(), live, Path(scheduler.server_args.model_path))
+        reload_weights(self._weights(), live, Path(scheduler.server_args.model_path))
         from sglang.srt.managers.io_struct import (  # noqa: PLC0415  # only inside engines
             ContinueGenerationReqInput,
         )

@@ -43,7 +43,7 @@ from rose_engines.errors import BrokenWeights, UnsupportedEngine
 from rose_engines.kv import policy as kv_policy
 from rose_engines.node.gate import POLL_SECONDS, PermitGate
 from rose_engines.node.permit import BadPermit
-from rose_engines.process.device import of_torch
+from rose_engines.process.device import torch_device
 from rose_engines.process.hooks import exists, refuse, require
 from rose_engines.process.launch import KV_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.sglang import drafts, kv_store, loading, memory, ranks, retraction
@@ -110,14 +110,14 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
     drafting = bool(os.environ.get(DRAFTS_VARIABLE))
-    checkpoints = Checkpoints.asked()
+    checkpoints = Checkpoints.from_environment()
     hooks = SchedulerPlugin(
         Path(permit) if permit else None, Path(control) if control else None, checkpoints
     )
     needed = (
         *_NEEDED,
         *(drafts.NEEDED if drafting else ()),
-        *(kv_store.NEEDED if kv_store.wanted() else ()),
+        *(kv_store.NEEDED if kv_store.is_enabled() else ()),
         *(_NEEDED_BY_SEVERAL if hooks.adapters > 1 else ()),
     )
     require(needed, "SGLang", "0.5.23")
@@ -134,19 +134,21 @@ def register() -> None:
     else:
         HookRegistry.register(STREAM_ACCEPT, around_accept, HookType.AROUND)
     HookRegistry.register(REPLY_VERSIONS, LogprobHook().before_versions, HookType.BEFORE)
-    if checkpoints.wanted:
+    if checkpoints.enabled:
         HookRegistry.register(BEGINNING, checkpoints.begin, HookType.BEFORE)
         HookRegistry.register(WEIGHTS, checkpoints.around_weights, HookType.AROUND)
         for piece in filter(exists, PIECES):
             HookRegistry.register(piece, checkpoints.pass_by, HookType.BEFORE)
     if drafting:
-        drafts.place(HookRegistry, HookType, cpu=bool(os.environ.get("SGLANG_USE_CPU_ENGINE")))
-    if kv_store.wanted():
+        drafts.place_hooks(
+            HookRegistry, HookType, cpu=bool(os.environ.get("SGLANG_USE_CPU_ENGINE"))
+        )
+    if kv_store.is_enabled():
         cpu = bool(os.environ.get("SGLANG_USE_CPU_ENGINE"))
-        kv_store.place(HookRegistry, HookType, hooks.shares, hooks.forget_weights, cpu=cpu)
+        kv_store.place_hooks(HookRegistry, HookType, hooks.shares, hooks.forget_weights, cpu=cpu)
     if os.environ.get("SGLANG_USE_CPU_ENGINE"):
         HookRegistry.register(ranks.CUDA_ONLY, ranks.NoCommunicator, HookType.REPLACE)
-        if os.environ.get(ADAPTER_VARIABLE) or kv_store.wanted():
+        if os.environ.get(ADAPTER_VARIABLE) or kv_store.is_enabled():
             unpin_memory()
     _registered.append(hooks)
 
@@ -173,7 +175,7 @@ class SchedulerPlugin:
         self._wake = -1
         adapter = os.environ.get(ADAPTER_VARIABLE)
         self._adapter = msgspec.json.decode(adapter, type=AdapterSpec) if adapter else None
-        self._stores = kv_store.wanted()
+        self._stores = kv_store.is_enabled()
         self._labels: dict[str, str] = {}  # of each adapter, by SGLang's name of it
 
     @property
@@ -211,7 +213,7 @@ class SchedulerPlugin:
                 raise BrokenWeights("an undo failed; this engine ends so that it starts afresh")
         elif self._leader and self._gate is not None:
             self._gate.wait(resting=self._say)
-        self._checkpoints.iterate()
+        self._checkpoints.mark_iterating()
 
     def _size_chunks(self, scheduler: Any) -> None:  # noqa: ANN401
         """This iteration prefills no more tokens than the permit allows."""
@@ -224,14 +226,14 @@ class SchedulerPlugin:
 
     def _say(self, resting: bool) -> None:
         """Tell whoever might freeze it; where it looks after orders it may work in the driver."""
-        (self._checkpoints.rest if resting else self._checkpoints.iterate)()
+        (self._checkpoints.mark_resting if resting else self._checkpoints.mark_iterating)()
 
     def _pass(self, session: WeightSession | AdapterSlots) -> None:
         """Rest while the permit is closed; behind it, a boundary."""
         session.at_rest()
         if self._gate is not None:
             self._gate.wait(session.at_rest, resting=self._say)
-        self._checkpoints.iterate()
+        self._checkpoints.mark_iterating()
         session.at_boundary()
 
     def _is_open(self) -> bool:
@@ -332,10 +334,10 @@ class SchedulerPlugin:
         if self._adapter is not None:
             return self._open_adapters(scheduler, control, self._adapter)
         try:
-            live = loading.by_layout(scheduler, control.parent, fallback)
+            live = loading.read_in_place(scheduler, control.parent, fallback)
             log.info("rose: layout known after %.2f s", time.monotonic() - began)
         except UnsupportedEngine as refused:
-            loading.check(scheduler, fallback, refused)
+            loading.check_may_reload(scheduler, fallback, refused)
             live = None
         hooks = self._hooks(scheduler)
         session: WeightSession
@@ -391,7 +393,7 @@ class SchedulerPlugin:
 
     def _equip(self, scheduler: Any, session: WeightSession) -> WeightSession:  # noqa: ANN401
         """With what the engine knows besides its weights."""
-        seen = of_torch(str(scheduler.server_args.device))
+        seen = torch_device(str(scheduler.server_args.device))
         session.device = lambda: seen
         counts = self._kv
         session.recomputed = lambda: (counts.retracted_requests, counts.recomputed_tokens)
@@ -437,14 +439,14 @@ class SchedulerPlugin:
         if not isinstance(slots, AdapterSlots):
             return 0
         before = self._labels[name]
-        mine = [request for request in _live(scheduler) if request.lora_id == name]
+        requests = [request for request in _live(scheduler) if request.lora_id == name]
         if version != before:
-            record_weight_version_events(mine, old_version=before)
+            record_weight_version_events(requests, old_version=before)
             self._labels[name] = version
         for request in _waiting(scheduler):
             if request.lora_id == name:
                 request.extra_key = self._cache_key(request.extra_key, slots[number])
-        return sum(1 for request in mine if request.output_ids)
+        return sum(1 for request in requests if request.output_ids)
 
     def _end_requests(self, scheduler: Any, number: int) -> int:  # noqa: ANN401
         """End what is computed with one adapter; how many requests still are."""

@@ -41,7 +41,7 @@ from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.tensors import parameters as live_parameters
 from rose_engines.tensors.canonical import LiveTensor
-from rose_engines.tensors.made import Made, Making, address, looks_seen
+from rose_engines.tensors.made import Made, Making, address, watching_reads
 from rose_engines.tensors.parameters import Computed, Renewal
 from rose_engines.tensors.recorder import KEPT_PART, Recorder, in_this_thread
 from rose_engines.tensors.safetensors import StoredTensor
@@ -241,7 +241,7 @@ def _called(
     )
     error, made, numbers = None, dict[str, torch.Tensor](), _numbers(model)
     try:
-        with torch.no_grad(), in_this_thread(), looks_seen(recorder.trace), recorder:
+        with torch.no_grad(), in_this_thread(), watching_reads(recorder.trace), recorder:
             model.load_weights(iter(sources.items()))
         for one in renewed:
             # Some loaders make another tensor; a captured graph still reads the old one.
@@ -252,7 +252,7 @@ def _called(
     except Exception as failed:  # noqa: BLE001  # the engine's loader may raise anything
         error = failed
     _check_in_place(parameters, recorder.targets)
-    if recorder.trace.looked:
+    if recorder.trace.values_were_read:
         _check_numbers(model, numbers)
     if made or error is not None:
         for held in before.values():

@@ -111,7 +111,7 @@ class Making(NamedTuple):
     leaves: frozenset[int]
     sizes: Mapping[int, int]
 
-    def made(
+    def make(
         self, given: Mapping[int, torch.UntypedStorage], device: torch.device, fill: int = 0
     ) -> torch.Tensor:
         """Make it from what is given, in memory of its own.
@@ -199,7 +199,7 @@ class Trace:
         self.parameters: dict[int, list[str]] = {}
         # Why nothing can be made again, and whether something may depend on values.
         self.lost = ""
-        self.looked = False
+        self.values_were_read = False
         self._unknown: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._left = limit
@@ -245,13 +245,13 @@ class Trace:
     def take(self, tensor: torch.Tensor | None = None) -> None:
         """What was given arrives as it is; if it is another's, something was made of it."""
         if self._given is not None and self._given is not tensor:
-            self.look(self._given)
+            self.note_read(self._given)
         self._given = None
 
-    def look(self, tensor: torch.Tensor) -> None:
+    def note_read(self, tensor: torch.Tensor) -> None:
         """The loader looks at values, so what it does may depend on them."""
         if address(tensor) in self._numbers:
-            self.looked = True
+            self.values_were_read = True
             self.lost = self.lost or "the loader looks at values of the checkpoint"
 
     def note(
@@ -276,7 +276,7 @@ class Trace:
         outputs = [] if result is None else _outputs(result)
         if (result is not None and not outputs and not written) or _by_values(func, arguments):
             for one in tensors_of(arguments):
-                self.look(one)
+                self.note_read(one)
             return
         if self.lost or not self._follows(func, tensors_of(arguments), written):
             return
@@ -377,7 +377,7 @@ def _looked(name: str) -> Callable[..., Any]:
 
     def looked(value: _Value, *args: Any) -> Any:  # noqa: ANN401
         value.seen = True
-        value._trace.look(value.tensor)  # noqa: SLF001
+        value._trace.note_read(value.tensor)  # noqa: SLF001
         return plain(value, *args)
 
     return looked
@@ -390,13 +390,13 @@ for _name in {"__str__", "__format__", *_SHOWN} | (set(dir(float)) - set(dir(obj
 
 
 @contextlib.contextmanager
-def looks_seen(trace: Trace) -> Iterator[None]:
+def watching_reads(trace: Trace) -> Iterator[None]:
     """Have the trace hear of values that are read without an operator."""
     before = {name: getattr(torch.Tensor, name) for name in _LOOKS}
 
     def watched(read: Callable[..., Any]) -> Callable[..., Any]:
         def look(tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            trace.look(tensor)
+            trace.note_read(tensor)
             return read(tensor, *args, **kwargs)
 
         return look
@@ -437,7 +437,7 @@ class Made:
     given: Mapping[int, torch.UntypedStorage]
 
     def _made(self, fill: int = 0) -> torch.Tensor:
-        return self.making.made(self.given, self.tensor.device, fill)
+        return self.making.make(self.given, self.tensor.device, fill)
 
     def renew(self) -> None:
         """Make it anew, in place."""

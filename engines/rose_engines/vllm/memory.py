@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose_engines.tensors.canonical import Live
-from rose_engines.weights.memory import drop_all, load_anew, storages, tensors_in
+from rose_engines.weights.memory import drop_all, reload_weights, storages, tensors_in
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class CoreMemory:
         # Taken now, as on a GPU: a lack of memory shows here and not inside a turn.
         for buffer in self._cache():
             buffer.zero_()
-        load_anew(self._weights(), live, Path(self._core.vllm_config.model_config.model))
+        reload_weights(self._weights(), live, Path(self._core.vllm_config.model_config.model))
 
     def _weights(self) -> list[torch.Tensor]:
         return [parameter.detach() for parameter in self._runner.get_model().parameters()]

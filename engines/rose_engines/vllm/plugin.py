@@ -38,7 +38,7 @@ from rose_engines.errors import BrokenWeights, UnsupportedEngine
 from rose_engines.kv import policy as kv_policy
 from rose_engines.node.gate import POLL_SECONDS, PermitGate
 from rose_engines.node.permit import BadPermit
-from rose_engines.process.device import of_torch
+from rose_engines.process.device import torch_device
 from rose_engines.process.hooks import refuse, require
 from rose_engines.process.launch import KV_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.vllm.arguments import SUPPORTED, VERSION_VARIABLE
@@ -278,7 +278,7 @@ class CorePlugin:
             memory=CoreMemory.of(core, runner),
             stager=OwnProcess,
         )
-        seen, counts, gate = of_torch(runner.device.type), self._kv, self._gate
+        seen, counts, gate = torch_device(runner.device.type), self._kv, self._gate
         session.device = lambda: seen
         session.recomputed = lambda: (counts.retracted_requests, counts.recomputed_tokens)
         session.permit_open = gate.is_open if gate is not None else lambda: None

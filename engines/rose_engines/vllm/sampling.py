@@ -54,7 +54,7 @@ _REQUEST_TAKEN = frozenset(
 )
 
 
-class Asked(NamedTuple):
+class VllmTurn(NamedTuple):
     """A turn for vLLM.
 
     Attributes:
@@ -72,7 +72,7 @@ class Asked(NamedTuple):
     stream: bool
 
 
-def read_turn(body: Mapping[str, Any]) -> Asked:
+def read_turn(body: Mapping[str, Any]) -> VllmTurn:
     """A turn, from the body of ``/generate``.
 
     Raises:
@@ -99,7 +99,7 @@ def read_turn(body: Mapping[str, Any]) -> Asked:
             raise _refused(f"logprob_start_len: an engine of vLLM takes 0 or -1, got {start!r}")
         if start == 0:
             sampling["prompt_logprobs"] = 0
-    return Asked(
+    return VllmTurn(
         ids,
         sampling,
         str(body.get("rid") or ""),

@@ -24,7 +24,7 @@ from rose_core.rollouts.requests.logprobs import SCALE, LogitScale
 from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import EngineRefused
 from rose_engines.process.exposed_routes import RouteFilter
-from rose_engines.vllm.sampling import Asked, read_turn
+from rose_engines.vllm.sampling import VllmTurn, read_turn
 
 _EVENTS = "text/event-stream"
 
@@ -77,12 +77,12 @@ class TurnRoutes:
             whole = _joined(whole, event)
         return _answer(whole)
 
-    async def _events(self, asked: Asked) -> AsyncIterator[bytes]:
+    async def _events(self, asked: VllmTurn) -> AsyncIterator[bytes]:
         async for event in self._turn(asked):
             yield b"data: %b\n\n" % msgspec.json.encode(event)
         yield b"data: [DONE]\n\n"
 
-    async def _turn(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:
+    async def _turn(self, asked: VllmTurn) -> AsyncIterator[dict[str, Any]]:
         """The events of one turn; the last one has a finish reason, or is an error."""
         from vllm import SamplingParams  # noqa: PLC0415  # only inside engines
         from vllm.exceptions import VLLMClientError  # noqa: PLC0415
@@ -126,7 +126,7 @@ class TurnRoutes:
         return _answer({"model_path": model, "is_generation": True})
 
 
-def _event(output: Any, rid: str, total: int, asked: Asked) -> dict[str, Any]:  # noqa: ANN401
+def _event(output: Any, rid: str, total: int, asked: VllmTurn) -> dict[str, Any]:  # noqa: ANN401
     """One output of vLLM as an event of SGLang's incremental stream."""
     answer = output.outputs[0]
     ids = list(answer.token_ids)

@@ -63,7 +63,7 @@ class BaseDigest(WholeTensor):
         self._bits = _words(measure())
 
     @property
-    def known(self) -> Digest:
+    def measured(self) -> Digest:
         """Digest of the words, as last measured."""
         return digest_run(self.name, 0, self._bits)
 
@@ -134,7 +134,7 @@ class AdapterSession(WeightSession):
 
     def _digest_over_known_base(self) -> Digest:
         return total(
-            tensor.known if isinstance(tensor, BaseDigest) else tensor.digest()
+            tensor.measured if isinstance(tensor, BaseDigest) else tensor.digest()
             for tensor in self._live.values()
         )
 

@@ -407,12 +407,12 @@ class _Writer:
     def _later(self, part: _Part, block: BlockEntry, data: bytes) -> None:
         """A block that is decoded where the live weights are; room is kept for what it gives."""
         cut = part.entry.tiling
-        told = RAW_HEAD.pack(cut.tile_rows, cut.tile_columns) + data
-        self.segment.raw[self.raw : self.raw + len(told)] = np.frombuffer(told, np.uint8)
+        raw = RAW_HEAD.pack(cut.tile_rows, cut.tile_columns) + data
+        self.segment.raw[self.raw : self.raw + len(raw)] = np.frombuffer(raw, np.uint8)
         place, name = self.places, self.names if part.tensor is not None else RUN
         entry = self._room(part, block.changes, spread=True)
-        self._note(part, block, (entry, block.changes, place, name, self.raw, len(told), 0, RAW, 1))
-        self.raw += len(told)
+        self._note(part, block, (entry, block.changes, place, name, self.raw, len(raw), 0, RAW, 1))
+        self.raw += len(raw)
 
     def _spread(  # noqa: PLR0917
         self,

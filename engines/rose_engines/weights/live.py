@@ -62,8 +62,8 @@ def warm_up(live: Live) -> None:
     Compiling takes a second in which no other thread of the process runs, so it is done before the
     engine serves and not beside it.
     """
-    for word in sorted({tensor.dtype for tensor in live.values()}):
-        kind = number_format(word)
+    for dtype in sorted({tensor.dtype for tensor in live.values()}):
+        kind = number_format(dtype)
         old = np.zeros(64, kind.unsigned)
         new = old.copy()
         new[[3, 60]] = 1
@@ -71,19 +71,19 @@ def warm_up(live: Live) -> None:
         batch = decode_batch([block], [0], Tiling(1, len(old), 1, len(old)), kind)
         moved = step(old[batch.positions], batch.steps, kind)
         digest_change("warm-up", batch.positions, old[batch.positions], moved)
-        HostTensor("warm-up", word, old.shape, old).put(batch.positions, moved)
-        HostTensor("warm-up", word, old.shape, old).holds(batch.positions, moved)
-        _warm_up_loops(word)
+        HostTensor("warm-up", dtype, old.shape, old).put(batch.positions, moved)
+        HostTensor("warm-up", dtype, old.shape, old).holds(batch.positions, moved)
+        _warm_up_loops(dtype)
         if Codec.RICE in readable(live) and kind.width <= rice.WIDEST:
             block = encode_on_base(old, find_changes(old, new, kind, "numpy"), kind, "numpy")
             decode_block(block, kind, len(old), base=old)
     fused_scatter.warm_up(live)
 
 
-def _warm_up_loops(word: str) -> None:
+def _warm_up_loops(dtype: str) -> None:
     """Over many tensors at once, with places as a segment has them."""
-    bits = np.zeros(4, number_format(word).unsigned)
-    memory = HostMemory.of(host_tensors({"warm-up": (word, (4,), bits)}))
+    bits = np.zeros(4, number_format(dtype).unsigned)
+    memory = HostMemory.of(host_tensors({"warm-up": (dtype, (4,), bits)}))
     for width in memory.arrays:
         rows = np.array([[0, 0, 0, 4, 0, -1, 0, 0, 0, loops.STEPS, 1]], np.int64)
         places, names = np.arange(4, dtype=np.uint32), np.zeros(0, np.int64)

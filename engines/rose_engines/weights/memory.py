@@ -95,7 +95,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
         yield value
 
 
-def load_anew(parameters: Iterable[torch.Tensor], live: Live, folder: Path) -> None:
+def reload_weights(parameters: Iterable[torch.Tensor], live: Live, folder: Path) -> None:
     """Write the weights of the model folder into a model, and zeros for padding.
 
     Args:
@@ -107,10 +107,10 @@ def load_anew(parameters: Iterable[torch.Tensor], live: Live, folder: Path) -> N
         parameter.zero_()
     for name, (_, _, bits) in read_checkpoint(folder).items():
         if name in live:
-            put_whole(live[name], np.asarray(bits))
+            overwrite(live[name], np.asarray(bits))
 
 
-def put_whole(tensor: LiveTensor, bits: Bits) -> None:
+def overwrite(tensor: LiveTensor, bits: Bits) -> None:
     """Overwrite a tensor, wherever its elements lie in the engine's."""
     size = bits.size if isinstance(tensor, WholeTensor) else AT_ONCE
     for first in range(0, bits.size, size):

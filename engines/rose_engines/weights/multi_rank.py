@@ -128,8 +128,8 @@ class RankSession(WeightSession):
             self._parts[name] = self._board.read(self._ranks.rank, name)
         return Digest.parse(update.outline.digest)
 
-    def _say(self, word: RankState) -> None:
-        self._board.say(self._ranks.rank, self._number, word)
+    def _say(self, state: RankState) -> None:
+        self._board.post(self._ranks.rank, self._number, state)
 
 
 class LeaderSession(RankSession):
@@ -147,7 +147,7 @@ class LeaderSession(RankSession):
         self.iterations += 1
         if self._planned:
             self._planned = False
-            self._orders.run(lambda: self._board.lead(self._number, RankState.CANCEL))
+            self._orders.run(lambda: self._board.announce(self._number, RankState.CANCEL))
         elif self._orders.waiting is not None and self._settled():
             self._number += 1
             self._planned = True
@@ -156,19 +156,19 @@ class LeaderSession(RankSession):
 
     def _settled(self) -> bool:
         """Every rank has read how the last commit ended; the leader may run ahead of them."""
-        _, word = self._board.led()
-        return word is not RankState.COMMIT or self._all_said({RankState.KEPT}, 0.0)
+        _, state = self._board.announced()
+        return state is not RankState.COMMIT or self._all_said({RankState.KEPT}, 0.0)
 
     def _swap(self, update: StagedUpdate) -> Digest:
-        self._board.lead(self._number, RankState.GO)
+        self._board.announce(self._number, RankState.GO)
         self._scatter(update)
         problem = self._count(update)
         faults.at("engine.commit.checked")
         if problem is None:
-            self._board.lead(self._number, RankState.COMMIT)
+            self._board.announce(self._number, RankState.COMMIT)
             return self._keep(update)
         log.warning("all ranks undo: %s", problem)
-        self._board.lead(self._number, RankState.UNDO)
+        self._board.announce(self._number, RankState.UNDO)
         restored = self._put_back(update)
         if not restored or not self._all_said({RankState.UNDONE}, self._ranks.undo_seconds):
             raise BrokenWeights(f"{update.version}: {problem}; not every rank could undo")
@@ -201,23 +201,23 @@ class LeaderSession(RankSession):
         return CommitRefused("DigestMismatch", f"{version}: {wrong}") if wrong else None
 
     def _word(self, rank: int) -> RankState:
-        number, word = self._board.said(rank)
-        return word if number == self._number else RankState.QUIET
+        number, state = self._board.posted(rank)
+        return state if number == self._number else RankState.QUIET
 
-    def _all_said(self, words: set[RankState], seconds: float) -> bool:
+    def _all_said(self, states: set[RankState], seconds: float) -> bool:
         return self._board.wait(
-            lambda: all(self._word(rank) in words for rank in self._ranks.others), seconds
+            lambda: all(self._word(rank) in states for rank in self._ranks.others), seconds
         )
 
     def _stage(self, bundle: Path) -> Staged:
         with ThreadPoolExecutor(len(self._ranks.others)) as pool:
-            theirs = [
+            answers = [
                 pool.submit(self._ask, rank, Stage(str(bundle)), STAGE_SECONDS)
                 for rank in self._ranks.others
             ]
             mine = super()._stage(bundle)
             try:
-                staged = [answer.result() for answer in theirs]
+                staged = [answer.result() for answer in answers]
             except CommitRefused:
                 self._forget()
                 raise
@@ -261,7 +261,7 @@ class MemberSession(RankSession):
     def at_boundary(self) -> None:
         """Take part in the commit that is planned for this boundary."""
         self.iterations += 1
-        number, _ = self._board.led()
+        number, _ = self._board.announced()
         if self._board.planned != self.iterations or number == self._number:
             return
         self._number = number
@@ -289,8 +289,8 @@ class MemberSession(RankSession):
 
     def _led(self) -> RankState:
         """The leader's word on this commit; it has withdrawn one when it speaks of the next."""
-        number, word = self._board.led()
-        return word if number == self._number else RankState.CANCEL
+        number, state = self._board.announced()
+        return state if number == self._number else RankState.CANCEL
 
     def _stage(self, bundle: Path) -> Staged:
         self._spent = None  # of a commit that was undone, after which nobody attests
@@ -305,5 +305,5 @@ class MemberSession(RankSession):
         started = time.monotonic()
         self._measure()
         self._spent = None
-        mine = total(self._parts.values())
-        return Attested(self._version, str(mine), time.monotonic() - started)
+        digest = total(self._parts.values())
+        return Attested(self._version, str(digest), time.monotonic() - started)

@@ -82,27 +82,27 @@ class RankBoard:
     def plan(self, number: int, boundary: int) -> None:
         """Leader: commit ``number`` happens at this boundary of every rank."""
         self._leader[1] = boundary
-        self.lead(number, RankState.PLANNED)
+        self.announce(number, RankState.PLANNED)
 
     @property
     def planned(self) -> int:
         """Boundary of the last plan."""
         return self._leader[1]
 
-    def lead(self, number: int, word: RankState) -> None:
-        """Leader: say a word."""
-        self._leader[0] = number * _STATES + word
+    def announce(self, number: int, state: RankState) -> None:
+        """Leader: announce a state for a commit."""
+        self._leader[0] = number * _STATES + state
 
-    def led(self) -> tuple[int, RankState]:
-        """The leader's word: commit number and state."""
+    def announced(self) -> tuple[int, RankState]:
+        """What the leader announced last: commit number and state."""
         return _split(self._leader[0])
 
-    def say(self, rank: int, number: int, word: RankState) -> None:
-        """A rank: say a word."""
-        self._words[rank] = number * _STATES + word
+    def post(self, rank: int, number: int, state: RankState) -> None:
+        """A rank: post its state for a commit."""
+        self._words[rank] = number * _STATES + state
 
-    def said(self, rank: int) -> tuple[int, RankState]:
-        """A rank's word."""
+    def posted(self, rank: int) -> tuple[int, RankState]:
+        """What a rank posted last: commit number and state."""
         return _split(self._words[rank])
 
     def write(self, rank: int, digests: Mapping[str, Digest]) -> None:

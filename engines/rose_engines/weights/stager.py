@@ -106,13 +106,13 @@ class _Done(msgspec.Struct, frozen=True, tag=True):
     sizes: Sizes
 
 
-class _No(msgspec.Struct, frozen=True, tag=True):
+class _Refusal(msgspec.Struct, frozen=True, tag=True):
     reason: str
     message: str
 
 
 _orders: msgspec.msgpack.Decoder[_Hold | _Decode] = msgspec.msgpack.Decoder(_Hold | _Decode)
-_answers: msgspec.msgpack.Decoder[_Done | _No] = msgspec.msgpack.Decoder(_Done | _No)
+_answers: msgspec.msgpack.Decoder[_Done | _Refusal] = msgspec.msgpack.Decoder(_Done | _Refusal)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -151,10 +151,10 @@ class OwnProcess:
             try:
                 return child.decode(bundle, current, pace, self._patience)
             except _Lost as lost:
-                said = child.end()
+                ending = child.end()
                 self._start()
                 raise CommitRefused(
-                    "Aborted", f"the stager {lost}{said}; a new one is started"
+                    "Aborted", f"the stager {lost}{ending}; a new one is started"
                 ) from lost
             except CommitRefused:
                 raise
@@ -230,7 +230,7 @@ class _Child:
         descriptors: list[int] = []
         try:
             answer = self._ask(_Decode(str(bundle), current), descriptors, pace, patience)
-            if isinstance(answer, _No):
+            if isinstance(answer, _Refusal):
                 raise CommitRefused(answer.reason, answer.message)
             if len(descriptors) != 1:
                 raise _Lost("handed over no memory")
@@ -244,7 +244,7 @@ class _Child:
 
     def _ask(
         self, order: _Decode, descriptors: list[int], pace: Pace, patience: float
-    ) -> _Done | _No:
+    ) -> _Done | _Refusal:
         self._send((self._hello or b"") + _frame(order), pace, patience)
         self._hello = None
         found = bytearray()
@@ -298,7 +298,7 @@ def _set(flags: mmap.mmap, number: int, value: int) -> None:
     struct.pack_into("<q", flags, 8 * number, value)
 
 
-def _frame(message: _Hold | _Decode | _Done | _No) -> bytes:
+def _frame(message: _Hold | _Decode | _Done | _Refusal) -> bytes:
     body = _encoder.encode(message)
     return _HEAD.pack(len(body)) + body
 
@@ -384,14 +384,14 @@ class _Server:
             sent = socket.send_fds(self._connection, [data[:1]], [shared.descriptor])
             self._connection.sendall(data[sent:])
         except CommitRefused as refused:
-            self._connection.sendall(_frame(_No(refused.reason, refused.message)))
+            self._connection.sendall(_frame(_Refusal(refused.reason, refused.message)))
         except (OSError, MemoryError) as error:
             message = f"the stager has no room: {type(error).__name__}: {error}"
-            self._connection.sendall(_frame(_No("Aborted", message)))
+            self._connection.sendall(_frame(_Refusal("Aborted", message)))
         except Exception as error:  # a bad bundle must not end it
             log.exception("a bundle could not be decoded")
             message = f"{type(error).__name__}: {error}"
-            self._connection.sendall(_frame(_No("Corrupt", message)))
+            self._connection.sendall(_frame(_Refusal("Corrupt", message)))
         finally:
             shared.close()
             self._connection.settimeout(_ALIVE_SECONDS)

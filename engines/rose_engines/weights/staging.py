@@ -324,15 +324,15 @@ class _Staging:
         segment, row = self.decoded.segment, self.decoded.segment.rows[number]
         tensor = self._tensors[int(row[loops.TENSOR])]
         start = int(row[loops.START])
-        told = segment.raw[start : start + int(row[loops.COLUMNS])].tobytes()
+        data = segment.raw[start : start + int(row[loops.COLUMNS])].tobytes()
         kind, room = number_format(tensor.dtype), int(row[loops.COUNT])
         try:
-            cut = Tiling(*as_matrix(tensor.shape), *RAW_HEAD.unpack_from(told))
+            cut = Tiling(*as_matrix(tensor.shape), *RAW_HEAD.unpack_from(data))
             elements = cut.box(int(row[loops.TILE])).elements
             every = cut.flat(int(row[loops.TILE]), np.arange(elements, dtype=np.int64))
             places, kept = tensor.own(every)
             base = tensor.take(places) if kept is None else None  # a part of it makes no base
-            found = decode_block(told[RAW_HEAD.size :], kind, elements, base=base)
+            found = decode_block(data[RAW_HEAD.size :], kind, elements, base=base)
         except BlockError as error:
             raise CommitRefused("Corrupt", f"{tensor.name}: {error}") from error
         if found.indices is None or found.steps is None or len(found.indices) != room:
@@ -386,9 +386,9 @@ class _Staging:
         """Every tile that is here whole will be what the manifest says."""
         segment = self.decoded.segment
         # The digest is linear: without a base the new bits alone make the tile's digest.
-        told = sums[:, 2:] - sums[:, :2] if self.decoded.outline.base else sums[:, 2:]
+        change = sums[:, 2:] - sums[:, :2] if self.decoded.outline.base else sums[:, 2:]
         whole = segment.rows[:, loops.WHOLE] == 1
-        wrong = np.flatnonzero(whole & (told != segment.wanted).any(axis=1))
+        wrong = np.flatnonzero(whole & (change != segment.wanted).any(axis=1))
         if len(wrong):
             row = segment.rows[wrong[0]]
             name = self._tensors[int(row[loops.TENSOR])].name

@@ -235,12 +235,12 @@ def is_routed(route: Raw) -> bool:
     """Whether a Gateway has accepted this route, as it is now, and found the router."""
     generation = route["metadata"].get("generation")
     for parent in (route.get("status") or {}).get("parents") or ():
-        said = {
+        conditions = {
             one["type"]: one["status"] == "True"
             for one in parent.get("conditions") or ()
             if one.get("observedGeneration") in {None, generation}
         }
-        if said.get("Accepted") and said.get("ResolvedRefs", True):
+        if conditions.get("Accepted") and conditions.get("ResolvedRefs", True):
             return True
     return False
 

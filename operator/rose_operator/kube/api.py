@@ -241,13 +241,13 @@ class Api:
 
     async def create(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Create an object that must not exist yet."""
-        thing = RESOURCES[kind](manifest)
-        return await self._write(kind, "create", lambda: self._client.create(thing))
+        resource = RESOURCES[kind](manifest)
+        return await self._write(kind, "create", lambda: self._client.create(resource))
 
     async def replace(self, kind: ObjectKind, manifest: Raw) -> Raw:
         """Replace an object if it still has the manifest's resource version."""
-        thing = RESOURCES[kind](manifest)
-        return await self._write(kind, "replace", lambda: self._client.replace(thing))
+        resource = RESOURCES[kind](manifest)
+        return await self._write(kind, "replace", lambda: self._client.replace(resource))
 
     async def review_token(self, token: str, audience: str) -> Raw:
         """What the API server says of a token: the status of a TokenReview; nothing is stored."""

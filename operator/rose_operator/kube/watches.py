@@ -174,7 +174,7 @@ async def _watch(
     that thread ends: a kopf that failed would never be started again, and only the listings would
     bring news. So it gets a flag of its own loop.
     """
-    told = asyncio.Event()
+    changed = asyncio.Event()
     running = asyncio.create_task(
         kopf.operator(
             registry=handlers,
@@ -183,12 +183,12 @@ async def _watch(
             namespaces=namespaces,
             standalone=True,
             identity=_IDENTITY,  # type: ignore[arg-type]  # kopf names the type of it privately
-            stop_flag=told,
+            stop_flag=changed,
         )
     )
     while not running.done():
         if stop.is_set():
-            told.set()
+            changed.set()
         await asyncio.wait([running], timeout=_LOOK_SECONDS)
     await running
 

@@ -182,8 +182,8 @@ class Writer:
 
     def _write_down(self, write: Write, outcome: str) -> None:
         if write.verb:
-            thing = write.key.removesuffix(f" {write.verb}")
-            ACCESS.info("%s %s by operator %s: %s", write.verb, thing, self._identity, outcome)
+            name = write.key.removesuffix(f" {write.verb}")
+            ACCESS.info("%s %s by operator %s: %s", write.verb, name, self._identity, outcome)
 
     def keep(self, objects: set[str]) -> None:
         """Forget the back-off of objects (``Kind namespace/name``) that are gone."""

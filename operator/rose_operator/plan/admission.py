@@ -129,7 +129,7 @@ def lease_refusal(
         now: wall clock.
         labels: of the lease's namespace; None where nobody reads them.
     """
-    told = [
+    reasons = [
         _pool_says_no(lease, ref.key, pools.get(ref.key), refused.get(ref.key), labels)
         for ref in lease.spec.pools
     ]
@@ -137,7 +137,7 @@ def lease_refusal(
         _contradicts_itself(lease)
         or _expired(lease, now)
         or _not_offered(lease, offer)
-        or (None if None in told else told[0])
+        or (None if None in reasons else reasons[0])
     )
 
 

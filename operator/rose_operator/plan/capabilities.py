@@ -94,11 +94,11 @@ def _fit(pool: ServingPool, world: ClusterState, misfits: Sequence[Misfit]) -> S
         if (found := _unfit(world, node, report, bad)) is not None
     ]
     texts = [f"{len(unfit)} of {len(reports)} replicas cannot be lent"] if unfit else []
-    counts = Counter(word for word, _, _ in unfit)
-    ranked = sorted(counts, key=lambda word: (-counts[word], word))
-    for word in ranked[:_MOST_NAMED]:
-        first = next(one for one in unfit if one[0] is word)
-        texts.append(f"{counts[word]} {word} ({first[2]}: {first[1][:_MOST_TEXT]})")
+    counts = Counter(each for each, _, _ in unfit)
+    ranked = sorted(counts, key=lambda each: (-counts[each], each))
+    for each in ranked[:_MOST_NAMED]:
+        first = next(one for one in unfit if one[0] is each)
+        texts.append(f"{counts[each]} {each} ({first[2]}: {first[1][:_MOST_TEXT]})")
     named = [f"lease {one.lease}: {one.text}"[: 2 * _MOST_TEXT] for one in misfits[:_MOST_NAMED]]
     more = [f"{len(misfits) - _MOST_NAMED} more leases"] if len(misfits) > _MOST_NAMED else []
     if unfit or misfits:
@@ -112,10 +112,10 @@ def _unfit(
 ) -> tuple[Reason, str] | None:
     """What speaks against the replica's GPUs whoever asks for them."""
     lacks = _missing(world, node, report, ())
-    word = replica_refusal(lacks.word if lacks else report.refusal)
-    if word is None or word not in bad:
+    reason = replica_refusal(lacks.word if lacks else report.refusal)
+    if reason is None or reason not in bad:
         return None
-    return word, (lacks.text if lacks else report.refusal_text) or MEANING[word]
+    return reason, (lacks.text if lacks else report.refusal_text) or MEANING[reason]
 
 
 def _room(reports: Sequence[tuple[str, ReplicaReport]]) -> Statement:
@@ -141,8 +141,8 @@ def _ownership(world: ClusterState, reports: Sequence[tuple[str, ReplicaReport]]
     if weak:
         nodes = sorted({node for node, _ in weak})
         known = world.telemetry.nodes.get(nodes[0])
-        said = known.request.capabilities if known is not None else {}
-        why = said.get(Capability.OWNERSHIP.value, "told by other means than its kubelet")
+        capabilities = known.request.capabilities if known is not None else {}
+        why = capabilities.get(Capability.OWNERSHIP.value, "told by other means than its kubelet")
         names = ", ".join(nodes[:_MOST_NAMED])
         text = f"{len(weak)} of {len(reports)} replicas ({names}): {why}"
         return Statement(kind, False, Reason.WEAKLY_PROVEN, text)

@@ -142,10 +142,10 @@ def labels_of(lease: RolloutLease, tenancy: Tenancy | None) -> Mapping[str, str]
 
 
 def _judged(
-    pool: ServingPool, reports: Sequence[tuple[str, ReplicaReport]], around: ClusterFacts
+    pool: ServingPool, reports: Sequence[tuple[str, ReplicaReport]], cluster_facts: ClusterFacts
 ) -> Refusal | None:
-    pods = [report.pod_name for _, report in reports] if around.autoscalers else []
-    return pool_refusal(pool, around.autoscalers, pods)
+    pods = [report.pod_name for _, report in reports] if cluster_facts.autoscalers else []
+    return pool_refusal(pool, cluster_facts.autoscalers, pods)
 
 
 def utc(epoch_seconds: float) -> datetime:

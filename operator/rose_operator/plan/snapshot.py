@@ -248,12 +248,12 @@ class Snapshots:
         wanted = {key: capabilities.needs(pool) for key, pool in world.pools.good.items()}
         if wanted != self._wanted:
             self._wanted = wanted  # the same object otherwise: a comparison per node is dear
-        around = self._known.cluster_facts
+        facts = self._known.cluster_facts
         for name in sorted(world.telemetry.nodes):
             node = world.telemetry.nodes[name]
             place = _NodeFacts(
-                around.zones.get(name, ""),
-                name in around.cordoned,
+                facts.zones.get(name, ""),
+                name in facts.cordoned,
                 name not in reporting,
                 _occupied(node, pods),
             )
@@ -268,10 +268,10 @@ class Snapshots:
         self, name: str, node: NodeReport, place: _NodeFacts
     ) -> tuple[lending.Replica, ...]:
         def make() -> tuple[lending.Replica, ...]:
-            told = zip(node.request.replicas, node.used, strict=True)
+            pairs = zip(node.request.replicas, node.used, strict=True)
             return tuple(
                 _replica(node, place, report, self._wanted.get(report.pool), used)
-                for report, used in told
+                for report, used in pairs
             )
 
         return self._nodes.get(name, node.essence, (place, self._wanted, node.used), make)
@@ -308,11 +308,11 @@ def _whole(spec: WholeReplica | None) -> lending.WholeTerms | None:
 
 
 def _breaker(pool: ServingPool, world: ClusterState) -> lending.BreakerTerms:
-    told = pool.spec.lending.breaker
+    breaker = pool.spec.lending.breaker
     return lending.BreakerTerms(
         missed=misses_objective(pool, world.reports_of(pool.metadata.key), world.telemetry),
-        cooldown_seconds=told.cooldown_seconds,
-        returns=told.when_open is WhenOpen.RETURN,
+        cooldown_seconds=breaker.cooldown_seconds,
+        returns=breaker.when_open is WhenOpen.RETURN,
     )
 
 
@@ -412,11 +412,11 @@ def _occupied(node: NodeReport, pods: Mapping[str, str]) -> frozenset[str] | Non
     return frozenset(pods[uid] for uid in node.slots)
 
 
-def _models(told: tuple[NodeModel, ...] | None) -> frozenset[str] | None:
+def _models(models: tuple[NodeModel, ...] | None) -> frozenset[str] | None:
     """Names of what lies on a node; None where that is not known, or not all of it."""
-    if told is None or len(told) >= MOST_MODELS:
+    if models is None or len(models) >= MOST_MODELS:
         return None
-    return frozenset(model.name for model in told)
+    return frozenset(model.name for model in models)
 
 
 def _replica(

@@ -97,12 +97,12 @@ class NodeTelemetry:
         """Replicas over several pods, by name."""
         if self._groups is None:
             self._groups = form(self._placed.values())
-            told: dict[str, list[ReplicaGroup]] = defaultdict(list)
+            by_leader: dict[str, list[ReplicaGroup]] = defaultdict(list)
             for group in self._groups.values():
                 if group.told is not None:
                     for node in {node for node, _ in group.pods}:
-                        told[node].append(group.told)
-            self._told = {node: tuple(found) for node, found in told.items()}
+                        by_leader[node].append(group.told)
+            self._told = {node: tuple(found) for node, found in by_leader.items()}
         return self._groups
 
     def groups_on(self, node: str) -> tuple[ReplicaGroup, ...]:
@@ -225,8 +225,8 @@ def _essence(request: SyncRequest) -> object:
 
 def lendable(report: ReplicaReport) -> int | None:
     """Bytes that may be lent of each of a replica's GPUs, in whole steps; None = unknown."""
-    told = report.lendable_bytes
-    return None if told is None else told - told % _MEMORY_STEP
+    lendable_bytes = report.lendable_bytes
+    return None if lendable_bytes is None else lendable_bytes - lendable_bytes % _MEMORY_STEP
 
 
 def calm(state: SlotState) -> SlotState:

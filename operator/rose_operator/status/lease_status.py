@@ -112,11 +112,13 @@ def _trouble(slots: Sequence[RolloutSlot], world: ClusterState) -> tuple[Reason,
     found = [one for slot in slots if (one := slot_trouble(slot, world)) is not None]
     if not found:
         return None
-    ranked = sorted(Counter(word for word, _ in found).items(), key=lambda one: (-one[1], one[0]))
-    word = ranked[0][0]
+    ranked = sorted(
+        Counter(reason for reason, _ in found).items(), key=lambda one: (-one[1], one[0])
+    )
+    reason = ranked[0][0]
     counts = ", ".join(f"{count} {name}" for name, count in ranked)
-    message = min(text for name, text in found if name is word)
-    return word, f"{counts}: {message}" if message else counts
+    message = min(text for name, text in found if name is reason)
+    return reason, f"{counts}: {message}" if message else counts
 
 
 def _lease_granted(
@@ -164,8 +166,8 @@ def _lease_weights(versions: Sequence[str], *, frozen: bool) -> Statement:
         return Statement(_C.WEIGHTS_SYNCED, False, _R.CHECKPOINTS_DIFFER, text)
     if bases:
         text = f"{shown}: what engines were started from; none has a published version yet"
-        word, text = (_R.FROZEN, shown) if frozen else (_R.OWN_CHECKPOINT, text)
-        return Statement(_C.WEIGHTS_SYNCED, True, word, text)
+        reason, text = (_R.FROZEN, shown) if frozen else (_R.OWN_CHECKPOINT, text)
+        return Statement(_C.WEIGHTS_SYNCED, True, reason, text)
     if len(versions) > 1:
         return Statement(_C.WEIGHTS_SYNCED, True, _R.MIXED_VERSIONS, shown)
     return Statement(_C.WEIGHTS_SYNCED, True, _R.VERSION_ATTESTED, versions[0])

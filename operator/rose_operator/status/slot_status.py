@@ -157,5 +157,5 @@ def _slot_weights(report: SlotReport | None, *, frozen: bool) -> Statement:
     if not report.version:
         return Statement(_C.WEIGHTS_SYNCED, False, _R.NO_VERSION_YET)
     own = _R.FROZEN if frozen else _R.OWN_CHECKPOINT
-    word = own if is_base(report.version) else _R.VERSION_ATTESTED
-    return Statement(_C.WEIGHTS_SYNCED, True, word)
+    reason = own if is_base(report.version) else _R.VERSION_ATTESTED
+    return Statement(_C.WEIGHTS_SYNCED, True, reason)

@@ -225,18 +225,18 @@ class RouterEnrolment:
         with _counted(f"identity for the router of lease {request.lease}"):
             status = await self._api.review_token(request.token, router_audience(request.lease))
             _user(status, router_audience(request.lease), self._trust.account, "routers")
-            said = self._identity(request)
-        yield said
+            identity = self._identity(request)
+        yield identity
         began, life = asyncio.get_running_loop().time(), self._life()
         while asyncio.get_running_loop().time() - began < life:
             await asyncio.sleep(_LOOK_SECONDS)
             lease = self._lease(request.lease)
             # A lease that is gone, or cannot be read for now, changes nothing: its router goes too.
-            callers = said.callers if lease is None else callers_of(lease)
-            now = msgspec.structs.replace(said, account_keys=self._keys(), callers=callers)
-            if now != said:
-                said = now
-                yield said
+            callers = identity.callers if lease is None else callers_of(lease)
+            now = msgspec.structs.replace(identity, account_keys=self._keys(), callers=callers)
+            if now != identity:
+                identity = now
+                yield identity
 
     def _life(self) -> float:
         authority = self._trust.authority

@@ -74,8 +74,8 @@ class Forwarder:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             LOG.warning("%s %s: %s", request.method, request.path, error or "no connection")
             if began is None:
-                said = f"rose forward: {self._url} does not answer: {error}"
-                return web.json_response({"message": said}, status=502)
+                message = f"rose forward: {self._url} does not answer: {error}"
+                return web.json_response({"message": message}, status=502)
             if request.transport is not None:
                 request.transport.abort()  # a stream that was cut must not look like a whole one
             return began

@@ -95,8 +95,8 @@ class Push:
         """
         files = sorted(path for path in folder.iterdir() if path.is_file())
         stats = [(path.name, path.stat()) for path in files]
-        told = ((name, at.st_size, at.st_mtime_ns, at.st_ino) for name, at in stats)
-        return cls(folder, label, tuple(told))
+        identities = ((name, at.st_size, at.st_mtime_ns, at.st_ino) for name, at in stats)
+        return cls(folder, label, tuple(identities))
 
 
 @dataclass(frozen=True)
@@ -291,8 +291,8 @@ def read_checkpoint(folder: Path) -> Tensors:
         raise ValueError(message)
     index = folder / INDEX
     if index.is_file():
-        told = json.loads(index.read_text())
-        named = set(told.get("weight_map", {}).values())
+        contents = json.loads(index.read_text())
+        named = set(contents.get("weight_map", {}).values())
         absent = named - {file.name for file in files}
         if absent:
             message = f"{sorted(absent)} are named in {index.name} and not there (yet)"

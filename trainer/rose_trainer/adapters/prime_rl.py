@@ -85,10 +85,10 @@ class Reports:
         self, trained: Traces = _NONE, dropped: Traces = _NONE, withdrawn: Iterable[str] = ()
     ) -> None:
         """What became of these."""
-        third = list(withdrawn)
-        if trained or dropped or third:
+        removed = list(withdrawn)
+        if trained or dropped or removed:
             one, other = _rewards(trained), _rewards(dropped)
-            self._begin(report_async(self._url, one, other, withdrawn=third, token=self._token))
+            self._begin(report_async(self._url, one, other, withdrawn=removed, token=self._token))
 
     async def sent(self) -> None:
         """Wait until all of them have arrived, or were given up."""

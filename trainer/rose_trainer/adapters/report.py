@@ -159,8 +159,8 @@ def _read(status: int, raw: bytes) -> _Answer:
     if status != HTTPStatus.OK:
         why = f"HTTP {status}: {raw[:500].decode(errors='replace')}"
         return _Answer(why=why, again=status in _AGAIN)
-    told = json.loads(raw or b"{}")
-    unknown = told.get("unknown") if isinstance(told, dict) else None
+    answer = json.loads(raw or b"{}")
+    unknown = answer.get("unknown") if isinstance(answer, dict) else None
     return _Answer(unknown=tuple(unknown or ()))
 
 
@@ -171,12 +171,12 @@ def _bodies(
     correct: Collection[str] | None,
     reasoning: Mapping[str, int],
 ) -> Iterator[dict[str, Any]]:
-    said = [(key, "trained", reward) for key, reward in trained.items()]
-    said += [(key, "dropped", reward) for key, reward in dropped.items()]
-    said += [(key, "withdrawn", None) for key in withdrawn]
-    for first in range(0, len(said), _KEYS_AT_ONCE):
+    fates = [(key, "trained", reward) for key, reward in trained.items()]
+    fates += [(key, "dropped", reward) for key, reward in dropped.items()]
+    fates += [(key, "withdrawn", None) for key in withdrawn]
+    for first in range(0, len(fates), _KEYS_AT_ONCE):
         body: dict[str, Any] = {"trained": [], "dropped": [], "withdrawn": [], "rewards": {}}
-        for key, fate, reward in said[first : first + _KEYS_AT_ONCE]:
+        for key, fate, reward in fates[first : first + _KEYS_AT_ONCE]:
             body[fate].append(key)
             if reward is not None and math.isfinite(reward):  # JSON has no NaN; unknown stays so
                 body["rewards"][key] = float(reward)

@@ -203,16 +203,16 @@ class Reporting:
         Args:
             ended: no more rows come.
         """
-        told = {name: one for name, one in self._fates.items() if ended or name != self._last}
-        for name in told:
+        finished = {name: one for name, one in self._fates.items() if ended or name != self._last}
+        for name in finished:
             del self._fates[name]
             self._said[name] = None
         while len(self._said) > _SAID:
             self._said.popitem(last=False)
-        if told:
+        if finished:
             self._report(
-                {name: reward for name, (trained, reward) in told.items() if trained},
-                {name: reward for name, (trained, reward) in told.items() if not trained},
+                {name: reward for name, (trained, reward) in finished.items() if trained},
+                {name: reward for name, (trained, reward) in finished.items() if not trained},
             )
 
     def _note(self, sample: SessionSample) -> None:

@@ -351,14 +351,14 @@ class Fetcher:
         """Bring blocks of ``absent`` over one connection until none is left; or why it gave up."""
         failures, check = 0, False
         while absent:
-            mine = _take(absent)
-            before = len(mine)
+            batch = _take(absent)
+            before = len(batch)
             try:
-                await self._fetch_batch(channel, mine, bundle, check)
+                await self._fetch_batch(channel, batch, bundle, check)
             except (Unavailable, WeightsError) as error:
-                failures = 1 if len(mine) < before else failures + 1
+                failures = 1 if len(batch) < before else failures + 1
                 check = check or isinstance(error, Damaged)
-                absent.extendleft(reversed(mine))
+                absent.extendleft(reversed(batch))
                 if failures >= ATTEMPTS:
                     return error
                 _log.warning("fetch of %s broke, asking again: %s", manifest.target, error)
@@ -366,19 +366,19 @@ class Fetcher:
         return None
 
     async def _fetch_batch(
-        self, channel: grpc.aio.Channel, mine: deque[BlockEntry], bundle: Bundle, check: bool
+        self, channel: grpc.aio.Channel, batch: deque[BlockEntry], bundle: Bundle, check: bool
     ) -> None:
         """Bring these blocks; those that arrived are taken off."""
-        request = FetchRequest(tuple(block.sha256 for block in mine), check)
-        unpacker = Unpacker([block.size for block in mine])
+        request = FetchRequest(tuple(block.sha256 for block in batch), check)
+        unpacker = Unpacker([block.size for block in batch])
         writing: asyncio.Task[None] | None = None
 
         async def write(blocks: Sequence[memoryview]) -> None:
             for data in blocks:
                 began = time.monotonic()
-                await asyncio.to_thread(bundle.put, mine[0].sha256, data)
+                await asyncio.to_thread(bundle.put, batch[0].sha256, data)
                 faults.at("sync.block")
-                mine.popleft()
+                batch.popleft()
                 if self._rest is not None:
                     await self._rest(time.monotonic() - began)
 

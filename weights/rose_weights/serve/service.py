@@ -144,19 +144,19 @@ class Attestations:
 
     def _answered(self, request: AttestedRequest) -> AttestedReply:
         """Remember an answer to the fixed prompt; say what others answered."""
-        said = self._answers.get(request.version, _PromptAnswers())
+        answers = self._answers.get(request.version, _PromptAnswers())
         if request.answer:
-            said = self._answers.setdefault(request.version, said)
-            self._remember(said, request)
-        others = (answer for by, answer in said.engines.items() if by != request.holder)
-        return AttestedReply(True, said.trainer, tuple(others))
+            answers = self._answers.setdefault(request.version, answers)
+            self._remember(answers, request)
+        others = (answer for by, answer in answers.engines.items() if by != request.holder)
+        return AttestedReply(True, answers.trainer, tuple(others))
 
-    def _remember(self, said: _PromptAnswers, request: AttestedRequest) -> None:
+    def _remember(self, answers: _PromptAnswers, request: AttestedRequest) -> None:
         answer = request.answer[: len(PROMPT)]
         if request.trainer:
-            said.trainer = answer
+            answers.trainer = answer
         else:
-            said.engines[request.holder] = answer
+            answers.engines[request.holder] = answer
         while len(self._answers) > ANSWERED_VERSIONS:
             del self._answers[next(iter(self._answers))]
 

@@ -134,7 +134,7 @@ class MpsControl:
         """2 or 3, as the daemon was started; 2 when that cannot be seen."""
         words = _daemon_file(self._pipes.pipe, "cmdline") or ()
         given = _daemon_file(self._pipes.pipe, "environ") or ()
-        return 3 if mps3.speaks(words, given) else 2
+        return 3 if mps3.speaks_protocol3(words, given) else 2
 
     def ask(self, command: str) -> tuple[str, ...]:
         """Send one command in the grammar of protocol 2.

@@ -33,7 +33,7 @@ _VARIABLE = "CUDA_MPS_PROTOCOL_VERSION"
 Run = Callable[[Sequence[str]], tuple[str, ...]]
 
 
-def speaks(words: Sequence[str], environment: Sequence[str] = ()) -> bool:
+def speaks_protocol3(words: Sequence[str], environment: Sequence[str] = ()) -> bool:
     """Whether a daemon with this command line and environment speaks protocol 3."""
     values = [entry.partition("=")[2] for entry in environment if entry.startswith(f"{_VARIABLE}=")]
     if values:

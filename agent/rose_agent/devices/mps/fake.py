@@ -271,7 +271,7 @@ def main(argv: list[str]) -> int:
         return 0
     if argv[:1] == ["-f"]:
         multi_user = MULTI_USER in argv or any(flag in argv for flag in mps3.MULTI_USER)
-        return serve(place, multi_user=multi_user, protocol=3 if mps3.speaks(argv) else 2)
+        return serve(place, multi_user=multi_user, protocol=3 if mps3.speaks_protocol3(argv) else 2)
     words = ["quit"] if argv == ["-q"] else argv
     given = [" ".join(words)] if words else sys.stdin
     for line in filter(None, map(str.strip, given)):

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_agent.devices.access import beside_the_driver, located
+from rose_agent.devices.access import driver_neighbours, located
 from rose_agent.devices.mps import control3 as mps3
 from rose_agent.devices.mps.control import (
     ANSWER_SECONDS,
@@ -194,7 +194,7 @@ def _run(program: list[str], pipes: Pipes, control: MpsControl, protocol: int) -
         _log.warning("this daemon serves one user at a time: engines must be serving's user")
     links = Path(tempfile.mkdtemp(prefix="rose-mps-"))
     daemon = subprocess.Popen(  # the program is the platform's
-        [*program, "-f", *mode], env=pipes.environment(beside_the_driver(links))
+        [*program, "-f", *mode], env=pipes.environment(driver_neighbours(links))
     )
     ordered = False
 

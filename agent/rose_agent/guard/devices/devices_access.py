@@ -1,4 +1,4 @@
-"""Keeps an eye on whether this container reaches the node's GPUs, and says what it found.
+"""Watches whether this container reaches the node's GPUs, and reports what it found.
 
 ``rose_agent.devices.access`` has the table of what can be found. What changes it is the container
 itself, so the guard ends, and the kubelet starts a new one: engines that run are adopted.
@@ -21,21 +21,21 @@ _log = logging.getLogger(__name__)
 PERIOD_SECONDS = 10.0
 
 
-async def keep(
-    tell: Callable[[str], None], show: Callable[[str], None], driver: DeviceDriver
+async def watch_access(
+    on_absence: Callable[[str], None], on_presence: Callable[[str], None], driver: DeviceDriver
 ) -> None:
-    """Say what was found, then look until something has changed.
+    """Report what was found, then look until something has changed.
 
     Args:
-        tell: takes the word why there are no GPUs, and the reason.
-        show: takes what is seen where there are some.
+        on_absence: takes why there are no GPUs, as the state and the reason.
+        on_presence: takes what is found where there are some.
         driver: the one that was opened.
 
     Raises:
         AccessChanged: a driver has appeared, or the device files have been taken away.
     """
     if isinstance(driver, access.AbsentDriver):
-        await _until_a_driver_appears(tell, driver.diagnosis)
+        await _until_a_driver_appears(on_absence, driver.diagnosis)
     elif driver.name == "nvml":
         DEVICE_ACCESS.labels(state="Found").set(1)
         try:
@@ -43,7 +43,7 @@ async def keep(
         except DeviceError as error:
             _log.warning("GPUs: %s", error)
         else:
-            show(text)
+            on_presence(text)
             _log.info("found: %s", text)
         await _until_access_is_lost()
 
@@ -66,7 +66,7 @@ async def _until_a_driver_appears(tell: Callable[[str], None], found: access.Dia
         except NoDevices as error:
             now = await asyncio.to_thread(access.diagnose, str(error))
             if now != found:
-                DEVICE_ACCESS.remove(found.word.value)
+                DEVICE_ACCESS.remove(found.state.value)
                 found = now
                 _announce(tell, found)
             continue
@@ -75,9 +75,9 @@ async def _until_a_driver_appears(tell: Callable[[str], None], found: access.Dia
 
 
 def _announce(tell: Callable[[str], None], found: access.Diagnosis) -> None:
-    text = f"{found.word.value}: {found.text}"
+    text = f"{found.state.value}: {found.text}"
     tell(text)
-    DEVICE_ACCESS.labels(state=found.word.value).set(1)
+    DEVICE_ACCESS.labels(state=found.state.value).set(1)
     _log.warning("idle, no GPU is watched: %s", text)
 
 

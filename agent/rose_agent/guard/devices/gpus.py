@@ -25,7 +25,7 @@ from rose_core.identity import PodUid, SlotUid
 from rose_core.wire.host import EngineState
 
 
-def look_at(
+def update_views(
     devices: DeviceWatch,
     replicas: Mapping[PodUid, GuardedReplica],
     slots: Mapping[SlotUid, GuardedSlot],
@@ -60,7 +60,7 @@ def look_at(
             claim.proof,
             terms.shared_faults,
         )
-        replica.view = devices.look(claim, party, terms, lent, kv_permille)
+        replica.view = devices.view(claim, party, terms, lent, kv_permille)
         for slot in neighbours:
             _tell(slot, replica.view)
             slot.reserve = _reserve(slot, replica.view, terms)

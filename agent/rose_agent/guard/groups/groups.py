@@ -140,8 +140,8 @@ class FollowerLink:
         )
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
-        async for word in rpc.converse(channel, FOLLOW, self._questions(), token=self._token):
-            self._receive(word)
+        async for answer in rpc.converse(channel, FOLLOW, self._questions(), token=self._token):
+            self._receive(answer)
 
     def _receive(self, word: Word) -> None:
         now_ns = time.monotonic_ns()

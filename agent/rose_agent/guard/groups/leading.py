@@ -226,7 +226,7 @@ class Leading:
         """Whether others follow this replica."""
         return uid in self._groups
 
-    def lent(self, uid: PodUid) -> bool:
+    def has_lent_follower(self, uid: PodUid) -> bool:
         """Whether an engine serves beside a follower."""
         return any(stream.lent for stream in self._streams if stream.leader == uid)
 

@@ -105,7 +105,7 @@ class RouterLink:
         token: the installation's, for a router whose grant brings none.
 
     Attributes:
-        told: what the router was told last.
+        last_update: what the router was told last.
     """
 
     def __init__(self, token: str) -> None:
@@ -114,8 +114,8 @@ class RouterLink:
         self._attachment: Attachment | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def tell(self, grant: Grant, update: EngineUpdate) -> None:
-        """Say how the engine stands; the first word begins the stream."""
+    def publish(self, grant: Grant, update: EngineUpdate) -> None:
+        """Publish how the engine stands; the first update begins the stream."""
         if self._attachment is None:
             self._attachment = Attachment(grant.router, self._token, grant.proof)
             self._task = asyncio.create_task(self._attachment.run())

@@ -39,15 +39,15 @@ class SandboxLink:
         limit = aiohttp.ClientTimeout(total=CALL_SECONDS)
         async with aiohttp.ClientSession(timeout=limit) as http:
             while True:
-                await self.say(http)
+                await self.report(http)
                 await asyncio.sleep(SAY_SECONDS)
 
     def _headers(self) -> dict[str, str]:
         token = self._token()
         return {"Authorization": f"Bearer {token}"} if token else {}
 
-    async def say(self, http: aiohttp.ClientSession) -> None:
-        """Say that serving burns, or once that it does no more; nothing while all is well."""
+    async def report(self, http: aiohttp.ClientSession) -> None:
+        """Report that serving burns its budget, and once that it no longer does."""
         burns = self._burns()
         if not burns and not self._reported:
             return

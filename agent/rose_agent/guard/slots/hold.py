@@ -33,11 +33,11 @@ class Calls:
     """The calls of one slot.
 
     Args:
-        ended: called after every call that came to its end, with what went wrong; empty if nothing.
+        on_end: called after every call that has ended, with what went wrong; empty if nothing.
     """
 
-    def __init__(self, ended: Callable[[str], None]) -> None:
-        self._ended = ended
+    def __init__(self, on_end: Callable[[str], None]) -> None:
+        self._on_end = on_end
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -67,7 +67,7 @@ class Calls:
             await work()
         except WireError as error:
             problem = f"{kind}: {error}"
-        self._ended(problem)
+        self._on_end(problem)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Hold:
         calls: the slot's calls.
         ask: asks the host to hold (True) or to let go; returns how long the tree took to stand
             still, microseconds. Raises ``WireError``.
-        stopped: called when a hold that a request has caused is confirmed.
+        on_stop: called when a hold that a request has caused is confirmed.
 
     Attributes:
         confirmed: the host holds the engine (True) or does not (False); None = not known.
@@ -107,17 +107,17 @@ class Hold:
         self,
         calls: Calls,
         ask: Callable[[bool], Awaitable[int]],
-        stopped: Callable[[ConfirmedHold], None],
+        on_stop: Callable[[ConfirmedHold], None],
     ) -> None:
         self.confirmed: bool | None = None
-        self._calls, self._ask, self._stopped = calls, ask, stopped
+        self._calls, self._ask, self._on_stop = calls, ask, on_stop
         self._wanted: bool | None = None
         self._arrival_ns = 0
         self._answered_ns = 0
 
     @property
-    def asked(self) -> bool:
-        """The host was asked to hold and has not answered: it may hold the engine by now."""
+    def is_pending(self) -> bool:
+        """Whether the host was asked to hold and has not answered: it may hold by now."""
         return self.confirmed is None and self._wanted is True
 
     def order(self, *, hold: bool, arrival_ns: int = 0) -> None:
@@ -144,4 +144,4 @@ class Hold:
             if wanted is self._wanted:
                 self.confirmed, self._answered_ns = wanted, now_ns
             if wanted and arrival_ns:
-                self._stopped(ConfirmedHold(arrival_ns, now_ns, paused_us))
+                self._on_stop(ConfirmedHold(arrival_ns, now_ns, paused_us))

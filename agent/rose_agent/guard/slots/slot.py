@@ -61,7 +61,7 @@ class SlotPermit:
         self.mapped: Permit | None = None
         self.complaint = ""
 
-    def look(self, now_ns: int) -> bool:
+    def remap(self, now_ns: int) -> bool:
         """Map the permit that exists now; True when it is another one than before."""
         if self.mapped is not None and now_ns - self._looked_ns < _LOOK_NS:
             return False
@@ -356,8 +356,8 @@ class GuardedSlot:
         return self.grant is None and self.machine.phase is SlotPhase.ABSENT and gone
 
     @property
-    def at_rest(self) -> bool:
-        """No permit to extend and no deadline: closed, and its engine is held or not there."""
+    def is_at_rest(self) -> bool:
+        """Whether no permit is to be extended and no deadline runs: engine held or absent."""
         machine, permit = self.machine, self._permit.mapped
         if permit is not None and permit.until_ns:
             return False
@@ -386,7 +386,7 @@ class GuardedSlot:
             granted: the slot has a living grant; None = nobody has told this guard yet.
             arrival_ns: first segment of the request that made the guard look; 0 = none.
         """
-        if self._permit.look(now_ns):
+        if self._permit.remap(now_ns):
             # A new permit means a new host process: what the old one confirmed is void.
             self._hold.forget()
         self.message = self._permit.complaint or self.message
@@ -443,7 +443,7 @@ class GuardedSlot:
             status.state,
             status.slot.generation,
             held=hold.confirmed is True,
-            asked=hold.asked,
+            asked=hold.is_pending,
             frozen=look and freezer.frozen(self.folder),
             cpu_ns=freezer.cpu_ns(self.folder) if look else None,
         )
@@ -598,7 +598,7 @@ class GuardedSlot:
                 device_class=self.device_class,
                 certificates=self._host.certificates,
             )
-            self._router.tell(grant, update)
+            self._router.publish(grant, update)
 
     async def detach(self) -> None:
         """Leave the router and the permit (closed); the engine is the machine's business."""

@@ -97,19 +97,19 @@ def sync_request(
 
 
 def capabilities(
-    host: Mapping[str, str], no_devices: str, seen: str, weakness: str = ""
+    host: Mapping[str, str], device_absence: str, device_summary: str, weakness: str = ""
 ) -> dict[str, str]:
     """What the host says, with the guard's own words: which GPUs, or why none, and whose.
 
     Where the guard sees no GPU it says why; what the host then lacks follows from that.
     """
     texts = dict(host)
-    if seen:
-        texts[SEEN] = seen
+    if device_summary:
+        texts[SEEN] = device_summary
     if weakness:
         texts[Capability.OWNERSHIP.value] = weakness
-    if no_devices:
-        texts[Capability.DEVICE_ACCESS.value] = f"{Reason.DEVICE_ACCESS.value}: {no_devices}"
+    if device_absence:
+        texts[Capability.DEVICE_ACCESS.value] = f"{Reason.DEVICE_ACCESS.value}: {device_absence}"
     return texts
 
 

@@ -102,10 +102,10 @@ class Capabilities:
         """Look again every ten seconds until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_SECONDS)
-            await self.look()
+            await self.refresh()
 
-    async def look(self) -> None:
-        """Look once."""
+    async def refresh(self) -> None:
+        """Find out anew what this host can do."""
         before, self.texts = self.texts, await asyncio.to_thread(self._all)
         for name, text in self.texts.items():
             if text != before.get(name):

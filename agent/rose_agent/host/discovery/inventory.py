@@ -41,24 +41,24 @@ class Inventory:
         models: the node's folder of models.
 
     Attributes:
-        found: what lies there; None while the folder cannot be read, or nobody has looked.
+        models: what lies there; None while the folder cannot be read, or nobody has looked.
     """
 
     def __init__(self, models: Path) -> None:
         self._models = models
         self._known: dict[Path, tuple[tuple[tuple[str, int, int], ...], NodeModel]] = {}
-        self.found: tuple[NodeModel, ...] | None = None
+        self.models: tuple[NodeModel, ...] | None = None
 
     async def keep(self, seen: Callable[[], None] = lambda: None) -> None:
         """Look now and then, until cancelled; ``seen`` is called after each look."""
         while True:
-            await self.look()
+            await self.refresh()
             seen()
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def look(self) -> None:
-        """Look once, in a thread: the folder may be on a slow disk."""
-        self.found = await asyncio.to_thread(self._look)
+    async def refresh(self) -> None:
+        """Read the folder once, in a thread: it may be on a slow disk."""
+        self.models = await asyncio.to_thread(self._look)
 
     def _look(self) -> tuple[NodeModel, ...] | None:
         found = []

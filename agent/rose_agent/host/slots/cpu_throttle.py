@@ -79,10 +79,10 @@ class CpuThrottle:
     async def keep(self, engines: Callable[[], Iterable[EngineLife]]) -> None:
         """Keep the quotas right until cancelled; returns at once where none is for busy serving."""
         while self._limiter.limits.busy_cpu_percent:
-            self.look(map(ThrottledEngine.of, engines()))
+            self.apply(map(ThrottledEngine.of, engines()))
             await asyncio.sleep(LOOK_SECONDS)
 
-    def look(self, engines: Iterable[ThrottledEngine]) -> None:
+    def apply(self, engines: Iterable[ThrottledEngine]) -> None:
         """Give every engine the quota that it should have now."""
         here = set()
         for engine in engines:

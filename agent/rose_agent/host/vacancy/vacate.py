@@ -108,7 +108,7 @@ def ask(wish: VacateOptions) -> Vacancy:
 
 def wait(
     wish: VacateOptions,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
@@ -116,7 +116,7 @@ def wait(
 
     Args:
         wish: what is waited for.
-        say: takes what people should read; called when it changes.
+        report: takes what people should read; called when it changes.
         clock: monotonic seconds.
         sleep: pauses between two questions.
 
@@ -134,15 +134,15 @@ def wait(
         except _NoAnswer as error:
             now = str(error)
         if now != last:
-            say(f"waiting: {now}")
+            report(f"waiting: {now}")
             last = now
         if clock() >= deadline:
             break
         sleep(min(wish.poll_seconds, max(0.0, deadline - clock())))
     if not answered and wish.absent_passes:
-        say("no engine host answered: this node lends nothing")
+        report("no engine host answered: this node lends nothing")
         return True
-    say(f"not free after {wish.deadline_seconds:.0f} s: {last}{'' if answered else _ABSENT}")
+    report(f"not free after {wish.deadline_seconds:.0f} s: {last}{'' if answered else _ABSENT}")
     return False
 
 
