@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 _STUCK_SECONDS = 120.0
 # After a start, wait at most this long for agents that had slots or replicas.
 _PATIENCE_SECONDS = 30.0
-# Changes are joined for this long; what somebody asks for waits for the rest alone.
+# Changes are joined for this long; what people ask for waits for the rest alone.
 _QUIET_SECONDS = 0.3
 # Work of passes is at most a third of the core: agents' calls share it.
 _REST = 2.0
@@ -65,7 +65,7 @@ _MOST_QUIET_SECONDS = 2.0
 _SOON_SECONDS = 1.0
 # Keys change once in months; a token of a new one is refused for this long at most.
 _KEYS_SECONDS = 60.0
-# Kinds whose new objects and generations are somebody's wish.
+# Kinds whose new objects and generations are people's requests.
 _ASKED_FOR = frozenset({ObjectKind.POOL, ObjectKind.LEASE, ObjectKind.POLICY})
 _OF_TENANCY = frozenset({ObjectKind.POLICY, ObjectKind.NAMESPACE})
 
@@ -172,7 +172,7 @@ class Operator:
     # The loop.
 
     async def loop(self) -> None:
-        """Passes until told to stop; failures wait for the next turn."""
+        """Passes until stopped; failures wait for the next turn."""
         while not self.stop.is_set():
             try:
                 await self._turn()

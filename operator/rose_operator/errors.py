@@ -3,7 +3,7 @@
 OperatorError
 ├── ConfigurationError    a flag or a file of the operator is wrong
 ├── ApiUnavailable        the API server does not answer; trying again helps
-├── ApiRefused            the API server understood and said no (with its status code)
+├── ApiRefused            the API server understood and refused (with its status code)
 └── NotLeader             the operator may not write now
 """
 
@@ -25,7 +25,7 @@ class ApiUnavailable(OperatorError):
     """The API server does not answer or is overloaded; trying again helps.
 
     Attributes:
-        retry_after: seconds the server asked us to wait, 0 when it said nothing.
+        retry_after: seconds the server asked us to wait, 0 when it named no time.
     """
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:

@@ -70,7 +70,7 @@ class SecretApi(Protocol):
 
 @dataclass(frozen=True)
 class SecretOptions:
-    """Which Secrets the operator makes; an empty name: somebody else does.
+    """Which Secrets the operator makes; an empty name: the platform does.
 
     Attributes:
         folder: where it keeps its own copies.
@@ -119,7 +119,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options(argv: list[str]) -> SecretOptions | None:
-    """What the flags ask for; None where everything is somebody else's."""
+    """What the flags ask for; None where the operator makes none."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(parser)
     found, _ = parser.parse_known_args(argv)
@@ -207,7 +207,7 @@ class OwnSecrets:
         files = change(held)
         if files != held:
             data = {key: base64.b64encode(content).decode() for key, content in files.items()}
-            # Its resource version goes along: who comes second is told 409, and looks again.
+            # Its resource version goes along: who comes second gets 409, and looks again.
             await self._api.replace(ObjectKind.SECRET, raw | {"data": data})
             _log.info("Secret %s: made or renewed", name)
         if self._written.get(what) != files:

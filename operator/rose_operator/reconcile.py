@@ -3,7 +3,7 @@
 Order of the writes: slots (``slot_writes``), routers (``router_writes``), statuses (``report``);
 inside a step several at a time (``writer``). A refused write concerns its own object; an API server
 that does not answer ends the pass, and the next one starts from what is there. Routers and statuses
-step back, but not for long, when somebody asks for something: the next pass lends first.
+step back, but not for long, when a request waits: the next pass lends first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Reconciler:
         remembered: pool key -> replicas it had when the operator started.
         hurry: whether a lease or pool has been asked for since the pass began.
         demand: what the router of a lease says of its turns, by the lease's key.
-        notes: what each process of that router said last, for the lease's totals.
+        notes: the last note of each process of that router, for the lease's totals.
         worked_seconds: processor time of the last pass, without its writes.
     """
 

@@ -46,7 +46,7 @@ class GatewaySettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything the operator is told at start.
+    """Everything that the operator is given at start.
 
     Attributes:
         namespace: ROSE's own namespace: slots, the leader Lease.
@@ -122,7 +122,7 @@ class Settings:
 
     @property
     def lending(self) -> PlannerPolicy:
-        """The planner's figures, with those that the platform has said."""
+        """The planner's figures, with those that the platform has set."""
         return PlannerPolicy(
             settle_seconds=self.settle_seconds,
             cool_seconds=self.cool_seconds,

@@ -76,7 +76,7 @@ class Audience:
 
         Raises:
             NotPublished: it is no longer kept.
-            PublishFailed: the store cannot be told.
+            PublishFailed: the store cannot be reached.
         """
         answer = tuple(map(float, logprobs))
         version, digest = published.version, published.digest
@@ -132,7 +132,7 @@ def refer_answer(
         Whether the store keeps such a version.
 
     Raises:
-        PublishFailed: the store cannot be told.
+        PublishFailed: the store cannot be reached.
     """
 
     async def tell() -> bool:

@@ -259,7 +259,7 @@ class Publisher:
 
         Raises:
             NotPublished: not durable yet, or no longer kept.
-            PublishFailed: the store cannot be told.
+            PublishFailed: the store cannot be reached.
         """
         self._audience.refer(self.wait(version, 0.0), logprobs)
 

@@ -2,7 +2,7 @@
 
 The layout is that of FP8 checkpoints on the Hugging Face hub (``quant_method: fp8``): a weight
 becomes ``F8_E4M3`` and beside it stands ``NAME_scale_inv``, one FP32 factor per block of 128 x 128.
-Every engine of the lineage then holds bits that somebody attested; engines that quantise for
+Every engine of the lineage then holds bits that were attested; engines that quantise for
 themselves hold bits that nobody can compare. Publish it as a run of its own beside the BF16 one.
 
 Weights are rounded to BF16 first, so FP32 masters and their BF16 casts make the same bits. A

@@ -8,7 +8,7 @@ off or cut is cancelled; its connection closes, and the router ends the turn on 
 With ``stream`` a round comes in parts, each group as soon as it is ready: the trainer adds its
 gradients while the round's tail still runs, and steps at the part that is the ``last``. The parts
 one after the other are the batch that the round would have given, in its order, and the weights do
-not change meanwhile: whoever adds gradients group by group gets the same step, bit for bit.
+not change meanwhile: a trainer that adds gradients group by group gets the same step, bit for bit.
 What ends while the trainer is busy with a part counts in the order in which it ended.
 
 With ``reward`` a trajectory's reward is a coroutine of its own, and a group has its tokens before

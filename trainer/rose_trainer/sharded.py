@@ -192,7 +192,7 @@ class ShardedPublisher:
 
         Raises:
             NotPublished: this publisher has not published it, or it is no longer kept.
-            PublishFailed: the store cannot be told.
+            PublishFailed: the store cannot be reached.
         """
         self._audience.refer(self.wait(version), logprobs)
 

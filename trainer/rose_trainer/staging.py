@@ -222,7 +222,7 @@ def bits_of(buffer: torch.Tensor) -> Bits:
 
 
 def holds_all(tensors: Tensors) -> bool:
-    """Whether whoever passes the tensors holds them all at once."""
+    """Whether the caller holds all the tensors at once."""
     return isinstance(tensors, Mapping | Sequence | ItemsView)
 
 

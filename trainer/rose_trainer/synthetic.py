@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     """Publish until the input ends.
 
     Returns:
-        0 ended as told, 1 the run is no longer ours.
+        0 ended as asked, 1 the run is no longer ours.
     """
     flags = argparse.ArgumentParser(prog="rose_trainer.synthetic", description=__doc__)
     flags.add_argument("--address", required=True, help="host:port of the store")

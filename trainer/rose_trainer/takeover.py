@@ -1,7 +1,7 @@
 """A publisher's first words with the store: take the run over, or say why that cannot be.
 
 A trainer may start before its store, so a store that does not answer, or whose disk is full, is
-asked again for a while; whoever waits is told at once, and what to look at when the time is up.
+asked again for a while; who waits learns it at once, and what to look at when the time is up.
 Next step: ``publisher`` and ``sharded`` publish as the incarnation that this opened.
 """
 

@@ -11,7 +11,7 @@ WeightsError
 ├── Forbidden         who the caller is does not allow it
 ├── BadTenants        the file of tenants is none, or lacks the one that was asked for
 ├── TooLarge          a version larger than what its receiver fetches
-├── Outrun            somebody else wrote an object of a bucket first; the store reads it again
+├── Outrun            another process wrote an object of a bucket first; the store reads it again
 └── Damaged           bytes on disk or from the wire are not what their name says
 """
 
@@ -67,7 +67,7 @@ class Outrun(WeightsError):
 
 
 class Forbidden(WeightsError):
-    """The caller's certificate does not allow it; whoever runs the store says who may."""
+    """The caller's certificate does not allow it; the store's owner decides who may."""
 
 
 class Damaged(WeightsError):

@@ -50,7 +50,7 @@ def inspect(where: str | Path, run: str = "") -> str:
 
 
 def _nothing(path: Path) -> Damaged:
-    """What is told of a place with nothing of ours; a new store looks the same."""
+    """The answer for a place with nothing of ours; a new store looks the same."""
     return Damaged(f"{path} is no store, bundle or manifest, or a store without a version yet")
 
 

@@ -160,7 +160,7 @@ def diagnose(
     """Why NVML did not open.
 
     Args:
-        error: what NVML or its bindings said.
+        error: of NVML or its bindings.
         root: of the file system in which the node's devices are looked for.
         environment: of this process.
         is_loadable: whether this process can load the library itself.

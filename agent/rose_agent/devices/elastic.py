@@ -84,7 +84,7 @@ class KvcachedSegment:
         """Write the pool's limit, bytes.
 
         Returns:
-            False while somebody holds the lock: nothing was written.
+            False while another process holds the lock: nothing was written.
 
         Raises:
             QueryFailed: the segment cannot be opened or written.

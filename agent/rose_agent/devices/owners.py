@@ -1,4 +1,4 @@
-"""Whose a process on a GPU is: a rollout engine's, a pod's, or somebody else's, by its cgroup.
+"""Whose a process on a GPU is: a rollout engine's, a pod's, or another's, by its cgroup.
 
 NVML names processes by the node's pids, so this needs the node's pid namespace (``hostPID``), which
 the guard has. An engine's cgroup bears the engine host's prefix and the slot's uid, whatever

@@ -490,7 +490,7 @@ def _trespass(uuid: GpuUuid, gpu: _Gpu | None, party: GpuParty, now_s: float) ->
     """Somebody who does not own the GPU and is no engine of ours computes on it.
 
     A process that has just ended, or has not been put into its cgroup yet, is not to be seen for a
-    moment; one that stays so is somebody.
+    moment; one that stays so is a real one.
     """
     if gpu is None or now_s - gpu.reading.read_s >= STALE_SECONDS:
         return Fitness()

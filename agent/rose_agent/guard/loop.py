@@ -180,7 +180,7 @@ class Ticker:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the guard is told at its start; ``rose_agent.guard.main`` makes it from the flags.
+    """What the guard is given at its start; ``rose_agent.guard.main`` makes it from the flags.
 
     Attributes:
         settle_seconds: Ready and stable for this long after a restart before lending resumes.

@@ -52,7 +52,7 @@ _log = logging.getLogger("rose.agent")
 _CERTIFICATE_SECONDS = 1.0
 
 Part = Callable[[], Coroutine[Any, Any, None]]
-"""What runs as a task of the agent until it is told to end."""
+"""What runs as a task of the agent until it is cancelled."""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
     """Run the guard, or look into a running one.
 
     Returns:
-        Exit code: 0 ended as told, 1 failed.
+        Exit code: 0 ended as asked, 1 failed.
     """
     if argv and argv[0] in node_verbs.LOOKS:
         return node_verbs.main(argv[0], argv[1:])

@@ -7,7 +7,7 @@ together what its slots share, ``dedicated`` orders an engine without a guard. B
 - ``helper``: the small process that stays root for a host that is not.
 - ``enforcement``: stop an engine whose permit lapses. ``rose_agent.os``: how.
 - ``sharing``: MPS and limits by the driver. ``discovery``: what this node offers.
-- ``options``: what the host is told. ``vacancy``: who may still hold a GPU.
+- ``options``: what the host is given. ``vacancy``: who may still hold a GPU.
 - ``processes``: what is run, how it is contained, what an earlier host left.
 - ``memory``: device memory of engines. ``users``: whose they are. ``route``: the data route.
 """

@@ -33,7 +33,7 @@ _RETRY_SECONDS = 1.0
 
 
 class Attachment:
-    """Keeps the router told about one engine until ``leave``."""
+    """Keeps the router informed about one engine until ``leave``."""
 
     def __init__(
         self, host: EngineHost, file: DedicatedFile, order: EnsureEngine, lease: str

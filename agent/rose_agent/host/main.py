@@ -285,7 +285,7 @@ def main(
         connection: to the root helper, and its process; None = this process does its work.
 
     Returns:
-        0 ended as told, 1 failed, 2 wrong usage.
+        0 ended as asked, 1 failed, 2 wrong usage.
     """
     arguments = parser().parse_args(argv)
     logging.basicConfig(

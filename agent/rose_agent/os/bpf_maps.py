@@ -1,6 +1,6 @@
 """Maps of BPF programs, by the kernel's own calls: what is handed a map needs no library for it.
 
-Since Linux 5.19 whoever holds a map's descriptor may use it without a capability. Next step:
+Since Linux 5.19 the holder of a map's descriptor may use it without a capability. Next step:
 ``rose_agent.tap.kernel_counts`` keeps streams in one.
 """
 

@@ -72,7 +72,7 @@ class Freezer:
         return group(self.driver, self.directory(uid), leader)
 
     def strays(self) -> tuple[ProcessGroup, ...]:
-        """Every engine cgroup below ours, whoever made it."""
+        """Every engine cgroup below ours, also those of earlier hosts."""
         if self.base is None:
             return ()
         return tuple(

@@ -266,7 +266,7 @@ class SignalGroup:
         return tuple(sorted(self._members()))
 
     def _members(self) -> dict[int, _Task]:
-        """Pid -> task of every member: the session, and whoever descends from it."""
+        """Pid -> task of every member: the session, and all that descend from it."""
         tasks = _tasks()
         members = {pid for pid, task in tasks.items() if self._leader in {task.session, pid}}
         grown = True

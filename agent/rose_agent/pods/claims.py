@@ -5,9 +5,9 @@
 | static | not asked | those of its annotation; else paired with the node's GPUs by age |
 | nvml | answers, or has answered | what it has allocated to the pod; nothing else counts |
 | nvml | has not been asked yet | not known yet |
-| nvml | has never answered | those that the pod's processes are on: weaker, and said so |
+| nvml | has never answered | those that the pod's processes are on: weaker, and reported so |
 
-The annotation never counts beside a real driver: whoever may write a pod could name the GPU of
+The annotation never counts beside a real driver: who may write a pod could name the GPU of
 another tenant by it. Next step: ``rose_core.devices.ownership`` decides.
 """
 

@@ -1,4 +1,4 @@
-"""One serving pod as the guard needs it, whoever found it."""
+"""One serving pod as the guard needs it, however it was found."""
 
 from __future__ import annotations
 

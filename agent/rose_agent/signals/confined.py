@@ -61,10 +61,10 @@ _OPENING_SECONDS = 2
 # Beyond what a reader has when it begins: a page of 4 MiB as bytes, text and lines, with room.
 _MORE_MEMORY = 256 * 1024 * 1024
 _MOST_FILES = 64
-# How SGLang and vLLM are told over how many machines one engine stretches.
+# The flags of SGLang and vLLM that say over how many machines one engine stretches.
 _MACHINES = re.compile(rb"--nnodes[ =](\d{1,6})\b")
 _LONGEST_COMMAND = 64 * 1024
-# An unchanged snapshot is said again this often, so that silence means a reader that stands still.
+# An unchanged snapshot is repeated this often, so that silence means a reader that stands still.
 _AGAIN_SECONDS = 0.5
 
 

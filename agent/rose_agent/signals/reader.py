@@ -6,9 +6,9 @@ benchmarks and tests whose serving engine is their own.
 
 | reader process | figures | machines |
 |---|---|---|
-| begun, nothing said yet | unknown | unknown |
-| said something | what it said; a snapshot for ``_STALE_SECONDS`` | what it said |
-| ended, or said what no reader says | unknown at once | what it said last |
+| begun, no message yet | unknown | unknown |
+| has reported | its figures; a snapshot for ``_STALE_SECONDS`` | its figures |
+| ended, or sent what no reader sends | unknown at once | its last figures |
 | started anew after ``_BACK_OFF_SECONDS`` | as at the beginning | asked for again |
 """
 
@@ -50,7 +50,7 @@ from rose_core.telemetry.dialects import Figures
 from rose_core.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
-_STALE_SECONDS = 1.5  # three times what an unchanged snapshot is said again after
+_STALE_SECONDS = 1.5  # three times the period at which an unchanged snapshot is repeated
 # Doubled at each end, so that a pod that kills its reader costs one fork in half a minute.
 _BACK_OFF_SECONDS = (1.0, 30.0)
 _LASTING_SECONDS = 60.0  # a reader that lived this long begins with the shortest again
@@ -263,7 +263,7 @@ class ConfinedReader:
     # --- the process
 
     def _begin(self) -> None:
-        """Start a process, and say to it what the guard has said so far."""
+        """Start a process, and repeat to it what the guard has asked for so far."""
         self._retry = None
         self._channel, reader_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._handover, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -354,7 +354,7 @@ class ConfinedReader:
 
 
 def _order(factory: socket.socket, order: bytes, descriptors: list[int]) -> None:
-    """Say it to the factory; what it cannot take now is said again by the reader's next start."""
+    """Send it to the factory; what it cannot take now is repeated at the reader's next start."""
     with contextlib.suppress(BlockingIOError, ConnectionError):
         socket.send_fds(factory, [order], descriptors)
 

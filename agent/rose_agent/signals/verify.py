@@ -3,7 +3,7 @@
 The order of things is the point: a heartbeat of the tap that is old enough for the engine to have
 counted everything in it, then the engine's page, then a heartbeat that was made after the page. The
 tap empties its sockets before each heartbeat, so what the engine had counted is in the second one,
-however late this process is told of it.
+however late this process learns of it.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@ r"""Puts a serving engine to sleep under a grant and brings it back when the gra
     python -m rose_agent.sleeper.sleeper --engine SGLang --url http://127.0.0.1:30000 \
         --grant DIR/permit --record DIR/sleeper.json --pid PID --release-bytes N
 
-A process of its own, so that it outlives whoever grants. The grant is a permit: a deadline in
-shared memory that its holder extends. An agent that dies, or whose own grant has lapsed because the
-operator is gone, extends it no more. Every stage is on disk before its order is carried out; one
-that starts without a readable record takes serving for asleep until it answers its probe.
+A process of its own, so that it outlives the process that grants. The grant is a permit: a deadline
+in shared memory that its holder extends. An agent that dies, or whose own grant has lapsed because
+the operator is gone, extends it no more. Every stage is on disk before its order is carried out;
+one that starts without a readable record takes serving for asleep until it answers its probe.
 
 ``rose_core.devices.sleeper`` decides. Next step: ``rose_agent.sleeper.sleepers`` keeps one for each
 replica of a node that is lent whole.
@@ -90,7 +90,7 @@ class WatchedServing:
 
 
 class DeadMan:
-    """Dead man's switch of one serving engine: wakes it when its grant ends, whoever else is away.
+    """Dead man's switch of one serving engine: wakes it when its grant ends, whatever else is down.
 
     Args:
         serving: the engine.

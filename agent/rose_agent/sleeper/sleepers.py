@@ -3,7 +3,7 @@
 A process of its own, so that neither a dead guard nor a dead engine host leaves serving asleep. It
 follows the orders in the run directory (``rose_engines.node.servingdir``): one ``DeadMan`` for
 each. The word to a pod's readiness probe stands while serving may sleep or does not answer as
-before. When it is told to end it first wakes all that sleeps; one that was killed is started again
+before. When it has to end it first wakes all that sleeps; one that was killed is started again
 by the kubelet and finds its records.
 """
 
@@ -95,7 +95,7 @@ class Sleepers:
         self._ending = True
 
     async def run(self) -> None:
-        """Follow orders until told to end, and then until serving is back."""
+        """Follow orders until cancelled, and then until serving is back."""
         try:
             while not (self._ending and self._all_awake()):
                 await self.step()
@@ -222,10 +222,10 @@ async def _run(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run until told to end.
+    """Run until a signal.
 
     Returns:
-        Exit code: 0 ended as told, 1 failed.
+        Exit code: 0 ended as asked, 1 failed.
     """
     options = parser().parse_args(argv)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")

@@ -31,7 +31,7 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
         port: serving port.
         netns: namespace file of the runtime, used instead of ``pid`` when given.
         interfaces: names; empty = every interface that is there.
-        closely: somebody paces by tokens. First tokens are told as they happen, later ones with
+        closely: a guard paces by tokens. First tokens are sent as they happen, later ones with
             the next other event or with a heartbeat, twice in each period of the duty. Otherwise
             first tokens wait like later ones, and heartbeats are rarer.
     """

@@ -71,7 +71,7 @@ class KernelCounts:
         self.doubtful = False
         """Something was counted twice or not at all since this was last set to False."""
         self._stopped = False
-        self._counted = 0  # since the metric was told
+        self._counted = 0  # since the metric was set
 
     def feed(self, segment: Segment) -> list[TapEvent]:
         """Take a segment that the kernel passed.

@@ -58,10 +58,10 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the tap until it is told to end.
+    """Run the tap until a signal.
 
     Returns:
-        Exit code: 0 ended as told, 1 failed.
+        Exit code: 0 ended as asked, 1 failed.
     """
     options = arguments().parse_args(argv)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")

@@ -55,7 +55,7 @@ class Handles:
         return sockets if self.streams is None else [*sockets, self.streams]
 
     def close(self) -> None:
-        """Close them here; whoever was handed them keeps his."""
+        """Close them here; a process that was handed them keeps its own."""
         for taps in self.taps:
             taps.close()
         if self.streams is not None:

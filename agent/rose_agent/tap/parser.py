@@ -1,6 +1,6 @@
 """The unprivileged half of the tap: reads packets, follows requests, tells the guard.
 
-It serves ``tap.sock``. The newest guard that connects is told: first the requests under way, then
+It serves ``tap.sock``. The newest guard that connects gets first the requests under way, then
 every event as it happens, and a heartbeat per replica. Without a guard it goes on following, so
 that a restarted guard finds the truth. ``main`` imports this module after the fork, before the
 parser gives up its rights. Next step: ``replica`` reads, ``opener`` opens its sockets.

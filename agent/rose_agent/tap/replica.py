@@ -49,7 +49,7 @@ from rose_core.telemetry.tracker import Tracker
 _BATCH = 256  # segments handled before others get their turn
 _BLANK = memoryview(bytes(bpf.SNAP))
 _MOST_BEHIND = 64  # batches that a heartbeat reads to be up to date
-_REST_SECONDS = 0.02  # how late a first token may be told where tokens of others pass all the time
+_REST_SECONDS = 0.02  # how late a first token may be sent where tokens of others pass all the time
 _MUCH = 32  # segments at once from which the sockets' buffers should be emptied more often
 # A connection that shows nothing for this long is given up. Long, because a request that waits in
 # a full queue shows nothing either, and forgetting it would open the gate.
@@ -102,7 +102,7 @@ class TappedReplica:
 
     @property
     def restless(self) -> bool:
-        """Frequent heartbeats are wanted: somebody paces by tokens, or much gathers between two."""
+        """Whether heartbeats are frequent: a guard paces by tokens, or much gathers between two."""
         return self.watch.closely or self._is_crowded
 
     @property

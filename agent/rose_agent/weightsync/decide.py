@@ -107,7 +107,7 @@ class Step:
 
 
 def name_of(engine: Engine, run: str) -> str:
-    """The label under which others know what is live; empty when it cannot be told.
+    """The label under which others know what is live; empty when it is not known.
 
     Args:
         engine: what its plugin says.

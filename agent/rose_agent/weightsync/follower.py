@@ -51,7 +51,7 @@ _RECONNECT_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 _HISTORY = 20
-# How often the store is told again what is served; it forgets after three times that.
+# How often what is served is reported to the store; it forgets after three times that.
 _REPORT_SECONDS = 60.0
 # Tries to commit what lies staged before it is given up and staged anew.
 _COMMIT_ATTEMPTS = 50
@@ -71,7 +71,7 @@ class Heads:
 
     Attributes:
         head: None until it is known.
-        none_published: the store has said that the run has no version, and nothing since; frozen
+        none_published: the store's last answer is that the run has no version; frozen
             weights have no store and never a version.
         error: why nothing newer can be known now; empty while the watch goes on.
     """
@@ -93,7 +93,7 @@ class Heads:
         return str(self.head.version) if self.head else ""
 
     def encode_seconds(self, version: str) -> float | None:
-        """What encoding a version took its publisher; None unless it is the head, and told."""
+        """What encoding a version took its publisher; None unless it is the head, and known."""
         head, seconds = self._encoded
         return seconds if head == version and seconds else None
 
@@ -172,7 +172,7 @@ class FollowedRun:
     Attributes:
         adapter: the run's name; empty where the engine follows one alone.
         first: what it says of the slot is what it says of this run.
-        runs: all that the engine is to hold, told to the follower of the first: it takes away
+        runs: all that the engine is to hold, for the follower of the first: it takes away
             those of others.
     """
 

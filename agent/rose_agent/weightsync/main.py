@@ -177,7 +177,7 @@ def main(argv: list[str]) -> int:
     """Entry of the verb.
 
     Returns:
-        0 ended as told, 1 failed.
+        0 ended as asked, 1 failed.
     """
     arguments = parser().parse_args(argv)
     logging.basicConfig(

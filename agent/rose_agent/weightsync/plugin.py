@@ -55,7 +55,7 @@ class Gate:
 
     async def wait_open(self) -> None:
         """Wait until it is open."""
-        # The permit is memory that somebody else writes: there is nothing to be told by.
+        # The permit is memory that another process writes: nothing notifies this one.
         while not self.is_open():  # noqa: ASYNC110
             await asyncio.sleep(_TICK_SECONDS)
 

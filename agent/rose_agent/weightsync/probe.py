@@ -1,7 +1,7 @@
 """The fixed-prompt probe: after each commit, ask the engine and compare what it says.
 
 A task per commit asks the engine over its own HTTP server, while its permit is open, tells the
-store the answer with the attestation, and judges it by what others said of the same version
+store the answer with the attestation, and judges it by the answers of others at the same version
 (``rose_core.delta.probe``). It compares again every minute, because the others may come later.
 The follower asks for the complaint and takes an engine that computes wrong out of use.
 """

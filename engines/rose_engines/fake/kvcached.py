@@ -139,7 +139,7 @@ class TokenPool:
         return True
 
     def finish(self, rid: str) -> bool:
-        """The request has ended; its tokens stay until somebody needs the room.
+        """The request has ended; its tokens stay until the room is needed.
 
         Returns:
             Whether it had any.

@@ -6,7 +6,7 @@ are a checksum over name and content: what was torn, changed or put under anothe
 and counts as not there. It finds accidents, not attackers: who may write here is who may compute
 for the lease.
 
-The folder holds so many bytes; pages that were used longest ago go first, whoever wrote them. Next
+The folder holds so many bytes; pages that were used longest ago go first, of all writers. Next
 step: ``sglang.kv_backend`` offers it to SGLang.
 """
 

@@ -71,7 +71,7 @@ class CachePolicy:
         return first
 
     def shares(self, key: str, version: str, commits: int, digest: str) -> bool:
-        """Whether KV under a key is of the live weights alone, whoever computed it.
+        """Whether KV under a key is of the live weights alone, wherever it was computed.
 
         What runs over a commit keeps its key, and from then on that key is not the live weights'.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def ring(path: Path) -> None:
-    """Wake whoever listens there; never waits, never fails, also when nobody does."""
+    """Wake the process that listens there; never waits, never fails, also when none does."""
     kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
     # A full queue wakes the listener without this one.
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as bell:

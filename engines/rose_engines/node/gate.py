@@ -64,7 +64,7 @@ class PermitGate:
 
         Args:
             meanwhile: called at every look; it must compute nothing.
-            resting: told True before each sleep, and False after it.
+            resting: called with True before each sleep, and with False after it.
         """
         if self.is_open():
             return 0.0

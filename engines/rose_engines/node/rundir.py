@@ -93,7 +93,7 @@ class WeightsFile(msgspec.Struct, frozen=True, omit_defaults=True):
         history: versions committed, newest last.
         engine_started_ns: ``EngineFile.started_ns`` of the process this was attested on; another
             process of the same slot has base weights until weight-sync says otherwise.
-        broken: the engine said that an undo failed; the engine host restarts it.
+        broken: the engine reported that an undo failed; the engine host restarts it.
         fetched_bytes: size of the bundles that were pulled for this process.
     """
 
@@ -207,7 +207,7 @@ class RunDir:
 
     @property
     def enforcer_bell(self) -> Path:
-        """Where the engine host's enforcer is told that a permit has changed."""
+        """Where the engine host's enforcer learns that a permit has changed."""
         return self.root / "bell.sock"
 
     @property

@@ -6,7 +6,7 @@ are gathered from the live weights as the undo log. Putting them in is one scatt
 doing it twice does no harm. Beside the weights this takes ``STAGED_BYTES`` and two elements per
 change, and ``WORKING_BYTES`` per change of the largest tile while it is decoded.
 
-Engines stage on the host (``rose_engines.weights.live``): memory of a lent GPU belongs to somebody
+Engines stage on the host (``rose_engines.weights.live``): memory of a lent GPU belongs to another
 else, see docs/decisions/0014-staged-on-the-host.md. ``bench.gpu`` measures what that costs their
 pause.
 """

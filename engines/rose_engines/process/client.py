@@ -62,7 +62,7 @@ def parse_generation(body: dict[str, Any], before: Generation | None = None) -> 
 
     Args:
         body: the JSON object.
-        before: what the same stream has said so far.
+        before: what the same stream has brought so far.
 
     Raises:
         EngineRefused: the object is an error, or no reply at all.

@@ -37,7 +37,7 @@ _TOKENS = 8
 
 
 class SleepRefused(EngineUnavailable):
-    """The engine has no such route, or said no: nothing was released."""
+    """The engine has no such route, or refused: nothing was released."""
 
 
 class ServingEngine(Protocol):
@@ -185,7 +185,7 @@ class VllmServing:
         self._model = ""
 
     async def idle(self) -> bool | None:
-        """From its metrics: its load page is zero for ever unless it was told to count."""
+        """From its metrics: its load page is zero for ever unless it was started to count."""
         page = await self._http.call("GET", "/metrics")
         return _idle(METRICS["VLLM"](page.decode("utf-8", "replace")))
 

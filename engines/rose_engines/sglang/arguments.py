@@ -29,7 +29,7 @@ from rose_engines.process.launch import (
     own_packages,
 )
 
-# Nodes of the tree of what an engine has said itself: some 100 MB on the host.
+# Nodes of the tree of what an engine has generated itself: some 100 MB on the host.
 _OWN_NODES = 500_000
 
 # What becomes of an engine whose parameter layout is refused, from the host's environment: unset =

@@ -106,7 +106,7 @@ def place_hooks(
         registry: SGLang's.
         kinds: SGLang's.
         shares: whether KV under a key is of the live weights alone.
-        forget: told when the cache has been emptied.
+        forget: called when the cache has been emptied.
         cpu: there is no driver: stand in for what needs one.
     """
 

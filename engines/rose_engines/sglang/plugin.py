@@ -159,7 +159,7 @@ class SchedulerPlugin:
     Args:
         permit: permit file, None = compute always.
         control: control socket, None = weights stay as they are.
-        checkpoints: says what this process does, to whoever might freeze it.
+        checkpoints: reports what this process does to those who might freeze it.
     """
 
     def __init__(self, permit: Path | None, control: Path | None, checkpoints: Checkpoints) -> None:
@@ -196,7 +196,7 @@ class SchedulerPlugin:
             self._pass_without_orders(session)
             self._size_chunks(scheduler)
             return
-        self._drain()  # before it looks for orders: whoever wakes it later is heard next time
+        self._drain()  # before it looks for orders: a later wake-up counts for the next time
         self._pass(session)
         while session.dormant or not (session.broken or self._is_open()):
             time.sleep(POLL_SECONDS)
@@ -225,7 +225,7 @@ class SchedulerPlugin:
         scheduler.chunked_prefill_size = max(size, step)
 
     def _say(self, resting: bool) -> None:
-        """Tell whoever might freeze it; where it looks after orders it may work in the driver."""
+        """Report to its freezers; where it looks after orders it may work in the driver."""
         (self._checkpoints.mark_resting if resting else self._checkpoints.mark_iterating)()
 
     def _pass(self, session: WeightSession | AdapterSlots) -> None:

@@ -1,7 +1,7 @@
 """``Recompute`` in SGLang: requests that run lose their KV, and come back a few at a time.
 
 Prefilling everything at once would hold up every stream, so requests come back at each iteration
-boundary, up to ``SPREAD_TOKENS`` in each. Until then they are held here and nowhere else: whoever
+boundary, up to ``SPREAD_TOKENS`` in each. Until then they are held here and nowhere else: what
 looks for a request (an abort, the next commit) has them all put back first. All of it depends on
 boundaries alone, so every rank of an engine does the same at the same one.
 """

@@ -74,7 +74,7 @@ _registered: list[CorePlugin] = []
 
 
 class _Leaving(Exception):
-    """The engine was told to end while it waited for its permit."""
+    """The engine had to end while it waited for its permit."""
 
 
 def registered() -> bool:
@@ -211,7 +211,7 @@ class CorePlugin:
     def _boundary(self, core: Any) -> None:  # noqa: ANN401
         if self._gate is not None:
             self._gate.wait(lambda: self._rest(core))
-        _take_in(core)  # before it looks for orders: whoever wakes it later is heard next time
+        _take_in(core)  # before it looks for orders: a later wake-up counts for the next time
         if self._session is not None:
             self._session.at_rest()
             self._session.at_boundary()

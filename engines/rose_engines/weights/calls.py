@@ -121,7 +121,7 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
     """Draft from these texts from now on, and from those of before no more.
 
     Attributes:
-        texts: token ids; none = of what the engine has said itself only.
+        texts: token ids; none = of what the engine has generated itself only.
     """
 
     texts: list[list[int]]

@@ -388,7 +388,7 @@ def pinned(flat: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
         return whole[:nbytes].view(dtype)
     log.warning("rose: CUDA does not lock given pages (error %d); torch keeps what it pins", error)
     with contextlib.suppress(RuntimeError):
-        flat.new_zeros(1)  # the next launch is told of the error, whoever's that is
+        flat.new_zeros(1)  # the next launch reports the error, whichever launch that is
     return torch.zeros(count, dtype=dtype, pin_memory=True)
 
 

@@ -161,7 +161,7 @@ def revert(update: StagedUpdate, live: Live, wrong: str) -> None:
 def put_back(update: StagedUpdate, live: Live) -> None:
     """Undo ``scatter``; again does no harm."""
     if update.fused is not None:
-        update.fused.put_back()  # whether it was kept is for whoever reads the digests
+        update.fused.put_back()  # the digests show whether it was kept
     update.host.put_back()
     for change in update.single:
         live[change.tensor.name].put(change.where, change.old)

@@ -163,8 +163,8 @@ def nameless_file(name: str) -> int:
 class SharedMemory:
     """Memory that another process may map: a file that is in no file system and has no name.
 
-    It counts as memory of whoever touches it first, and no mount of ``/dev/shm`` bounds it. It is
-    gone when nobody has it open or mapped any more.
+    It counts as memory of the process that touches it first, and no mount of ``/dev/shm`` bounds
+    it. It is gone when nobody has it open or mapped any more.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class SharedMemory:
         return self._map
 
     def close(self) -> None:
-        """Have done with it; whoever was given it keeps it."""
+        """Let go of it; a process that was given it keeps it."""
         with contextlib.suppress(BufferError):  # an array over it lives on for a moment
             if self._map is not None:
                 self._map.close()

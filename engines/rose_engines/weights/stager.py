@@ -367,7 +367,7 @@ class _Server:
         pace = Pace(lambda: bool(_FLAGS.unpack_from(self._flags)[0]))
 
         def rest() -> None:
-            if self._orphan:  # whoever said that serving is busy says nothing any more
+            if self._orphan:  # the process that reported busy serving is gone
                 sys.exit(0)
             self._done += 1
             _set(self._flags, 1, self._done)

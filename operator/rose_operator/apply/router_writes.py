@@ -66,7 +66,7 @@ def live_router(
 
 
 def refused_seconds(lease: RolloutLease, now: datetime) -> float:
-    """How long the lease's own status has said that it is refused; 0 while it does not say so."""
+    """How long the lease's status has shown that it is refused; 0 while it does not show it."""
     for one in lease.status.conditions:
         if one.type == ConditionType.ACCEPTED and one.status == "False":
             return (now - datetime.fromisoformat(one.last_transition_time)).total_seconds()

@@ -179,8 +179,8 @@ def _strategy(lease: RolloutLease) -> dict[str, Any]:
     """How pods are replaced.
 
     Turns live in a router's memory; two that do not know of each other would split a lease's queue.
-    Replicas do, and pass turns on when they leave. What is asked of a rolling update is said, not
-    left to defaults: an apply takes back only what it has said, and Recreate forbids it.
+    Replicas do, and pass turns on when they leave. A rolling update's fields are written, not
+    left to defaults: an apply takes back only what it has written, and Recreate forbids them.
     """
     if lease.spec.router.replicas == 1:
         return {"type": "Recreate"}
@@ -333,7 +333,7 @@ def _container(lease: RolloutLease, settings: Settings, large: RouterSize) -> di
             *([{"name": "peer", "containerPort": PEER_PORT}] if several else []),
         ],
         **({"env": env} if (env := _environment(settings, several=several)) else {}),
-        # Until the operator has said who this is; it may be away for a while.
+        # Until the operator has enrolled the router; it may be away for a while.
         "startupProbe": {
             "httpGet": {"path": "/healthz", "port": "http"},
             "periodSeconds": 2,
@@ -423,7 +423,7 @@ def _pod(name: str, lease: str, settings: Settings, container: dict[str, Any]) -
         {"name": "proof", "projected": {"sources": [{"serviceAccountToken": proof}]}},
         {"name": "identity", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
     ]
-    if settings.turn_secrets:  # until somebody has made it, the pod waits: no open door meanwhile
+    if settings.turn_secrets:  # the pod waits until it exists, and is not open meanwhile
         volumes.append({"name": "turns", "secret": {"secretName": turn_secret(name)}})
     return {
         "serviceAccountName": settings.router_service_account,

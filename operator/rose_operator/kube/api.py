@@ -151,7 +151,7 @@ class Api:
         namespace: where slots and the leader Lease live.
         routers: where routers do; empty = the same.
         may_write: the leader lock's word, asked whenever a write is about to be sent: one that was
-            told to come back later may find that another operator leads by then.
+            refused for a while may find that another operator leads by then.
     """
 
     def __init__(

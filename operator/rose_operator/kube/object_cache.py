@@ -21,7 +21,7 @@ class ObjectCache:
 
     Args:
         on_change: called after every change that is news.
-        on_request: called before that when somebody asks for something: a new object or generation.
+        on_request: called before that for a new object or generation.
 
     Attributes:
         complete: a full listing has been taken in.

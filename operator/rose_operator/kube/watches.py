@@ -156,7 +156,7 @@ async def watch_kinds(
 def _run_kopf(
     handlers: kopf.OperatorRegistry, stop: threading.Event, namespaces: Sequence[str] = ()
 ) -> None:
-    """Kopf until told to stop; started again if it fails."""
+    """Run kopf until stopped; started again if it fails."""
     while not stop.is_set():
         try:
             asyncio.run(_watch(handlers, stop, namespaces))

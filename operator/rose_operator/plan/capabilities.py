@@ -8,7 +8,7 @@ the same for all of them:
 |---|---|---|---|
 | ``DeviceAccess`` | every node's engine host reaches its GPUs | one does not | nobody reports |
 | ``ComputeAvailable`` | ``compute`` works on every node | one cannot; names it | nobody reports |
-| ``OwnershipProven`` | the kubelet allocated each replica's GPUs | told otherwise | not yet |
+| ``OwnershipProven`` | the kubelet allocated each replica's GPUs | found by other means | not yet |
 | ``DevicesFit`` | GPUs and drivers can hold what leases ask | one cannot; figures | nobody says |
 | ``MemoryAvailable`` | ``memorySource`` and ``memoryLimit`` work | one cannot | nobody reports |
 """
@@ -82,7 +82,7 @@ def statements(
 
 
 def _fit(pool: ServingPool, world: ClusterState, misfits: Sequence[Misfit]) -> Statement:
-    """Can the GPUs hold what leases ask? With the figures, so that somebody can act on it."""
+    """Can the GPUs hold what leases ask? With the figures, so that people can act on it."""
     kind, reports = ConditionType.DEVICES_FIT, world.reports_of(pool.metadata.key)
     # A sleeper's memory is free only once it sleeps.
     bad = _UNFIT if pool.spec.whole_replica is None else _UNFIT - {Reason.INSUFFICIENT_MEMORY}
@@ -110,7 +110,7 @@ def _fit(pool: ServingPool, world: ClusterState, misfits: Sequence[Misfit]) -> S
 def _unfit(
     world: ClusterState, node: str, report: ReplicaReport, bad: Collection[Reason]
 ) -> tuple[Reason, str] | None:
-    """What speaks against the replica's GPUs whoever asks for them."""
+    """What speaks against lending the replica's GPUs to any lease."""
     lacks = _missing(world, node, report, ())
     reason = replica_refusal(lacks.word if lacks else report.refusal)
     if reason is None or reason not in bad:

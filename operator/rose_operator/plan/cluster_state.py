@@ -39,7 +39,7 @@ class ClusterState:
         tenancy: what the platform allows; None where it has switched that off.
         left_out: runs beside their first that leases may not follow, by key.
         asleep_in: pool key -> how many of its replicas are lent whole, leaving ones included.
-        notes: lease key -> what each process of its router said last.
+        notes: lease key -> the last note of each process of its router.
         now: wall clock; ``monotonic`` is the telemetry's clock at the same moment.
     """
 

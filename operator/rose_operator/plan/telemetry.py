@@ -1,4 +1,4 @@
-"""What agents said last, node by node, and when; nothing here outlives the process.
+"""What agents reported last, node by node, and when; nothing here outlives the process.
 
 Times are seconds of the operator's own monotonic clock, taken when a report arrived.
 """
@@ -54,7 +54,7 @@ class NodeReport:
         }
 
     def inherit(self, old: NodeReport) -> None:
-        """Keep what was derived from the report before, which said the same of all that matters."""
+        """Keep what was derived from the report before, which was the same in all that matters."""
         self.essence, self._lacks = old.essence, old._lacks
 
     def missing(

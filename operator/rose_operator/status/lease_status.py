@@ -131,7 +131,7 @@ def _lease_granted(
 
 
 def _lease_router(router: RouterDecision, *, ready: bool) -> Statement:
-    """Whether turns have somebody to go to; where there is no pod, why."""
+    """Whether a router takes turns; where there is no pod, why."""
     if router.state is not RouterState.RUNS:
         return Statement(_C.ROUTER_READY, False, router.reason, router.message)
     if not ready:

@@ -224,7 +224,7 @@ class Reporter:
         try:
             status = slot_status(slot, world, self._policy)
         except ValidationError as error:
-            # What an agent said beyond every bound leaves the status as it was.
+            # A report beyond every bound leaves the status as it was.
             _log.warning("report about slot %s: %s", slot.metadata.name, error)
             return
         if status == slot.status:
@@ -338,7 +338,7 @@ class Reporter:
             except ApiRefused as error:
                 if error.code != NOT_FOUND:
                     raise
-                # It was deleted and the watch has not said so (yet).
+                # It was deleted, and the watch has not delivered that yet.
                 self._stores[kind].forget(resource.metadata.key)
                 return
             self._deferral.settle(key)

@@ -1,4 +1,4 @@
-"""Status of a RolloutSlot: what its node last said; figures that move all the time stay out."""
+"""Status of a RolloutSlot: what its node reported last; figures that move all the time stay out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def slot_state(slot: RolloutSlot, world: ClusterState) -> SlotState | None:
 
 
 def slot_report(slot: RolloutSlot, world: ClusterState) -> SlotReport | None:
-    """What the slot's node last said about this generation of it."""
+    """What the slot's node reported last about this generation of it."""
     report = world.telemetry.slot(slot.metadata.uid, slot.spec.member.node)
     if report is None or report.slot.generation != slot.metadata.generation:
         return None

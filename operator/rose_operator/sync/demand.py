@@ -7,7 +7,7 @@ attached to it. A lease with several replicas is asked at each of them, and what
 up.
 
 Turns are written nowhere: ``snapshot`` hands them to the planner (``rose_core.lending.demand``).
-What trainers said of their trajectories comes into the lease's totals (``status.accounting``).
+What trainers reported of their trajectories comes into the lease's totals (``status.accounting``).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Demands:
         return together([h for router, h in self._heard.items() if router.lease == lease], now)
 
     def notes(self, lease: str) -> list[DemandNote]:
-        """What each replica of the lease's router said last."""
+        """The last note of each replica of the lease's router."""
         return [heard.note for router, heard in self._heard.items() if router.lease == lease]
 
     async def run(self) -> None:

@@ -61,7 +61,7 @@ from rose_wire.rpc import Server
 from rose_wire.services import ENROL, ENROL_ROUTER
 
 _log = logging.getLogger(__name__)
-# How often what a router was told is compared with what holds now.
+# How often what a router was sent is compared with what holds now.
 _LOOK_SECONDS = 1.0
 # Without certificates nothing expires; a router is looked at again all the same.
 _WITHOUT_TLS_SECONDS = 43_200.0
@@ -289,7 +289,7 @@ def _user(status: dict[str, object], audience: str, account: str, whose: str) ->
     """The user of a reviewed token.
 
     Raises:
-        Refused: the token is not good, for somebody else, or of another account.
+        Refused: the token is not valid, for another audience, or of another account.
     """
     user = status.get("user")
     if not status.get("authenticated") or not isinstance(user, dict):

@@ -1,4 +1,4 @@
-"""What an agent is told: its grants and the pools' policies, from memory alone (pure)."""
+"""The answer to an agent: its grants and the pools' policies, from memory alone (pure)."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class NamedWorkflow:
         self._own, self._task = own, task
 
     async def arun_episode(self, engine: Any, data: Any) -> Any:  # noqa: ANN401  # AReaL's
-        """AReaL's own, its turns named; its end is said, also when it fails."""
+        """AReaL's own, its turns named; its end is reported, also when it fails."""
         session = uuid.uuid4().hex
         before = _NAMES.set({"session": session, "group": self._task.group})
         result = None

@@ -1,12 +1,12 @@
 """``rose forward``: gives a token to the calls of trainers that send none.
 
-Routers hear nobody without a token. Some trainers cannot be told one (slime, AReaL), or not for
+Routers hear nobody without a token. Some trainers take none (slime, AReaL), or not for
 their control calls. This process stands beside such a trainer on its own machine, passes every
 request on to the lease's URL with the token in it, and the answers back as they come.
 
     rose forward --url http://ROUTER:8000 --token-file /etc/rose/turn.token
 
-It listens on this machine alone: whoever reaches it is the trainer. The file of the token is read
+It listens on this machine alone: its only caller is the trainer. The file of the token is read
 at every request, so what the kubelet renews counts at once.
 """
 

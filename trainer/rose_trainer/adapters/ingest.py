@@ -345,7 +345,7 @@ async def serve(
     Args:
         service: what to serve.
         address: ``host:port``.
-        ready: told the port.
+        ready: called with the port.
     """
     stop = stop_signal()
     runner = web.AppRunner(service.application(), access_log=None)

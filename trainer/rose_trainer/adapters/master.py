@@ -18,7 +18,7 @@ class Master:
 
     Args:
         publisher: makes the publisher, when the first version comes.
-        router: URL of the lease; empty = nobody is told.
+        router: URL of the lease; empty = no router is notified.
         token: bearer token of its callers.
         durable_seconds: wait for so long that each version is durable; ``None`` = do not wait.
     """
@@ -46,7 +46,7 @@ class Master:
         Raises:
             BadState: tensors that cannot be published.
             PublishFailed: an earlier version could not be published.
-            aiohttp.ClientError: the router could not be told.
+            aiohttp.ClientError: the router could not be notified.
         """
         if self._publisher is None:
             self._publisher = await asyncio.to_thread(self._make)

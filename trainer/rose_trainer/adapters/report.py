@@ -3,7 +3,7 @@
 The router sees turns, and cannot see what becomes of them; its bias meter stays empty until the
 trainer says so. A report must never cost a step: it is tried a bounded number of times, a failure
 is logged, and nothing is raised. A report that is lost leaves its trajectories *lost* in the meter,
-which widens its intervals; none is counted as trained that was not said to be.
+which widens its intervals; none is counted as trained that was not reported so.
 
 ``report`` and ``report_async`` say what became of trajectories, ``finish_async`` that one is over.
 Next: ``docs/placement.md``, the bias meter.

@@ -157,7 +157,7 @@ class SessionSample(Sample, Protocol):
     metrics: Mapping[str, float]
 
 
-_SAID = 65536  # sessions whose fate is remembered, so that none is said twice
+_SAID = 65536  # sessions whose fate is remembered, so that none is reported twice
 
 
 class Reporting:
@@ -169,7 +169,7 @@ class Reporting:
     Args:
         samples: TRL's queue, or an ``OldestFirst`` before it.
         trains_on: whether TRL will train on a sample that it has just taken.
-        report: is told rewards by session, of those trained on and of those dropped.
+        report: takes rewards by session, of those trained on and of those dropped.
     """
 
     def __init__(

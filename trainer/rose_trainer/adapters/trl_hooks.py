@@ -7,7 +7,7 @@ TRL's rollout process sends a prompt and nothing else, and its samples keep no n
 that made them. ``RolloutLoop`` gives each conversation a session, each group its name and each turn
 an id (asked again after a lost connection, it is the same turn), says that a conversation is over,
 and hands samples on that know their session. In the trainer's process ``trl.Reporting`` stands
-before the queue and notes which of them TRL takes; after each step the router is told.
+before the queue and notes which of them TRL takes; after each step the router is notified.
 
 TRL sends no token; ``rose forward`` gives one to turns and reports alike.
 """

@@ -147,7 +147,7 @@ class CheckpointEngine:
     Args:
         bucket_size, is_master: verl's; nothing is bucketed here, and the master publishes.
         store, run, token_file: of the weight store.
-        router, router_token_file: told which step each version is, so that replies can say it.
+        router, router_token_file: notified which step each version is, so that replies can name it.
         durable_seconds: wait for so long that each version is durable; ``None`` = do not wait.
         publisher: makes the publisher, by default from ``store``, ``run`` and ``token_file``.
     """

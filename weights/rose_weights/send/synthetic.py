@@ -1,6 +1,6 @@
 """A small model whose every version is known in advance, for the fault suite and benchmarks.
 
-The bits at a step are a function of the step alone, so whoever looks at an engine can say which
+The bits at a step are a function of the step alone, so a look at an engine shows which
 version its weights are, or that they are none.
 """
 

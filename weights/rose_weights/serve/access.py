@@ -17,7 +17,7 @@ A file of ``--access``::
 ``record`` is a right of its own: to keep and read the records of a run's sandboxes, and nothing of
 its weights. Nobody has it by one of the others.
 
-Blocks are named by their content and have no run: whoever may read some run may fetch a block whose
+Blocks are named by their content and have no run: who may read some run may fetch a block whose
 name it knows, and such a name is known from the manifest of a run alone. Next step: ``service``
 asks here before it does anything.
 """

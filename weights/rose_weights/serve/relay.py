@@ -1,4 +1,4 @@
-"""One per serving cluster: each block crosses the boundary once, whoever asks for it.
+"""One per serving cluster: each block crosses the boundary once, for all receivers.
 
 A relay answers what receivers ask (describe, watch, plan, fetch) from the store behind it and keeps
 blocks on its own disk. Blocks are named by their content, so nothing it keeps can be out of date.
@@ -209,7 +209,7 @@ class RelayHandlers:
 
     async def _read(self, names: Sequence[bytes], *, check: bool) -> list[bytes]:
         """Blocks' bytes, brought (again) where they are not here intact."""
-        for _ in range(ATTEMPTS):  # one was damaged on disk, or whoever fetched it failed
+        for _ in range(ATTEMPTS):  # one was damaged on disk, or its fetch failed
             try:
                 return await asyncio.to_thread(self._blocks.read, names, check=check)
             except (Incomplete, Damaged):

@@ -102,7 +102,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass
 class _PromptAnswers:
-    """Answers to the fixed prompt at one version; whoever may only read is never the trainer."""
+    """Answers to the fixed prompt at one version; who may only read is never the trainer."""
 
     trainer: Answer = ()
     engines: dict[str, Answer] = field(default_factory=dict)
@@ -326,7 +326,7 @@ class WeightService:
             try:
                 async for block in blocks:
                     await staging.put(asyncio.create_task(self._stage(block)))
-            except Exception:  # whatever broke the stream: who waits for its end is told
+            except Exception:  # whatever broke the stream: who waits for its end must learn it
                 await staging.put(None)
                 raise
             await staging.put(None)

@@ -69,7 +69,7 @@ class Tenant(
     """What one tenant may do, and how it proves who it is.
 
     What it has not stays out of the file: a store of before a field was added refuses a file that
-    has it, and so hears of it first when somebody is granted that.
+    has it, and so learns of it first when it is granted.
 
     Attributes:
         publish, read: runs, as shell patterns.

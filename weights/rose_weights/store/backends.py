@@ -1,6 +1,6 @@
 """Where a store's runs, manifests and blocks are kept: a folder, or a bucket.
 
-``Store`` states the rules, a ``Backend`` keeps what it is told to keep and promises three things:
+``Store`` states the rules, a ``Backend`` keeps what it is given and promises three things:
 what ``sync`` and ``write_manifest`` returned for survives; a block that is read is what its name
 says; ``change`` replaces a run's state only if nobody else replaced it since it was read.
 

@@ -1,4 +1,4 @@
-"""Several versions as one delta, made when somebody asks for it and kept for the next who does.
+"""Several versions as one delta, made on demand and kept for the next request.
 
 Store and relay both merge: the store because receivers are behind by different numbers of versions,
 the relay because it has the single deltas already and need not have their sum sent. Who asks for a

@@ -62,7 +62,7 @@ class TurnRecord(msgspec.Struct, frozen=True):
         files, processes: None: the bare image, no process.
         effects: that left the sandbox, of all turns up to here.
         commands: of this turn.
-        history: the router's session up to here, as it exported it; None: it told nothing.
+        history: the router's session up to here, as it exported it; None: it exported nothing.
         parent: (session, turn) that it was forked from.
     """
 

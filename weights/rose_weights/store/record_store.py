@@ -1,7 +1,7 @@
 """Where records of sandboxes are kept: the rules of ``records``, as a store keeps them.
 
 A session is a run of the store whose name no publisher of weights may use. What is asked here names
-the run of the *weights* and the session, so whoever stands before it can ask whether the caller may
+the run of the *weights* and the session, so a proxy in front of it can ask whether the caller may
 keep records of that run.
 
 | asked | refused when |

@@ -239,7 +239,7 @@ class Records:
         return tuple(int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4))
 
     def history(self, record: TurnRecord) -> bytes:
-        """The router's session up to the record, as it exported it; empty: it told nothing.
+        """The router's session up to the record, as it exported it; empty: it exported nothing.
 
         Raises:
             Incomplete, Damaged: as ``part``.

@@ -9,7 +9,7 @@
 
 A trainer that has started again asks first whether its state is a version that is kept: parts with
 digests alone, gathered beside the others. When all are there, it is the head as an empty delta from
-that version, or the ranks are told to send it in full.
+that version, or the ranks have to send it in full.
 
 Parts are small (blocks are staged before) and held in memory.
 """
@@ -102,7 +102,7 @@ class IncompleteVersions:
                 raise BadManifest(str(error)) from error
 
     def _is_sent(self, part: RankPart) -> bool:
-        """Another rank was told to send the version in full, perhaps before a restart."""
+        """Whether another rank had to send the version in full, perhaps before a restart."""
         sent = self._waiting.get((part.target.run, False), {})
         return any(other.target == part.target for other in sent.values())
 

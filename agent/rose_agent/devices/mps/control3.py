@@ -7,7 +7,7 @@
 
 One daemon has any number of named servers. Only the first columns are read: the later ones hold
 commas of their own (devices, command lines). Tables are never read, because they shorten numbers.
-The daemon decides which protocol is spoken; it is told by its own command line. Next step: ``mps``.
+The daemon decides which protocol is spoken; its command line says which. Next step: ``mps``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     --help                 names the options
     (commands on stdin)    send each line to the daemon and print what it answers
 
-What a real server learns from its clients is told here by commands that NVIDIA's has not:
+What a real server learns from its clients comes here by commands that NVIDIA's has not:
 ``fake_connect PID [PERCENT]``, ``fake_leave PID`` and ``fake_fault``; ``fake_terminated`` lists
 whose work was ended by command. A server that is not for every user takes clients of its first
 client's user; NVIDIA's lets the others wait. The grammar of everything else is NVIDIA's:
@@ -177,7 +177,7 @@ class FakeDaemon:
 
 
 def serve(place: Path, *, multi_user: bool, protocol: int = 2) -> int:
-    """Answer the control program at ``place`` until it is told to quit.
+    """Answer the control program at ``place`` until it gets ``quit``.
 
     Args:
         place: path of the control socket; an older one there is replaced.

@@ -79,7 +79,7 @@ def _reserve(slot: GuardedSlot, view: ReplicaGpus, terms: PoolGpuTerms) -> Memor
 def _note_unlent(replica: GuardedReplica, neighbours: Sequence[GuardedSlot], now_ns: int) -> None:
     """Count, for the pool, memory that is kept back beside GPUs that no slot holds.
 
-    Serving does without it whether somebody borrows or not. A slot counts that of its own GPUs. A
+    Serving does without it whether it is borrowed or not. A slot counts that of its own GPUs. A
     pool that only observes has kept none back for lending.
     """
     since_ns, replica.looked_ns = replica.looked_ns, now_ns

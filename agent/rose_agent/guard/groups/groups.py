@@ -3,7 +3,7 @@
 | a pod of a group is here, and | then |
 |---|---|
 | it leads | other nodes' guards are answered (``leading``) |
-| it follows, a slot is granted beside it, the operator has told of its leader | that one is asked |
+| it follows, a slot is granted beside it, the operator has named its leader | that one is asked |
 | it follows, else | its gate is closed, ``LeaderSilent`` |
 """
 

@@ -36,8 +36,8 @@ class _Stream:
     """What a leader's guard keeps of one follower.
 
     Attributes:
-        computing_until_ns: how far its engines may compute, by what it was told; 0 = they do not.
-        closed: sequence of the closing word after which they have not been said to stand; 0 = none.
+        computing_until_ns: how far its engines may compute, by what it was sent; 0 = they do not.
+        closed: sequence of the closing word that they have not confirmed yet; 0 = none.
     """
 
     leader: PodUid = PodUid("")

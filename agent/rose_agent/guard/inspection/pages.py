@@ -4,7 +4,7 @@
 them, with ratio and interval above the sample floor, and its GPUs with the sum of their memory; per
 slot the gate and the totals.
 
-On ``agent.sock``, which only the node's root can open, both are there for whoever asks; on the
+On ``agent.sock``, which only the node's root can open, both are there for every caller; on the
 network for those who bring the installation's token. Next step:
 ``rose_agent.guard.inspection.node_verbs`` reads them.
 """

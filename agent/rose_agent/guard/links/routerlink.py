@@ -105,7 +105,7 @@ class RouterLink:
         token: the installation's, for a router whose grant brings none.
 
     Attributes:
-        last_update: what the router was told last.
+        last_update: what the router was sent last.
     """
 
     def __init__(self, token: str) -> None:
@@ -146,13 +146,13 @@ def update_of(
     device_class: str = "",
     certificates: tuple[str, ...] = (),
 ) -> EngineUpdate:
-    """What a router is told of the engine of a grant.
+    """What a router learns of the engine of a grant.
 
     Args:
         grant: names slot, lease, pool and what the engine was ordered with.
         status: the host's last; None = it lists no engine.
         token: what the router shows to the engine.
-        gate_open: turns may be sent; said only while the engine serves.
+        gate_open: turns may be sent; true only while the engine serves.
         leaving: the engine is being taken back for good.
         cap: most turns at a time.
         device_class: kind of its GPU, for the router's estimates.
@@ -187,7 +187,7 @@ def update_of(
 
 
 def _runs_of(grant: Grant) -> tuple[AdapterVersion, ...]:
-    """Runs whose adapters the engine will hold: its host has said nothing of them yet."""
+    """Runs whose adapters the engine will hold: its host has reported nothing of them yet."""
     if not grant.engine.shares_adapters:
         return ()
     return tuple(map(AdapterVersion, grant.weights.runs))

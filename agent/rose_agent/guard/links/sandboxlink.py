@@ -1,6 +1,6 @@
 """Tells the node's sandbox host while serving burns its budget: no checkpoint begins then.
 
-The word is good for ``GOOD_SECONDS`` and is said again every second, so that a guard that dies
+A report is good for ``GOOD_SECONDS`` and is repeated every second, so that a guard that dies
 stops no checkpoint for long. A host that is dead or slow costs the guard nothing: this is a task of
 its own, and one call at a time.
 """

@@ -28,7 +28,7 @@ class PoolState(ErrorBudget):
         trial: slow requests by lent and withheld window.
         lessons: predictor and margin; a new replica begins with what the others have taught.
         unlent_reserved_ns: GPU time in which nobody borrowed, by the share of the GPU's memory that
-            serving did without so that somebody could.
+            serving did without so that it could be lent.
     """
 
     name: str = ""

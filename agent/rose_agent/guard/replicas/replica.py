@@ -165,7 +165,7 @@ class GuardedReplica:
         return merged
 
     def lasting_source(self, now_ns: int) -> SignalSource | None:
-        """The source for the operator, which is not told of doubts that last less than 5 s."""
+        """The source for the operator, which does not learn of doubts that last less than 5 s."""
         fresh = self.known_ns and now_ns - self.known_ns < _LASTING_NS
         return self.source if fresh else None
 

@@ -362,7 +362,7 @@ class GuardedSlot:
         if permit is not None and permit.until_ns:
             return False
         if self.status is None or self.status.state is EngineState.GONE:
-            return machine.phase is SlotPhase.ABSENT  # nobody is there to be told of weights
+            return machine.phase is SlotPhase.ABSENT  # no engine is there that needs weights
         if not self._weights_told:
             return False
         held = self._hold.confirmed is True and not machine.self_frozen
@@ -383,7 +383,7 @@ class GuardedSlot:
         Args:
             verdict: of the slot's gate.
             now_ns: CLOCK_MONOTONIC.
-            granted: the slot has a living grant; None = nobody has told this guard yet.
+            granted: the slot has a living grant; None = this guard does not know yet.
             arrival_ns: first segment of the request that made the guard look; 0 = none.
         """
         if self._permit.remap(now_ns):

@@ -162,7 +162,7 @@ class Capabilities:
         try:
             found = self.driver.version()
         except DeviceError:
-            return ""  # what does not answer is said by the GPUs themselves
+            return ""  # the GPUs themselves report what does not answer
         return drivers.refusal(
             found.driver if found is not None else None, self._cuda, compat=self.compat.exists()
         )

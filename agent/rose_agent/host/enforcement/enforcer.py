@@ -6,10 +6,10 @@ tick it writes the host's heartbeat into each permit, looks whether the engine m
 
 | it ticks | because |
 |---|---|
-| at a ring of the bell | somebody has opened or closed a permit, or added a holder |
+| at a ring of the bell | a permit was opened or closed, or a holder added |
 | when a permit or an errand ends | nobody rings for that |
 | every 2 ms | a tree is not yet where it should be |
-| every 20 ms | the heartbeat, the stop button, whoever did not ring |
+| every 20 ms | the heartbeat, the stop button, changes without a ring |
 
 When the thread hangs or dies, the heartbeat goes stale: the guard then freezes the tree, and the
 plugin inside the engine stops by itself. Next step: ``tree`` decides, ``groups`` acts.
@@ -48,7 +48,7 @@ TICK_SECONDS = 0.02
 _UNSETTLED_NS = 2_000_000
 # A tree that does not stand still by then and still computes is killed.
 PATIENCE = StandstillPatience(3_000_000_000)
-# How often a tree at rest is looked at, in case somebody else thawed it.
+# How often a tree at rest is looked at, in case another process thawed it.
 _RECHECK_NS = 50_000_000
 # A dedicated engine's permit is extended by this much every tick.
 _OWN_PERMIT_NS = 150_000_000

@@ -9,7 +9,7 @@ the plugin inside still waits for the permit and computes nothing. Four states o
 | Running  | -               | by ``freezing``: -> Asked, or Freeze -> Stopping                 |
 | Asked    | Thaw -> Running | by ``freezing``: wait, Freeze -> Stopping, or Kill               |
 | Stopping | Thaw -> Running | stands still: -> Stopped; late and computing: Kill               |
-| Stopped  | Thaw -> Running | moves again (somebody else thawed it): as Running                |
+| Stopped  | Thaw -> Running | moves again (another process thawed it): as Running            |
 
 ``rose_core.guard.freezing`` says when an engine that works in a driver is frozen.
 Next step: ``enforcer`` runs this every few milliseconds.

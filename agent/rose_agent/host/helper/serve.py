@@ -1,7 +1,7 @@
 """The helper's process: find what this machine has, end what an earlier host left, then obey.
 
 One thread and one socket, whose other end is the host. When that is closed the host has ended:
-every engine is killed, and so is whoever is left when this process ends (``enter.become``).
+every engine is killed, and so is what is left when this process ends (``enter.become``).
 
     python -m rose_agent.host.helper.serve FD ARGUMENTS OF THE HOST
 """

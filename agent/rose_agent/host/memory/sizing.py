@@ -142,7 +142,7 @@ class Sizer:
         """Size of an engine on these GPUs.
 
         Raises:
-            BadEngine: it cannot be told, or no GPU was named.
+            BadEngine: it is not known, or no GPU was named.
             NoMemory: the driver does not say what GPU it is.
         """
         if self.driver is None or not gpu_uuids:

@@ -74,7 +74,7 @@ def sglang(order: EngineOrder) -> EngineProgram:
     Raises:
         ArgumentRefused: an argument is outside the allow-list.
         NoMemory: the GPUs have too little free memory now.
-        BadEngine: no GPU was granted, or the model's size cannot be told.
+        BadEngine: no GPU was granted, or the model's size is not known.
     """
     sized = order.sizer.size(order.model, order.spec, order.python, order.gpu_uuids)
     size, running = sized.size, order.spec.max_running

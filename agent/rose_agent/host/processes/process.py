@@ -26,12 +26,12 @@ from rose_agent.os.processes import kernel_path, start_ticks
 
 # What an engine inherits of the host's environment; secrets and cluster addresses are not in it.
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR", "HOME", "LD_LIBRARY_PATH")
-# SGLang's load snapshots; other shared memory may belong to somebody else as well.
+# SGLang's load snapshots; other shared memory may belong to others as well.
 LOG_BYTES = 4 * 1024 * 1024
 
 
 class Root(Protocol):
-    """An engine's first process, whoever its parent is."""
+    """An engine's first process, whatever its parent is."""
 
     @property
     def pid(self) -> int:

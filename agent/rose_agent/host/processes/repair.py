@@ -62,7 +62,7 @@ def repair(rundir: RunDir, freezer: Freezer, seconds: float = 10.0) -> int:
 
 
 def forget_slot(slot: SlotDir, permit: bool) -> None:
-    """Remove a slot's files; its permit too, unless somebody may have it mapped."""
+    """Remove a slot's files; its permit too, unless another process may have it mapped."""
     if permit:
         shutil.rmtree(slot.folder, ignore_errors=True)
         return

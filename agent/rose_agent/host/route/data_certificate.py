@@ -1,6 +1,6 @@
 """The certificate with which a host's data routes answer routers.
 
-The host makes the key itself and nobody signs it: routers are told the certificate's SHA-256 by the
+The host makes the key itself and nobody signs it: routers get the certificate's SHA-256 by the
 guard, over the stream that the operator's certificates protect, and take no other. So no key leaves
 the host, and who answers in its place is not heard.
 
@@ -29,7 +29,7 @@ from rose_wire import certificates
 RENEWED_SECONDS = 86_400.0
 # A router hears of a change within a second; one whose stream broke meanwhile takes longer.
 OVERLAP_SECONDS = 60.0
-_LIFE = dt.timedelta(days=30)  # routers go by what they were told, and not by this
+_LIFE = dt.timedelta(days=30)  # routers go by the digest that they got, and not by this
 
 
 @dataclass(frozen=True)

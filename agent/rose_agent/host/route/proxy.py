@@ -204,7 +204,7 @@ class DataProxy:
             await self._client.close()
 
     def _target(self, request: web.Request) -> Target | web.Response:
-        """Whose slot it is, or why the caller is not told."""
+        """Whose slot it is, or why the caller gets no answer."""
         uid = SlotUid(request.match_info["uid"])
         target = self._lookup(uid)
         if target is None:

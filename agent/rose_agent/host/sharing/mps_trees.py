@@ -4,7 +4,7 @@ Nobody has measured what a frozen client does to the other clients of its server
 with work under way can hang them all. So the host never freezes such a tree. The plugin inside
 waits at its permit and reports that it rests (``Status.resting``); the host asks for that while the
 tree should stand still. A tree that does not report it in time is killed like any other
-(``enforcement.tree``), after the server was told to end its work.
+(``enforcement.tree``), after the server was asked to end its work.
 
 | asked | what is true |
 |---|---|

@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 # Longest that a hold waits for the tree to stand still before it answers.
 _HOLD_WAIT_SECONDS = 1.0
 _REPLACE_SECONDS = 10.0
-# Engines that are gone and still told of.
+# Engines that are gone and still reported.
 GONE_KEPT = 64
 
 

@@ -1,4 +1,4 @@
-"""What a slot runs: one engine, or two at different shares; whoever asks need not know which.
+"""What a slot runs: one engine, or two at different shares; callers need not know which.
 
 | sibling | when |
 |---|---|

@@ -143,7 +143,7 @@ def open_for(slot_uid: str, uid: int, root: Path, baked: Path = BAKED) -> Path:
     """A slot's folder, the engine's user its owner; made from what is baked where it is new.
 
     Raises:
-        OSError: it cannot be made, or somebody else made it.
+        OSError: it cannot be made, or another process made it.
     """
     root.mkdir(parents=True, exist_ok=True)
     for place in (root.parent.parent, root.parent, root):

@@ -101,7 +101,7 @@ class KvFolders:
         """The folder of a slot's lease, made where it is the first.
 
         Args:
-            slot: uid of the slot; told again to ``close``.
+            slot: uid of the slot; ``close`` takes it again.
             lease: ``namespace/name``.
             wanted: bytes that the lease's engines of this node may keep.
 
@@ -136,7 +136,7 @@ class KvFolders:
     def close(self, slot: str) -> None:
         """A slot is gone, with its engine; with the last one of its lease goes the folder.
 
-        Many GiB are freed in seconds, and whoever calls this also stops engines for serving's sake:
+        Many GiB are freed in seconds, and the caller also stops engines for serving's sake:
         the folder goes out of the way at once, and its pages beside everything else.
         """
         for lease, one in tuple(self._leases.items()):

@@ -54,7 +54,7 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling: torch.Tensor,
     target_predict: torch.Tensor,
 ) -> None:
-    """Follow the drafts that are what the model would have said.
+    """Follow the drafts that are what the model would have sampled.
 
     ``accept_index`` (bs, most) gets the nodes on the way, ``accept_token_num`` how many of them
     were drafts, ``predicts`` (bs * n,) the token after each of them.
