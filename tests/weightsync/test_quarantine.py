@@ -45,7 +45,7 @@ class ScriptedPlugin:
     refuse: list[str] = field(default_factory=list)
     commits: int = 0
 
-    async def look(self) -> Engine:
+    async def read_engine(self) -> Engine:
         return self.engine
 
     async def attest(self) -> Attested:

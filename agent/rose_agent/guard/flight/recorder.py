@@ -41,7 +41,7 @@ KEPT_DUMPS = 8
 class Recorder:
     """A ring of the last entries."""
 
-    def __init__(self, kept: int = KEPT_DUMPS) -> None:
+    def __init__(self, kept: int = KEPT) -> None:
         self._ring: deque[Entry] = deque(maxlen=kept)
         # Lets a reader put the entries beside other clocks.
         self.wall_offset_ns = time.time_ns() - time.monotonic_ns()
