@@ -27,7 +27,7 @@ from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_dev.waiting import wait_until
 from rose_engines.errors import CommitRefused
-from rose_engines.node.pace import Pace
+from rose_engines.node.pace import NICE, Pace
 from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, Where, host_tensors
 from rose_engines.tensors.slices import Box, SlicedTensor
 from rose_engines.weights import decoding
@@ -652,3 +652,31 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def _nice(thread: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, thread)
+
+
+def test_the_engines_thread_comes_before_its_stager_and_before_what_stages(
+    tmp_path: Path, old: State, bundle: Path
+) -> None:
+    own, seen = _nice(os.getpid()), list[int]()
+    live = engine(old)
+    with beside(live) as stager:
+        session = WeightSession(live, str(V0), stager=lambda _: stager)
+
+        def stage_twice() -> None:
+            for _ in range(2):
+                assert isinstance(session.handle(Stage(str(bundle))), Staged)
+                seen.append(_nice(threading.get_native_id()))
+
+        thread = threading.Thread(target=stage_twice)
+        thread.start()
+        thread.join()
+        assert stager.pid is not None
+        tasks = Path(f"/proc/{stager.pid}/task").iterdir()
+        assert {_nice(int(task.name)) for task in tasks} == {min(19, own + NICE)}
+        assert isinstance(session.handle(Stage(str(bundle))), Staged)
+    assert seen == [min(19, own + NICE)] * 2
+    assert _nice(os.getpid()) == own, "the engine's own thread gives way to nobody"

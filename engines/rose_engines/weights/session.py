@@ -28,7 +28,7 @@ from pathlib import Path
 
 from rose_core.delta.digest import Digest
 from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.node.pace import Pace
+from rose_engines.node.pace import Pace, give_way
 from rose_engines.process.device import Device
 from rose_engines.tensors.canonical import Live
 from rose_engines.tensors.safetensors import write_file
@@ -240,6 +240,7 @@ class WeightSession:
 
     def _stage(self, bundle: Path) -> Staged:
         started = time.monotonic()
+        give_way(os.getpid())  # also when it confirms, later
         self._forget()
         self._phase = "Staging"
         try:

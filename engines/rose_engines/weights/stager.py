@@ -36,7 +36,7 @@ import numpy as np
 
 from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import CommitRefused
-from rose_engines.node.pace import Pace
+from rose_engines.node.pace import Pace, give_way
 from rose_engines.weights.decoding import Decoded, Decoder, HeldTensor, Outline
 from rose_engines.weights.segment import (
     SharedMemory,
@@ -411,8 +411,10 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the engine's terminal, which ends the engine
     _ask_to_be_ended_first()
     connection = socket.socket(fileno=int(argv[0]))
-    flags = int(argv[1])
-    server = _Server(connection, mmap.mmap(flags, _FLAGS.size), int(argv[2]))
+    flags, engine = int(argv[1]), int(argv[2])
+    with contextlib.suppress(ProcessLookupError):  # it is gone, and so will this process be
+        give_way(engine)
+    server = _Server(connection, mmap.mmap(flags, _FLAGS.size), engine)
     os.close(flags)
     warm_up()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the engine is gone
