@@ -154,7 +154,10 @@ class Measured:
 
 
 def keep_apart(engine: int) -> None:
-    """Give the stager the last core of this process, and the engine all others.
+    """Give what a switch computes beside the engine's own thread the last core of this process.
+
+    That is the stager, and the other threads of the engine's process: what they do takes no core
+    from a stream, whoever's switch it is.
 
     Args:
         engine: process group of the engine.
@@ -162,10 +165,14 @@ def keep_apart(engine: int) -> None:
     *others, last = sorted(os.sched_getaffinity(0))
     for task in Path("/proc").glob("[0-9]*/task/[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            if os.getpgid(int(task.parts[2])) != engine:
+            process, thread = int(task.parts[2]), int(task.name)
+            if os.getpgid(process) != engine:
                 continue
-            stager = b"rose_engines.weights.stager" in (task / "cmdline").read_bytes()
-            os.sched_setaffinity(int(task.name), {last} if stager else set(others))
+            command = (task / "cmdline").read_bytes()
+            beside = b"rose_engines.weights.stager" in command or (
+                b"sglang::scheduler" in command and thread != process
+            )
+            os.sched_setaffinity(thread, {last} if beside else set(others))
 
 
 def measure(size: str, count: int, shares: Sequence[float], *, apart: bool) -> Measured:
@@ -238,7 +245,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", default=["0.5B", "1.5B"], choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--own-core", action="store_true", help="the stager has a core, the engine all others"
+        "--own-core",
+        action="store_true",
+        help="what a switch computes beside the engine's thread has a core, that thread all others",
     )
     arguments = parser.parse_args(argv)
     gaps: dict[str, Gaps] = {}
@@ -255,7 +264,9 @@ def main(argv: list[str] | None = None) -> int:
         found += figures(size, measured, _AIM_APART if arguments.own_core else _AIM)
     found += growth(arguments.sizes, gaps, weights)
     note = f"one stream, {arguments.rounds} rounds there and back, {SHARE:.0%} changed, on CPU"
-    note += ", the stager on a core of its own" if arguments.own_core else ""
+    note += (
+        ", what is beside the engine's thread on a core of its own" if arguments.own_core else ""
+    )
     record("gap", found, notes=(note,))
     return 0
 

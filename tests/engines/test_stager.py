@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from rose_core.delta import loops
@@ -30,12 +31,12 @@ from rose_engines.errors import CommitRefused
 from rose_engines.node.pace import NICE, Pace
 from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, Where, host_tensors
 from rose_engines.tensors.slices import Box, SlicedTensor
-from rose_engines.weights import decoding
+from rose_engines.weights import decoding, host_memory
 from rose_engines.weights import segment as segments
 from rose_engines.weights import stager as stagers
 from rose_engines.weights.calls import Commit, Committed, Refused, Stage, Staged
 from rose_engines.weights.decoding import Decoded, held_of
-from rose_engines.weights.host_memory import HostMemory
+from rose_engines.weights.host_memory import HostMemory, Rows, SwapThreads
 from rose_engines.weights.live import commit, confirm, digest_live
 from rose_engines.weights.segment import SharedMemory, Sizes, StagedSegment, memory_of
 from rose_engines.weights.session import WeightSession
@@ -354,6 +355,52 @@ def test_loops_report_memory_that_does_not_keep_its_bits() -> None:
     assert memory.swap(2, rows, places, np.array([1, 2], np.uint16)) == "t"
     assert memory.swap(2, rows, places, np.array([2, 2], np.uint16)) is None
     assert bits.tolist() == [0, 0, 0, 2, 0, 0, 0, 0]
+
+
+def _rows(count: int, each: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
+    """Rows of one tensor with so many elements each, every third of the tensor."""
+    starts = each * np.arange(count)
+    rows = np.zeros((count, loops.WHOLE + 1), np.int64)
+    rows[:, loops.COUNT], rows[:, loops.ENTRY], rows[:, loops.PLACE] = each, starts, starts
+    rows[:, loops.NAME], rows[:, loops.GIVEN], rows[:, loops.WHOLE] = RUN, loops.VALUES, 1
+    return rows, 3 * np.arange(count * each, dtype=np.uint32)
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_threads_swap_every_row_once_and_tell_what_is_not_kept(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_PIECE", 64)
+    rows, places = _rows(100, 40)
+    bits = np.zeros(3 * len(places), np.uint16)
+    memory = HostMemory.of(host_tensors({"t": ("BF16", (len(bits),), bits)}), threads)
+    given = np.arange(1, len(places) + 1, dtype=np.uint16)
+    assert memory.swap(2, rows, places, given) is None
+    wanted = np.zeros_like(bits)
+    wanted[::3] = given
+    assert np.array_equal(bits, wanted)
+    twice = places.copy()
+    twice[[2041, 3001]] = twice[[2040, 3000]]  # two values for one place, in two rows
+    assert memory.swap(2, rows, twice, given) == "t"
+
+
+def test_a_swap_does_not_wait_for_threads_that_get_no_core() -> None:
+    threads, done, free = SwapThreads(2), list[int](), threading.Event()
+    for _ in range(2):
+        threads._pool.submit(free.wait)  # type: ignore[union-attr]
+    threads.run(done.append, 20)
+    free.set()
+    assert done == list(range(20))
+    threads.run(done.append, 20)
+    assert sorted(done) == sorted([*range(20)] * 2)
+
+
+def test_what_a_thread_fails_at_fails_the_swap() -> None:
+    def fail(number: int) -> None:
+        raise ValueError(number)
+
+    with pytest.raises(ValueError, match=r"[01]"):
+        SwapThreads(1).run(fail, 2)
 
 
 @pytest.mark.parametrize("word", ["BF16", "I8", "F32", "U64"])

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +32,47 @@ Sums = npt.NDArray[np.uint64]
 _NUMBERS = loops.SIGNED + 1
 _AT_ONCE = 1 << 18
 """Elements between two rests: a few milliseconds."""
+_PIECE = 1 << 16
+"""Elements that a thread swaps before it takes more: for one such piece the engine may wait."""
+_MOST_THREADS = 4
+"""A few cores have all of a machine's memory traffic, of which a swap consists."""
+
+
+class SwapThreads:
+    """Threads that swap beside the engine's, which takes whatever they have not begun.
+
+    Pieces are taken one by one (self-scheduling), so a helper that gets no core costs nothing.
+
+    Args:
+        count: of threads, beside the one that calls; None = by the cores that this one may use.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        if count is None:
+            count = min(_MOST_THREADS, len(os.sched_getaffinity(0))) - 1
+        self._count = count
+        self._pool = ThreadPoolExecutor(count, "rose-swap") if count else None
+        if self._pool is not None:  # begun here, and not amid the first commit
+            here = threading.Barrier(count)
+            list(self._pool.map(lambda _: here.wait(), range(count)))
+
+    def run(self, work: Callable[[int], object], pieces: int) -> None:
+        """Have all pieces done, ``work(0)`` to ``work(pieces - 1)``, each once."""
+        left = itertools.count()
+
+        def take() -> None:
+            while (number := next(left)) < pieces:
+                work(number)
+
+        helpers = min(self._count, pieces - 1)
+        begun = [self._pool.submit(take) for _ in range(helpers)] if self._pool is not None else []
+        try:
+            take()
+        finally:  # nobody writes any more once this returns, however it does
+            running = [one for one in begun if not one.cancel()]
+            wait(running)
+        for one in running:
+            one.result()
 
 
 @dataclass(frozen=True)
@@ -41,6 +85,8 @@ class HostMemory:
         tensors, keys: what the loops need to know of each.
         here: which tensors are reached.
         written: what renews what an engine keeps that is made of a tensor.
+        owners: keep the memory.
+        threads: swap beside the one that calls.
     """
 
     names: tuple[str, ...]
@@ -50,10 +96,16 @@ class HostMemory:
     here: npt.NDArray[np.bool_]
     written: tuple[Callable[[], object], ...]
     owners: tuple[Bits, ...]
+    threads: SwapThreads
 
     @classmethod
-    def of(cls, live: Live) -> HostMemory:
-        """Whatever of these tensors is plain host memory."""
+    def of(cls, live: Live, threads: int | None = 0) -> HostMemory:
+        """Whatever of these tensors is plain host memory.
+
+        Args:
+            live: the tensors.
+            threads: that swap beside the one that calls; None = as many as there are cores for.
+        """
         usable = kernels().memory is not None
         flats = [_flat(one) if usable else None for one in live.values()]
         lows: dict[int, int] = {}
@@ -85,6 +137,7 @@ class HostMemory:
             here,
             tuple(written),
             tuple(one for one in flats if one is not None),
+            SwapThreads(threads if lows else 0),
         )
 
     def resolve(  # noqa: PLR0917
@@ -113,7 +166,7 @@ class HostMemory:
             has an element outside its tensor.
         """
         sums = np.zeros((len(rows), 4), np.uint64)
-        for first, end in _pieces(rows):
+        for first, end in _pieces(rows, _AT_ONCE):
             wrong = _loops().resolve(
                 self.arrays[width],
                 self.tensors,
@@ -139,15 +192,20 @@ class HostMemory:
         Returns:
             The first tensor that did not keep what was written, None = all did.
         """
-        found = None
+        wrong = list[int]()
+
+        def swap_rows(first: int, end: int) -> None:
+            row = _loops().swap(self.arrays[width], self.tensors, rows[first:end], places, bits)
+            if row:
+                wrong.append(first + row - 1)
+
         # One row, then all others: who looks between finds a model that is half of each version.
-        for first, end in ((0, 1), (1, len(rows))):
-            some = rows[first:end]
-            wrong = _loops().swap(self.arrays[width], self.tensors, some, places, bits)
-            if wrong and found is None:
-                found = self.names[int(some[wrong - 1, loops.TENSOR])]
-            faults.at("engine.commit.scatter")
-        return found
+        swap_rows(0, 1)
+        faults.at("engine.commit.scatter")
+        pieces = [(1 + first, 1 + end) for first, end in _pieces(rows[1:], _PIECE)]
+        self.threads.run(lambda number: swap_rows(*pieces[number]), len(pieces))
+        faults.at("engine.commit.scatter")
+        return self.names[int(rows[min(wrong), loops.TENSOR])] if wrong else None
 
     def renew(self, tensors: Sequence[int]) -> None:
         """What is made of these tensors, once each."""
@@ -163,9 +221,9 @@ def _loops() -> MemoryLoops:
     return found
 
 
-def _pieces(rows: Rows) -> list[tuple[int, int]]:
-    """Rows from one rest to the next."""
-    ends = np.cumsum(rows[:, loops.COUNT]) // _AT_ONCE
+def _pieces(rows: Rows, elements: int) -> list[tuple[int, int]]:
+    """Rows that together have about so many elements, one behind the other."""
+    ends = np.cumsum(rows[:, loops.COUNT]) // elements
     cuts = (np.flatnonzero(np.diff(ends)) + 1).tolist()
     edges = [0, *cuts, len(rows)]
     return [(a, b) for a, b in itertools.pairwise(edges) if b > a]

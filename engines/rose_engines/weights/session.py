@@ -103,7 +103,7 @@ class WeightSession:
         self._rank = rank
         warm_up(live)
         self._stager = stager(held_of(live))
-        self._host = HostMemory.of(live)
+        self._host = HostMemory.of(live, threads=None)
         self._digest = self._base_digest = self._first_digest()
         self._phase = "Idle"
         self._staged: StagedUpdate | None = None
