@@ -584,7 +584,9 @@ def test_it_is_no_client_of_a_gpu(old: State, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("LD_PRELOAD", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with beside(engine(old)) as stager:
-        lines = Path(f"/proc/{stager.pid}/environ").read_bytes().split(b"\0")
+        environment = Path(f"/proc/{stager.pid}/environ")
+        wait_until(lambda: bool(environment.read_bytes()), "its program", seconds=PATIENCE)
+        lines = environment.read_bytes().split(b"\0")
     assert b"CUDA_VISIBLE_DEVICES=" in lines
     assert not [line for line in lines if line.startswith(b"LD_PRELOAD=")]
 
