@@ -25,7 +25,7 @@ from rose_batches.errors import BadBatch
 from rose_batches.objects import LIVE, StoredBatch, StoredFile
 from rose_batches.worker import Worker
 from rose_core.batches.lines import ENDPOINTS
-from rose_core.batches.windows import seconds_of
+from rose_core.batches.schedule import seconds_of
 from rose_core.unreadable import UNREADABLE
 from rose_wire import observability
 

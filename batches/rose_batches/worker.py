@@ -37,8 +37,7 @@ from rose_batches.errors import BadBatch
 from rose_batches.journal import Answer, Journal
 from rose_batches.objects import StoredBatch, StoredFile, output_line
 from rose_core.batches.lines import LONGEST_LINE, Checked, Problem, check, turn_of
-from rose_core.batches.order import WaitingBatch, next_batch
-from rose_core.batches.outcomes import LineFate, outcome, wait_seconds
+from rose_core.batches.schedule import LineFate, WaitingBatch, next_batch, outcome, wait_seconds
 from rose_core.unreadable import UNREADABLE
 from rose_wire import flags
 

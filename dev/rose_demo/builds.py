@@ -2,7 +2,7 @@
 
 What serves is always SGLang. Rollouts run on SGLang or on vLLM, borrowed and dedicated engines
 alike: with two kinds side by side the bias meter would compare engines instead of lending.
-Next step: ``manifests`` and ``dedicated`` name a build.
+Next step: ``manifests`` name a build.
 """
 
 from __future__ import annotations

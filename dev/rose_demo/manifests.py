@@ -1,12 +1,14 @@
 """The objects a user of the demo's cluster would apply, as plain dictionaries. Pure.
 
 ROSE itself comes from the chart; here are the chart's values, the serving replicas, the weight
-store, the pool and the lease. Next step: ``dedicated`` is the engine that is never taken back.
+store, the pool and the lease, and the rollout engine that is never taken back.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import yaml
 
 from rose_core.wire.sync import EngineSpec
 from rose_demo.calibrate import Objective
@@ -18,6 +20,8 @@ from rose_demo.pieces import (
     PACKAGES,
     POOL,
     RESEARCH,
+    ROUTER,
+    ROUTERS,
     RUN,
     SERVING,
     SERVING_PORT,
@@ -43,6 +47,14 @@ _TRACES = {
     "OTEL_BSP_SCHEDULE_DELAY": "1000",
 }
 _SHIM = f"{PACKAGES}/rose_engines/sglang/paths/cpu"
+_PAGES_PORT = 9103
+# Both containers see the engine through these.
+_SHARED: list[Object] = [
+    {"name": "run", "mountPath": "/run/rose"},
+    {"name": "scratch", "mountPath": "/tmp"},  # noqa: S108  # the pod's own
+    {"name": "token", "mountPath": "/token", "readOnly": True},
+    {"name": "credentials", "mountPath": "/credentials", "readOnly": True},
+]
 
 
 def namespaces() -> list[Object]:
@@ -303,3 +315,106 @@ def lease(options: Options, engines: Engines) -> Object:
             "dedicatedEngines": [DEDICATED],
         },
     }
+
+
+def dedicated(options: Options, engines: Engines) -> list[Object]:
+    """A rollout engine that is never taken back: engine host and weight-sync in one pod.
+
+    ``docs/engine-host.md`` says how to run such an engine elsewhere.
+    """
+    paths = [
+        *engines.rollout_build.host_paths(),
+        {"path": str(engines.models), "type": "Directory"},
+    ]
+    pod = {
+        "terminationGracePeriodSeconds": 10,
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "containers": [_host(engines, paths), _sync(engines, paths)],
+        "volumes": [*volumes(paths), *_own_volumes()],
+    }
+    config = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": DEDICATED, "namespace": SYSTEM},
+        "data": {"engine.yaml": str(yaml.safe_dump(_settings(options, engines)))},
+    }
+    return [config, deployment(DEDICATED, SYSTEM, pod)]
+
+
+def _settings(options: Options, engines: Engines) -> Object:
+    return {
+        "name": DEDICATED,
+        "engineClass": engines.rollout_build.engine_class,
+        "model": engines.rollout,
+        "run": RUN,
+        "weightEndpoint": f"rose-weights.{SYSTEM}.svc:{STORE_PORT}",
+        "contextTokens": 1024,
+        "kvTokens": 16384,
+        "maxRunning": 8,
+        "maxStaleness": options.max_staleness,
+    }
+
+
+def _host(engines: Engines, paths: list[dict[str, str]]) -> Object:
+    return {
+        "name": "engine-host",
+        "image": IMAGE,
+        "imagePullPolicy": "Never",
+        "command": ["rose", "engine-host"],
+        "args": [
+            f"--models={engines.models}",
+            f"--engine-python={engines.rollout_build.python}",
+            "--data-host=$(POD_IP)",
+            "--cgroup=signals",
+            "--dedicated=/etc/dedicated/engine.yaml",
+            f"--router=tls://{ROUTER}.{ROUTERS}.svc:7444",
+            f"--lease={RESEARCH}/{LEASE}",
+            "--token-file=/token/token",
+        ],
+        "env": [
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "ROSE_TLS_CA", "value": "/tls/ca.crt"},
+        ],
+        # Ready once the engine runs: its start takes a core for a minute, which live traffic that
+        # has begun would be short of.
+        "readinessProbe": {
+            "httpGet": {"path": "/readyz", "port": _PAGES_PORT},
+            "periodSeconds": 2,
+            "timeoutSeconds": 5,
+        },
+        "volumeMounts": [
+            *_SHARED,
+            *mounts(paths),
+            {"name": "config", "mountPath": "/etc/dedicated", "readOnly": True},
+            {"name": "tls", "mountPath": "/tls", "readOnly": True},
+        ],
+    }
+
+
+def _sync(engines: Engines, paths: list[dict[str, str]]) -> Object:
+    models = f"path-{len(paths) - 1}"
+    return {
+        "name": "weight-sync",
+        "image": IMAGE,
+        "imagePullPolicy": "Never",
+        "command": ["rose", "weight-sync"],
+        "args": ["--store-token-file=/credentials/token"],
+        "env": variables({"NUMBA_CACHE_DIR": "/tmp/numba"}),  # noqa: S108  # the pod's own
+        "volumeMounts": [
+            *_SHARED,
+            {"name": models, "mountPath": str(engines.models), "readOnly": True},
+        ],
+    }
+
+
+def _own_volumes() -> list[Object]:
+    authority = [{"key": "tls.crt", "path": "ca.crt"}]
+    return [
+        {"name": "run", "emptyDir": {"medium": "Memory"}},
+        {"name": "scratch", "emptyDir": {}},
+        {"name": "config", "configMap": {"name": DEDICATED}},
+        {"name": "tls", "secret": {"secretName": "rose-router-authority", "items": authority}},
+        {"name": "token", "secret": {"secretName": DEDICATED}},
+        credentials_volume("token"),
+    ]

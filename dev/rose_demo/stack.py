@@ -27,8 +27,8 @@ import msgspec
 from rose_core.api.reasons import ConditionType, Reason
 from rose_demo import builds, manifests, placement
 from rose_demo.calibrate import LEAST_OBJECTIVE, Objective
-from rose_demo.dedicated import dedicated
 from rose_demo.errors import AlreadyRunning, SetUpFailed
+from rose_demo.manifests import dedicated
 from rose_demo.options import Options
 from rose_demo.pieces import (
     DEDICATED,

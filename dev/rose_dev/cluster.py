@@ -1,7 +1,7 @@
 """The node's cluster as its administrator sees it: kubectl, helm, the audit log.
 
-Whether any of it runs is not known here. Next step: ``node`` brings it up and down, ``node_start``
-has the order of a start, ``second`` a node beside it.
+Whether any of it runs is not known here. Next step: ``node`` brings it up and down,
+``second`` a node beside it.
 """
 
 from __future__ import annotations

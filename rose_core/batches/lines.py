@@ -1,7 +1,8 @@
 """Reads the lines of a batch's file, and says of each that is wrong where and why (pure).
 
 A line is ``{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}``.
-Nothing of a batch runs while one of its lines is wrong. Next step: ``order`` says which line goes.
+Nothing of a batch runs while one of its lines is wrong. Next step: ``schedule`` says which line
+goes.
 """
 
 from __future__ import annotations

@@ -15,14 +15,17 @@ passed opens the breaker; below the floors nothing is judged.
 
 A burning budget opens it whoever burns: lending cannot make it better. How many of the slow
 requests had met an open gate at all is counted beside it, because lending is not blamed without
-evidence. Next step: ``experience`` spends the budget.
+evidence. Next step: the guard and the simulator spend it with what ``experience`` compared.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from rose_core.guard.experience import RequestExposure
+
+BUDGET_CAUSE = "error-budget"
 SAMPLE_FLOOR = 30  # below it a share of slow requests is chance
 SLOW_FLOOR = 3  # one or two slow requests are no rate, however few there were
 _BUCKET_NS = 5_000_000_000  # a window's edge may be off by this: a twelfth of the short one
@@ -113,3 +116,31 @@ class BudgetBreaker:
     def trip(self, cause: str, now_ns: int, limits: BurnLimits) -> BudgetBreaker:
         """Open it, or keep it open for another rest."""
         return BudgetBreaker(now_ns + limits.rest_ns, cause)
+
+
+@dataclass
+class ErrorBudget:
+    """Error budget and breaker of one pool."""
+
+    limits: BurnLimits = field(default_factory=BurnLimits)
+    burn: BurnMeter = field(default_factory=BurnMeter)
+    breaker: BudgetBreaker = field(default_factory=BudgetBreaker)
+
+    def spend(self, met: RequestExposure, percentile: int, now_ns: int) -> bool:
+        """Take one request that was compared with its SLO.
+
+        Returns:
+            It was slow and the budget burns: the breaker ought to be opened.
+        """
+        self.burn.add(slow=met.slow, exposed=met.exposed, now_ns=now_ns)
+        return met.slow and self.burn.burning(percentile, now_ns)
+
+    def trip(self, cause: str, now_ns: int) -> bool:
+        """Open the breaker, or keep it open.
+
+        Returns:
+            It was closed before.
+        """
+        fresh = not self.breaker.open(now_ns)
+        self.breaker = self.breaker.trip(cause, now_ns, self.limits)
+        return fresh

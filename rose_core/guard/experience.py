@@ -7,7 +7,7 @@ that at its end it is known for which share of its time it ran beside rollouts:
 |---|---|
 | share of its time beside an open gate | the predictor: cost alone, or beside a rollout engine |
 | latency / SLO, and what rollouts account for of it, when it met an open gate | the margin |
-| over the SLO or not | the error budget of its pool (``ErrorBudget``), which opens the breaker |
+| over the SLO or not | the error budget of its pool (``budget``), which opens the breaker |
 | TTFT on an empty replica, how soon rollouts stopped for it | the certificate (``certificate``) |
 | longer than an open gate's certificate said, or not | how often that is exceeded |
 
@@ -18,43 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rose_core.guard.budget import BudgetBreaker, BurnLimits, BurnMeter
 from rose_core.guard.certificate import CertificateCount, Envelope, TtftCertificate
 from rose_core.guard.margin import Margin
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.shares import LEAST_SHARE, OpenTime
 from rose_core.guard.slack import LatencyObjective
 from rose_core.telemetry.book import FinishedRequest
-
-BUDGET_CAUSE = "error-budget"
-
-
-@dataclass
-class ErrorBudget:
-    """Error budget and breaker of one pool."""
-
-    limits: BurnLimits = field(default_factory=BurnLimits)
-    burn: BurnMeter = field(default_factory=BurnMeter)
-    breaker: BudgetBreaker = field(default_factory=BudgetBreaker)
-
-    def spend(self, met: RequestExposure, percentile: int, now_ns: int) -> bool:
-        """Take one request that was compared with its SLO.
-
-        Returns:
-            It was slow and the budget burns: the breaker ought to be opened.
-        """
-        self.burn.add(slow=met.slow, exposed=met.exposed, now_ns=now_ns)
-        return met.slow and self.burn.burning(percentile, now_ns)
-
-    def trip(self, cause: str, now_ns: int) -> bool:
-        """Open the breaker, or keep it open.
-
-        Returns:
-            It was closed before.
-        """
-        fresh = not self.breaker.open(now_ns)
-        self.breaker = self.breaker.trip(cause, now_ns, self.limits)
-        return fresh
 
 
 @dataclass(frozen=True, slots=True)

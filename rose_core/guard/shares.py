@@ -5,8 +5,8 @@ beside a rollout engine, a request that met an open gate for a share ``f`` of it
 
     a / (1 - f (1 - 1/k))
 
-so ``k`` can be learned from finished requests (``mixture``), and with it the largest share that
-keeps the average inside a budget (``lendable``). Next step: ``slack`` asks for that.
+so ``k`` can be learned from finished requests (``predictor.Mixture``), and with it the largest
+share that keeps the average inside a budget (``lendable``). Next step: ``slack`` asks for that.
 """
 
 from __future__ import annotations

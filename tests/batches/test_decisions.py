@@ -7,9 +7,14 @@ import json
 import pytest
 
 from rose_core.batches.lines import PRIORITY, check, turn_of
-from rose_core.batches.order import WaitingBatch, next_batch
-from rose_core.batches.outcomes import LineFate, outcome, wait_seconds
-from rose_core.batches.windows import seconds_of
+from rose_core.batches.schedule import (
+    LineFate,
+    WaitingBatch,
+    next_batch,
+    outcome,
+    seconds_of,
+    wait_seconds,
+)
 
 CHAT = "/v1/chat/completions"
 MODELS = frozenset({"policy"})

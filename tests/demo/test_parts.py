@@ -22,9 +22,9 @@ from rose_core.guard.crossover import Schedule
 from rose_demo import load, manifests, placement
 from rose_demo.calibrate import LEAST_OBJECTIVE, Objective
 from rose_demo.collect import Collector, gate_intervals, sample, stop_seconds, totals
-from rose_demo.dedicated import dedicated
 from rose_demo.errors import BadTrace, SetUpFailed
 from rose_demo.main import main
+from rose_demo.manifests import dedicated
 from rose_demo.measure import Lines, load_command, next_pair
 from rose_demo.options import parse
 from rose_demo.pieces import DEDICATED, SYSTEM, TRACES, Build, Engines

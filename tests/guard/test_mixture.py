@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.guard.mixture import Mixture
+from rose_core.guard.predictor import Mixture
 
 BELIEVED = 2.0
 

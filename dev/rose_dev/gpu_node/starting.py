@@ -1,6 +1,6 @@
 """Brings up what a GPU node has besides a node: driver, CDI, runtime classes, plugins.
 
-The order is the one of ``node_start``: ``prepare`` before the container runtime, ``join`` once the
+The order is the one of ``node.Start``: ``prepare`` before the container runtime, ``join`` once the
 node is ready. What this machine cannot get is left out by name, with ``missing``.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,7 +19,6 @@ from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
 from rose_core.wire.routing import EngineKind
 from rose_core.wire.sync import SignalSource
 from rose_simulate.model.clock import SECOND, VirtualClock
-from rose_simulate.model.cluster.balancer import Balancer
 from rose_simulate.model.cluster.lent import LentReplica, ReplicaCallbacks
 from rose_simulate.model.cluster.nodes import WorldNodes
 from rose_simulate.model.cluster.own_engines import USUAL_CONTEXT, OwnEngines
@@ -47,6 +47,54 @@ from rose_simulate.model.scenarios.scenario import Failure, RolloutJob, Scenario
 _LOOK_S = 10.0  # the paper's choice of GPUs needs some recent KV use
 
 MakeRouter = Callable[[VirtualClock, str, Policies, RouterOptions, random.Random], Router]
+
+
+class Balancer:
+    """Serving's balancer: fewest requests under way, over the replicas that are on; else they wait.
+
+    A session goes on where its keys are, as behind a gateway that knows of prefix caches.
+
+    Args:
+        serving: which replicas of a service take requests, whether on or off.
+        any_off: whether some node is off.
+    """
+
+    def __init__(
+        self, serving: Callable[[str], Rows[LentReplica]], any_off: Callable[[], bool]
+    ) -> None:
+        self._serving, self._any_off = serving, any_off
+        self._turn = 0
+        self._homes: dict[str, LentReplica] = {}
+        self._stranded: list[tuple[ServingRequest, str]] = []
+
+    def take(self, request: ServingRequest, service: str) -> None:
+        """A request has come."""
+        self._turn += 1
+        among = self._serving(service)
+        if self._any_off():
+            among = [one for one in among if one.machine.up]
+        if not among:
+            self._stranded.append((request, service))
+            return
+        home = self._homes.get(request.session)
+        if home is None or home not in among:
+            turn, size = self._turn, len(among)
+            best = min(range(size), key=lambda n: (among[n].serving.live, (n - turn) % size))
+            home = among[best]
+        if request.session:
+            self._homes[request.session] = home
+        home.serve(request)
+
+    def retry(self, request: ServingRequest, service: str) -> None:
+        """Begin a request anew whose replica is gone; its client has waited since it first came."""
+        request.first_ns, request.sequence = 0, None
+        self.take(request, service)
+
+    def retry_stranded(self) -> None:
+        """Take what found no replica, now that there are some."""
+        waiting, self._stranded = self._stranded, []
+        for request, service in waiting:
+            self.take(request, service)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from rose_agent.guard import metrics
 from rose_agent.guard.flight.recorder import Recorder
 from rose_agent.guard.replicas.pools import PoolState
 from rose_core.guard import crossover
+from rose_core.guard.budget import BUDGET_CAUSE
 from rose_core.guard.certificate import CertificateCount, TtftCertificate
 from rose_core.guard.crossover import Meter, Schedule
-from rose_core.guard.experience import BUDGET_CAUSE, Experience, RequestExposure
+from rose_core.guard.experience import Experience, RequestExposure
 from rose_core.guard.margin import Margin
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.shares import OpenTime

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rose_agent.guard import metrics
+from rose_core.guard.budget import ErrorBudget
 from rose_core.guard.crossover import Meter
-from rose_core.guard.experience import ErrorBudget, Lessons
+from rose_core.guard.experience import Lessons
 from rose_core.guard.trial import added
 from rose_core.wire.sync import PoolPolicy, Trial
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from rose_core.guard.budget import BUDGET_CAUSE
 from rose_core.guard.certificate import CertificateCount, TtftCertificate
-from rose_core.guard.experience import BUDGET_CAUSE, Experience
+from rose_core.guard.experience import Experience
 from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, gaps_only, judge
 from rose_core.guard.ladder import LadderLimits, SlotAction, SlotOrder
 from rose_core.guard.reasons import GateReason

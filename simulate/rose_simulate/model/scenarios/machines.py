@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rose_core.guard.experience import ErrorBudget, Lessons
+from rose_core.guard.budget import ErrorBudget
+from rose_core.guard.experience import Lessons
 from rose_core.guard.predictor import CostProfile, Predictor
 from rose_simulate.model.scenarios.scenario import Scenario
 
