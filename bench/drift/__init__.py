@@ -3,5 +3,5 @@
 Ones that are right, and ones that are wrong.
 
 Read ``trained`` (a model that has learnt something), ``answers`` (the same weights under other
-arithmetic, and weights or settings that went wrong), ``engines`` (a real SGLang's answers).
+arithmetic, weights or settings that went wrong, and a real SGLang).
 """

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from bench.drift import answers, engines
+from bench.drift import answers
 from bench.drift.trained import State, trained
 from bench.record import Figure, figure, record
 from rose_core.delta.probe import LIMIT, NOTICE, Answer, distance
@@ -47,7 +47,10 @@ def _right(recipe: Recipe, state: State, with_engines: bool) -> Iterator[tuple[s
     yield from answers.right(recipe, state)
     if with_engines:
         for ranks in (1, 2):
-            yield f"SGLang, {ranks} rank{'s' * (ranks > 1)}", engines.answer(recipe, state, ranks)
+            yield (
+                f"SGLang, {ranks} rank{'s' * (ranks > 1)}",
+                answers.engine_answer(recipe, state, ranks),
+            )
 
 
 def main(argv: list[str]) -> int:

@@ -2,8 +2,8 @@
 
 ``strike`` returns the moment from which rollouts have to stop, CLOCK_MONOTONIC seconds; ``mend`` is
 what a kubelet or whoever looks after the node would do (start anew what has ended, take away what
-fills the disk) and nothing more: all else has to come back by itself. Next step: ``matrix`` runs
-the cases and judges them.
+fills the disk) and nothing more: all else has to come back by itself. Next step: ``__main__``
+runs the cases and judges them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,12 @@ Next step: ``windows`` makes them, ``run_record`` writes them down, ``analysis``
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from dataclasses import dataclass, field
+
+import psutil
 
 from bench.guard.load import Answer
 
@@ -107,3 +112,35 @@ def key_of(answer: Answer) -> tuple[float, int, int]:
     """What makes a request the same in every condition."""
     arrival = answer.arrival
     return arrival.at_s, arrival.prompt, arrival.output
+
+
+@dataclass(frozen=True)
+class CpuUsage:
+    """CPU seconds of the whole machine and of this process with its descendants, so far."""
+
+    at_s: float
+    machine_s: float
+    own_s: float
+
+
+def cpu_usage() -> CpuUsage:
+    """Now."""
+    whole = psutil.cpu_times()
+    own = 0.0
+    root = psutil.Process()
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            own += times.user + times.system
+    busy = whole.user + whole.system + whole.nice + whole.irq + whole.softirq + whole.steal
+    return CpuUsage(time.monotonic(), busy, own)
+
+
+def strangers(before: CpuUsage, after: CpuUsage) -> float:
+    """Share of the machine that everything else used between two looks, 0..1.
+
+    Much of it makes a measurement worthless.
+    """
+    possible = (after.at_s - before.at_s) * (os.cpu_count() or 1)
+    others = (after.machine_s - before.machine_s) - (after.own_s - before.own_s)
+    return min(1.0, max(0.0, others / possible)) if possible > 0 else 0.0

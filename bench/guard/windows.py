@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.guard import gates, reactions, strangers
+from bench.guard import gates, reactions
 from bench.guard.gates import Profile
 from bench.guard.load import Arrival, Load, Served, schedule, serve
-from bench.guard.measured import Cost, Window
+from bench.guard.measured import Cost, Window, cpu_usage, strangers
 from bench.guard.node import Bench
 from bench.guard.rollouts import Rollouts
 from bench.guard.serving import KV_TOKENS, RUNNING
@@ -134,7 +134,7 @@ class Runner:
                 await self._warm_up(load, number, solo)
             rested = await self._rested() if condition == "ours" and not load.steady else None
             used = self._used() if condition == "ours" else None
-            sent, machine = time.monotonic(), strangers.used()
+            sent, machine = time.monotonic(), cpu_usage()
             await serve(
                 self.bench.serving_url,
                 arrivals,
@@ -151,7 +151,7 @@ class Runner:
             )
             window.opened = list(spans)
             window.idle_tokens = sum(self.rollouts.made(*gap) for gap in window.gaps)
-            window.strangers = strangers.strangers(machine, strangers.used())
+            window.strangers = strangers(machine, cpu_usage())
             if used is not None:
                 resting_s, resting_cpu_s = rested or (0.0, 0.0)
                 cost = self._cost(used[0], sent, served)

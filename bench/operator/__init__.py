@@ -4,7 +4,7 @@
 - ``machines``: its nodes and serving pods on the API server, by KWOK.
 - ``agents``: a process full of agents; ``python -m bench.operator.agents``.
 - ``node``: guard and tap of one node with eight replicas, apart from the rest.
-- ``passes``, ``memory``: processor time of a pass, without an API server.
+- ``passes``: processor time of a pass, without an API server.
 - ``profiled``: an operator under a profiler, for ``--profile FILE``.
 - ``processes``: operators and agents as children, and what their pages and /proc say.
 - ``phases``: what is done to the fleet, and the figures of it.

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulate import growth
-from bench.simulate.growth import SIZES, Size, sized
+from bench import simulate
+from bench.simulate import SIZES, Size, sized
 from rose_simulate.files.reading import read_scenario
 from rose_simulate.model.scenarios.fleet_scenario import FleetScenario
 
@@ -47,10 +47,10 @@ def test_growth_is_judged_as_linear_and_the_largest_by_its_limits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spent = iter((1.0, 9.0, 95.0))
-    monkeypatch.setattr(growth, "alone_of", lambda *_arguments: [])
-    monkeypatch.setattr(growth, "curves_of", lambda *_arguments, **_named: ())
-    monkeypatch.setattr(growth, "_bins_s", lambda *_arguments: next(spent))
-    rows = {one.name: one for one in growth.growth(FLEET)}
+    monkeypatch.setattr(simulate, "alone_of", lambda *_arguments: [])
+    monkeypatch.setattr(simulate, "curves_of", lambda *_arguments, **_named: ())
+    monkeypatch.setattr(simulate, "_bins_s", lambda *_arguments: next(spent))
+    rows = {one.name: one for one in simulate.growth(FLEET)}
     assert rows["fleet: bins of 1000 GPUs / of 100; linear"].met
     assert not rows["fleet: bins of 10000 GPUs / of 1000; linear"].met
     assert [one.aim for one in rows.values() if "peak memory" in one.name] == ["", "", "<= 2048"]

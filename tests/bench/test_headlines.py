@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.simulate.__main__ import AIM, headline
+from bench.simulate import AIM, headline
 from rose_simulate.model.outcome import Interval
 from rose_simulate.model.scenarios.scenario import Regime
 from rose_simulate.runs.study import StudyRow

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.faults.__main__ import figures, main
+from bench.faults.__main__ import CaseOutcome, figures, main, run
 from bench.faults.cases import CASES, Case
-from bench.faults.matrix import CaseOutcome, run
 from bench.faults.skewed import skewed
 from rose_core.guard.reasons import GateReason
 from tests.agent.node import tap_refusal

@@ -8,11 +8,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from bench.guard import analysis, gates, strangers
+from bench.guard import analysis, gates
 from bench.guard.__main__ import main, planned
 from bench.guard.dialects import VLLM, events_in, tokens_in
 from bench.guard.load import LOADS, Answer, Arrival, Served, schedule
-from bench.guard.measured import Cost
+from bench.guard.measured import Cost, CpuUsage, cpu_usage, strangers
 from bench.guard.pace import hopeless
 from bench.guard.report import figures
 from bench.guard.results import Results
@@ -173,11 +173,11 @@ def test_the_report_has_every_condition_and_both_charts() -> None:
 
 
 def test_what_others_use_of_the_machine_is_known() -> None:
-    before, after = strangers.Used(0.0, 100.0, 40.0), strangers.Used(10.0, 109.0, 44.0)
+    before, after = CpuUsage(0.0, 100.0, 40.0), CpuUsage(10.0, 109.0, 44.0)
     cores = os.cpu_count() or 1
-    assert strangers.strangers(before, after) == pytest.approx(0.5 / cores)
-    assert strangers.strangers(after, after) == 0.0
-    assert strangers.used().own_s > 0
+    assert strangers(before, after) == pytest.approx(0.5 / cores)
+    assert strangers(after, after) == 0.0
+    assert cpu_usage().own_s > 0
 
 
 def test_a_fixed_duty_is_open_for_its_share() -> None:

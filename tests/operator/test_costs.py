@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from bench.operator.fleet import QUICK, Fleet
-from bench.operator.memory import Inside
+from bench.operator.passes import Inside
 from rose_operator.kube.api import ObjectKind
 from rose_operator.metrics import DECISIONS
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 import pytest
 
-from bench.simulate.__main__ import STUDIES as JUDGED
+from bench.simulate import STUDIES as JUDGED
 from rose_core.rollouts.placement.selection import PolicyName
 from rose_core.rollouts.terms import LeaseTerms, policies_of
 from rose_core.wire.routing import EngineKind

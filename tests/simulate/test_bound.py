@@ -3,7 +3,7 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from bench.bound.adversary import OUTPUTS, PROMPTS, Adversary, Findings, Schedule, Train
+from bench.bound import OUTPUTS, PROMPTS, Adversary, Findings, Schedule, Train
 from rose_core.guard.reasons import GateReason
 from tests.simulate.worlds import EPISODES, scenario
 

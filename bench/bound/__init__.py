@@ -1,1 +1,0 @@
-"""``make bench-bound``: what lending adds to TTFT, against what ``docs/bound.md`` proves."""
