@@ -1,13 +1,15 @@
-"""What clients of the API server cost: list 2,000 objects, then take as many changes of them.
+"""What clients of the API server cost: list 2,000 leases, then take a change of each.
 
-The clients are lightkube, which the operator uses, and the asyncio client of the official
-``kubernetes`` package. Both ask the same stub on loopback for the same bytes, one process each, so
-that what differs is the client. CPU is the process's own, after its imports; memory what the
-process holds more than after them.
+The clients are lightkube, which the operator uses; kopf, which brings it events; and the asyncio
+client of the official ``kubernetes`` package. They ask the same real API server for the same
+objects, one process each, one after the other in every round, so that what differs is the client.
+CPU is the process's own, after its imports; memory what the process holds more than after them.
+Every client decodes what it is given and keeps it by name, as a cache does.
 
     python -m bench.operator.clients [--objects 2000] [--rounds 3]
 
-A client that is not installed is left out. Next step: docs/decisions/0165 reads the figures.
+Needs ``make cluster``. A client that is not installed is left out. Next step: docs/decisions/0165
+reads the figures.
 """
 
 from __future__ import annotations
@@ -22,258 +24,216 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
+import kopf
+from lightkube import AsyncClient, Client, KubeConfig
+from lightkube.generic_resource import create_namespaced_resource
+from lightkube.types import PatchType
 
+from bench.operator.fleet import NAMESPACE, Fleet
 from bench.record import Figure, figure, record
+from rose_core.api import GROUP, VERSION
+from rose_core.api.crd import KINDS
+from rose_dev.control_plane import ControlPlane
 
-GROUP, VERSION, PLURAL = "rose.dev", "v1alpha1", "rolloutleases"
-_PATH = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
+PLURAL = "rolloutleases"
+LEASE = create_namespaced_resource(GROUP, VERSION, "RolloutLease", PLURAL)
+_ROOT = Path(__file__).parents[2]
 _PAGE = 500
-_SECONDS = 120.0
+_SECONDS = 300.0
+_LISTED = "listed"
 
 Seen = Callable[[], None]
+Run = Callable[[Seen, Seen], Awaitable[None]]
 
 
-def manifest(number: int, version: int) -> dict[str, Any]:
-    """A lease with the status that a running one has; about 2.5 kB of JSON."""
-    conditions = [
-        {
-            "type": kind,
-            "status": "True",
-            "reason": "AsExpected",
-            "message": f"lease {number} is as it should be: 4 of 4 slots of chat-{number % 25} run",
-            "lastTransitionTime": "2026-11-25T12:00:00Z",
-            "observedGeneration": 1,
-        }
-        for kind in ("Accepted", "Ready", "Serving", "Progressing")
-    ]
-    fields: dict[str, dict[str, Any]] = {
-        f"f:{word}": {} for word in ("poolRef", "model", "slots", "weights", "router")
-    }
-    return {
-        "apiVersion": f"{GROUP}/{VERSION}",
-        "kind": "RolloutLease",
-        "metadata": {
-            "name": f"grpo-{number}",
-            "namespace": "serving",
-            "uid": f"00000000-0000-0000-0000-{number:012d}",
-            "resourceVersion": str(version),
-            "generation": 1,
-            "creationTimestamp": "2026-11-25T12:00:00Z",
-            "managedFields": [
-                {
-                    "manager": manager,
-                    "operation": "Apply",
-                    "apiVersion": f"{GROUP}/{VERSION}",
-                    "time": "2026-11-25T12:00:00Z",
-                    "fieldsType": "FieldsV1",
-                    "fieldsV1": {"f:spec": fields},
-                }
-                for manager in ("kubectl", "rose-operator")
-            ],
-        },
-        "spec": {
-            "poolRef": {"namespace": "serving", "name": f"chat-{number % 25}"},
-            "model": {"name": "tiny"},
-            "slots": {"min": 1, "max": 4},
-            "weights": {"storeName": "main", "run": f"grpo-{number}"},
-        },
-        "status": {"slotsReady": 4, "conditions": conditions, "observedGeneration": 1},
-    }
+async def _lightkube(listed: Seen, seen: Seen) -> None:
+    client = AsyncClient(_kubeconfig(), trust_env=False)
+    store: dict[str, Any] = {}
+    found = client.list(LEASE, namespace="*", chunk_size=_PAGE)
+    async for item in found:
+        store[item["metadata"]["name"]] = dict(item)
+        listed()
+    version = found.resourceVersion
+    async for _, item in client.watch(LEASE, namespace="*", resource_version=version):
+        store[item["metadata"]["name"]] = dict(item)
+        seen()
 
 
-class Stub:
-    """As much of an API server as the clients ask for.
+async def _kopf(listed: Seen, seen: Seen) -> None:
+    handlers, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    store: dict[str, Any] = {}
 
-    Args:
-        objects: how many there are, and how many changes a watch brings.
-    """
+    @kopf.on.login(registry=handlers)
+    def login(**given: Any) -> kopf.ConnectionInfo | None:  # noqa: ANN401  # kopf's own signature
+        return kopf.login_with_kubeconfig(**given)
 
-    def __init__(self, objects: int) -> None:
-        self._items = [json.dumps(manifest(n, n + 1)) for n in range(objects)]
-        self._changes = [
-            json.dumps({"type": "MODIFIED", "object": manifest(n, objects + n + 1)}) + "\n"
-            for n in range(objects)
-        ]
+    @kopf.on.event(GROUP, VERSION, PLURAL, registry=handlers)
+    async def changed(event: kopf.RawEvent, **_: Any) -> None:  # noqa: ANN401  # likewise
+        item = dict(event["object"])
+        store[item["metadata"]["name"]] = item
+        (listed if event["type"] is None else seen)()
 
-    def app(self) -> web.Application:
-        """Application with the one path that the clients ask."""
-        app = web.Application()
-        app.router.add_get(_PATH, self._kind)
-        return app
-
-    async def _kind(self, request: web.Request) -> web.StreamResponse:
-        if request.query.get("watch", "").lower() in {"1", "true"}:
-            return await self._watch(request)
-        limit = int(request.query.get("limit", len(self._items)))
-        start = int(request.query.get("continue", 0))
-        end = min(len(self._items), start + limit)
-        going_on = f',"continue":"{end}"' if end < len(self._items) else ""
-        text = (
-            f'{{"apiVersion":"{GROUP}/{VERSION}","kind":"RolloutLeaseList",'
-            f'"metadata":{{"resourceVersion":"{len(self._items)}"{going_on}}},'
-            f'"items":[{",".join(self._items[start:end])}]}}'
-        )
-        return web.Response(text=text, content_type="application/json")
-
-    async def _watch(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        await response.prepare(request)
-        for change in self._changes:
-            await response.write(change.encode())
-        with contextlib.suppress(ConnectionResetError):
-            await asyncio.sleep(_SECONDS)
-        return response
+    await kopf.operator(registry=handlers, settings=settings, clusterwide=True, standalone=True)
 
 
-def _lightkube(url: str) -> Callable[[Seen, Seen], Awaitable[None]]:
-    from lightkube import AsyncClient, KubeConfig  # noqa: PLC0415  # only what this client needs
-    from lightkube.config.models import Cluster, User  # noqa: PLC0415
-    from lightkube.generic_resource import create_namespaced_resource  # noqa: PLC0415
-
-    kind = create_namespaced_resource(GROUP, VERSION, "RolloutLease", PLURAL)
-
-    async def run(listed: Seen, seen: Seen) -> None:
-        config = KubeConfig.from_one(cluster=Cluster(server=url), user=User(token="t"))  # noqa: S106
-        client = AsyncClient(config)
-        store: dict[str, Any] = {}
-        found = client.list(kind, namespace="*", chunk_size=_PAGE)
-        async for item in found:
-            store[item["metadata"]["name"]] = dict(item)
-            listed()
-        version = found.resourceVersion
-        async for _, item in client.watch(kind, namespace="*", resource_version=version):
-            store[item["metadata"]["name"]] = dict(item)
-            seen()
-
-    return run
-
-
-def _kubernetes(url: str) -> Callable[[Seen, Seen], Awaitable[None]]:
+async def _official(listed: Seen, seen: Seen) -> None:
     # Of no extra: the package is compared with, not used.
     kubernetes = importlib.import_module("kubernetes.aio")
     client, watch = kubernetes.client, importlib.import_module("kubernetes.aio.watch")
-
-    async def run(listed: Seen, seen: Seen) -> None:
-        settings = client.Configuration(host=url)
-        store: dict[str, Any] = {}
-        async with client.ApiClient(settings) as api:
-            objects = client.CustomObjectsApi(api)
-            going_on = ""
-            while True:
-                more = {"_continue": going_on} if going_on else {}
-                page = await objects.list_cluster_custom_object(
-                    GROUP, VERSION, PLURAL, limit=_PAGE, **more
-                )
-                for item in page["items"]:
-                    store[item["metadata"]["name"]] = item
-                    listed()
-                going_on = page["metadata"].get("continue", "")
-                if not going_on:
-                    break
-            version = page["metadata"]["resourceVersion"]
-            async with watch.Watch() as changes:
-                async for change in changes.stream(
-                    objects.list_cluster_custom_object,
-                    *(GROUP, VERSION, PLURAL),
-                    resource_version=version,
-                ):
-                    item = change["object"]
-                    store[item["metadata"]["name"]] = item
-                    seen()
-
-    return run
+    settings = client.Configuration()
+    await importlib.import_module("kubernetes.aio.config").load_kube_config(
+        config_file=os.environ["KUBECONFIG"], client_configuration=settings
+    )
+    store: dict[str, Any] = {}
+    async with client.ApiClient(settings) as api:
+        objects = client.CustomObjectsApi(api)
+        page: dict[str, Any] = {"metadata": {"continue": ""}}
+        more: dict[str, str] = {}
+        while True:
+            page = await objects.list_cluster_custom_object(
+                GROUP, VERSION, PLURAL, limit=_PAGE, **more
+            )
+            for item in page["items"]:
+                store[item["metadata"]["name"]] = item
+                listed()
+            if not page["metadata"].get("continue"):
+                break
+            more = {"_continue": page["metadata"]["continue"]}
+        version = page["metadata"]["resourceVersion"]
+        async with watch.Watch() as changes:
+            async for change in changes.stream(
+                *(objects.list_cluster_custom_object, GROUP, VERSION, PLURAL),
+                resource_version=version,
+            ):
+                item = change["object"]
+                store[item["metadata"]["name"]] = item
+                seen()
 
 
-CLIENTS: dict[str, tuple[str, Callable[[str], Callable[[Seen, Seen], Awaitable[None]]]]] = {
+CLIENTS: dict[str, tuple[str, Run]] = {
     "lightkube": ("lightkube", _lightkube),
-    "kubernetes.aio": ("kubernetes", _kubernetes),
+    "kopf": ("kopf", _kopf),
+    "kubernetes.aio": ("kubernetes", _official),
 }
+"""Name -> the package that it needs, and the client."""
+
+
+def _kubeconfig() -> KubeConfig:
+    return KubeConfig.from_file(os.environ["KUBECONFIG"])
 
 
 def _rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def child(name: str, url: str, objects: int) -> None:
-    """Run one client and print what it took."""
-    run = CLIENTS[name][1](url)
+async def child(name: str, objects: int) -> None:
+    """Run one client; print a line once it has listed, and then what it took."""
+    run, ended = CLIENTS[name][1], asyncio.Event()
+    for module in {"kubernetes.aio": ("kubernetes.aio", "kubernetes.aio.watch")}.get(name, ()):
+        importlib.import_module(module)
     counts = {"listed": 0, "seen": 0}
-    marks: dict[str, float] = {"list": 0.0}
     begin, before = time.process_time(), _rss()
+    found: dict[str, float] = {"imports_mib": before / 2**20}
 
-    async def main() -> None:
-        done = asyncio.Event()
+    def listed() -> None:
+        counts["listed"] += 1
+        if counts["listed"] == objects:
+            found["list_s"] = time.process_time() - begin
+            sys.stdout.write(f"{_LISTED}\n")
+            sys.stdout.flush()
 
-        def listed() -> None:
-            counts["listed"] += 1
-            if counts["listed"] == objects:
-                marks["list"], marks["list rss"] = time.process_time(), _rss()
+    def seen() -> None:
+        counts["seen"] += 1
+        if counts["seen"] == objects:
+            found["watch_s"] = time.process_time() - begin - found["list_s"]
+            found["both_mib"] = (_rss() - before) / 2**20
+            ended.set()
 
-        def seen() -> None:
-            counts["seen"] += 1
-            if counts["seen"] == objects:
-                marks["watch"] = time.process_time()
-                done.set()
+    running = asyncio.ensure_future(run(listed, seen))
+    waiting = asyncio.ensure_future(ended.wait())
+    async with asyncio.timeout(_SECONDS):
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # clients that watch have no end
 
-        task = asyncio.ensure_future(run(listed, seen))
-        async with asyncio.timeout(_SECONDS):
-            await asyncio.wait(
-                {task, asyncio.ensure_future(done.wait())}, return_when=asyncio.FIRST_COMPLETED
+
+class Leases:
+    """The objects that are listed and changed, on a real API server.
+
+    Args:
+        plane: with nothing of ROSE on it.
+        objects: how many.
+    """
+
+    def __init__(self, plane: ControlPlane, objects: int) -> None:
+        crds = (f"--filename={_ROOT / 'crds' / kind.plural}.yaml" for kind in KINDS)
+        plane.kubectl("apply", *crds)
+        plane.kubectl("wait", "--for=condition=Established", *(f"crd/{k.full_name}" for k in KINDS))
+        plane.kubectl("create", "namespace", NAMESPACE)
+        config = KubeConfig.from_file(str(plane.kubeconfig)).get()
+        self._client = Client(config=config, trust_env=False)
+        self._names = [f"grpo-{number}" for number in range(objects)]
+        self._turn = 0
+        fleet = Fleet()
+        for number, name in enumerate(self._names):
+            self._client.create(LEASE.from_dict(fleet.lease(name, number % fleet.pools, 4)))
+
+    def change(self) -> None:
+        """One change of every lease: its status, as the operator writes it."""
+        self._turn += 1
+        conditions = [
+            {
+                "type": kind,
+                "status": "True",
+                "reason": "AsExpected",
+                "message": f"turn {self._turn}: it is as it should be, 4 of 4 slots run",
+                "lastTransitionTime": "2026-11-25T12:00:00Z",
+                "observedGeneration": 1,
+            }
+            for kind in ("Accepted", "Ready", "Serving", "Progressing")
+        ]
+        for name in self._names:
+            self._client.patch(
+                LEASE.Status,
+                name,
+                {"status": {"slotsReady": 4, "conditions": conditions}},
+                namespace=NAMESPACE,
+                patch_type=PatchType.MERGE,
             )
-        if task.done():
-            task.result()
-        sys.stdout.write(
-            json.dumps(
-                {
-                    "list_s": marks["list"] - begin,
-                    "watch_s": marks["watch"] - marks["list"],
-                    "list_mib": (marks["list rss"] - before) / 2**20,
-                    "peak_mib": (_rss() - before) / 2**20,
-                    "imports_mib": before / 2**20,
-                }
-            )
-            + "\n"
-        )
-        sys.stdout.flush()
-        os._exit(0)  # clients that watch have no end
 
-    asyncio.run(main())
+    def size(self) -> float:
+        """Mean bytes of a lease as JSON."""
+        found = [len(json.dumps(dict(one))) for one in self._client.list(LEASE, namespace="*")]
+        return statistics.fmean(found)
 
 
-@contextlib.contextmanager
-def serving(objects: int) -> Iterator[str]:
-    """A stub in a process of its own; its address."""
-    with tempfile.TemporaryDirectory() as folder:
-        port = Path(folder) / "port"
-        command = [sys.executable, "-m", __spec__.name, "--serve", str(port)]
-        process = subprocess.Popen([*command, "--objects", str(objects)])
-        try:
-            deadline = time.monotonic() + _SECONDS
-            while not (port.exists() and port.read_text().endswith("\n")):
-                if time.monotonic() > deadline or process.poll() is not None:
-                    raise SystemExit("bench.operator.clients: the stub does not start")
-                time.sleep(0.05)
-            yield f"http://127.0.0.1:{port.read_text().strip()}"
-        finally:
-            process.kill()
-            process.wait()
+def measured(name: str, leases: Leases, objects: int, kubeconfig: Path) -> dict[str, float]:
+    """One client in a process of its own.
 
-
-async def serve(objects: int, port: Path) -> None:
-    """Be the stub until killed."""
-    runner = web.AppRunner(Stub(objects).app())
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port.write_text(f"{runner.addresses[0][1]}\n")  # noqa: ASYNC240  # once, before it serves
-    await asyncio.Event().wait()
+    Raises:
+        SystemExit: it ended without figures.
+    """
+    command = [sys.executable, "-m", __spec__.name, "--client", name, "--objects", str(objects)]
+    env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        lines = iter(process.stdout or ())
+        with contextlib.suppress(StopIteration):
+            if next(lines).strip() == _LISTED:
+                leases.change()
+                found: dict[str, float] = json.loads(next(lines))
+                return found
+    message = f"bench.operator.clients: {name} ended with {process.returncode}"
+    raise SystemExit(message)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -281,37 +241,32 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.operator.clients", description=__doc__)
     parser.add_argument("--objects", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--client", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--client", choices=list(CLIENTS), help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
-    if given.serve:
-        asyncio.run(serve(given.objects, given.serve))
     if given.client:
-        name, url = given.client
-        child(name, url, given.objects)
+        asyncio.run(child(given.client, given.objects))
+    names = [name for name, (needs, _) in CLIENTS.items() if importlib.util.find_spec(needs)]
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    with ControlPlane() as plane:
+        leases = Leases(plane, given.objects)
+        leases.change()
+        for _ in range(given.rounds):
+            for name in names:
+                rounds[name].append(measured(name, leases, given.objects, plane.kubeconfig))
+        size = leases.size()
     figures: list[Figure] = []
-    for name, (needs, _) in CLIENTS.items():
-        if importlib.util.find_spec(needs) is None:
-            continue
-        rounds: list[dict[str, float]] = []
-        with serving(given.objects) as url:
-            for _ in range(given.rounds):
-                command = [sys.executable, "-m", __spec__.name, "--client", name, url]
-                command += ["--objects", str(given.objects)]
-                out = subprocess.run(command, check=True, capture_output=True, text=True)
-                rounds.append(json.loads(out.stdout.splitlines()[-1]))
-        for key, unit in (
-            ("list_s", "s"),
-            ("watch_s", "s"),
-            ("list_mib", "MiB"),
-            ("peak_mib", "MiB"),
-            ("imports_mib", "MiB"),
-        ):
-            values = [one[key] for one in rounds]
-            middle = statistics.median(values)
-            found = figure(f"{name}: {key}", middle, unit, interval=(min(values), max(values)))
-            figures.append(found)
-    record("operator-clients", figures, notes=[f"{given.objects} objects, {given.rounds} rounds"])
+    for name in names:
+        for key, unit in (("list_s", "s"), ("watch_s", "s"), ("both_mib", "MiB")):
+            values = [one[key] for one in rounds[name]]
+            ends = min(values), max(values)
+            figures.append(figure(f"{name}: {key}", statistics.median(values), unit, interval=ends))
+    record(
+        "operator-clients",
+        figures,
+        notes=[
+            f"{given.objects} leases of {size:.0f} bytes, {given.rounds} rounds, pages of {_PAGE}"
+        ],
+    )
     return 0
 
 

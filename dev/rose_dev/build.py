@@ -10,14 +10,13 @@ killed never leaves half a binary.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -35,7 +34,7 @@ from rose_dev.parts import (
     find,
     place_of,
 )
-from rose_dev.shell import run
+from rose_dev.shell import locked, run
 
 _FLAGS = "-mod=mod -buildvcs=false"
 _BUILD_SECONDS = 1800.0
@@ -131,17 +130,9 @@ def _fetch_kinds(kinds: Kinds) -> None:
     making.replace(folder)
 
 
-@contextmanager
-def _lock(say: Say) -> Iterator[None]:
-    path = cache_root() / "kube" / "lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("[cluster] another build is running; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _lock(say: Say) -> AbstractContextManager[None]:
+    busy = "[cluster] another build is running; waiting for it"
+    return locked(cache_root() / "kube" / "lock", lambda: say(busy))
 
 
 def _build_missing(missing: list[Part], say: Say) -> None:

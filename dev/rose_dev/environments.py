@@ -8,16 +8,16 @@ Next step: ``engine_environment`` (SGLang) and ``vllm_environment`` say what goe
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from rose_dev.shell import locked
 
 PYTHON_VERSION = "3.11"
 _STAMP = ".rose-stamp"
@@ -134,7 +134,7 @@ class Environment:
             SetupFailed: a step failed; the next call starts over.
         """
         cache = cache or cache_folder()
-        with _alone(self.folder(cache).parent / ".lock"):
+        with locked(self.folder(cache).parent / ".lock"):  # one installer at a time
             if not self.is_ready(cache):
                 self._make(cache)
         return self.python(cache)
@@ -164,12 +164,3 @@ class Environment:
             return 1
         print(python)
         return 0
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One installer at a time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -10,7 +10,6 @@ and nothing else: a rollout engine that brings its own Python gets just that fol
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import io
@@ -31,7 +30,7 @@ from packaging.requirements import Requirement
 
 from rose_dev.errors import NotSupported
 from rose_dev.parts import cache_root
-from rose_dev.shell import run
+from rose_dev.shell import locked, run
 
 IMAGE = "localhost/rose:dev"
 EXTRAS = ("operator", "agent", "router", "weights")
@@ -106,9 +105,7 @@ def archive(say: Say = print) -> Path:
         NotSupported: ROSE is not installed from a checkout, or busybox is missing.
     """
     folder = cache_root() / "images"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:  # two nodes may start at once
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder / "lock"):  # two nodes may start at once
         return _archive(folder, say)
 
 

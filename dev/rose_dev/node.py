@@ -14,15 +14,14 @@ asked, ``sandbox`` the namespaces and processes.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rose_dev import components, image, kwok, machinery, node_files
@@ -39,6 +38,7 @@ from rose_dev.pki import Authority
 from rose_dev.place import NODE_NAME, NodeFolders, place
 from rose_dev.sandbox import Sandbox, sweep
 from rose_dev.second import SecondNode
+from rose_dev.shell import locked
 from rose_dev.waiting import wait_until
 
 _START_SECONDS = 180.0
@@ -295,17 +295,9 @@ class Node(Cluster):
         second = self.second()
         return [self.sandbox, *([second.sandbox] if second.sandbox.alive() else [])]
 
-    @contextmanager
-    def _lock(self, say: Say) -> Iterator[None]:
-        path = self.place.run.with_suffix(".lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                say("[cluster] somebody else brings the node up or down; waiting")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+    def _lock(self, say: Say) -> AbstractContextManager[None]:
+        busy = "[cluster] somebody else brings the node up or down; waiting"
+        return locked(self.place.run.with_suffix(".lock"), lambda: say(busy))
 
 
 def _machine(gpus: int | str) -> str:

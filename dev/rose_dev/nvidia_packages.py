@@ -14,14 +14,13 @@ Next step: a test that needs a program calls ``unpacked`` and is skipped with th
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import tempfile
 from pathlib import Path
 
 from rose_dev.errors import CommandFailed, NotSupported
 from rose_dev.parts import cache_root
-from rose_dev.shell import run
+from rose_dev.shell import locked, run
 
 SUITES = {535: "bookworm", 550: "trixie"}
 """Driver, and the Debian suite that has it."""
@@ -38,9 +37,7 @@ def unpacked(package: str, driver: int) -> Path:
         NotSupported: this machine's apt has no Debian archive, or the package is not in it.
     """
     folder = cache_root() / "nvidia" / SUITES[driver] / package
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{package}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder.with_name(f"{package}.lock")):
         if not (folder / _STAMP).exists():
             shutil.rmtree(folder, ignore_errors=True)
             try:

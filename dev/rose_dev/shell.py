@@ -1,9 +1,11 @@
-"""External commands: each has a time limit, and its error shows what the command printed."""
+"""External commands with time limits, whose errors show what they printed; and locks of files."""
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rose_dev.errors import CommandFailed
@@ -58,6 +60,24 @@ def succeeds(argv: Sequence[str | Path], *, seconds: float = 10) -> bool:
         return run(argv, seconds=seconds, check=False).returncode == 0
     except CommandFailed:
         return False
+
+
+@contextmanager
+def locked(path: Path, waits: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Be the only process that holds this file's lock.
+
+    Args:
+        path: is made where it is not there; stays.
+        waits: called once where another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def tail(path: Path, lines: int = 15) -> str:

@@ -85,19 +85,10 @@ def _whole(value: float) -> int | None:
 
 def sglang_metrics(text: str) -> Figures:
     """SGLang's ``/metrics``."""
-    requests = _declared(text, "sglang:http_requests_total")
-    gauges: dict[str, float] = {}
-    for name, labels, value in samples(text):
-        if name == "sglang:http_requests_total":
-            requests = {} if requests is None else requests
-            path = labels.get("endpoint", "")
-            count = _whole(value)
-            if count is None:
-                return Figures()  # no counter is negative, endless or no number
-            if generates(labels.get("method", "POST"), path):
-                requests[path] = requests.get(path, 0) + count
-        elif labels.get("priority", "") == "" and name.startswith("sglang:"):
-            gauges[name[7:]] = gauges.get(name[7:], 0.0) + value
+    found = _counted(text, "sglang:http_requests_total", "endpoint", "sglang:")
+    if found is None:
+        return Figures()
+    requests, gauges = found
     figures = _figures(gauges, requests, "num_running_reqs", "num_queue_reqs", "token_usage")
     ended = _whole(gauges.get("num_requests_total", -1))
     if requests is None and ended is not None:
@@ -108,23 +99,38 @@ def sglang_metrics(text: str) -> Figures:
 
 def vllm_metrics(text: str) -> Figures:
     """VLLM's ``/metrics``; its requests are counted when they end."""
-    requests = _declared(text, "http_requests_total")
-    gauges: dict[str, float] = {}
-    for name, labels, value in samples(text):
-        if name == "http_requests_total":
-            requests = {} if requests is None else requests
-            path = labels.get("handler", "")
-            count = _whole(value)
-            if count is None:
-                return Figures()  # no counter is negative, endless or no number
-            if generates(labels.get("method", "POST"), path):
-                requests[path] = requests.get(path, 0) + count
-        elif name.startswith("vllm:"):
-            gauges[name[5:]] = gauges.get(name[5:], 0.0) + value
+    found = _counted(text, "http_requests_total", "handler", "vllm:")
+    if found is None:
+        return Figures()
+    requests, gauges = found
     older = "kv_cache_usage_perc" not in gauges
     usage = "gpu_cache_usage_perc" if older else "kv_cache_usage_perc"
     figures = _figures(gauges, requests, "num_requests_running", "num_requests_waiting", usage)
     return replace(figures, at_arrival=False)
+
+
+def _counted(
+    text: str, counter: str, path_label: str, prefix: str
+) -> tuple[dict[str, int] | None, dict[str, float]] | None:
+    """Requests by path (None = unknown), and what else the engine says, without its prefix.
+
+    Returns:
+        None when a count is negative, endless or no number: the page is not to be believed.
+    """
+    requests = _declared(text, counter)
+    gauges: dict[str, float] = {}
+    for name, labels, value in samples(text):
+        if name == counter:
+            requests = {} if requests is None else requests
+            path, count = labels.get(path_label, ""), _whole(value)
+            if count is None:
+                return None
+            if generates(labels.get("method", "POST"), path):
+                requests[path] = requests.get(path, 0) + count
+        # SGLang says some gauges once more for each priority.
+        elif labels.get("priority", "") == "" and name.startswith(prefix):
+            gauges[name[len(prefix) :]] = gauges.get(name[len(prefix) :], 0.0) + value
+    return requests, gauges
 
 
 def _figures(
