@@ -6,7 +6,7 @@
 - ``radius``: limits per node, zone, lease and minute; ``gate``: is a loan worth its cost.
 - ``room``: does a lease's engine fit into what may be lent.
 - ``whole``: replicas that are put to sleep for a loan.
-- ``shares``: how leases share what may be lent; ``gain``: what a slot more would bring one.
+- ``shares``: how leases share what may be lent, and what a slot more would bring one.
 - ``autoscalers``: which of a cluster's autoscalers would react to borrowed load.
 - ``planning_pass``: one pass's working state; ``release``, ``loan``, ``explain``: its steps.
 - ``plan``: the steps in order; read this first.

@@ -35,7 +35,8 @@ class PlannerPolicy:
         first_seconds: a lease without any turn yet holds its slots for so long: a trainer starts.
         ready_seconds: what lies between a wish for slots and the start of their engines: a look at
             the router, a pass, a node's Sync.
-        by_gain: inside a priority a slot goes where it brings most (``gain``), not by weight alone.
+        by_gain: inside a priority a slot goes where it brings most (``shares.gain``), not by weight
+        alone.
     """
 
     stale_seconds: float = 15.0

@@ -8,8 +8,8 @@
 - ``book``: the guard's picture of one replica, kept from the events.
 - ``dialects``: figures that SGLang and vLLM publish.
 - ``verify``: does the tap's request count agree with the engine's own?
-- ``reading``: what a polled source said over time, and whether that is plausible.
-- ``signal``: every source merged; *unknown* is a value of its own and closes the gate.
+- ``signal``: what a polled source said over time, and every source merged; *unknown* is a value of
+  its own and closes the gate.
 
 Pure: the sockets are in ``rose_agent.tap``, the HTTP readers in ``rose_agent.signals``.
 """

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose_core.lending import Demand, Lease, PlannerPolicy
-from rose_core.lending.gain import gain, work
-from rose_core.lending.shares import targets
+from rose_core.lending.shares import gain, targets, work
 from tests.lending.world import POLICY, lease, lent, released, replica, slot, world
 
 PLACES = 16

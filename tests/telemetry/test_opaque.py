@@ -8,8 +8,7 @@ from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Arrived, Ended, Health, Progress
-from rose_core.telemetry.reading import advance
-from rose_core.telemetry.signal import Doubt, Reading, ServingSignal, SignalLimits, merge
+from rose_core.telemetry.signal import Doubt, Reading, ServingSignal, SignalLimits, advance, merge
 from rose_core.wire.sync import SignalSource
 from tests.telemetry.wire import HEAD, MS, Conversation, conversation, event, post, tracker
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rose_core.telemetry.dialects import METRICS, Figures
-from rose_core.telemetry.reading import advance
+from rose_core.telemetry.signal import advance
 from rose_core.wire.sync import SignalSource
 
 _PAGES = sorted((Path(__file__).parent / "pages").glob("*.txt"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rose_core.telemetry.dialects import LOADS, METRICS, Figures, sglang_snapshot
-from rose_core.telemetry.reading import advance, level
+from rose_core.telemetry.signal import advance, level
 from rose_core.wire.sync import SignalSource
 from tests.telemetry.record import FOLDER, STATES, STREAMS
 

@@ -19,8 +19,16 @@ from rose_core.telemetry.events import (
     Progress,
     Sized,
 )
-from rose_core.telemetry.reading import LEAK_NS, SPAN_NS
-from rose_core.telemetry.signal import Doubt, Reading, ServingSignal, SignalLimits, advance, merge
+from rose_core.telemetry.signal import (
+    LEAK_NS,
+    SPAN_NS,
+    Doubt,
+    Reading,
+    ServingSignal,
+    SignalLimits,
+    advance,
+    merge,
+)
 from rose_core.wire.sync import SignalSource
 
 POD = PodUid("r")

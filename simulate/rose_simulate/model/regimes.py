@@ -81,7 +81,7 @@ class RegimeRules:
         least_loan_s: a whole replica is not called back earlier, unless serving is in need.
         ends: how the router learns that a trajectory is over.
         keeps_keys: engines of a job can fetch keys that others of them made.
-        by_gain: the planner lends where a slot brings most (``lending.gain``).
+        by_gain: the planner lends where a slot brings most (``lending.shares.gain``).
     """
 
     lends: LendingMode = LendingMode.PLANNER
