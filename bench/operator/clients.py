@@ -76,7 +76,7 @@ async def _kopf(listed: Seen, seen: Seen) -> None:
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=handlers)
     async def changed(event: kopf.RawEvent, **_: Any) -> None:  # noqa: ANN401  # likewise
-        item = dict(event["object"])
+        item: dict[str, Any] = dict(event["object"])
         store[item["metadata"]["name"]] = item
         (listed if event["type"] is None else seen)()
 
