@@ -29,9 +29,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
-
-from aiohttp import web
+from typing import Protocol, cast, runtime_checkable
 
 from rose_core.rollouts.capacity.router_size import MOST_CONNECTIONS
 from rose_router import metrics
@@ -77,6 +75,18 @@ _LATE = _last_word(
 )
 
 
+@runtime_checkable
+class AnswersWhole(Protocol):
+    """What tells whole requests from what is still coming."""
+
+    @property
+    def answers_whole(self) -> bool:
+        """Whether all that has arrived is a request that is being answered."""
+
+
+MakeProtocol = Callable[[], asyncio.Protocol]
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     """What callers may take.
@@ -113,17 +123,20 @@ class LimitedConnection(asyncio.Protocol):
         opened: when it was accepted, on the clock of all doors.
         named: what the caller's certificate must name; empty = anything.
         hang_up: ends it while it has no transport.
+        inner: what speaks HTTP.
+        whole: the same, where it tells whole requests from others.
         refused: there was no room for it, which it is told.
         sender: what is coming from it, once it has sent a byte.
     """
 
-    make: Callable[[], asyncio.Protocol]
+    make: MakeProtocol
     doors: ConnectionLimiter
     opened: float
     named: str = ""
     hang_up: Callable[[], object] | None = None
     transport: asyncio.Transport | None = None
     inner: asyncio.Protocol | None = None
+    whole: AnswersWhole | None = None
     refused: bool = False
     sender: Sender | None = None
 
@@ -138,13 +151,17 @@ class LimitedConnection(asyncio.Protocol):
             self._end(self.transport, _FULL)
             return
         self.doors.note_transport(self)
-        self.inner = self.make()
+        self.inner = inner = self.make()
+        self.whole = inner if isinstance(inner, AnswersWhole) else None
         self.inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the caller."""
         if self.inner is not None:
             self.inner.data_received(data)
+            whole, sender = self.whole, self.sender
+            if whole is not None and whole.answers_whole and sender and sender.begun is None:
+                return  # nothing of it is missing
             self.doors.note_arrival(self)
 
     def eof_received(self) -> bool | None:
@@ -212,7 +229,8 @@ class ConnectionLimiter:
         self.clock = 0.0
         self._open: set[LimitedConnection] = set()
         self._headless: dict[LimitedConnection, None] = {}  # no whole request yet; the oldest first
-        self._over: dict[asyncio.Transport, LimitedConnection] = {}  # of those that speak
+        # Of those that speak.
+        self._over: dict[asyncio.BaseTransport | None, LimitedConnection] = {}
         self._answered: dict[LimitedConnection, float] = {}  # since when; the oldest first
         self._slow = SlowSenders(limits.patience_seconds)
         metrics.CONNECTIONS.set_function(self.__len__)
@@ -259,6 +277,16 @@ class ConnectionLimiter:
         else:
             self._slow.begin(sender, math.inf)  # aiohttp's keep-alive watches it
 
+    def note_whole(self, transport: asyncio.BaseTransport | None) -> None:
+        """A whole request has come over it."""
+        door = self._over.get(transport)
+        if door is None or door.sender is None:
+            return
+        self._headless.pop(door, None)
+        self._answered.pop(door, None)
+        if door.sender.begun is not None:
+            self._slow.rest(door.sender)
+
     def note_head(
         self,
         transport: asyncio.BaseTransport | None,
@@ -275,7 +303,7 @@ class ConnectionLimiter:
             length: of the body; ``None``: unknown.
             chunked: it ends with a line.
         """
-        door = self._over.get(cast("asyncio.Transport", transport))
+        door = self._over.get(transport)
         if door is None or door.sender is None or door.transport is None:
             return
         self._headless.pop(door, None)
@@ -289,7 +317,7 @@ class ConnectionLimiter:
 
     def note_answered(self, transport: asyncio.BaseTransport | None) -> None:
         """The request that came over it has its answer."""
-        door = self._over.get(cast("asyncio.Transport", transport))
+        door = self._over.get(transport)
         if door is not None:
             self._answered[door] = self.clock
 
@@ -505,7 +533,7 @@ class Certificate:
 
 @contextlib.asynccontextmanager
 async def listening(
-    server: web.Server,
+    connection: MakeProtocol,
     doors: ConnectionLimiter,
     address: str,
     tls_dir: Path | None = None,
@@ -516,7 +544,7 @@ async def listening(
     """Take callers until the block ends.
 
     Args:
-        server: aiohttp's.
+        connection: makes what speaks HTTP over one connection, as aiohttp's server does.
         doors: counts connections.
         address: ``host:port``; port 0 picks one.
         tls_dir: folder of certificate and key; without it the port is plain text.
@@ -534,7 +562,7 @@ async def listening(
     def door() -> LimitedConnection:
         if certificate is not None:
             certificate.refresh()
-        return LimitedConnection(server, doors, doors.clock, named)
+        return LimitedConnection(connection, doors, doors.clock, named)
 
     host, port = address.rsplit(":", 1)
     host = host.strip("[]")

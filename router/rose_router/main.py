@@ -29,7 +29,8 @@ from rose_router.http.admission import bearer
 from rose_router.http.admission.memory import limit_of_process
 from rose_router.http.tokenizer.model_tokenizer import ModelTokenizer, over_http
 from rose_router.http.tokenizer.tokenization import Tokenizer
-from rose_router.listener import HEAD_BYTES, ConnectionLimiter, listening
+from rose_router.http.whole_requests import WHOLE_ROUTES, WholeRequestHandler
+from rose_router.listener import HEAD_BYTES, ConnectionLimiter, MakeProtocol, listening
 from rose_router.replicas import relay
 from rose_router.replicas.peers import Peers
 from rose_router.turns.barrier import Barrier, HttpIngest
@@ -112,14 +113,14 @@ def _tracing(config: Settings) -> Tracing | None:
 
 @contextlib.asynccontextmanager
 async def _listening_to_peers(
-    server: web.Server, doors: ConnectionLimiter, address: str, config: Settings
+    connection: MakeProtocol, doors: ConnectionLimiter, address: str, config: Settings
 ) -> AsyncIterator[int]:
     if config.link is None:
         yield 0
         return
     link = config.link
     async with listening(
-        server, doors, address, link.folder, link.authority, named=link.name
+        connection, doors, address, link.folder, link.authority, named=link.name
     ) as port:
         yield port
 
@@ -185,23 +186,25 @@ async def running(
             peers=peers,
             session=kept,
         )
-        runner = web.AppRunner(
-            application,
+        runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+        await runner.setup()
+        if runner.server is None:
+            raise RuntimeError("aiohttp made no server")
+        connection = partial(
+            WholeRequestHandler,
+            *(runner.server, application[WHOLE_ROUTES]),
+            loop=asyncio.get_running_loop(),
             access_log=None,
-            handler_cancellation=True,
             max_line_size=HEAD_BYTES,
             max_field_size=HEAD_BYTES,
             lingering_time=0.0,  # ``pass_by`` does it
         )
-        await runner.setup()
-        if runner.server is None:
-            raise RuntimeError("aiohttp made no server")
         watching = [asyncio.create_task(one) for one in (asked.run(), words.run())]
         try:
             await service.start()
             async with (
-                listening(runner.server, doors, http_address, config.http_tls_dir) as port,
-                _listening_to_peers(runner.server, doors, peer_address, config) as peer_port,
+                listening(connection, doors, http_address, config.http_tls_dir) as port,
+                _listening_to_peers(connection, doors, peer_address, config) as peer_port,
             ):
                 attach_port = await server.start(attach_address)
                 if peers:

@@ -176,7 +176,8 @@ def remaining(sampling: Mapping[str, Any], held: int) -> dict[str, Any]:
         sampling: the turn's own.
         held: output tokens the turn holds already.
     """
-    result = {name: value for name, value in sampling.items() if name != "n"}
+    result = dict(sampling)
+    result.pop("n", None)
     result["max_new_tokens"] = max(0, most_tokens(sampling) - held)
     least = sampling.get("min_new_tokens")
     if least:

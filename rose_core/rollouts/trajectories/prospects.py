@@ -214,7 +214,7 @@ class Prospects:
         self._pauses = Pauses()
         # By run, each in the order in which their last turns ended.
         self._idle: dict[str, OrderedDict[str, Trajectory]] = {}
-        self._inferred_at = -math.inf
+        self._inferred_at = self._headed_at = -math.inf
         self.forgotten = self.inferred_ends = self.mistaken_ends = 0
         self._born = 0
 
@@ -223,7 +223,10 @@ class Prospects:
 
     def note_head(self, head: WeightVersion | None, now: float, run: str = "") -> None:
         """Note the newest version of a run; of the lease's first without a name."""
-        self._published[run] = self._published.get(run, _UNSEEN).observe(head, now)
+        known = self._published.get(run, _UNSEEN)
+        self._published[run] = seen = known.observe(head, now)
+        if seen is not known:
+            self._headed_at = now
 
     def _of(self, run: str) -> _Publishes:
         """Publishes of a run; nothing is known of one that nobody has told of."""
@@ -270,14 +273,16 @@ class Prospects:
             group = hint.group or self._inferred_group(prompt, (job, run), deadline, now)
             began_with = self._of(run).cadence.head
             known = Trajectory(group, self._born, now, began_with, deadline, now, run=run)
-            known.arm = assigned(group or name, self._control)
+            if self._control:  # a draw by the name, which a hash makes
+                known.arm = assigned(group or name, self._control)
             known.turns = max(0, hint.turn - 1)
             self._trajectories[name] = known
             self._make_room()
-        self._trajectories.move_to_end(name)
-        self._stir(name, known)
-        if known.ended_at >= 0 and not known.live:
-            self._disprove_end(known, now)
+        else:
+            self._trajectories.move_to_end(name)
+            self._stir(name, known)
+            if known.ended_at >= 0 and not known.live:
+                self._disprove_end(known, now)
         known.turns += 1
         known.live += 1
         self._live[name] = known
@@ -411,11 +416,13 @@ class Prospects:
         if now - at >= _SAFE_SECONDS:
             safe = survives(self._work(now), engines())
             self._safe = (now, safe)
-        swapping = frozenset(
-            cadence.head.run
-            for one in self._published.values()
-            if (cadence := one.cadence).head is not None and now - cadence.since < _SWAP_SECONDS
-        )
+        swapping: frozenset[str] = frozenset()
+        if now - self._headed_at < _SWAP_SECONDS:
+            swapping = frozenset(
+                cadence.head.run
+                for one in self._published.values()
+                if (cadence := one.cadence).head is not None and now - cadence.since < _SWAP_SECONDS
+            )
         return RolloutOutlook(self.shares.overall, self.shares.by_stratum(), safe, dice, swapping)
 
     def forget_silent(self, now: float, after: float = SILENT_SECONDS) -> int:
@@ -498,16 +505,19 @@ class Prospects:
         return known
 
     def _budget(self, known: Trajectory, now: float) -> float:
+        deadline = known.deadline
+        left = known.began + deadline.seconds - now
+        if deadline.publishes is None:
+            return left
         cadence = self._of(known.run).cadence
-        by_age = budget_seconds(known.began_with, known.deadline.publishes, cadence, now)
-        return min(by_age, known.began + known.deadline.seconds - now)
+        return min(budget_seconds(known.began_with, deadline.publishes, cadence, now), left)
 
     def _stratum(self, known: Trajectory) -> str:
         # By what it began with: a trajectory must not drift into another stratum as it is counted.
-        rest = self.lengths.rest(known.group, 0)
-        behind = self._stale(known)
+        rest, left = self.lengths.rest(known.group, 0), math.inf
         most = known.deadline.publishes
-        left = math.inf if behind is None or most is None else float(most + 1 - behind)
+        if most is not None and (behind := self._stale(known)) is not None:
+            left = float(most + 1 - behind)
         return stratum(rest.median, left)
 
     def _work(self, now: float) -> list[RemainingWork]:

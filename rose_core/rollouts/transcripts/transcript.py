@@ -234,8 +234,10 @@ class Leg:
         An engine that says it has finished without a single token has not: such an answer would
         look like a silent policy, so the turn is tried again.
         """
-        whole = 0 < len(self.ids) == self.placed
-        return self.finish is not None and not self.aborted and whole
+        finish = self.finish
+        if finish is None or finish.get("type") == "abort":
+            return False
+        return 0 < len(self.ids) == self.placed
 
 
 class Folded(msgspec.Struct, frozen=True, gc=False):
@@ -268,21 +270,29 @@ class Transcript:
             leg: ended for good; a later event of it must not be taken.
             exact: the only version the turn may be sampled by, or empty.
         """
-        keep = leg.allowed(exact)
-        whole = leg.complete and keep == len(leg.ids)
-        self.tokens.extend(leg.ids[:keep])
-        for name, values in leg.per_token.items():
-            self.per_token.setdefault(name, []).extend(values[:keep])
-        spans = leg.spans if keep == leg.placed else cut(leg.spans, keep)
+        ids, placed, spans = leg.ids, leg.placed, leg.spans
+        keep, count = leg.allowed(exact) if exact else placed, len(ids)
+        if keep == count:
+            self.tokens.extend(ids)
+            for name, values in leg.per_token.items():
+                self.per_token.setdefault(name, []).extend(values)
+        else:
+            self.tokens.extend(ids[:keep])
+            for name, values in leg.per_token.items():
+                self.per_token.setdefault(name, []).extend(values[:keep])
+        if keep == placed:
+            self.text += leg.placed_text
+        else:
+            spans = cut(spans, keep)
         if self.spans or leg.offset:
             spans = joined((*self.spans, *shifted(spans, leg.offset)))
         self.spans = spans
-        self.text += leg.placed_text if keep == leg.placed else ""
-        self.exact_text = self.exact_text and (whole or not leg.ids)
+        if count and not (keep == count and leg.complete):
+            self.exact_text = False
         self.legs.append(leg)
-        if leg.placed and leg.kind is EngineKind.BORROWED:
+        if placed and leg.kind is EngineKind.BORROWED:
             self.borrowed = True
-        return Folded(keep, len(leg.ids) - keep)
+        return Folded(keep, count - keep)
 
     @property
     def context(self) -> list[int]:

@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
 
     def ask(self, request: bytes) -> None:
         """Send a request, head and body at once."""
-        self._set_timer(0, Stage.ASKING)
+        self.stage, self._until = Stage.ASKING, None
         self.status, self.silent, self._whole = 0, True, False
         self.asked_at = asyncio.get_running_loop().time()
         self._chunks.clear()
@@ -120,7 +120,7 @@ class Connection(asyncio.Protocol):
             ConnectionResetError: the connection ended before.
         """
         while not self.status:
-            await self._next_data()
+            await self.next_data()
         return self.status
 
     async def chunk(self) -> bytes:
@@ -133,24 +133,8 @@ class Connection(asyncio.Protocol):
         while not self._chunks:
             if self._whole:
                 return b""
-            await self._next_data()
+            await self.next_data()
         return self._drain()
-
-    async def answer(self, take: Take) -> None:
-        """Hand on the body of an answer with status 200, in the moment in which it comes.
-
-        Head and body are waited for in one go. Of any other answer it waits for the head alone.
-
-        Args:
-            take: false when no more is wanted; what it raises is raised here.
-
-        Raises:
-            Unreachable: the host is gone.
-            ConnectionResetError: the connection ended before the message did.
-        """
-        while await self._next_data(take):
-            if self.status not in {0, 200}:
-                return
 
     def _hand_over(self, take: Take) -> bool:
         """Whether more will come and is wanted, after all that has come."""
@@ -184,7 +168,20 @@ class Connection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
 
-    async def _next_data(self, take: Take | None = None) -> bool:
+    async def next_data(self, take: Take | None = None) -> bool:
+        """Wait until something has come that whoever asked must look at.
+
+        Args:
+            take: is given the body of an answer with status 200, in the moment in which it comes;
+                false when no more is wanted. What it raises is raised here.
+
+        Returns:
+            Whether more is to come and is wanted.
+
+        Raises:
+            Unreachable: the host is gone.
+            ConnectionResetError: the connection ended before the message did.
+        """
         if self.stage is Stage.LOST:
             if self._gone:
                 message = f"{self.place[0]}:{self.place[1]} has gone silent"
@@ -328,8 +325,8 @@ class Connections:
         Args:
             place: where to.
             request: head and body.
-            take: is given the body of an answer with status 200, see ``Connection.answer``; without
-                it the caller reads the body.
+            take: is given the body of an answer with status 200, see ``Connection.next_data``;
+                without it the caller reads the body.
 
         Raises:
             Unreachable: nobody takes connections there, or somebody else does; or the host is gone.
@@ -432,7 +429,9 @@ async def _send(connection: Connection, request: bytes, take: Take | None) -> Co
         if take is None:
             await connection.head()
         else:
-            await connection.answer(take)
+            while await connection.next_data(take):
+                if connection.status not in {0, 200}:
+                    break
     except BaseException:  # also when cancelled, and raised again
         connection.hang_up()
         raise

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import msgspec
@@ -33,6 +33,7 @@ _MOST_IDS = 1 << 15  # that are written at once: half a millisecond
 _decode = msgspec.json.Decoder().decode
 # What may stand in a head that we write ourselves: a line end would begin a header of its own.
 _VISIBLE = re.compile(r"[\x21-\x7e]*")
+_LOGPROBS, _SELDOM = PER_TOKEN[0], frozenset(PER_TOKEN[1:])
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -108,9 +109,10 @@ class HttpEngineClient:
             EngineRefused: the engine says that the request is wrong.
             LegLost: anything else that ends the leg before its last event.
         """
-        events = _Events(take)
+        events, ids = _Events(take), body.get("input_ids", ())
+        raw = msgspec.json.encode(body) if len(ids) <= _MOST_IDS else await _encoded(body)
         try:
-            connection = await self._ask(target, "/generate", await _encoded(body), events.feed)
+            connection = await self._ask(target, "/generate", raw, events.feed)
             try:
                 if connection.status != 200:
                     await _raise_status(connection)
@@ -143,13 +145,13 @@ class HttpEngineClient:
         except (OSError, TimeoutError):
             return False
 
-    async def _ask(
+    def _ask(
         self, target: Target, path: str, body: bytes, take: Callable[[bytes], bool] | None = None
-    ) -> Connection:
+    ) -> Awaitable[Connection]:
         place, head = _head(target.url, target.token, target.certificates, path)
-        trace = f"traceparent: {target.traceparent}\r\n" if target.traceparent else ""
+        trace = target.traceparent and f"traceparent: {target.traceparent}\r\n"
         whole = b"%b%d\r\n%b\r\n%b" % (head, len(body), trace.encode("ascii"), body)
-        return await self._connections.ask(place, whole, take)
+        return self._connections.ask(place, whole, take)
 
 
 async def _encoded(body: Mapping[str, Any]) -> bytes:
@@ -291,7 +293,7 @@ def read_event(payload: bytes) -> StreamEvent:
         return StreamEvent(
             body.get("output_ids") or (),
             meta["completion_tokens"],
-            {name: meta[name] for name in PER_TOKEN if meta.get(name)},
+            _per_token(meta),
             body.get("text"),
             meta.get("finish_reason"),
             None if spans is None else [(s["version"], s["start"], s["end"]) for s in spans],
@@ -301,6 +303,15 @@ def read_event(payload: bytes) -> StreamEvent:
     except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
         message = f"not an event of SGLang: {type(error).__name__}: {error}: {payload[:200]!r}"
         raise LegLost(message) from error
+
+
+def _per_token(meta: dict[str, Any]) -> dict[str, Sequence[Any]]:
+    """The lists with an entry per token that came along."""
+    logprobs = meta.get(_LOGPROBS)
+    found = {_LOGPROBS: logprobs} if logprobs else {}
+    if not _SELDOM.isdisjoint(meta):
+        found |= {name: meta[name] for name in PER_TOKEN[1:] if meta.get(name)}
+    return found
 
 
 def _refuse_by(error: Any) -> None:  # noqa: ANN401  # whatever JSON the engine sent

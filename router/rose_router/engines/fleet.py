@@ -72,8 +72,11 @@ class Signal:
             self._waiting.pop(future, None)
 
 
-@dataclass(eq=False)
-class LiveLeg:
+def _can_move() -> bool:
+    return True
+
+
+class LiveLeg(msgspec.Struct, eq=False):
     """A leg in flight, with the handle that ends it."""
 
     rid: str
@@ -82,7 +85,7 @@ class LiveLeg:
     tokens: int = 0
     verdict: MoveReason | None = None
     task: asyncio.Task[None] | None = None
-    can_move: Callable[[], bool] = lambda: True
+    can_move: Callable[[], bool] = _can_move
 
     def end(self, verdict: MoveReason) -> None:
         """Stop reading; the turn decides what follows."""

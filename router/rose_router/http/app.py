@@ -22,7 +22,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 import aiohttp
@@ -65,14 +64,22 @@ from rose_router.http.routes import (
 )
 from rose_router.http.routes.turns import TurnHandlers
 from rose_router.http.tokenizer.model_tokenizer import ModelTokenizer
+from rose_router.http.whole_requests import WHOLE_ROUTES, Handler, resolve
 from rose_router.listener import ConnectionLimiter
 from rose_router.replicas.peers import Peers
 from rose_router.turns.barrier import Barrier
 from rose_router.turns.service import Service
 from rose_wire.observability import pages as process_pages
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
+_OF_TURNS = (
+    "/generate",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/inference/v1/generate",
+)
+"""What is asked turn after turn."""
 # Of the memory that the process may have, each: tokens sampled under messages, the objects of their
 # turns, conversations behind responses. Requests leave more than that free (``memory.PART``).
 _KEPT_PART = 1 / 16
@@ -162,6 +169,7 @@ def create(
             web.post("/abort_request", answering.abort),
         ]
     )
+    app[WHOLE_ROUTES] = resolve(app, _OF_TURNS)
     return app
 
 
@@ -219,8 +227,12 @@ def _outermost(doors: ConnectionLimiter, service: Service) -> Middleware:
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        chunked = hdrs.TRANSFER_ENCODING in request.headers
-        doors.note_head(request.transport, request.content, known_length(request), chunked=chunked)
+        transport, content = request.transport, request.content
+        if content.is_eof():
+            doors.note_whole(transport)
+        else:
+            chunked = hdrs.TRANSFER_ENCODING in request.headers
+            doors.note_head(transport, content, known_length(request), chunked=chunked)
         if service.leaving and request.method == hdrs.METH_POST:  # probes go on to the end
             service.asked_at = service.clock()
         try:
@@ -232,7 +244,7 @@ def _outermost(doors: ConnectionLimiter, service: Service) -> Middleware:
                 response = error_response(error, request.path)
             if service.leaving:
                 response.force_close()  # the caller's next connection is another router's
-            return response if request.content.is_eof() else await pass_by(request, response)
+            return response if content.is_eof() else await pass_by(request, response)
         finally:
             doors.note_answered(request.transport)
 

@@ -109,9 +109,15 @@ class Drafter:
 
     def end_turn(self, turn: Turn) -> None:
         """Keep its answer, and what drafts were worth."""
-        question, name = self._question(turn), turn.request.trajectory
-        if self._first.get(name) is turn:
+        name = turn.request.trajectory
+        if self._first.get(name) is not turn:
+            question = self._question(turn)
+        elif self._fleet.bounds().drafts:
+            question = self._question(turn)
             del self._first[name]
+        else:  # the usual case: nobody drafts, and nobody has asked
+            del self._first[name]
+            question = self._asked.get(name, "")
         if not question:
             return
         for leg in turn.transcript.legs:

@@ -123,7 +123,7 @@ class Ledger:
 
     def count_tokens(self, kind: EngineKind, count: int, run: str = "") -> None:
         """So many tokens of a turn are held that an engine of this kind made, for this run."""
-        _tokens(kind).inc(count)
+        _tokens(kind).add(count)
         if run:
             _run_tokens(run).inc(count)
         self.totals.tokens += count
@@ -144,25 +144,26 @@ class Ledger:
             self._finished.popitem(last=False)
 
     def _count(self, turn: Turn) -> None:
-        totals, kind = self.totals, kind_of(turn)
+        totals, transcript = self.totals, turn.transcript
         finish = str(turn.finish["type"]) if turn.finish else "error"
-        _turns(kind, finish).inc()
+        _turns("borrowed" if transcript.borrowed else "dedicated", finish).add(1)
         metrics.TURN_SECONDS.observe(turn.ended - turn.began)
         totals.turns += 1
-        totals.prompt_tokens += len(turn.request.prompt)
-        totals.borrowed_turns += turn.borrowed
-        totals.failed_turns += turn.state is TurnState.FAILED
-        totals.aborted_turns += finish == "abort"
+        totals.prompt_tokens += len(transcript.prompt)
+        totals.borrowed_turns += transcript.borrowed
+        if finish in {"stop", "length"}:
+            totals.usual_tokens += 0.02 * (len(transcript.tokens) - totals.usual_tokens)
+        else:
+            totals.failed_turns += turn.state is TurnState.FAILED
+            totals.aborted_turns += finish == "abort"
         totals.moves += len(turn.moves)
         totals.redone_tokens += turn.redone_tokens
-        if finish in {"stop", "length"}:
-            totals.usual_tokens += 0.02 * (turn.held - totals.usual_tokens)
 
 
 @cache
-def _tokens(kind: EngineKind) -> Counter:
+def _tokens(kind: EngineKind) -> metrics.Tally:
     """Looked up once: finding a metric by its labels costs more than counting."""
-    return metrics.TOKENS.labels(kind.value.lower())
+    return metrics.TOKENS.tally(kind.value.lower())
 
 
 @lru_cache(64)
@@ -170,30 +171,29 @@ def _run_tokens(run: str) -> Counter:
     return metrics.RUN_TOKENS.labels(run)
 
 
-@lru_cache(64)
-def _turns(kind: str, finish: str) -> Counter:
-    return metrics.TURNS.labels(kind, finish)
-
-
-def kind_of(turn: Turn) -> str:
-    """The metric's label."""
-    return "borrowed" if turn.borrowed else "dedicated"
+@cache
+def _turns(kind: str, finish: str) -> metrics.Tally:
+    return metrics.TURNS.tally(kind, finish)
 
 
 def summary(turn: Turn) -> dict[str, Any]:
     """A turn in a few words, for ``/turns``."""
+    transcript, leg = turn.transcript, turn.leg
+    engines = [one.engine for one in transcript.legs]
+    if leg is not None:
+        engines.append(leg.engine)
     return {
         "id": turn.request.rid,
         "session": turn.request.session,
         "job": turn.request.job,
-        "state": turn.state.value,
-        "kind": kind_of(turn),
-        "engines": [leg.engine for leg in turn.transcript.legs]
-        + ([turn.leg.engine] if turn.leg else []),
-        "prompt_tokens": len(turn.request.prompt),
-        "tokens": turn.held + (turn.leg.placed if turn.leg else 0),
-        "versions": [span.version for span in turn.transcript.spans],
-        "moves": [{"reason": m.reason.value, "at_token": m.at_token} for m in turn.moves],
+        "state": turn.state,
+        "kind": "borrowed" if transcript.borrowed else "dedicated",
+        "engines": engines,
+        "prompt_tokens": len(transcript.prompt),
+        "tokens": len(transcript.tokens) + (leg.placed if leg is not None else 0),
+        "versions": [span.version for span in transcript.spans],
+        "moves": turn.moves
+        and [{"reason": m.reason.value, "at_token": m.at_token} for m in turn.moves],
         "redone_tokens": turn.redone_tokens,
         "finish": turn.finish["type"] if turn.finish else None,
         "error": str(turn.error) if turn.error else "",

@@ -38,7 +38,7 @@ _MOST_MOVES = 64
 CANARY_SECONDS = 2.0
 """An engine that computes answers one token sooner, and whoever waits for it waits for this."""
 # Looked up once: finding a metric by its labels costs more than counting.
-_COMPUTED, _CACHED, _FETCHED = map(metrics.PROMPT_TOKENS.labels, ("computed", "cached", "fetched"))
+_COMPUTED, _CACHED, _FETCHED = map(metrics.PROMPT_TOKENS.tally, ("computed", "cached", "fetched"))
 _PROMPT_META = ("prompt_tokens", "cached_tokens", "input_token_logprobs", "input_top_logprobs")
 
 
@@ -74,14 +74,12 @@ class TurnRunner:
             LOG.exception("turn %s", turn.request.rid)
             self._fail(turn, TurnLost("Internal", f"{type(error).__name__}: {error}"))
         finally:
-            turn.ended, held = self._clock(), turn.held
-            context = len(turn.request.prompt) + held
-            if not turn.request.keyed:
-                name, prompt = turn.request.trajectory, turn.request.prompt
-                self._prefixes.note(name, prompt, turn.transcript.tokens)
-            self._prospects.end_turn(
-                turn.request.trajectory, held, context, turn.ended, moves=len(turn.moves)
-            )
+            turn.ended, request, tokens = self._clock(), turn.request, turn.transcript.tokens
+            name, prompt, held = request.trajectory, request.prompt, len(tokens)
+            if not request.keyed:
+                self._prefixes.note(name, prompt, tokens)
+            context = len(prompt) + held
+            self._prospects.end_turn(name, held, context, turn.ended, moves=len(turn.moves))
             self._ledger.close(turn)
             if turn.trace is not None:
                 turn.trace.end(turn)
@@ -89,21 +87,23 @@ class TurnRunner:
             turn.changed.fire()
 
     async def _advance(self, turn: Turn) -> None:
-        began, held = self._clock(), turn.held
-        turn.state = TurnState.WAITING
+        began, request, transcript = self._clock(), turn.request, turn.transcript
+        held, turn.state = len(transcript.tokens), TurnState.WAITING
         view = self.view(turn)
-        try:
-            engine = await self._queue.place(
-                view,
-                holds_tokens=held > 0,
-                priority=turn.request.priority,
-                session=turn.request.session,
-                born=turn.born,
-                job=turn.request.job,
-                because=turn.request.dedicated_because,
-            )
-        finally:
-            turn.queue_seconds += self._clock() - began
+        engine = self._queue.place_at_once(view, request.session, request.job, began)
+        if engine is None:
+            try:
+                engine = await self._queue.place(
+                    view,
+                    holds_tokens=held > 0,
+                    priority=request.priority,
+                    session=request.session,
+                    born=turn.born,
+                    job=request.job,
+                    because=request.dedicated_because,
+                )
+            finally:
+                turn.queue_seconds += self._clock() - began
         self._note_placed(turn, view, engine)
         try:
             if not engine.gate_open or engine.version is None:
@@ -111,14 +111,15 @@ class TurnRunner:
             turn.check_bounds(engine.bounds)
             move = await self._leg(turn, engine, held)
         finally:
-            holds = turn.held
-            context, more = len(turn.transcript.prompt) + holds, holds - held - view.expected
-            self._queue.leave(engine, turn.request.session, context, turn.request.job, more)
+            holds = len(transcript.tokens)
+            context, more = len(transcript.prompt) + holds, holds - held - view.expected
+            self._queue.leave(engine, request.session, context, request.job, more)
         self._conclude_leg(turn, engine, move)
 
     def view(self, turn: Turn) -> TurnView:
         """A turn as placement sees it now."""
-        home = self._sessions.home(turn.request.trajectory)
+        name = turn.request.trajectory
+        home = self._sessions.home(name)
         usual = self._ledger.totals.usual_tokens
         if home is None:
             view = turn.view("", 0, usual)
@@ -126,29 +127,31 @@ class TurnRunner:
             engine = self._fleet.get(home.engine)
             same = engine is not None and str(engine.version) == home.version
             view = turn.view(home.engine, home.tokens if same else 0, usual)
-        view = self._prospects.with_expectation(turn.request.trajectory, view, self._clock())
-        return replace(view, begins=False) if view.begins and turn.held else view
+        view = self._prospects.with_expectation(name, view, self._clock())
+        if view.begins and turn.transcript.tokens:
+            return replace(view, begins=False)
+        return view
 
     def _note_placed(self, turn: Turn, view: TurnView, engine: Engine) -> None:
-        home = self._fleet.get(view.home) if view.home != engine.name else None
-        had_room = home is not None and home.gate_open and home.occupied < home.cap
+        had_room = False
+        if view.home and view.home != engine.name:
+            home = self._fleet.get(view.home)
+            had_room = home is not None and home.gate_open and home.occupied < home.cap
         self._prospects.note_placement(
-            turn.request.trajectory, engine.kind, left_home=had_room, stratum=view.stratum
+            turn.request.trajectory, engine.update.kind, left_home=had_room, stratum=view.stratum
         )
 
     async def _leg(self, turn: Turn, engine: Engine, held: int) -> MoveReason | None:
         """Run one leg and fold it; why the turn must go on elsewhere, ``None`` when it ended."""
-        now = self._clock()
-        leg = Leg(
-            *(engine.name, engine.kind, self._new_rid(), str(engine.version), held),
-            reused=engine.update.reuses_kv,
-        )
-        handle = LiveLeg(leg.rid, now, now, can_move=partial(self._can_move, turn, engine))
-        handle.task = turn.task
-        engine.legs[leg.rid] = handle
+        now, update, rid = self._clock(), engine.update, self._new_rid()
+        version = str(engine.version)
+        leg = Leg(engine.name, update.kind, rid, version, held, reused=update.reuses_kv)
+        can_move = partial(self._can_move, turn, engine)
+        handle = LiveLeg(rid, now, now, task=turn.task, can_move=can_move)
+        engine.legs[rid] = handle
         engine.turns += 1
-        if engine.update.device_class:
-            metrics.CLASS_TURNS.labels(engine.update.device_class).inc()
+        if update.device_class:
+            metrics.CLASS_TURNS.labels(update.device_class).inc()
         turn.state, turn.leg = TurnState.RUNNING, leg
         if turn.trace is not None:
             turn.trace.begin_leg(leg)
@@ -157,20 +160,30 @@ class TurnRunner:
             # The last event may have come just before whatever ended the reading.
             return None if leg.complete else move
         finally:
-            del engine.legs[leg.rid]
+            del engine.legs[rid]
             if turn.trace is not None:
                 turn.trace.end_leg(leg)
             self._fold(turn, engine, leg)
 
     async def _outcome(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> MoveReason:
-        """Why reading the leg ended, if it was not by its last event."""
+        """Read the leg; why that ended, if it was not by its last event."""
+        trace = turn.trace.traceparent if turn.trace is not None else ""
+        target = Target.of(engine.update, trace)
+        body = turn.request.leg_body(turn.transcript.context, leg.offset, leg.rid, leg.version)
+        reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
         try:
             try:
-                await self._read(turn, engine, leg, handle)
+                if not reader.wants_last_word:
+                    await self._client.stream(target, body, reader.take)
+                else:
+                    await self._read_to_the_end(target, body, reader, engine, leg)
+                if leg.aborted:
+                    _raise_refusal(leg)
+                    return MoveReason.ABORTED
             except (BrokenStream, LegLost) as error:
                 return await self._judge_loss(turn, engine, leg, error)
             else:
-                return MoveReason.ABORTED if leg.aborted else MoveReason.UNPLACED
+                return MoveReason.UNPLACED
         except asyncio.CancelledError:
             # One of its cancellations is the verdict's; any other ends the turn.
             if handle.verdict is None or (handle.task is not None and handle.task.uncancel()):
@@ -241,17 +254,6 @@ class TurnRunner:
             return False
         return True
 
-    async def _read(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> None:
-        trace = turn.trace.traceparent if turn.trace is not None else ""
-        target = Target.of(engine.update, trace)
-        body = turn.request.leg_body(turn.transcript.context, leg.offset, leg.rid, leg.version)
-        reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
-        if not reader.wants_last_word:
-            await self._client.stream(target, body, reader.take)
-        else:
-            await self._read_to_the_end(target, body, reader, engine, leg)
-        _raise_refusal(leg)
-
     async def _read_to_the_end(
         self, target: Target, body: dict[str, Any], reader: LegReader, engine: Engine, leg: Leg
     ) -> None:
@@ -274,24 +276,26 @@ class TurnRunner:
     def _fold(self, turn: Turn, engine: Engine, leg: Leg) -> None:
         if not leg.ended:
             self._fences.raise_for(engine, leg.rid)
-        exact = turn.request.pin.exact
-        folded = turn.transcript.fold(leg, str(exact) if exact else "")
+        request, transcript, update = turn.request, turn.transcript, engine.update
+        exact = request.pin.exact
+        folded = transcript.fold(leg, str(exact) if exact else "")
         turn.leg = None
         turn.last_meta = leg.meta or turn.last_meta
-        turn.redone_tokens += folded.dropped
-        engine.tokens += folded.kept
-        self._ledger.count_tokens(engine.kind, folded.kept, engine.update.run)
-        if folded.dropped:
-            metrics.REDONE.inc(folded.dropped)
-        context = len(turn.transcript.prompt) + turn.held
-        self._sessions.settle(turn.request.trajectory, Home(engine.name, context, leg.version))
+        kept, dropped = folded.kept, folded.dropped
+        engine.tokens += kept
+        self._ledger.count_tokens(update.kind, kept, update.run)
+        if dropped:
+            turn.redone_tokens += dropped
+            metrics.REDONE.inc(dropped)
+        context = len(transcript.prompt) + len(transcript.tokens)
+        self._sessions.settle(request.trajectory, Home(engine.name, context, leg.version))
 
     def _conclude_leg(self, turn: Turn, engine: Engine, move: MoveReason | None) -> None:
-        leg = turn.transcript.legs[-1]
-        dropped = leg.offset + len(leg.ids) > turn.held
+        leg, held = turn.transcript.legs[-1], len(turn.transcript.tokens)
+        dropped = leg.offset + len(leg.ids) > held
         if move is None and not dropped:
             self._finish(turn, leg.finish)
-        elif turn.held >= turn.request.most_tokens:
+        elif held >= turn.request.most_tokens:
             self._finish(turn, {"type": "length", "length": turn.request.most_tokens})
         else:
             self._note_move(turn, engine, move or MoveReason.UNPLACED)
@@ -320,9 +324,9 @@ class TurnRunner:
     @staticmethod
     def _finish(turn: Turn, finish: Any) -> None:  # noqa: ANN401  # SGLang's JSON
         turn.check()
-        turn.state, turn.finish = TurnState.DONE, dict(finish)
-        if turn.finish["type"] == "length":
-            turn.finish["length"] = turn.held  # the engine counted its own leg only
+        turn.state, turn.finish = TurnState.DONE, finish
+        if finish["type"] == "length":  # the engine counted its own leg only
+            turn.finish = {**finish, "length": len(turn.transcript.tokens)}
 
     @staticmethod
     def _abort(turn: Turn, err_type: str, message: str, status: int | None = None) -> None:
@@ -345,13 +349,13 @@ class TurnRunner:
 
 
 def _raise_refusal(leg: Leg) -> None:
-    """SGLang reports some wrong requests as an abort with a status.
+    """SGLang reports some wrong requests as an abort with a status; for a leg that was aborted.
 
     Raises:
         EngineRefused: it did.
         LegLost: it failed at it, which may be the request's fault.
     """
-    status = leg.finish.get("status_code") if leg.aborted and leg.finish is not None else None
+    status = leg.finish.get("status_code") if leg.finish is not None else None
     if leg.finish is None or not isinstance(status, int) or leg.placed:
         return
     text = str(leg.finish.get("message", "the engine refused the request"))
@@ -479,13 +483,12 @@ def _count_prompt(meta: Mapping[str, Any], uncached: int) -> None:
     """Where what an engine began with came from; it says so with its first token."""
     found = meta.get("cached_tokens", 0)
     fetched = (meta.get("cached_tokens_details") or {}).get("storage") or 0
-    # Nothing is counted for nothing: each costs a lock.
     if uncached > 0:
-        _COMPUTED.inc(uncached)
+        _COMPUTED.add(uncached)
     if found > fetched:
-        _CACHED.inc(found - fetched)
+        _CACHED.add(found - fetched)
     if fetched:
-        _FETCHED.inc(fetched)
+        _FETCHED.add(fetched)
 
 
 def _crossing(turn: Turn) -> CutStops | None:

@@ -22,6 +22,7 @@ from rose_core.rollouts.requests.fields import (
     least,
 )
 from rose_core.rollouts.transcripts.transcript import Transcript
+from rose_core.rollouts.versions import NO_PIN
 from rose_router import metrics
 from rose_router.config import Settings
 from rose_router.engines.engine_client import EngineClient
@@ -179,7 +180,8 @@ class Service:
         if turn is None:
             if not request.session and (found := self._recognized(request)):
                 request = request.but(session=found)
-            self._check(request)
+            if request.pin is not NO_PIN:
+                self._check(request)
             turn = Turn(request, self.clock(), Transcript(request.prompt), labels=self.labels)
             turn.check_bounds(self.bounds())
             self.ledger.open(turn)
@@ -199,7 +201,7 @@ class Service:
             self.sandboxes.begin_turn(turn)
             if self.tracing is not None:
                 self.tracing.begin_turn(turn)
-            turn.task = asyncio.create_task(self._runner.run(turn))
+            turn.task = asyncio.get_running_loop().create_task(self._runner.run(turn))
             turn.task.add_done_callback(lambda _: self._note_end(turn))
         turn.listeners += 1
         return turn
@@ -305,7 +307,7 @@ class Service:
     def _recognized(self, request: TurnRequest) -> str:
         """The trajectory of its job that the turn's prompt goes on from; empty = none."""
         found = self.prefixes.find(request.prompt)
-        return found if not request.job or found.startswith(f"{request.job}/") else ""
+        return found if not found or not request.job or found.startswith(f"{request.job}/") else ""
 
     def _check(self, request: TurnRequest) -> None:
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -79,8 +79,34 @@ class VisibleOutput(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-@dataclass(eq=False)
-class Turn:
+class Ended:
+    """The end of a turn, which comes once.
+
+    asyncio's event can be cleared and asks whose loop it is, which costs a turn as much as its end.
+    """
+
+    __slots__ = ("_waiting", "has_come")
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def set(self) -> None:
+        """It has come: wake all who wait."""
+        self.has_come = True
+        for one in self._waiting:
+            if not one.done():
+                one.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait for it."""
+        if not self.has_come:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            await future
+
+
+class Turn(msgspec.Struct, eq=False):
     """A turn in the router.
 
     Attributes:
@@ -110,20 +136,20 @@ class Turn:
     born: int | None = None
     first_token_at: float = 0.0
     queue_seconds: float = 0.0
-    labels: Mapping[str, str] = field(default_factory=dict)
-    prompt_meta: dict[str, Any] = field(default_factory=dict)
-    last_meta: Mapping[str, Any] = field(default_factory=dict)
-    moves: list[TurnMove] = field(default_factory=list)
+    labels: Mapping[str, str] = msgspec.field(default_factory=dict)
+    prompt_meta: dict[str, Any] = msgspec.field(default_factory=dict)
+    last_meta: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    moves: list[TurnMove] = msgspec.field(default_factory=list)
     detokenizer: IncrementalDetokenizer | None = None
     redone_tokens: int = 0
     losses: int = 0
-    record: SuspectRecord = field(default_factory=SuspectRecord)
+    record: SuspectRecord = msgspec.field(default_factory=SuspectRecord)
     checked: Bounds | None = None
     listeners: int = 0
     abandoned: bool = False
     abort_message: str = ""
-    changed: Signal = field(default_factory=Signal)
-    ended_event: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: Signal = msgspec.field(default_factory=Signal)
+    ended_event: Ended = msgspec.field(default_factory=Ended)
     task: asyncio.Task[None] | None = None
     trace: TurnTrace | None = None
 
@@ -156,19 +182,20 @@ class Turn:
             cached: tokens of the context that it has keys for.
             usual_tokens: output tokens of turns so far, on average.
         """
-        held, request = self.held, self.request
-        left = max(1, request.most_tokens - held)
+        transcript, request = self.transcript, self.request
+        held, asks = len(transcript.tokens), request.asks
+        left = max(1, asks.most_tokens - held)
         expected = request.expected - held if request.expected else usual_tokens
         return TurnView(
-            context=len(self.transcript.prompt) + held,
-            expected=min(left, max(1, round(expected))),
-            pin=request.pin,
-            dedicated_only=bool(request.dedicated_because),
-            home=home,
-            cached=cached,
+            len(transcript.prompt) + held,
+            min(left, max(1, round(expected))),
+            request.pin,
+            bool(request.dedicated_because),
+            home,
+            cached,
             losses=self.losses,
             alone=self.record.must_be_alone(),
-            asked=request.asks.refusable,
+            asked=asks.refusable,
         )
 
     def shown(self) -> VisibleOutput:
@@ -218,9 +245,11 @@ class Turn:
             AssertionError: a token has no span or no log-prob of its own.
         """
         held = self.transcript
-        whole, count = covers(held.spans, len(held.tokens)), len(held.tokens)
+        count = len(held.tokens)
+        whole = covers(held.spans, count)
         for values in held.per_token.values():
-            whole = whole and len(values) == count
+            if len(values) != count:
+                whole = False
         if not whole:
             lengths = {name: len(values) for name, values in held.per_token.items()}
             message = f"turn {self.request.rid}: {count} tokens, {lengths}, {held.spans}"

@@ -144,6 +144,8 @@ class TurnQueue:
             Busy: it is.
             Unprocessable: they are more than could ever run and wait here.
         """
+        if more == 1 and not self._waiting and self._queue.most:
+            return  # the usual case
         places = sum(e.places for e in self._fleet if e.gate_open) if more > 1 else 0
         beside = max(0, more - 1 - places)
         if has_room(len(self._waiting) + beside, self._queue):
@@ -198,11 +200,10 @@ class TurnQueue:
             Unprocessable: it could not move, and for a minute no engine attached is dedicated.
         """
         began = self._clock()
-        self._shares.join(job)
-        engine = self._place_at_once(view, session, job, began)
+        engine = self.place_at_once(view, session, job, began)
         if engine is not None:
-            metrics.QUEUE_SECONDS.observe(0.0)
             return engine
+        self._shares.join(job)
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         arrived = next(self._arrivals)
         key = rank(holds_tokens, priority, arrived if born is None else born)
@@ -223,14 +224,28 @@ class TurnQueue:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
 
-    def _place_at_once(self, view: TurnView, session: str, job: str, now: float) -> Engine | None:
-        """The usual case: nobody waits, and some engine has room; ``None`` = see ``pump``."""
+    def place_at_once(self, view: TurnView, session: str, job: str, now: float) -> Engine | None:
+        """The usual case: nobody waits, and some engine has room.
+
+        Args:
+            view: the turn.
+            session: whose keys it leaves behind.
+            job: whose turn it is.
+            now: seconds.
+
+        Returns:
+            The engine, reserved as by ``place``; ``None`` = see there.
+        """
         if self._waiting or self._held_at is not None or view.alone or self._keeps:
             return None
         if self._policy.name is not PolicyName.JOINT or not self._fleet.has_room():
             return None
         chosen = at_once(view, self._scene(now))
-        return None if chosen is None else self._reserve(view, session, job, chosen)
+        if chosen is None:
+            return None
+        self._shares.join(job)
+        metrics.QUEUE_SECONDS.observe_none()
+        return self._reserve(view, session, job, chosen)
 
     def _check_room_without(self, waiter: Waiter) -> None:
         self._waiting.remove(waiter)

@@ -326,7 +326,10 @@ def middleware(tokens: Tokens, running: RunningRequests) -> Middleware:
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if request.method != "POST" or request.path not in _WRITTEN_DOWN:
-            with running.hold(request, _admit(tokens, request)):
+            shown = _admit(tokens, request)
+            if shown is None:
+                return await handler(request)
+            with running.hold(request, shown):
                 return await handler(request)
         outcome = "failed"
         try:

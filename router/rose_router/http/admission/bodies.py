@@ -82,8 +82,11 @@ async def raw_body(request: web.Request) -> bytes:
 
 
 def known_length(request: web.Request) -> int | None:
-    """Bytes of a body that is still to come; ``None`` where it may become any number of them."""
-    return None if hdrs.CONTENT_ENCODING in request.headers else request.content_length
+    """Bytes of a body; ``None`` where it may become any number of them."""
+    if hdrs.CONTENT_ENCODING in request.headers:
+        return None
+    content = request.content
+    return content.total_bytes if content.is_eof() else request.content_length
 
 
 def _came_with_head(request: web.Request) -> bytes | None:
@@ -92,7 +95,7 @@ def _came_with_head(request: web.Request) -> bytes | None:
     aiohttp's own way to it goes through a loop, a copy and two coroutines.
     """
     length = known_length(request)
-    if length is None or length > min(_WHOLE, request.client_max_size):
+    if length is None or length > _WHOLE or length > request.client_max_size:
         return None
     whole = request[_ARRIVED] = request.content.read_nowait()
     return whole
@@ -175,6 +178,30 @@ def _begins_with_text(raw: bytes) -> bool:
         elif depth == 2 and texts and name in {b'"text"', b'"prompt"'}:
             return True
     return False
+
+
+def body_at_once(request: web.Request) -> dict[str, Any] | None:
+    """The JSON object of a caller that is all here and short; ``None``: see ``read_body``.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    if _ARRIVED in request or not request.content.is_eof():
+        return None
+    try:
+        raw = _came_with_head(request)
+    except web.RequestPayloadError:
+        return None  # which says it in its own words
+    return None if raw is None else json_object(raw)
+
+
+def arrived(request: web.Request) -> bytes:
+    """The bytes of a body that was read.
+
+    Raises:
+        KeyError: it was not.
+    """
+    return request[_ARRIVED]
 
 
 async def read_body(request: web.Request) -> dict[str, Any]:

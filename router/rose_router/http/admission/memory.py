@@ -22,7 +22,7 @@ import contextlib
 import math
 import resource
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from aiohttp import web
@@ -88,7 +88,7 @@ class MemoryLimiter:
         self.limit = limit
         self.budget = int(limit * PART)
         self._small, self._of_large = self.budget * _SMALL_PART, int(self.budget * LARGE_PART)
-        self.taken = 0
+        self.taken, self._full = 0, _FULL * limit
         self._resident = resident
         self._seen, self._looked = 0, -math.inf
         metrics.MEMORY_TAKEN.set_function(
@@ -119,19 +119,16 @@ class MemoryLimiter:
                 "shorter prompts at a time"
             )
             raise TooLarge("TooLarge", message)
-        if self._full() or self.taken + more > most:
+        now = time.monotonic()
+        if now - self._looked > _LOOK_SECONDS:
+            self._seen, self._looked = self._resident(), now
+        if self.taken + more > most or self._seen > self._full:
             message = (
                 f"requests hold {self.taken // MIB} of {most // MIB} MiB of this router's "
                 "memory already; try again later"
             )
             raise Overloaded("Memory", message, retry_after=_RETRY_SECONDS)
         self.taken += more
-
-    def _full(self) -> bool:
-        now = time.monotonic()
-        if now - self._looked > _LOOK_SECONDS:
-            self._seen, self._looked = self._resident(), now
-        return self._seen > _FULL * self.limit
 
 
 class MemoryReservation:
@@ -148,11 +145,21 @@ class MemoryReservation:
         self.bytes = 0
 
     def __enter__(self) -> MemoryReservation:
-        self.resize(self._first)
+        self.take_first()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.resize(0)
+        self.give_back()
+
+    def take_first(self) -> None:
+        """Begin; see ``MemoryLimiter.room_for``."""
+        self._memory.take(self._first, self._first)
+        self.bytes = self._first
+
+    def give_back(self) -> None:
+        """End."""
+        self._memory.taken -= self.bytes
+        self.bytes = 0
 
     def resize(self, bytes_: int) -> None:
         """Take more or give back; see ``MemoryLimiter.room_for``."""
@@ -168,8 +175,10 @@ ROOM = web.RequestKey("room", MemoryReservation)
 """Key of a request under which its room is found."""
 
 
-def held_by(turns: Iterable[TurnRequest]) -> int:
+def held_by(turns: Sequence[TurnRequest]) -> int:
     """Bytes that turns hold while they wait and run, without what they sample."""
+    if len(turns) == 1:
+        return PER_TURN + (PER_SENT_ID + PER_ID) * len(turns[0].prompt)
     prompts: dict[int, int] = {}
     total = 0
     for turn in turns:
@@ -185,18 +194,22 @@ def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
     async def check(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if not request.body_exists or request.path.startswith(BATCH_PATHS):
+        path = request.path
+        if not request.body_exists or path.startswith(BATCH_PATHS):
             return await handler(request)  # what is passed on in pieces is never held
         length, most = known_length(request), most_body
-        if request.path in CONVERSATIONS:
+        if path in CONVERSATIONS:
             most = min(most, MOST_HISTORY)
             if length is None:
                 request = request.clone(client_max_size=most)
             elif length > most:
                 raise too_long(length)
         expected = most if length is None else min(length, most)
-        with memory.room_for(expected) as room:
-            request[ROOM] = room
+        room = request[ROOM] = memory.room_for(expected)
+        room.take_first()
+        try:
             return await handler(request)
+        finally:
+            room.give_back()
 
     return check

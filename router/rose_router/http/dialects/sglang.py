@@ -71,22 +71,28 @@ def read(
     prompts, batch = _prompts(request, tokenizer)
     turns: list[TurnRequest] = []
     for index, prompt in enumerate(prompts):
-        sampling: Sampling | None = _of_prompt(request.sampling_params, index, "sampling_params")
-        answers = (sampling and sampling.n) or 1
+        given, sampling = body.get("sampling_params"), request.sampling_params
+        if isinstance(sampling, list):
+            given = _of_prompt(given, index, "sampling_params")
+            sampling = _of_prompt(sampling, index, "sampling_params")
+        answers = sampling.n or 1 if sampling is not None else 1
         if len(turns) + answers > MOST_ANSWERS:
             message = f"more than {MOST_ANSWERS} answers in one request; send several requests"
             raise InvalidTurn(message)
         at = index if batch else None
         terms = PromptTerms(
             hints,
-            _of_prompt(body.get("sampling_params"), index, "sampling_params") or {},
+            given or {},
             _passed(body, at),
             priority=request.priority or 0,
             tokenizer=tokenizer,
         )
         single = not batch and answers == 1
         for answer in range(answers):
-            rid, own = _rid(request.rid, at, answer, answers, new_rid)
+            if request.rid is None:
+                rid, own = new_rid(), False
+            else:
+                rid, own = _rid(request.rid, at, answer, answers, new_rid)
             session = rid if own and single else ""
             turns.append(terms.turn(rid, prompt, own_rid=own, session=session, keyed=own))
     listed = batch or len(turns) > 1
@@ -123,7 +129,9 @@ def _of_prompt(given: Any, index: int, field: str) -> Any:  # noqa: ANN401  # of
 
 
 def _passed(body: Mapping[str, Any], index: int | None) -> dict[str, Any]:
-    passed = {name: value for name, value in body.items() if name not in _OWN}
+    passed = dict(body)
+    for name in _OWN.intersection(passed):
+        del passed[name]
     if index is None:
         return passed
     lists = {name for name in _PER_PROMPT & passed.keys() if isinstance(passed[name], list)}

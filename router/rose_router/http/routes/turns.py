@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -19,7 +18,13 @@ from rose_core.rollouts.errors import InvalidTurn
 from rose_router import metrics
 from rose_router.errors import BadRequest, Forbidden, TurnLost
 from rose_router.http.admission.bearer import caller_of
-from rose_router.http.admission.bodies import LARGE_BODIES, raw_body, read_body
+from rose_router.http.admission.bodies import (
+    LARGE_BODIES,
+    arrived,
+    body_at_once,
+    raw_body,
+    read_body,
+)
 from rose_router.http.admission.memory import ROOM, held_by
 from rose_router.http.conversations.conversation import Message, messages_of
 from rose_router.http.conversations.history import Find, History
@@ -95,7 +100,8 @@ class TurnHandlers:
         """SGLang's ``/generate``."""
         body = await self._read(request)
         reading = partial(sglang.read, body, request.headers, self._tokenizer, random_rid)
-        ask = await self._off_loop(request, reading, body)
+        short = len(arrived(request)) <= _LONG_BODY
+        ask = reading() if short else await self._off_loop(request, reading, body)
         with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], self._sglang_events)
@@ -291,7 +297,7 @@ class TurnHandlers:
             work: is done.
             body: where its prompt may be ids.
         """
-        size = len(await raw_body(request))
+        size = len(arrived(request))
         ids = _LONG_BODY < size <= _LONG_IDS and body is not None and not _takes_long(body)
         if size <= _LONG_BODY or ids:
             return work()
@@ -313,7 +319,9 @@ class TurnHandlers:
 
     async def _read(self, request: web.Request) -> dict[str, Any]:
         """The body; one with text in it is read on once there is a tokenizer, or will be none."""
-        body = await read_body(request)
+        body = body_at_once(request)
+        if body is None:
+            body = await read_body(request)
         if self._tokenizer is None and _needs_tokenizer(body):
             await self._model_tokenizer.wait(self._service.settings.queue.seconds)
         return body
@@ -362,25 +370,28 @@ class TurnHandlers:
         metrics.HISTORY_TURNS.set(len(self._tree))
         metrics.HISTORY_FORGOTTEN.set(self._tree.forgotten)
 
-    @contextlib.contextmanager
-    def _turns(self, request: web.Request, ask: ParsedRequest) -> Iterator[list[Turn]]:
+    def _turns(self, request: web.Request, ask: ParsedRequest) -> HeldTurns:
         """The turns asked for, each of its job."""
-        job = _job_of(request)
-        turns: list[Turn] = []
-        if (room := request.get(ROOM)) is not None:
-            room.resize(held_by(ask.turns))
-        self._service.admit(ask.turns)
-        interval = 1 if ask.stream else self._service.settings.interval
+        job, service = _job_of(request), self._service
+        if ROOM in request:
+            request[ROOM].resize(held_by(ask.turns))
+        service.admit(ask.turns)
+        interval = 1 if ask.stream else service.settings.interval
+        held = HeldTurns(service)
         try:
             for one in ask.turns:
-                asked = one.but(interval=interval, job="").of_job(one.job if job is None else job)
-                if self._service.tracing is not None:
+                asked = (
+                    one.but(interval=interval, job="") if one.job else one.but(interval=interval)
+                )
+                if whose := one.job if job is None else job:
+                    asked = asked.of_job(whose)
+                if service.tracing is not None:
                     asked = _traced(asked, request, ask)
-                turns.append(self._service.submit(asked))  # must hold those begun
-            yield turns
-        finally:
-            for turn in turns:
-                self._service.leave(turn)
+                held.turns.append(service.submit(asked))  # must hold those begun
+        except BaseException:  # also when cancelled, and raised again
+            held.leave()
+            raise
+        return held
 
     async def _stream(
         self,
@@ -424,6 +435,31 @@ class TurnHandlers:
     def _sglang_answer(self, turn: Turn) -> dict[str, Any]:
         typed_abort(turn)
         return parts.sglang(turn, self._tokenizer)
+
+
+class HeldTurns:
+    """Turns that a request listens to; it leaves them at the end of the ``with``.
+
+    Args:
+        service: runs them.
+    """
+
+    __slots__ = ("_service", "turns")
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.turns: list[Turn] = []
+
+    def __enter__(self) -> list[Turn]:
+        return self.turns
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Listen no longer."""
+        for turn in self.turns:
+            self._service.leave(turn)
 
 
 def _needs_tokenizer(body: Mapping[str, Any]) -> bool:

@@ -1,0 +1,321 @@
+"""A request that comes whole is answered past aiohttp's task, and its caller cannot tell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from rose_dev.waiting import until
+from rose_router.http.whole_requests import WholeRequestHandler, WholeRoute, resolve
+from tests.router.conftest import Stage
+
+Staging = Callable[..., AbstractAsyncContextManager[Stage]]
+BODY = b'{"say": 1}'
+
+
+def request(
+    body: bytes = BODY,
+    *headers: str,
+    path: str = "/turn",
+    method: str = "POST",
+    version: str = "1.1",
+) -> bytes:
+    lines = [f"{method} {path} HTTP/{version}", "Host: x", *headers]
+    if not any(one.startswith(("Content-Length", "Transfer-Encoding")) for one in headers):
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+@dataclass
+class Server:
+    """aiohttp's application behind such connections.
+
+    Attributes:
+        whole: for each request that reached the handler, whether it came past aiohttp's task.
+        hold: answers wait for it.
+        cancelled: handlers that were.
+        fail: what the handler raises.
+    """
+
+    port: int = 0
+    routes: dict[str, WholeRoute] = field(default_factory=dict)
+    whole: list[bool] = field(default_factory=list)
+    hold: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: int = 0
+    fail: type[Exception] | None = None
+
+    async def handle(self, asked: web.Request) -> web.StreamResponse:
+        route = self.routes.get(asked.path)
+        self.whole.append(route is not None and asked.match_info is route.match)
+        try:
+            await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.fail is not None:
+            raise self.fail
+        return web.Response(body=await asked.read() + b" " + asked.path.encode())
+
+
+@asynccontextmanager
+async def serving(server: Server, keepalive: float = 60.0) -> AsyncIterator[Server]:
+    app = web.Application()
+    app.add_routes([web.post("/turn", server.handle), web.post("/other", server.handle)])
+    app.add_routes([web.get("/turn", server.handle)])
+    server.routes |= resolve(app, ["/turn"])
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=30)
+    await runner.setup()
+    assert runner.server is not None
+    loop = asyncio.get_running_loop()
+    make = partial(
+        WholeRequestHandler,
+        runner.server,
+        server.routes,
+        loop=loop,
+        access_log=None,
+        keepalive_timeout=keepalive,
+    )
+    listening = await loop.create_server(make, "127.0.0.1", 0)
+    server.port = listening.sockets[0].getsockname()[1]
+    try:
+        yield server
+    finally:
+        listening.close()
+        await runner.cleanup()
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    """One answer with a length, as it came."""
+    async with asyncio.timeout(60):
+        head = await reader.readuntil(b"\r\n\r\n")
+        found = re.search(rb"Content-Length: (\d+)", head)
+        return head + (await reader.readexactly(int(found[1])) if found else b"")
+
+
+@asynccontextmanager
+async def dialled(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection whose task of aiohttp waits already: its first request may come before that."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request(b"", path="/nothing"))
+        assert b" 404 " in await answer(reader)
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+def free() -> Server:
+    server = Server()
+    server.hold.set()
+    return server
+
+
+async def test_requests_that_come_whole_are_answered_one_after_the_other() -> None:
+    async with serving(free()) as server, dialled(server.port) as (reader, writer):
+        for number in range(3):
+            writer.write(request(b"%d" % number))
+            assert (await answer(reader)).endswith(b"\r\n\r\n%d /turn" % number)
+        assert server.whole == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (request(b"", method="GET"), b" 200 "),
+        (request(path="/other"), b" 200 "),
+        (request(path="/turn?a=1"), b" 200 "),
+        (request(b"2\r\nab\r\n0\r\n\r\n", "Transfer-Encoding: chunked"), b" 200 "),
+    ],
+    ids=["another method", "another route", "a query", "chunks"],
+)
+async def test_other_requests_are_left_to_aiohttp(sent: bytes, said: bytes) -> None:
+    async with serving(free()) as server, dialled(server.port) as (reader, writer):
+        writer.write(sent)
+        assert said in await answer(reader)
+        assert server.whole == [False]
+        writer.write(request())  # and the next one is not
+        assert b" 200 " in await answer(reader)
+        assert server.whole == [False, True]
+
+
+async def test_a_request_in_two_pieces_is_left_to_aiohttp() -> None:
+    async with serving(free()) as server, dialled(server.port) as (reader, writer):
+        head, body = request().split(b"\r\n\r\n")
+        writer.write(head + b"\r\n\r\n")
+        await until(lambda: len(server.whole) == 1)
+        writer.write(body)
+        assert (await answer(reader)).endswith(BODY + b" /turn")
+        assert server.whole == [False]
+
+
+async def test_who_expects_to_be_asked_for_the_body_is_asked() -> None:
+    async with serving(free()) as server, dialled(server.port) as (reader, writer):
+        writer.write(request(BODY, "Expect: 100-continue"))
+        assert await answer(reader) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert b" 200 " in await answer(reader)
+        assert server.whole == [False]
+
+
+async def test_requests_in_one_piece_are_answered_in_their_order() -> None:
+    async with serving(free()) as server, dialled(server.port) as (reader, writer):
+        writer.write(request(b"a") + request(b"b"))
+        assert (await answer(reader)).endswith(b"a /turn")
+        assert (await answer(reader)).endswith(b"b /turn")
+        assert server.whole == [False, False]
+
+
+async def test_what_comes_beside_an_answer_is_answered_after_it() -> None:
+    async with serving(Server()) as server, dialled(server.port) as (reader, writer):
+        writer.write(request(b"a"))
+        await until(lambda: server.whole == [True])
+        writer.write(request(b"b", path="/other"))
+        writer.write(request(b"c"))
+        server.hold.set()
+        for word in (b"a /turn", b"b /other", b"c /turn"):
+            assert (await answer(reader)).endswith(word)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        request(BODY, f"Content-Length: {len(BODY)}", "Transfer-Encoding: chunked"),
+        request(BODY, f"Content-Length: {len(BODY)}", "Content-Length: 1"),
+        request(BODY, "Content-Length: +10"),
+        request(BODY, "Bad Header: 1"),
+        b"nonsense\r\n\r\n",
+    ],
+    ids=["both lengths", "two lengths", "a signed length", "a space in a name", "nonsense"],
+)
+async def test_what_two_servers_might_read_differently_is_refused(sent: bytes) -> None:
+    async with serving(free()) as server, dialled(server.port) as (reader, writer):
+        writer.write(sent + request())
+        assert b" 400 " in await answer(reader)
+        async with asyncio.timeout(60):
+            with contextlib.suppress(ConnectionResetError):
+                assert b" 200 " not in await reader.read()
+        assert server.whole == []
+
+
+@pytest.mark.parametrize(("version", "header"), [("1.0", "X: 1"), ("1.1", "Connection: close")])
+async def test_a_connection_that_is_not_kept_is_closed_after_its_answer(
+    version: str, header: str
+) -> None:
+    async with serving(free()) as server, dialled(server.port) as (reader, writer):
+        writer.write(request(BODY, header, version=version))
+        async with asyncio.timeout(60):
+            assert (await reader.read()).endswith(BODY + b" /turn")
+        assert server.whole == [True]
+
+
+async def test_who_hangs_up_ends_his_request() -> None:
+    async with serving(Server()) as server, dialled(server.port) as (_, writer):
+        writer.write(request())
+        await until(lambda: server.whole == [True])
+        writer.close()
+        await until(lambda: server.cancelled == 1)
+
+
+async def test_a_server_that_ends_waits_for_answers() -> None:
+    server = Server()
+    async with contextlib.AsyncExitStack() as stack:
+        async with serving(server):
+            reader, writer = await stack.enter_async_context(dialled(server.port))
+            writer.write(request())
+            await until(lambda: server.whole == [True])
+            asyncio.get_running_loop().call_soon(server.hold.set)
+        assert (await answer(reader)).endswith(BODY + b" /turn")
+        assert server.cancelled == 0
+
+
+async def test_only_idle_connections_are_closed_for_being_idle() -> None:
+    async with (
+        serving(Server(), keepalive=0.05) as server,
+        dialled(server.port) as (reader, writer),
+        dialled(server.port) as (idle, _),
+    ):
+        writer.write(request())
+        async with asyncio.timeout(60):
+            assert await idle.read() == b""
+        await until(lambda: server.whole == [True])
+        server.hold.set()
+        assert (await answer(reader)).endswith(BODY + b" /turn")
+        async with asyncio.timeout(60):  # and then it is idle
+            assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("fail", [ValueError, TimeoutError, web.HTTPConflict])
+async def test_what_a_handler_raises_is_said_as_aiohttp_says_it(fail: type[Exception]) -> None:
+    said = []
+    for path in ("/turn", "/other"):
+        server = free()
+        server.fail = fail
+        async with serving(server), dialled(server.port) as (reader, writer):
+            writer.write(request(path=path))
+            told = await answer(reader)
+            said.append(re.sub(rb"Date: [^\r]*", b"", told))
+        assert server.whole == [path == "/turn"]
+    assert said[0] == said[1]
+
+
+# --- the router's own turns
+
+
+async def ask(s: Stage, body: dict[str, object], *, whole: bool, path: str = "/generate") -> bytes:
+    """What a caller reads, up to the end of the connection, without the date."""
+    raw = msgspec.json.encode(body)
+    sent = request(raw, "Content-Type: application/json", "Connection: close", path=path)
+    reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+    writer.write(request(b"", path="/ping", method="GET"))
+    await answer(reader)
+    if whole:
+        writer.write(sent)
+    else:
+        writer.write(sent[:-1])
+        await until(lambda: not writer.transport.get_write_buffer_size())
+        await asyncio.sleep(0.05)  # or it would come in one piece all the same
+        writer.write(sent[-1:])
+    async with asyncio.timeout(60):
+        said = await reader.read()
+    writer.close()
+    return re.sub(rb"Date: [^\r]*", b"", said)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_reads_the_same_however_its_request_came(stage: Staging, stream: bool) -> None:
+    async with stage() as s:
+        await s.engine()
+        body = {
+            "rid": "once",
+            "input_ids": [1, 2, 3],
+            "sampling_params": {"max_new_tokens": 5},
+            "stream": stream,
+        }
+        first = await ask(s, body, whole=True)  # the others get the same turn by its id
+        assert b" 200 OK" in first
+        again = [await ask(s, body, whole=whole) for whole in (True, False)]
+        assert again[0] == again[1]
+        if not stream:
+            assert first == again[0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"input_ids": [-1]}, {"input_ids": [1], "stream": "x"}, {"input_ids": [1], "odd": 1}],
+)
+async def test_a_refusal_reads_the_same_however_its_request_came(
+    stage: Staging, body: dict[str, object]
+) -> None:
+    async with stage() as s:
+        await s.engine()
+        whole, pieces = [await ask(s, body, whole=whole) for whole in (True, False)]
+        assert whole == pieces
+        assert re.match(rb"HTTP/1.1 4\d\d ", whole)
