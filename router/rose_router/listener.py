@@ -81,7 +81,7 @@ class AnswersWhole(Protocol):
 
     @property
     def answers_whole(self) -> bool:
-        """Whether all that has arrived is a request that is being answered."""
+        """Whether what arrived last was one whole request, which is being answered."""
 
 
 MakeProtocol = Callable[[], asyncio.Protocol]

@@ -46,7 +46,7 @@ class Seconds(Collector):
         return self.collect()
 
 
-class Tally:
+class SeriesTally:
     """One series of a counter, for one thread: what was added since the last scrape.
 
     Args:
@@ -74,9 +74,9 @@ class TalliedCounter(Counter):
     prometheus_client's own way takes four calls and a lock.
     """
 
-    def tally(self, *labels: str) -> Tally:
+    def tally(self, *labels: str) -> SeriesTally:
         """The series of these labels; made once by whoever counts."""
-        made = Tally(self.labels(*labels))
+        made = SeriesTally(self.labels(*labels))
         self.__dict__.setdefault("tallies", []).append(made)
         return made
 

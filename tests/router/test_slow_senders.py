@@ -325,6 +325,24 @@ async def test_a_head_in_crumbs_is_answered_and_heard_seldom(
         writer.close()
 
 
+async def test_a_head_in_crumbs_behind_a_turn_that_runs_is_heard_seldom(
+    stage: Make, arrivals: list[int]
+) -> None:
+    head = b"GET /ping HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 400 + b"\r\n\r\n"
+    body = msgspec.json.encode(ask())
+    async with stage(limits=AT_ONCE) as s:
+        await s.engine(token_seconds=3600)
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in await _answer(reader)
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)  # comes whole
+        await until(lambda: len(s.router.service.ledger) == 1)
+        arrivals.clear()
+        await _crumbs(writer, head)
+        assert len(arrivals) < len(head) / 4
+        writer.close()
+
+
 @pytest.mark.parametrize("size", [700, 9_000, 200_000])
 async def test_a_long_body_is_whole_whatever_it_comes_in(stage: Make, size: int) -> None:
     body = msgspec.json.encode(ask())

@@ -37,14 +37,16 @@ class Prefixes:
         whole = (len(prompt) + len(output)) // BLOCK * BLOCK
         if whole <= len(prompt):
             return
-        key = next(_hashes([*prompt, *output], [whole]), None)
+        key = next(_hashes([*prompt, *output], (whole,)), None)
         if key is None:
             return
-        if key not in self._names:
+        names = self._names
+        if key in names:
+            names.move_to_end(key)
+        else:
             self._sizes[whole] += 1
-        self._names[key] = name
-        self._names.move_to_end(key)
-        if len(self._names) > self._most:
+        names[key] = name
+        if len(names) > self._most:
             self._forget()
 
     def _forget(self) -> None:
@@ -62,6 +64,8 @@ class Prefixes:
         else:
             fitting = [size for size in blocks if size in self._sizes]
         found = ""
+        if not fitting:
+            return found
         for key in _hashes(prompt, fitting):
             found = self._names.get(key, found)
         return found

@@ -22,7 +22,7 @@ from rose_core.rollouts.placement.views import (
     TurnView,
     Wait,
 )
-from rose_core.rollouts.versions import Pin, fresh, satisfies
+from rose_core.rollouts.versions import NO_PIN, Pin, fresh, satisfies
 from rose_core.wire.routing import EngineKind
 
 __all__ = [
@@ -76,9 +76,12 @@ def _with_these_weights(
     version, head = engine.version, engine.head or head
     if version is None or head is None:
         return Obstacle.UNATTESTED
-    if not satisfies(version, turn.pin) or (engine.named and not turn.pin.run):
+    pin = turn.pin
+    if (pin is not NO_PIN and not satisfies(version, pin)) or (engine.named and not pin.run):
         return Obstacle.PINNED
-    return Obstacle.STALE if _stale(version, head, turn.pin, policy) else None
+    if version is head:
+        return None  # the usual case
+    return Obstacle.STALE if _stale(version, head, pin, policy) else None
 
 
 def _now(turn: TurnView, engine: EngineView, now: float) -> Obstacle | None:

@@ -177,6 +177,8 @@ def remaining(sampling: Mapping[str, Any], held: int) -> dict[str, Any]:
         held: output tokens the turn holds already.
     """
     result = dict(sampling)
+    if not held and "n" not in result and result.get("max_new_tokens") is not None:
+        return result  # the usual case: a first leg asks for what the turn does
     result.pop("n", None)
     result["max_new_tokens"] = max(0, most_tokens(sampling) - held)
     least = sampling.get("min_new_tokens")

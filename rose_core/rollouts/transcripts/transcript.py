@@ -17,6 +17,7 @@ Next step: ``splice`` says what the request of the next leg looks like.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -60,6 +61,13 @@ class StreamEvent(msgspec.Struct, frozen=True, gc=False):
     def aborted(self) -> bool:
         """The engine ends the leg without finishing the turn."""
         return self.finish is not None and self.finish.get("type") == "abort"
+
+
+@lru_cache(4096)
+def _attested(version: str) -> tuple[str, str]:
+    """The run of a version, and the version itself where it is a version 0."""
+    found = parse(version)
+    return ("", "") if found is None else (found.run, version if found.is_base else "")
 
 
 class Leg:
@@ -109,9 +117,7 @@ class Leg:
     ) -> None:
         self.engine, self.kind, self.rid = engine, kind, rid
         self.version, self.offset, self.reused = version, offset, reused
-        attested = parse(version)
-        self._run = attested.run if attested is not None else ""
-        self._base = version if attested is not None and attested.is_base else ""
+        self._run, self._base = _attested(version)
         self.ids: list[int] = []
         self.per_token: dict[str, list[Any]] = {}
         self.spans: tuple[TokenSpan, ...] = ()
@@ -133,22 +139,21 @@ class Leg:
         Raises:
             BrokenStream: tokens are missing, or the engine counts backwards.
         """
-        held = len(self.ids)
-        if event.count < held:
-            message = f"engine {self.engine} counted {held} tokens before and {event.count} now"
+        held, count = len(self.ids), event.count
+        if count < held:
+            message = f"engine {self.engine} counted {held} tokens before and {count} now"
             raise BrokenStream(message)
         if held and self._only_new is None:
-            self._only_new = len(event.ids) < event.count or event.ids[:held] != self.ids
-        if event.count > held:
+            self._only_new = len(event.ids) < count or event.ids[:held] != self.ids
+        if count > held:
             self._add(self.ids, event.ids, held, event, "output_ids")
             for name, values in event.per_token.items():
                 self._add(self.per_token.setdefault(name, []), values, held, event, name)
         self._read_text(event, held)
-        self.meta = event.meta
-        self.finish = event.finish
+        self.meta, self.finish = event.meta, event.finish
         self.ended = event.finish is not None
         self._place(event)
-        return event.count - held
+        return count - held
 
     def end(self, count: int, finish: Mapping[str, Any]) -> None:
         """The turn ends with the ``count``-th token, whatever the engine wrote behind it.
@@ -204,15 +209,17 @@ class Leg:
             spans = [(self.version, 0, event.count)]
         if spans is None:
             return
+        version = self.version
         for span in spans:
-            if span[0] == self.version:
+            if span[0] == version:
                 continue
             labelled = parse(span[0])
             if labelled is None or (self._run and labelled.run != self._run):
                 return  # a label that is no version of our run was attested by nobody
-        found = normal(spans, self.version, len(self.ids), reused=self.reused)
+        count = len(self.ids)
+        found = normal(spans, version, count, reused=self.reused)
         if found:
-            self.spans, self.placed, self.placed_text = found, len(self.ids), self._text
+            self.spans, self.placed, self.placed_text = found, count, self._text
 
     def allowed(self, exact: str) -> int:
         """Placed tokens up to the first that ``exact``, when given, did not sample."""

@@ -86,9 +86,13 @@ class WholeRequestHandler(web.RequestHandler):
         manager: of all connections.
         routes: for which it does, by path.
         settings: of aiohttp's connections.
+
+    Attributes:
+        answers_whole: what arrived last was one whole request, which is being answered. Of what
+            comes beside an answer something may be missing.
     """
 
-    __slots__ = ("_answering", "_routes")
+    __slots__ = ("_answering", "_routes", "answers_whole")
 
     def __init__(
         self,
@@ -99,15 +103,11 @@ class WholeRequestHandler(web.RequestHandler):
         super().__init__(manager, **settings)
         self._routes = routes
         self._answering: asyncio.Task[None] | None = None
-
-    @property
-    def answers_whole(self) -> bool:
-        """Whether all that has arrived is a request that is being answered."""
-        return self._answering is not None and not self._messages
+        self.answers_whole = False
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the caller."""
-        waiter = self._waiter
+        waiter, self.answers_whole = self._waiter, False
         if waiter is None or waiter.done():
             super().data_received(data)
             return
@@ -117,8 +117,10 @@ class WholeRequestHandler(web.RequestHandler):
         finally:
             if not waiter.done():
                 self._waiter = waiter
-        if self._messages and self._answering is None and not self._answer_whole():
-            waiter.set_result(None)
+        if self._messages and self._answering is None:
+            self.answers_whole = self._answer_whole()
+            if not self.answers_whole:
+                waiter.set_result(None)
 
     async def shutdown(self, timeout: float | None = 15.0) -> None:  # noqa: ASYNC109  # aiohttp's
         """Wait for the answer, then end it."""

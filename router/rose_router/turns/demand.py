@@ -58,7 +58,8 @@ class DemandFeed:
 
     def _see_turn(self) -> None:
         """A turn begins: look at the first after none, which may have ended by the next look."""
-        self._came.set()
+        if not self._came.is_set():
+            self._came.set()
         if self._idle:
             self.look()
 

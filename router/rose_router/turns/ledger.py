@@ -161,7 +161,7 @@ class Ledger:
 
 
 @cache
-def _tokens(kind: EngineKind) -> metrics.Tally:
+def _tokens(kind: EngineKind) -> metrics.SeriesTally:
     """Looked up once: finding a metric by its labels costs more than counting."""
     return metrics.TOKENS.tally(kind.value.lower())
 
@@ -172,7 +172,7 @@ def _run_tokens(run: str) -> Counter:
 
 
 @cache
-def _turns(kind: str, finish: str) -> metrics.Tally:
+def _turns(kind: str, finish: str) -> metrics.SeriesTally:
     return metrics.TURNS.tally(kind, finish)
 
 

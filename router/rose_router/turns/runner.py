@@ -64,7 +64,7 @@ class TurnRunner:
     async def run(self, turn: Turn) -> None:
         """Bring the turn to its end, whatever that is; never raises."""
         try:
-            while not turn.is_over:
+            while turn.state is TurnState.WAITING or turn.state is TurnState.RUNNING:
                 await self._advance(turn)
         except asyncio.CancelledError:
             self._abort(turn, "Aborted", turn.abort_message or "the router stops")
@@ -410,13 +410,14 @@ class LegReader:
         Raises:
             BrokenStream: tokens are missing, or the engine counts backwards.
         """
-        now, before, turn = self._clock(), self._leg.placed, self._turn
+        turn, leg = self._turn, self._leg
+        now, before = self._clock(), leg.placed
         try:
             for event in events:
                 if not self._take_event(event, now, halt):
                     return False
         finally:
-            if self._leg.placed > before:
+            if leg.placed > before:
                 if turn.record.must_be_alone():
                     self._clear()
                 if not turn.first_token_at:
@@ -431,15 +432,15 @@ class LegReader:
             if event.finish is not None:
                 leg.meta, leg.ended = event.meta, True
             return True
-        new = leg.take(event)
-        if self._turn.trace is not None and leg.spans:
-            self._turn.trace.see_version(leg.spans[-1].version)
+        new, turn = leg.take(event), self._turn
+        if turn.trace is not None and leg.spans:
+            turn.trace.see_version(leg.spans[-1].version)
         self._learn(event, new, now)
         if self._engine.failures:
             self._engine.note_success()
         handle.last_event, handle.tokens = now, len(leg.ids)
         if leg.offset == 0:
-            meta, kept = event.meta, self._turn.prompt_meta
+            meta, kept = event.meta, turn.prompt_meta
             for name in _PROMPT_META:
                 if name in meta:
                     kept[name] = meta[name]
@@ -460,23 +461,26 @@ class LegReader:
             self._fleet.changed.fire()
 
     def _learn(self, event: StreamEvent, new: int, now: float) -> None:
+        if not new:
+            return
         engine, handle = self._engine, self._handle
         kind = engine.update.device_class
-        uncached = event.meta.get("prompt_tokens", 0) - event.meta.get("cached_tokens", 0)
-        if new and not handle.tokens:
-            _count_prompt(event.meta, uncached)
-        if new and kind:
+        if kind:
             metrics.CLASS_TOKENS.labels(kind, "written").inc(new)
-            if not handle.tokens:
-                metrics.CLASS_TOKENS.labels(kind, "read").inc(max(0, uncached))
-        if not new or engine.gate_since > handle.last_event:
-            return  # the gap holds a pause of the gate
+        told = engine.gate_since <= handle.last_event  # else the gap holds a pause of the gate
         if handle.tokens:
-            step, live = (now - handle.last_event) / new, engine.occupied
-            self._fleet.learn_speed(engine, methodcaller("saw_step", step, live=live))
+            if told:
+                step, live = (now - handle.last_event) / new, engine.occupied
+                self._fleet.learn_speed(engine, methodcaller("saw_step", step, live=live))
             return
-        waited = now - handle.began
-        self._fleet.learn_speed(engine, methodcaller("saw_first_token", waited, uncached))
+        meta = event.meta
+        uncached = meta.get("prompt_tokens", 0) - meta.get("cached_tokens", 0)
+        _count_prompt(meta, uncached)
+        if kind:
+            metrics.CLASS_TOKENS.labels(kind, "read").inc(max(0, uncached))
+        if told:
+            learn = methodcaller("saw_first_token", now - handle.began, uncached)
+            self._fleet.learn_speed(engine, learn)
 
 
 def _count_prompt(meta: Mapping[str, Any], uncached: int) -> None:

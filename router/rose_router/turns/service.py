@@ -186,12 +186,13 @@ class Service:
             turn.check_bounds(self.bounds())
             self.ledger.open(turn)
             self.on_turn()
+            prompt = request.prompt
             turn.born = self.prospects.begin_turn(
                 request.trajectory,
                 request.hint,
-                len(request.prompt),
+                len(prompt),
                 turn.began,
-                prompt=request.prompt,
+                prompt=prompt,
                 job=request.job,
                 run=request.pin.run,
             )

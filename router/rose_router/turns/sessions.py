@@ -37,7 +37,9 @@ class Sessions:
         """A turn of the session has ended there."""
         if not session:
             return
-        self._homes[session] = home
-        self._homes.move_to_end(session)
-        if len(self._homes) > self._most:
-            self._homes.popitem(last=False)
+        homes = self._homes
+        if session in homes:
+            homes.move_to_end(session)
+        homes[session] = home
+        if len(homes) > self._most:
+            homes.popitem(last=False)

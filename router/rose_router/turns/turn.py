@@ -79,7 +79,7 @@ class VisibleOutput(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-class Ended:
+class TurnEnd:
     """The end of a turn, which comes once.
 
     asyncio's event can be cleared and asks whose loop it is, which costs a turn as much as its end.
@@ -149,7 +149,7 @@ class Turn(msgspec.Struct, eq=False):
     abandoned: bool = False
     abort_message: str = ""
     changed: Signal = msgspec.field(default_factory=Signal)
-    ended_event: Ended = msgspec.field(default_factory=Ended)
+    ended_event: TurnEnd = msgspec.field(default_factory=TurnEnd)
     task: asyncio.Task[None] | None = None
     trace: TurnTrace | None = None
 

@@ -63,15 +63,17 @@ class JsonReply(web.StreamResponse):
         if not body:
             return
         self._json = b""
-        transport, version, said = request.transport, request.version, ""
+        protocol, version, said = request.protocol, request.version, ""
+        transport = protocol.transport
         if transport is None or transport.is_closing():
             message = "the caller hung up before the answer was written"
             raise ConnectionResetError(message)
-        if not self._stays and version >= HttpVersion11:
-            said = "Connection: close\r\n"
-        elif self._stays and version < HttpVersion11:
+        if version >= HttpVersion11:
+            if not self._stays:
+                said = "Connection: close\r\n"
+        elif self._stays:
             said = "Connection: keep-alive\r\n"
         head = _HEAD % (*version, len(body), rfc822_formatted_time(), said)
         transport.write(head.encode("ascii") + body)
-        if request.protocol.writing_paused:  # a caller that does not read is waited for
+        if protocol.writing_paused:  # a caller that does not read is waited for
             await request.writer.drain()
