@@ -16,17 +16,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import sys
 
 from bench.record import Figure, figure, record
 from bench.rewards import bursts, hedging, killed, scaling, steps
-
-_COLD_S, _MOST = 3.0, 512
-_TARGETS_S = (1.0, 10.0, 30.0, 120.0)
-"""The default of ``rose rewards`` and the chart's, and those with which an aim can be met."""
-_LOOKS_S = (1.0, 15.0)
-"""Between two looks: of an autoscaler without pauses, and of KEDA's by default."""
 
 
 def flags() -> argparse.ArgumentParser:
@@ -36,33 +29,10 @@ def flags() -> argparse.ArgumentParser:
     add("--rewards", type=int, default=10_000, help="under kills; 0 leaves them out")
     add("--lines", type=int, default=10_000, help="of the batch; 0 leaves it out")
     add("--seconds", type=float, default=1800.0, help="simulated; 0 leaves virtual time out")
-    add("--seed", type=int, default=1, help="of everything but the steps")
-    add("--step-seeds", type=int, nargs="+", default=[1, 2, 3], help="of what is added to a step")
+    add("--seed", type=int, default=1, help="of kills and of hedging")
+    add("--step-seeds", type=int, nargs="+", default=[1, 2, 3], help="of the simulated job")
     add("--trainers", nargs="+", choices=steps.TRAINERS, default=list(steps.USUAL), help="whose")
     return parser
-
-
-def scaled(seconds: float, seed: int) -> list[Figure]:
-    """How busy workers are that follow the wish, when trajectories end as those of a job."""
-    ends = sorted(steps.played("whole", seconds, seed, steps.REWARD_S).finish_s)
-    takes = scaling.lengths(len(ends), steps.REWARD_S, seed)
-    found: list[Figure] = []
-    for target, look in itertools.product(_TARGETS_S, _LOOKS_S):
-        ours = scaling.followed(
-            ends, takes, target_s=target, cold_s=_COLD_S, most=_MOST, look_s=look
-        )
-        pool = scaling.smallest(ends, takes, ours.wait_p99_s)
-        told = f"target {target:g} s, a look every {look:g} s: "
-        found += [
-            figure(
-                f"{told}workers that follow the wish, busy", ours.busy_share, "share", at_least=0.9
-            ),
-            figure(f"{told}fixed pool with the same p99 wait, busy", pool.busy_share, "share"),
-            figure(f"{told}wait of a reward, p99", ours.wait_p99_s, "s"),
-            figure(f"{told}most workers at a time", ours.most, "workers"),
-            figure(f"{told}fixed pool", pool.most, "workers"),
-        ]
-    return found
 
 
 def _told(name: str, found: killed.Killed, wrong: tuple[str, ...]) -> list[Figure]:
@@ -109,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         wrong += met.wrong.total() + met.begun_shut
         figures += _burst(met)
     if given.seconds:
-        figures += scaled(given.seconds, given.seed)
+        figures += scaling.figures(given.seconds, given.step_seeds)
         figures += hedging.figures(given.seed)
         figures += steps.figures(given.seconds, given.step_seeds, given.trainers)
     record("rewards", figures)

@@ -1,9 +1,17 @@
 """Workers that follow the wish beside a pool of a fixed size, on virtual time.
 
-Trajectories end when those of a simulated job did, each with a reward of random length. Every
-``look_s`` the pool asks ``rose_core.rewards.scale.wish``, as an autoscaler would; the first worker
-is asked for at once, as KEDA's push scaler does. A new worker is ready after its cold start, and
-one that is idle and not wished for ends. A worker counts from the moment it is asked for.
+The job is the simulator's, and so are its steps: a reward that waits for a worker comes later, and
+what nothing hides of that makes the step longer. How many workers are wished for, and whose reward
+is next, is production's (``rose_core.rewards``). What makes workers of the wish is modelled on
+KEDA and the horizontal autoscaler, with the chart's settings:
+
+| workers | become | when |
+|---|---|---|
+| none | one | a reward waits: the gateway pushes |
+| some | as many as are wished for, or one | the autoscaler looks; the youngest go, once done |
+| some | none | KEDA polls, and for the cool-down none was wished for |
+
+A worker is ready after its cold start, and counts from the moment it is asked for.
 """
 
 from __future__ import annotations
@@ -12,12 +20,55 @@ import heapq
 import random
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
 
-from rose_core.rewards.scale import wish
+from bench.record import Figure
+from bench.rewards import steps
+from rose_core.rewards.groups import GroupProgress
+from rose_core.rewards.order import WaitingReward, first
+from rose_core.rewards.results import Scored
+from rose_core.rewards.scale import promised_age, wish
+from rose_simulate.model.clock import VirtualClock
+from rose_simulate.model.jobs.job import Job, JobCounts, RunningGroup
 
-_STEP_S = 1.0
+_REMEMBERED = 256  # as the gateway
+_SPREAD = 0.2  # of the lengths of rewards, log-normal
+_TRAINER = "streams, late as learned"
+
+
+@dataclass(frozen=True)
+class Autoscaler:
+    """When workers come and go; the chart's defaults, and KEDA's.
+
+    Attributes:
+        target_s: within which a reward shall have its result.
+        patience_s: more for one whose group lacks others that are rolled out.
+        look_s: between two looks of the autoscaler.
+        poll_s: between two of KEDA's, which alone brings a pool to zero.
+        cooldown_s: until it does.
+        cold_s: until a new worker is ready.
+        most: workers at a time.
+    """
+
+    target_s: float = 10.0
+    patience_s: float = 15.0
+    look_s: float = 15.0
+    poll_s: float = 30.0
+    cooldown_s: float = 60.0
+    cold_s: float = 3.0
+    most: int = 512
+
+
+CHART: Final = Autoscaler()
+SETTINGS: Final[Mapping[str, Autoscaler]] = {
+    "the chart's": CHART,
+    "no patience": replace(CHART, patience_s=0.0),
+    "no patience, target 30 s": replace(CHART, target_s=30.0, patience_s=0.0),
+    "no patience, target 120 s": replace(CHART, target_s=120.0, patience_s=0.0),
+    "the chart's, a look every second": replace(CHART, look_s=1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -35,10 +86,217 @@ class Pool:
     most: int
 
 
+@dataclass(eq=False)
+class _Worker:
+    """One worker; ``leaves`` once it is done, and ``gone`` = it has."""
+
+    since_s: float
+    ready: bool = False
+    busy: bool = False
+    leaves: bool = False
+    gone: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """One reward that waits or runs."""
+
+    number: int
+    group: str
+    since_s: float
+    takes_s: float
+    end: Callable[[], None]
+
+
 def lengths(count: int, mean_s: float, seed: int) -> list[float]:
-    """Lengths of rewards: most are short, few take several times the mean."""
+    """Lengths of rewards, seconds: most lie within a fifth of the mean."""
     draw = random.Random(seed)
-    return [draw.expovariate(1 / mean_s) for _ in range(count)]
+    return [_length(draw, mean_s) for _ in range(count)]
+
+
+def _length(draw: random.Random, mean_s: float) -> float:
+    return mean_s * draw.lognormvariate(-(_SPREAD**2) / 2, _SPREAD)
+
+
+@dataclass
+class FollowingPool:
+    """Workers that follow the wish.
+
+    Args:
+        clock: virtual.
+        scaler: makes workers of the wish.
+        takes: seconds of the next reward.
+
+    Attributes:
+        ends: when trajectories ended that it was given, in order, and what their rewards take.
+        latencies: from there to the results, seconds.
+    """
+
+    clock: VirtualClock
+    scaler: Autoscaler
+    takes: Callable[[], float]
+    ends: list[float] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+    _waits: list[float] = field(default_factory=list)
+    _waiting: dict[int, _Taken] = field(default_factory=dict)
+    _running: dict[int, _Taken] = field(default_factory=dict)
+    _workers: list[_Worker] = field(default_factory=list)
+    _groups: dict[str, GroupProgress] = field(default_factory=dict)
+    _times: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _held_s: float = 0.0
+    _busy_s: float = 0.0
+    _most: int = 0
+    _wished_s: float = 0.0  # the last time that anybody was wished for
+
+    def start(self) -> None:
+        """Begin to look."""
+        self.clock.after(self.scaler.look_s, self._look)
+        self.clock.after(self.scaler.poll_s, self._poll)
+
+    def verify(self, group: str, shape: GroupProgress, end: Callable[[], None]) -> None:
+        """Take a reward; ``shape`` is what its group was begun as."""
+        now = self.clock.now_s
+        self._groups[group] = self._groups.get(group, shape).taking(now)
+        number, takes = len(self.ends), self.takes()
+        self.ends.append(now)
+        self.lengths.append(takes)
+        self._waiting[number] = _Taken(number, group, now, takes, end)
+        if not self._staying():
+            self._scale(1)
+        self._fill()
+
+    def found(self) -> Pool:
+        """What came of it; workers that are still held count until now."""
+        held = self._held_s + sum(self.clock.now_s - one.since_s for one in self._workers)
+        return Pool(self._busy_s / held, _p99(self._waits), self._most)
+
+    def _staying(self) -> list[_Worker]:
+        return [one for one in self._workers if not one.leaves]
+
+    def _wish(self) -> int:
+        now = self.clock.now_s
+        ages = []
+        for one in (*self._waiting.values(), *self._running.values()):
+            complete = self._groups[one.group].complete
+            since = None if complete is None else now - complete
+            ages.append(promised_age(now - one.since_s, since, self.scaler.patience_s))
+        p50 = statistics.median(self._times) if self._times else None
+        return wish(ages, p50, self.scaler.target_s, self.scaler.most)
+
+    def _look(self) -> None:
+        if self._staying():
+            self._scale(max(1, self._wish()))
+        self.clock.after(self.scaler.look_s, self._look)
+
+    def _poll(self) -> None:
+        now = self.clock.now_s
+        if self._waiting or self._running:
+            self._wished_s = now
+        elif now - self._wished_s >= self.scaler.cooldown_s:
+            self._scale(0)
+        self.clock.after(self.scaler.poll_s, self._poll)
+
+    def _scale(self, wanted: int) -> None:
+        staying = self._staying()
+        # As Kubernetes does it: whoever is not ready goes first, then the youngest.
+        youngest = sorted(staying, key=lambda one: (one.ready, -one.since_s))
+        for one in youngest[: max(0, len(staying) - wanted)]:
+            if one.busy:
+                one.leaves = True
+            else:
+                self._end(one)
+        for _ in range(wanted - len(staying)):
+            one = _Worker(self.clock.now_s)
+            self._workers.append(one)
+            self.clock.after(self.scaler.cold_s, lambda one=one: self._ready(one))
+        self._most = max(self._most, len(self._workers))
+
+    def _end(self, one: _Worker) -> None:
+        one.gone = True
+        self._workers.remove(one)
+        self._held_s += self.clock.now_s - one.since_s
+
+    def _ready(self, one: _Worker) -> None:
+        one.ready = not one.gone
+        self._fill()
+
+    def _fill(self) -> None:
+        free = deque(one for one in self._staying() if one.ready and not one.busy)
+        while free and self._waiting:
+            chosen = first(
+                WaitingReward(number, self._groups[one.group].left)
+                for number, one in self._waiting.items()
+            )
+            assert chosen is not None  # noqa: S101  # some wait
+            taken, worker = self._waiting.pop(chosen.number), free.popleft()
+            self._running[taken.number], worker.busy = taken, True
+            self._waits.append(self.clock.now_s - taken.since_s)
+            self.clock.after(
+                taken.takes_s, lambda worker=worker, taken=taken: self._done(worker, taken)
+            )
+
+    def _done(self, worker: _Worker, taken: _Taken) -> None:
+        worker.busy = False
+        self._busy_s += taken.takes_s
+        self._times.append(taken.takes_s)
+        self.latencies.append(self.clock.now_s - taken.since_s)
+        del self._running[taken.number]
+        self._groups[taken.group] = self._groups[taken.group].after(Scored(1.0, True, 0.0))
+        if worker.leaves:
+            self._end(worker)
+        taken.end()
+        self._fill()
+
+
+def played(scaler: Autoscaler, seconds: float, seed: int) -> tuple[FollowingPool, JobCounts]:
+    """A job whose rewards such a pool verifies."""
+    draw = random.Random(f"{seed}/rewards")
+    pools: list[FollowingPool] = []
+
+    def follow(clock: VirtualClock, job: Job, keep: int) -> None:
+        pool = FollowingPool(clock, scaler, lambda: _length(draw, steps.REWARD_S))
+
+        def verify(one: RunningGroup, end: Callable[[], None]) -> None:
+            begun = len(one.members) + len(one.under_way)
+            pool.verify(str(one.number), GroupProgress(begun, min(begun, keep)), end)
+
+        job.verify = verify
+        pool.start()
+        pools.append(pool)
+
+    counts = steps.played(_TRAINER, seconds, seed, steps.REWARD_S, follow)
+    return pools[0], counts
+
+
+def figures(seconds: float, seeds: Sequence[int]) -> list[Figure]:
+    """How busy workers are under each setting, and what their rewards add to a step."""
+    rows: list[Figure] = []
+    for name, scaler in SETTINGS.items():
+        pools, fixed_ones, added, hidden = [], [], [], []
+        for seed in seeds:
+            pool, counts = played(scaler, seconds, seed)
+            pools.append(pool.found())
+            fixed_ones.append(smallest(pool.ends, pool.lengths, pools[-1].wait_p99_s))
+            parts = steps.usual(counts.step_parts)
+            shown = parts[steps.LAST_REWARD]
+            added.append(shown / (sum(parts.values()) - shown))
+            hidden.append(1 - shown / statistics.fmean(pool.latencies))
+        told = f"{name}: "
+        rows += [
+            steps.mean(f"{told}workers busy", [p.busy_share for p in pools], "share", at_least=0.9),
+            steps.mean(
+                f"{told}a fixed pool with the same p99 wait, busy",
+                [p.busy_share for p in fixed_ones],
+                "share",
+            ),
+            steps.mean(f"{told}added to a step", added, "share", at_most=0.01),
+            steps.mean(f"{told}hidden, of a reward's latency", hidden, "share", at_least=0.9),
+            steps.mean(f"{told}wait of a reward, p99", [p.wait_p99_s for p in pools], "s"),
+            steps.mean(f"{told}most workers at a time", [p.most for p in pools], "workers"),
+            steps.mean(f"{told}fixed pool", [p.most for p in fixed_ones], "workers"),
+        ]
+    return rows
 
 
 def fixed(ends: Sequence[float], takes: Sequence[float], size: int) -> Pool:
@@ -52,61 +310,6 @@ def fixed(ends: Sequence[float], takes: Sequence[float], size: int) -> Pool:
         last = max(last, start + take)
     held = size * (last - ends[0])
     return Pool(sum(takes) / held, _p99(waits), size)
-
-
-def followed(
-    ends: Sequence[float],
-    takes: Sequence[float],
-    *,
-    target_s: float,
-    cold_s: float,
-    most: int,
-    look_s: float = _STEP_S,
-) -> Pool:
-    """A pool that follows the wish.
-
-    Args:
-        ends: when trajectories end, in order.
-        takes: seconds of each one's reward.
-        target_s: within which a reward shall have its result.
-        cold_s: until a new worker is ready.
-        most: workers at a time.
-        look_s: between two looks of the autoscaler; KEDA's looks every 15 s by default.
-    """
-    workers: list[float] = []  # when each is free, or ready
-    running: list[tuple[float, float]] = []  # when each ends, and when its trajectory did
-    waiting: deque[tuple[float, float]] = deque()
-    coming = deque(zip(ends, takes, strict=True))
-    held, waits, peak, now, look_at = 0.0, list[float](), 0, ends[0], ends[0]
-    p50 = statistics.median(takes)
-    while coming or waiting or workers:
-        while coming and coming[0][0] <= now:
-            waiting.append(coming.popleft())
-        running = [one for one in running if one[0] > now]
-        taken = [end for end, _ in waiting] + [end for _, end in running]
-        if now >= look_at or (taken and not workers):
-            wanted = wish([now - end for end in taken], p50, target_s, most)
-            if now >= look_at:
-                look_at = now + look_s
-            else:
-                wanted = min(wanted, 1)
-            idle = sorted(one for one in workers if one <= now)
-            for one in idle[: max(0, len(workers) - wanted)]:
-                workers.remove(one)
-            workers += [now + cold_s] * (wanted - len(workers))
-        peak = max(peak, len(workers))
-        held += len(workers) * _STEP_S
-        now += _STEP_S
-        heapq.heapify(workers)
-        # Whoever comes free within the second takes the next; later ends wait for the next step.
-        while waiting and workers and workers[0] < now:
-            free = heapq.heappop(workers)
-            end, take = waiting.popleft()
-            start = max(free, end, now - _STEP_S)
-            heapq.heappush(workers, start + take)
-            running.append((start + take, end))
-            waits.append(start - end)
-    return Pool(sum(takes) / held, _p99(waits), peak)
 
 
 def smallest(ends: Sequence[float], takes: Sequence[float], wait_s: float) -> Pool:

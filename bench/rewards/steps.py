@@ -30,8 +30,8 @@ from typing import Any, Final
 from bench.record import Figure, figure
 from bench.scenarios import scenario
 from rose_core.stats import mean_of
-from rose_simulate.model.clock import SECOND
-from rose_simulate.model.jobs.job import JobCounts, StepParts
+from rose_simulate.model.clock import SECOND, VirtualClock
+from rose_simulate.model.jobs.job import Job, JobCounts, StepParts
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.scenarios.scenario import Regime
 from rose_simulate.model.simulation import Simulation
@@ -61,9 +61,10 @@ TRAINERS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 USUAL: Final = ("whole", "streams", "whole, late as learned", "streams, late as learned")
 """Those that decide something; the others take as long again."""
+LAST_REWARD: Final = "the last reward"
 _PARTS: Final[Mapping[str, Callable[[StepParts], float]]] = {
     "rollouts, to their last token": lambda part: part.rollout_s,
-    "the last reward": lambda part: part.reward_s,
+    LAST_REWARD: lambda part: part.reward_s,
     "training after it": lambda part: part.train_s,
 }
 
@@ -91,24 +92,33 @@ class Added:
     @property
     def last_reward(self) -> float:
         """Of the step without it: chance in the rollouts of the two runs is not in that."""
-        part = self.parts["the last reward"]
+        part = self.parts[LAST_REWARD]
         return part / (self.after_s - part)
 
     @property
     def hidden(self) -> float:
         """Of the time that the last reward takes, what no step waits for."""
-        return 1 - self.parts["the last reward"] / REWARD_S
+        return 1 - self.parts[LAST_REWARD] / REWARD_S
 
 
-def played(trainer: str, seconds: float, seed: int, reward_s: float) -> JobCounts:
+Begin = Callable[[VirtualClock, Job, int], None]
+"""Told of a job before it runs, and of how many of a group's members it trains on."""
+
+
+def played(
+    trainer: str, seconds: float, seed: int, reward_s: float, begin: Begin | None = None
+) -> JobCounts:
     """One run of ``tail-whole``'s job; ``trainer`` as in the table above."""
     told, material = scenario("tail-whole")
     changes = {**TRAINERS[trainer], "reward_s": reward_s}
     jobs = tuple(job.model_copy(update=changes) for job in told.jobs)
     told = told.model_copy(update={"jobs": jobs, "seconds": seconds})
     world = Simulation(told, RULES[Regime.OURS], seed, material)
+    job = world.jobs[jobs[0].name]
+    if begin is not None:
+        begin(world.clock, job, jobs[0].group)
     world.clock.run(round(seconds * SECOND))
-    return world.jobs[jobs[0].name].counts
+    return job.counts
 
 
 def usual(steps: Sequence[StepParts]) -> dict[str, float]:
@@ -163,27 +173,27 @@ def figures(
         whole = whole or [one.before_s for one in found]
         told = f"{trainer}, rewards of {REWARD_S:g} s: "
         rows += [
-            _mean(f"{told}added to a step", [one.share for one in found], "share", at_most=_AIM),
-            _mean(
+            mean(f"{told}added to a step", [one.share for one in found], "share", at_most=_AIM),
+            mean(
                 f"{told}the last reward alone, of the step without it",
                 [one.last_reward for one in found],
                 "share",
                 at_most=_AIM,
             ),
-            _mean(
+            mean(
                 f"{told}hidden, of the last reward",
                 [one.hidden for one in found],
                 "share",
                 at_least=0.9,
             ),
-            _mean(f"{told}a version old or more", [one.stale for one in found], "share"),
+            mean(f"{told}a version old or more", [one.stale for one in found], "share"),
             *(
-                _mean(f"{told}added by {part}", [one.parts[part] for one in found], "s")
+                mean(f"{told}added by {part}", [one.parts[part] for one in found], "s")
                 for part in _PARTS
             ),
-            _mean(f"{trainer}: a step without rewards", [one.before_s for one in found], "s"),
-            _mean(f"{told}a step", [one.after_s for one in found], "s"),
-            _mean(
+            mean(f"{trainer}: a step without rewards", [one.before_s for one in found], "s"),
+            mean(f"{told}a step", [one.after_s for one in found], "s"),
+            mean(
                 f"{told}a step, x the whole batch without rewards",
                 [one.after_s / base for one, base in zip(found, whole, strict=True)],
                 "x",
@@ -209,15 +219,16 @@ def _beyond(
     """Steps beside another trainer's with the same rewards, paired by seed."""
     found = [compared(*pair) for pair in zip(base, after, strict=True)]
     return [
-        _mean(f"{told}a step, x {other} with them", [1 + one.share for one in found], "x"),
+        mean(f"{told}a step, x {other} with them", [1 + one.share for one in found], "x"),
         *(
-            _mean(f"{told}{part}, beyond {other}", [one.parts[part] for one in found], "s")
+            mean(f"{told}{part}, beyond {other}", [one.parts[part] for one in found], "s")
             for part in _PARTS
         ),
     ]
 
 
-def _mean(name: str, values: Sequence[float], unit: str, **aim: float) -> Figure:
+def mean(name: str, values: Sequence[float], unit: str, **aim: float) -> Figure:
+    """A mean over seeds with its 95 % interval."""
     found = mean_of(values)
     ends = None if found.low is None or found.high is None else (found.low, found.high)
     return figure(name, found.mean, unit, interval=ends, **aim)

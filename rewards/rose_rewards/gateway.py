@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import sqlite3
 import statistics
 import time
@@ -33,7 +34,7 @@ from rose_core.rewards.hedging import RunningReward, hedge, next_late
 from rose_core.rewards.limits import TimeLimits
 from rose_core.rewards.order import WaitingReward, first
 from rose_core.rewards.results import Lost, Masked, Result, Scored, result_of
-from rose_core.rewards.scale import wish
+from rose_core.rewards.scale import promised_age, wish
 from rose_rewards import judge, metrics
 from rose_rewards.errors import BadReward, Busy, WorkerEnded
 from rose_rewards.functions import RewardFunction
@@ -171,6 +172,8 @@ class Gateway:
         session: to ask judges with.
         queue_limit: rewards that may wait, those that judges have included.
         journal: keeps results; None = they end with this process.
+        patience: seconds beyond the wish's target for a reward whose group lacks others that are
+            still rolled out.
     """
 
     functions: Mapping[str, RewardFunction]
@@ -179,6 +182,7 @@ class Gateway:
     queue_limit: int = 4096
     clock: Callable[[], float] = time.monotonic
     journal: ResultJournal | None = None
+    patience: float = 0.0
     limits: TimeLimits = field(default_factory=TimeLimits)
     _known: OrderedDict[tuple[str, str], _Known] = field(default_factory=OrderedDict)
     _groups: OrderedDict[tuple[str, str], GroupProgress] = field(default_factory=OrderedDict)
@@ -229,11 +233,18 @@ class Gateway:
         """
         now = self.clock()
         ages = [
-            now - one.since
+            promised_age(now - one.since, self._complete(one, now), self.patience)
             for one in (*self._waiting.values(), *self._under_way.values())
             if self._counts(one, team) and self.functions[one.reward.function].judge is None
         ]
         return wish(ages, self.p50(team), target, self.queue_limit)
+
+    def _complete(self, one: _Waiting, now: float) -> float | None:
+        """Seconds since its group lacks none but what was taken; of none, since for ever."""
+        progress = self._groups.get((one.key[0], one.reward.group))
+        if progress is None:
+            return math.inf
+        return None if progress.complete is None else now - progress.complete
 
     def p50(self, team: str | None = None) -> float | None:
         """Median seconds of a verification of a team's functions; None while none has ended.
@@ -301,8 +312,9 @@ class Gateway:
         while len(self._known) > REMEMBERED and next(iter(self._known.values())).result.done():
             self._known.popitem(last=False)
         if reward.group and reward.members:
-            begun = GroupProgress(reward.members, reward.keep)
-            self._groups.setdefault((key[0], reward.group), begun)
+            group = key[0], reward.group
+            begun = self._groups.get(group, GroupProgress(reward.members, reward.keep))
+            self._groups[group] = begun.taking(self.clock())
             while len(self._groups) > REMEMBERED:
                 self._groups.popitem(last=False)
         seconds = reward.deadline_seconds

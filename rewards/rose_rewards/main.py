@@ -160,6 +160,7 @@ async def running(
     token_file: Path | None = None,
     first_user: int = _FIRST_USER,
     target: float = 1.0,
+    patience: float = 0.0,
     folder: Path | None = None,
     work_token_file: Path | None = None,
     scaler_address: str | None = None,
@@ -192,7 +193,7 @@ async def running(
             pool = WorkerPool(listed, whose, workers, stack.enter_context(homes()))
         else:
             pool = linked = LinkedWorkers(listed)
-        gateway = Gateway(listed, pool, session, queue_limit, journal=journal)
+        gateway = Gateway(listed, pool, session, queue_limit, journal=journal, patience=patience)
         gateway.remember()
         if linked is not None:
             linked.on_room = gateway.fill
@@ -249,6 +250,13 @@ def parser() -> argparse.ArgumentParser:
         help="after a reward was taken, in which the workers that are wished for would have it",
     )
     add(
+        "--patience-seconds",
+        type=flags.amount,
+        default=0.0,
+        help="more for one whose group lacks others that are still rolled out, as nobody waits for "
+        "it yet",
+    )
+    add(
         _WORK,
         type=Path,
         help=f"with --workers 0: a line TEAM TOKEN for each team's workers, {SHARED} for functions "
@@ -273,6 +281,7 @@ async def _serve(given: argparse.Namespace) -> None:
         token_file=given.token_file,
         first_user=given.first_user,
         target=given.target_seconds,
+        patience=given.patience_seconds,
         folder=given.folder,
         work_token_file=given.work_token_file,
         scaler_address=given.scaler_address,

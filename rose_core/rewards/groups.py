@@ -13,6 +13,7 @@ advantages of a group are made of all the rewards that it keeps: it waits for th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from rose_core.rewards.results import Masked, Result, Scored
 
@@ -25,12 +26,17 @@ class GroupProgress:
         members: trajectories that were begun for it.
         keep: scored ones that its trainer trains on; 0 = all members.
         scored, masked: results that it has.
+        taken: rewards that were taken and have no result yet.
+        complete: when so many had been taken that no other is needed to decide it; None = others
+            are to come, or it is decided.
     """
 
     members: int
     keep: int = 0
     scored: int = 0
     masked: int = 0
+    taken: int = 0
+    complete: float | None = None
 
     @property
     def left(self) -> int:
@@ -43,8 +49,19 @@ class GroupProgress:
         """Whether every member has a result."""
         return self.scored + self.masked >= self.members
 
-    def after(self, result: Result) -> GroupProgress:
+    def taking(self, now: float) -> Self:
+        """With one more reward that was taken."""
+        more = replace(self, taken=self.taken + 1)
+        if self.complete is None and 0 < more.left <= more.taken:
+            return replace(more, complete=now)
+        return more
+
+    def after(self, result: Result) -> Self:
         """With one more result; a lost one is none, since it is tried anew."""
-        if isinstance(result, Scored):
-            return replace(self, scored=self.scored + 1)
-        return replace(self, masked=self.masked + isinstance(result, Masked))
+        more = replace(
+            self,
+            scored=self.scored + isinstance(result, Scored),
+            masked=self.masked + isinstance(result, Masked),
+            taken=max(0, self.taken - 1),
+        )
+        return more if 0 < more.left <= more.taken else replace(more, complete=None)

@@ -3,6 +3,10 @@
 A reward is promised its result ``target`` seconds after it was taken. The promise runs from that
 moment and not from the next look: what has waited half of it has half of it left. So workers stay
 as many as a burst asked for until it is done, and what comes meanwhile does not move its end.
+
+Nobody waits for the reward of a group that still lacks others which are rolled out. It may take
+``patience`` seconds more, or until it decides its group: then the target counts from there. So few
+workers do most of the work while rollouts hide it.
 """
 
 from __future__ import annotations
@@ -11,11 +15,23 @@ import math
 from collections.abc import Iterable
 
 
+def promised_age(age: float, complete: float | None, patience: float) -> float:
+    """The age by which the wish counts a reward; below 0 = its target has not begun.
+
+    Args:
+        age: seconds since it was taken.
+        complete: seconds since its group lacks none but what was taken; None = others are to come.
+        patience: seconds that it may take beyond the target while others are to come.
+    """
+    waited = age - patience
+    return waited if complete is None else max(waited, min(age, complete))
+
+
 def wish(ages: Iterable[float], p50: float | None, target: float, most: int) -> int:
     """Workers that finish what waits and runs, each within the target of when it was taken.
 
     Args:
-        ages: seconds since each reward that waits or runs was taken, in any order.
+        ages: of each reward that waits or runs (``promised_age``), in any order.
         p50: median seconds of one; None while none has ended.
         target: seconds in which a reward should have its result.
         most: never more.

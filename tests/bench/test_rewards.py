@@ -1,10 +1,14 @@
 """Workers that follow the wish, and pools of a fixed size, on virtual time."""
 
+from functools import partial
+
 import pytest
 
 from bench.rewards import steps
-from bench.rewards.scaling import fixed, followed, lengths, smallest
+from bench.rewards.scaling import Autoscaler, FollowingPool, fixed, lengths, smallest
 from bench.rewards.steps import compared, usual
+from rose_core.rewards.groups import GroupProgress
+from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.jobs.job import JobCounts, StepParts
 
 BURST = [0.0] * 40 + [600.0] * 40
@@ -17,19 +21,55 @@ def test_a_fixed_pool_stands_idle_between_bursts() -> None:
     assert pool.busy_share == pytest.approx(800 / (40 * 610))
 
 
+def followed(scaler: Autoscaler, shape: GroupProgress) -> tuple[FollowingPool, int]:
+    """The burst, each reward of a group of its own that was begun so; how many results came."""
+    clock, came = VirtualClock(), list[float]()
+    takes = iter(TAKES)
+    pool = FollowingPool(clock, scaler, lambda: next(takes))
+
+    def take(number: int) -> None:
+        pool.verify(str(number), shape, lambda: came.append(clock.now_s))
+
+    for number, end in enumerate(BURST):
+        clock.at(round(end * SECOND), partial(take, number))
+    pool.start()
+    clock.run(1200 * SECOND)
+    return pool, len(came)
+
+
+ALONE = GroupProgress(members=1)
+
+
 def test_a_pool_that_follows_the_wish_is_gone_between_bursts() -> None:
-    ours = followed(BURST, TAKES, target_s=20.0, cold_s=3.0, most=64)
-    # 40 rewards of 10 s within 20 s take 20 workers, and more once their cold start has passed.
+    pool, came = followed(Autoscaler(), ALONE)
+    ours = pool.found()
+    assert came == 80
     assert 20 < ours.most <= 40
     assert ours.busy_share > 5 * fixed(BURST, TAKES, 40).busy_share
-    # The promise runs from when a reward was taken: none waits beyond it as the queue shrinks.
-    assert 3.0 <= ours.wait_p99_s <= 20.0 + 3.0 - 10.0
+    assert ours.wait_p99_s <= 15.0 + 3.0 + 10.0, "one look, a cold start, and one that was first"
 
 
 def test_it_never_has_more_workers_than_it_may() -> None:
-    ours = followed(BURST, TAKES, target_s=1.0, cold_s=0.0, most=7)
-    assert ours.most == 7
-    assert ours.wait_p99_s > 40.0
+    pool, came = followed(Autoscaler(most=7), ALONE)
+    assert (pool.found().most, came) == (7, 80)
+    assert pool.found().wait_p99_s > 40.0
+
+
+def test_rewards_whose_groups_lack_others_hold_fewer_workers_and_wait_longer() -> None:
+    patient = Autoscaler(patience_s=60.0)
+    alone, to_come = (
+        followed(patient, shape)[0].found() for shape in (ALONE, GroupProgress(members=2))
+    )
+    assert to_come.most < alone.most / 2
+    assert to_come.wait_p99_s > alone.wait_p99_s
+    assert to_come.busy_share > alone.busy_share
+
+
+def test_nobody_is_held_once_the_cool_down_is_over() -> None:
+    pool, _ = followed(Autoscaler(), ALONE)
+    before = pool.found()
+    pool.clock.run(9000 * SECOND)
+    assert pool.found() == before
 
 
 def test_the_smallest_pool_keeps_the_wait_and_one_less_does_not() -> None:

@@ -14,7 +14,7 @@ from rose_core.rewards.hedging import RunningReward, hedge, next_late
 from rose_core.rewards.limits import LEAST, TimeLimits
 from rose_core.rewards.order import WaitingReward, first
 from rose_core.rewards.results import Lost, Masked, Scored, result_of
-from rose_core.rewards.scale import wish
+from rose_core.rewards.scale import promised_age, wish
 
 
 def test_an_answer_is_a_number_or_says_itself_whether_it_is_correct() -> None:
@@ -63,6 +63,32 @@ def test_what_comes_later_does_not_move_the_end_of_what_came_before() -> None:
     assert wish([4.0] * 10, 0.5, 5.0, 64) == 5
     assert wish([4.0] * 10 + [0.0] * 10, 0.5, 5.0, 64) == 5
     assert wish([60.0] * 3, 0.5, 5.0, 64) == 3
+
+
+def test_a_reward_whose_group_lacks_others_may_take_longer_until_it_decides_its_group() -> None:
+    def ages(taken: float, complete: float | None) -> list[float]:
+        return [promised_age(taken, complete, 15.0)] * 10
+
+    assert wish(ages(0.0, None), 1.0, 10.0, 64) == wish([0.0] * 10, 1.0, 25.0, 64) == 1
+    assert wish(ages(20.0, None), 1.0, 10.0, 64) == 2, "ten within the five seconds that are left"
+    assert wish(ages(0.0, math.inf), 1.0, 10.0, 64) == wish([0.0] * 10, 1.0, 10.0, 64) == 1
+    assert wish(ages(12.0, 5.0), 1.0, 10.0, 64) == 2, "the target counts from when it decides"
+    assert promised_age(22.0, 2.0, 15.0) == 7.0, "and what was promised before is kept"
+
+
+def test_a_group_is_complete_once_no_other_reward_can_be_needed_to_decide_it() -> None:
+    good = Scored(1.0, True, 1.0)
+    group = GroupProgress(members=4, keep=3).taking(1.0)
+    assert group.complete is None
+    group = group.after(good).taking(2.0)
+    assert group.complete is None, "two of the three that are kept are there or come"
+    group = group.taking(3.0)
+    assert group.complete == 3.0
+    assert group.taking(4.0).complete == 3.0
+    assert group.after(good).complete == 3.0
+    assert group.after(good).after(good).complete is None, "it is decided"
+    assert group.after(Masked("", 1.0)).complete is None, "one more is needed in its place"
+    assert group.after(Lost("")).taking(5.0).complete == 5.0, "a lost one is taken anew"
 
 
 @given(

@@ -1,7 +1,8 @@
 """The chart's rewards on a real node, scaled by KEDA itself: ``make test-keda``.
 
 0 workers, a burst of 200 rewards, workers come, one pod is killed, and they go again. Nothing is
-lost or doubled. How long a cold start took is printed and not asserted.
+lost or doubled. How long cold starts took is printed and not asserted: of thirty, or of as many as
+seven minutes hold.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rose_core.stats import quantile
 from rose_dev import keda
 from rose_dev.node import Node
 from rose_dev.waiting import wait_until
@@ -27,6 +29,7 @@ CHART = Path(__file__).resolve().parents[2] / "helm" / "rose"
 SYSTEM = "rose-system"
 WORKER = "rose-reward-worker-a"
 COUNT = 200
+STARTS, LONGEST_S = 30, 420.0
 # Random, so that a reward that was computed twice is seen, and never 0.
 CHECKS = """
 import random, time
@@ -48,7 +51,7 @@ VALUES: dict[str, Any] = {
         "enabled": True,
         "targetSeconds": 20,
         "functions": {"score": {"module": "checks:score", "path": "/team", "team": "a"}},
-        "keda": {"enabled": True, "cooldownSeconds": 5},
+        "keda": {"enabled": True, "cooldownSeconds": 1},
         "workers": [
             {
                 "name": "a",
@@ -156,10 +159,11 @@ async def _scales(node: Node, url: str) -> None:
         headers=shown, timeout=aiohttp.ClientTimeout(total=300)
     ) as session:
         await waited(gone, "KEDA has taken the idle worker away")
-        cold = []
-        for number in range(3):
+        cold = list[float]()
+        until = time.monotonic() + LONGEST_S
+        while len(cold) < STARTS and time.monotonic() < until:
             began = time.monotonic()
-            await ask(session, url, COUNT + number, 0.0)
+            await ask(session, url, COUNT + len(cold), 0.0)
             cold.append(time.monotonic() - began)
             await waited(gone, "the worker has gone again")
         most = 0
@@ -187,8 +191,8 @@ async def _scales(node: Node, url: str) -> None:
         again = await asyncio.gather(*(ask(session, url, n, 0.5) for n in range(COUNT)))
         await waited(gone, "every worker has gone")
     print(  # noqa: T201  # what the page states
-        f"\ncold starts of {len(cold)}: median {statistics.median(cold):.1f} s, "
-        f"worst {max(cold):.1f} s; most workers {most}"
+        f"\n{len(cold)} cold starts: median {statistics.median(cold):.1f} s, p99 "
+        f"{quantile(cold, 0.99):.1f} s, worst {max(cold):.1f} s; most workers {most}"
     )
     assert most >= 2, "KEDA asked the gateway how many, and its autoscaler followed"
     assert first == again, "a trajectory has one reward"

@@ -103,6 +103,35 @@ async def test_the_charts_own_trigger_brings_the_workers_of_functions_without_a_
         await asyncio.gather(asked, return_exceptions=True)
 
 
+async def test_few_workers_are_wished_for_until_a_group_has_all_its_members(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "f.yaml").write_text("exact: {rule: exact}")
+
+    def member(number: int) -> Reward:
+        return Reward(trajectory=f"t{number}", function="exact", answer="", group="g", members=9)
+
+    async with running(tmp_path / "f.yaml", workers=0, patience=99.0) as (gateway, _):
+        gateway._times[""].extend([0.5] * 9)  # as many have taken half a second
+        asked = [asyncio.create_task(gateway.score(member(number))) for number in range(8)]
+        await asyncio.sleep(0)
+        assert gateway.wish(1.0) == 1
+        asked.append(asyncio.create_task(gateway.score(member(8))))
+        await asyncio.sleep(0)
+        assert gateway.wish(1.0) >= 5, "the last one is there, and the nine decide their group"
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+@pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build")
+def test_the_chart_tells_the_gateway_how_patient_it_may_be() -> None:
+    values = {"rewards": {"enabled": True, "functions": {"exact": {"rule": "exact"}}}}
+    pod = render(values).one("Deployment", "rose-rewards")["spec"]["template"]["spec"]
+    words = pod["containers"][0].get("args", []) + pod["containers"][0].get("command", [])
+    assert {"--target-seconds=10", "--patience-seconds=15"} <= set(words)
+
+
 async def test_a_team_that_is_not_in_the_list_is_no_answer_and_no_series(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text("exact: {rule: exact}")
     address = f"127.0.0.1:{free_port()}"

@@ -162,6 +162,12 @@ class Job:
         self._added: set[str] = set()  # groups whose gradients are in the step
         self._added_until_s = 0.0  # a trainer that streams is busy with groups that were ready
         self.counts = JobCounts()
+        self.verify: Callable[[RunningGroup, Callable[[], None]], None] = self._verify
+        """Begins a trajectory's reward and calls back when that is there."""
+
+    def _verify(self, _: RunningGroup, end: Callable[[], None]) -> None:
+        """As many rewards as there are run at a time."""
+        self._clock.after(self._facts.reward_s, end)
 
     def start(self) -> None:
         """Start as many groups as the bound allows, or as the round asks for."""
@@ -247,7 +253,7 @@ class Job:
             end()
             return
         self._in_gap += 1
-        self._clock.after(self._facts.reward_s, end)
+        self.verify(one, end)
         if self._facts.late != 0 and self._rounds is not None:
             one.last_token_s = self._clock.now_s
             closing = self._rounds.sampled(str(one.number))
