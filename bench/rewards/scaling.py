@@ -22,6 +22,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from bench.record import Figure
@@ -209,7 +210,7 @@ class FollowingPool:
         for _ in range(wanted - len(staying)):
             one = _Worker(self.clock.now_s)
             self._workers.append(one)
-            self.clock.after(self.scaler.cold_s, lambda one=one: self._ready(one))
+            self.clock.after(self.scaler.cold_s, partial(self._ready, one))
         self._most = max(self._most, len(self._workers))
 
     def _end(self, one: _Worker) -> None:
@@ -232,9 +233,7 @@ class FollowingPool:
             taken, worker = self._waiting.pop(chosen.number), free.popleft()
             self._running[taken.number], worker.busy = taken, True
             self._waits.append(self.clock.now_s - taken.since_s)
-            self.clock.after(
-                taken.takes_s, lambda worker=worker, taken=taken: self._done(worker, taken)
-            )
+            self.clock.after(taken.takes_s, partial(self._done, worker, taken))
 
     def _done(self, worker: _Worker, taken: _Taken) -> None:
         worker.busy = False
