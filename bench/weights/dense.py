@@ -2,6 +2,8 @@
 
 At an optimizer's densities a tile's XOR is twice as large (``python -m bench.weights``). The
 question here is whether it would help as a fallback where half of a tile changes, or all of it.
+Sizes are those of fixed draws, so they are the same on every machine. Next step:
+docs/decisions/0012 reads the ratios.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import sys
 import numpy as np
 import zstandard
 
+from bench.record import figure, record
 from bench.weights.generator import to_bf16
 from bench.weights.ours import KIND
 from rose_core.delta.bits import Bits
-from rose_core.delta.codec import Codec, encode_tile
+from rose_core.delta.codec import encode_tile
 
 ELEMENTS = 1 << 20
 DENSITIES = (0.05, 0.2, 0.5, 0.9, 1.0)
@@ -49,18 +52,16 @@ def xor_bytes(old: Bits, new: Bits) -> int:
 
 
 def main() -> int:
-    """Print the table."""
+    """Report our block's size as a share of the smallest XOR's."""
     old = weights(0)
-    print("density  step   block   bytes/element   XOR   block of XOR")
+    figures = []
     for density in DENSITIES:
         for spread in SPREADS:
             new = changed(old, density, spread, seed=7)
             block, _ = encode_tile(old, new, KIND)
-            other = xor_bytes(old, new)
-            print(
-                f"{density:7.2f}  {spread or 'new':>5}  {Codec(block[0]).name:<6}  "
-                f"{len(block) / ELEMENTS:10.2f}  {other / ELEMENTS:8.2f}  {len(block) / other:8.2f}"
-            )
+            name = f"{density:.0%} by {spread or 'an unrelated value'}: block / XOR"
+            figures.append(figure(name, len(block) / xor_bytes(old, new), ""))
+    record("weights-dense", figures, notes=[f"BF16, {ELEMENTS} weights"])
     return 0
 
 
