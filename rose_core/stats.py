@@ -196,19 +196,19 @@ class Clustered:
         vars(made).update(vars(self), _open=self._open.copy())
         return made
 
-    def add(self, group: str, *, hit: bool) -> None:
-        """One member."""
+    def add(self, group: str, *, hit: bool, times: int = 1) -> None:
+        """So many members of a group that are alike."""
         hits, count = self._open.pop(group, (0, 0))
-        self.count += 1
-        self._counts2 += 2 * count + 1
+        self.count += times
+        self._counts2 += times * (2 * count + times)
         if hit:
-            self.hits += 1
-            self._hits2 += 2 * hits + 1
-            self._both += hits + count + 1
-            hits += 1
+            self.hits += times
+            self._hits2 += times * (2 * hits + times)
+            self._both += times * (hits + count + times)
+            self._open[group] = hits + times, count + times
         else:
-            self._both += hits
-        self._open[group] = hits, count + 1
+            self._both += times * hits
+            self._open[group] = hits, count + times
         if not count:
             self.groups += 1
             if len(self._open) > self._most:

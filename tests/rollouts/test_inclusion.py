@@ -164,4 +164,9 @@ def test_what_is_counted_once_is_what_three_counts_would_be(lost: float) -> None
     for place, counts in three.items():
         cell = meter._cells[place]
         told = (cell._known, cell._least, cell._most)
-        assert [vars(one) for one in told] == [vars(one) for one in counts], place
+        assert [_counted(one) for one in told] == [_counted(one) for one in counts], place
+
+
+def _counted(share: Clustered) -> dict[str, object]:
+    """All of it, but for the order in which groups came last: that only says which is closed."""
+    return {**vars(share), "_open": dict(share._open)}

@@ -29,8 +29,10 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from rose_core.rollouts.trajectories.shares import length_bucket, length_buckets
 from rose_core.stats import Clustered, Share, newcombe
@@ -67,8 +69,7 @@ def assigned(group: str, share: float) -> Arm:
     return Arm.CONTROL if drawn < share else Arm.ANY
 
 
-@dataclass(frozen=True, slots=True)
-class TrajectoryOutcome:
+class TrajectoryOutcome(msgspec.Struct, frozen=True, gc=False):
     """What became of one trajectory.
 
     Attributes:
@@ -126,20 +127,20 @@ class InclusionCell:
         self._known = self._least = self._most = Clustered()
         self.borrowed = 0
 
-    def add(self, group: str, fate: Fate, *, borrowed: bool = False) -> None:
-        """One trajectory's end."""
-        self.borrowed += borrowed
+    def add(self, group: str, fate: Fate, *, borrowed: bool = False, times: int = 1) -> None:
+        """Count the ends of so many trajectories of a group that are alike."""
+        self.borrowed += borrowed * times
         if fate is Fate.LOST:
             if self._least is self._known:
                 self._least, self._most = copy(self._known), copy(self._known)
-            self._least.add(group, hit=False)
-            self._most.add(group, hit=True)
+            self._least.add(group, hit=False, times=times)
+            self._most.add(group, hit=True, times=times)
             return
         hit = fate is Fate.TRAINED
-        self._known.add(group, hit=hit)
+        self._known.add(group, hit=hit, times=times)
         if self._least is not self._known:
-            self._least.add(group, hit=hit)
-            self._most.add(group, hit=hit)
+            self._least.add(group, hit=hit, times=times)
+            self._most.add(group, hit=hit, times=times)
 
     @property
     def count(self) -> int:
@@ -200,28 +201,48 @@ class InclusionRow:
         return self.judged and (self.gap.low > TOLERANCE or self.gap.high < -TOLERANCE)
 
 
-@dataclass
-class Inclusion:
-    """Counts outcomes."""
+_Alike = tuple[tuple[object, ...], str, Fate, bool]
+_MOST_PENDING = 256
 
-    _cells: dict[tuple[str, str, Arm], InclusionCell] = field(default_factory=dict)
-    _alike: dict[tuple[object, ...], list[InclusionCell]] = field(default_factory=dict)
+
+class Inclusion:
+    """Counts outcomes.
+
+    Siblings end soon after each other and are mostly alike. So outcomes are kept by what they have
+    in common, and reach the cells of their strata together: when somebody asks, or there are many.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, str, Arm], InclusionCell] = {}
+        self._alike: dict[tuple[object, ...], list[InclusionCell]] = {}
+        self._pending: dict[_Alike, int] = {}
 
     def add(self, outcome: TrajectoryOutcome) -> None:
-        """One trajectory's end."""
-        kind = outcome.kind()
-        cells = self._alike.get(kind)
-        if cells is None:
-            cells = self._alike[kind] = [self._cell(key, outcome.arm) for key in outcome.strata()]
-        group, fate, borrowed = outcome.group, outcome.fate, outcome.borrowed
-        for cell in cells:
-            cell.add(group, fate, borrowed=borrowed)
+        """Count one trajectory's end."""
+        kind, pending = outcome.kind(), self._pending
+        if kind not in self._alike:
+            self._alike[kind] = [self._cell(key, outcome.arm) for key in outcome.strata()]
+        alike = kind, outcome.group, outcome.fate, outcome.borrowed
+        pending[alike] = pending.get(alike, 0) + 1
+        if len(pending) > _MOST_PENDING:
+            self._settle()
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, {}
+        for (kind, group, fate, borrowed), times in pending.items():
+            for cell in self._alike[kind]:
+                cell.add(group, fate, borrowed=borrowed, times=times)
+
+    @property
+    def _cells(self) -> dict[tuple[str, str, Arm], InclusionCell]:
+        self._settle()
+        return self._made
 
     def _cell(self, key: tuple[str, str], arm: Arm) -> InclusionCell:
         place = (*key, arm)
-        cell = self._cells.get(place)
+        cell = self._made.get(place)
         if cell is None:  # no ``setdefault``: it would make one for every outcome
-            cell = self._cells[place] = InclusionCell()
+            cell = self._made[place] = InclusionCell()
         return cell
 
     def rows(self) -> list[InclusionRow]:

@@ -473,9 +473,10 @@ class Prospects:
 
     def _in_time(self, known: Trajectory) -> Fate:
         """Whether its last turn ended before its deadline, as far as publishes tell."""
-        stale, most = self._stale(known), known.deadline.publishes
+        most = known.deadline.publishes
         if most is None or known.began_with is None:
             return Fate.TRAINED
+        stale = self._stale(known)
         since = self._of(known.run).count - known.ended_at  # that came when it was over already
         return Fate.TRAINED if stale is not None and stale - since <= most else Fate.DROPPED
 
