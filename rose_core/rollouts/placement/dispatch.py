@@ -123,9 +123,10 @@ def at_once(turn: TurnView, scene: DispatchState) -> Placement | None:
 
     ``None`` where it must wait, for its home or for any engine.
     """
-    able = [engine for engine in scene.engines if _has_room(engine, scene.now)]
-    if not able or (turn.cached and _patience(turn, scene.now, able, scene) is not None):
-        return None
+    if turn.cached:
+        able = [engine for engine in scene.engines if _has_room(engine, scene.now)]
+        if not able or _patience(turn, scene.now, able, scene) is not None:
+            return None
     found = sort_out(turn, scene.engines, scene.head, scene.policy, scene.now)
     answer = anywhere(turn, found, scene)
     return answer if isinstance(answer, Placement) else None

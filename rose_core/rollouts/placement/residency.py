@@ -65,7 +65,8 @@ class Residents:
 
     def begin_turn(self, engine: str, session: str, tokens: int) -> None:
         """Count a turn that begins there, and will need keys of so many tokens in the end."""
-        self.drop_session(session)
+        if session:
+            self.drop_session(session)
         self._usual += (tokens - self._usual) * (_WEIGHT if self._usual else 1.0)
         known = self._engines.get(engine)
         if known is not None and session:

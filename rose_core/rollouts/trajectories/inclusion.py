@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 import msgspec
 
@@ -62,6 +63,7 @@ class Arm(StrEnum):
     CONTROL = "dedicated"
 
 
+@lru_cache(4096)  # siblings have one
 def assigned(group: str, share: float) -> Arm:
     """The arm of a group: a draw by its name, so that replicas and a router's next life agree."""
     digest = hashlib.blake2b(group.encode(errors="surrogatepass"), digest_size=8, person=b"arm")

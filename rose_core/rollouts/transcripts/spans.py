@@ -43,6 +43,8 @@ class TokenSpan(msgspec.Struct, frozen=True, gc=False):
 
 def covers(spans: Sequence[TokenSpan], count: int) -> bool:
     """Whether the spans cover tokens 0 to ``count`` exactly once, in order."""
+    if len(spans) == 1:  # the usual case
+        return spans[0].start == 0 < count == spans[0].end
     position = 0
     for span in spans:
         if span.start != position or span.end <= span.start:

@@ -217,9 +217,10 @@ class Engine:
             name=update.engine,
             kind=update.kind,
             version=self.version,
-            gate_open=self.gate_open,
-            cap=self.cap,
-            live=self.occupied,
+            # Written out: this is made of each engine for each turn.
+            gate_open=update.gate_open and self.detached_at is None and not update.leaving,
+            cap=update.cap if self.part is None else self.part(update.cap),
+            live=self.reserved if alone else self.occupied,
             leaving=update.leaving,
             fencing=bool(self.fences),
             kept=self.kept or (self.solo if alone else any(one.solo for one in self.together)),
@@ -312,7 +313,7 @@ class Fleet:
     def has_room(self) -> bool:
         """Whether any engine is open and below its cap."""
         for one in self._engines.values():  # asked for every turn: no generator
-            if one.gate_open and one.occupied < one.cap and not one.fences:
+            if one.gate_open and not one.fences and one.occupied < one.cap:
                 return True
         return False
 

@@ -237,10 +237,10 @@ class _LastEvent:
 
 def _comes_back(turn: Turn) -> bool:
     """Whether another turn of the trajectory could be told from a new one, and may be moved."""
-    done = (
-        turn.state is TurnState.DONE and turn.finish is not None and turn.finish["type"] != "abort"
-    )
-    return done and bool(turn.request.session) and not turn.request.dedicated_because
+    request, finish = turn.request, turn.finish
+    if not request.session or request.dedicated_because:
+        return False
+    return turn.state is TurnState.DONE and finish is not None and finish["type"] != "abort"
 
 
 def _prefill(turn: Turn, rid: str, version: str) -> dict[str, object]:
