@@ -23,7 +23,7 @@ MYPY := $(if $(shell command -v flock),flock $(ROSE_CACHE)/mypy.lock) $(BIN)/myp
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
 .PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-waiting test-computing test-engines test-node test-api test-sandboxes test-gpu-node test-cgroup2 test-keda test-long test-vllm unit check format generate docs crds clean \
-	bench-guard bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
+	bench-guard bench-batches bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal reasoning-gym sandbox-adapters sandbox-harbor sandbox-openenv test-clients
 
 help:  ## list the targets
@@ -157,6 +157,9 @@ crds: generate  ## the kinds as CustomResourceDefinitions
 
 bench-guard: engine  ## serving beside rollouts: figures of the guard; ARGS="--serving vllm" after `make vllm`
 	$(RUN)/python -m bench.guard $(ARGS)
+
+bench-batches: engine  ## serving beside the lines of a batch on a frozen lease, two real SGLang; the lent one is killed
+	$(RUN)/python -m bench.batches $(ARGS)
 
 bench-sandboxes: sandbox engine  ## tasks killed after every turn: chat only, files, restart, full, ours (root); ARGS="--tasks 8"
 	$(RUN)/python -m bench.sandboxes $(ARGS)

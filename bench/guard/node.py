@@ -58,6 +58,7 @@ class Bench:
     Attributes:
         signals: sources the guard may use; the polled condition leaves out the tap.
         goal_ms: the pool's SLO, TTFT and TPOT; 0 = none.
+        grant: of the one slot; None: of an engine without a router, whose weights nobody sends.
     """
 
     root: Path
@@ -65,6 +66,7 @@ class Bench:
     serving: Serving = SERVING["sglang"]
     signals: tuple[SignalSource, ...] = tuple(SignalSource)
     goal_ms: tuple[int, int] = (0, 0)
+    grant: Grant | None = None
     serving_url: str = ""
     operator_port: int = 0
     processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
@@ -87,7 +89,7 @@ class Bench:
             tpot_milliseconds=tpot,
             allowed_signals=self.signals,
         )
-        grants = (grant_of(make_named(self.model).name),)
+        grants = (self.grant or grant_of(make_named(self.model).name),)
         return SyncReply(1, True, grants, (policy,), sync_period_seconds=SYNC_SECONDS)
 
     async def spawn(self, name: str, argv: list[str], env: dict[str, str] | None = None) -> None:
@@ -319,12 +321,15 @@ async def answers(url: str, seconds: float = 600.0) -> None:
 
 @contextlib.asynccontextmanager
 async def running(
-    root: Path, model: str, serving: Serving = SERVING["sglang"]
+    root: Path,
+    model: str,
+    serving: Serving = SERVING["sglang"],
+    grant: Grant | None = None,
 ) -> AsyncIterator[Bench]:
     """Start everything; end everything."""
     with one_group():
         stand_aside()
-        async with _started(Bench(root, model, serving)) as bench:
+        async with _started(Bench(root, model, serving, grant=grant)) as bench:
             yield bench
 
 

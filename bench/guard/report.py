@@ -57,7 +57,8 @@ def figures(results: Results) -> list[Figure]:
     return rows + _cost(results)
 
 
-def _compared(name: str, found: Interval | None, q: float, limit: float | None) -> list[Figure]:
+def compared(name: str, found: Interval | None, q: float, limit: float | None) -> list[Figure]:
+    """A ratio of latencies, held against its aim once enough pairs are behind it."""
     if found is None:
         return []
     enough = found.pairs >= (MANY_AT_TAIL if q > 0.95 else MANY)
@@ -80,7 +81,7 @@ def _condition(results: Results, load: str, condition: str) -> list[Figure]:
         if condition != "alone":
             found = analysis.ratio(analysis.pairs(alone, windows, what), q)
             limit = aim if bursty_ours else None
-            rows += _compared(f"{load}, {condition} / alone: {name}", found, q, limit)
+            rows += compared(f"{load}, {condition} / alone: {name}", found, q, limit)
     if condition not in WITHOUT and not load.startswith("steady"):
         rows += _idle_time(results, load, condition)
     failed = sum(w.failed for w in windows)
