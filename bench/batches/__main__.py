@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.batches.lease import Ended, Lease, lent
-from bench.guard import analysis, strangers
+from bench.guard import analysis
 from bench.guard.load import LOADS, Load, Served, schedule, serve
-from bench.guard.measured import Window
+from bench.guard.measured import Window, cpu_usage, strangers
 from bench.guard.report import LATENCIES, MANY, MANY_AT_TAIL, QUIET, compared
 from bench.record import Figure, figure, record
 from rose_core.stats import quantile
@@ -58,19 +58,24 @@ async def _play(lease: Lease, load: Load, condition: str, number: int, seconds: 
         await lease.flowing()
         # A guard lives for days: what it learns at first is not measured.
         learning = schedule(load, _LEARNING_SECONDS, _LEARNING_ROUND + number, 0.0)
-        learns = {"seed": f"learning {seed}", "seconds": _LEARNING_SECONDS}
-        await serve(node.serving_url, learning, Served(), **learns)
+        await serve(
+            node.serving_url,
+            learning,
+            Served(),
+            seed=f"learning {seed}",
+            seconds=_LEARNING_SECONDS,
+        )
     else:
         await node.guarded(up=False)
         await asyncio.sleep(_REST_SECONDS)
-    before, machine = await lease.tokens(), strangers.used()
+    before, machine = await lease.tokens(), cpu_usage()
     arrivals = schedule(load, seconds, number, 0.0)
     await serve(node.serving_url, arrivals, served, seed=seed, seconds=seconds)
     made = round(await lease.tokens() - before)
     window = Window(
         load.name, condition, number, seconds, served.began_s, served.answers, served.failed, made
     )
-    window.strangers = strangers.strangers(machine, strangers.used())
+    window.strangers = strangers(machine, cpu_usage())
     return window
 
 
