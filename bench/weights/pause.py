@@ -81,7 +81,7 @@ def stand_in() -> dict[str, Any]:
         for name, (dtype, shape, bits) in before.items()
     }
     session = WeightSession(live, "gap@1.0")
-    with tempfile.TemporaryDirectory() as text, _passing(session.at_boundary):
+    with tempfile.TemporaryDirectory() as text, _passing(session.on_boundary):
         bundles = _bundles(Path(text), before, after)
         return _said([_commit(session, bundle) for _ in range(ROUNDS) for bundle in bundles])
 

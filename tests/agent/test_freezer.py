@@ -51,7 +51,7 @@ def test_an_engine_that_says_nothing_is_frozen_at_once(
 ) -> None:
     folder, _engine = slot
     assert freezer.freeze(folder, 0) == ""
-    assert wait_for(lambda: freezer.frozen(folder), 30.0)
+    assert wait_for(lambda: freezer.is_frozen(folder), 30.0)
 
 
 def test_an_engine_that_loads_is_left_alone_also_when_its_host_is_gone(
@@ -63,7 +63,7 @@ def test_an_engine_that_loads_is_left_alone_also_when_its_host_is_gone(
     assert engine.status() != psutil.STATUS_STOPPED
     board.write(RESTING)
     assert freezer.freeze(folder, 0) == ""
-    assert wait_for(lambda: freezer.frozen(folder), 30.0)
+    assert wait_for(lambda: freezer.is_frozen(folder), 30.0)
 
 
 def test_an_engine_that_loads_and_never_rests_is_ended(
@@ -83,7 +83,7 @@ def test_an_iteration_has_no_grace_when_the_host_is_gone(
     assert "rests" in freezer.freeze(folder, 0)
     assert engine.status() != psutil.STATUS_STOPPED
     assert freezer.freeze(folder, 0, hurried=True) == ""
-    assert wait_for(lambda: freezer.frozen(folder), 30.0)
+    assert wait_for(lambda: freezer.is_frozen(folder), 30.0)
 
 
 def test_a_slot_without_a_tree_says_so(rundir: RunDir) -> None:

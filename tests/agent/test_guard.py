@@ -182,7 +182,7 @@ async def test_the_right_to_compute_moves_to_the_other_engine_through_a_closed_p
     assert (permit.lane, permit.until_ns) == (BUSY_LANE, 0), "nobody computes for a step"
     made.step_all()
     assert is_open(permit)
-    assert made.slots[KEY.uid].computing(permit.until_ns - 1), "lent, whichever engine it is"
+    assert made.slots[KEY.uid].is_computing(permit.until_ns - 1), "lent, whichever engine it is"
     made.on_tap_lost(time.monotonic_ns())
     assert permit.until_ns == 0
 

@@ -83,9 +83,9 @@ async def test_a_host_that_is_away_is_told_when_it_comes(served: Served) -> None
 
 def test_pools_of_others_and_pools_that_serve_well_burn_nothing() -> None:
     pools, now = burning(), time.monotonic_ns()
-    assert pools.burning([POLICY], now)
-    assert not pools.burning([], now)
-    assert not Pools().burning([POLICY], now)
+    assert pools.is_burning([POLICY], now)
+    assert not pools.is_burning([], now)
+    assert not Pools().is_burning([POLICY], now)
 
 
 def test_a_guard_starts_without_its_word_and_says_what_file_has_none(
@@ -112,7 +112,7 @@ async def test_the_guard_has_it_as_a_part_where_a_host_is_named(
     pools = burning()
 
     def burns() -> bool:
-        return pools.burning([POLICY], time.monotonic_ns())
+        return pools.is_burning([POLICY], time.monotonic_ns())
 
     assert main._sandboxes(main.arguments().parse_args(["--node=n"]), burns) == []
     (part,) = main._sandboxes(main.arguments().parse_args(["--node=n", *named]), burns)

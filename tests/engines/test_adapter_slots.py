@@ -88,7 +88,7 @@ def engine() -> Iterator[Engine]:
 
     def iterate() -> None:
         while not made.stop.wait(0.001):
-            made.slots.at_boundary()
+            made.slots.on_boundary()
 
     thread = threading.Thread(target=iterate, daemon=True)
     thread.start()
@@ -201,7 +201,7 @@ def test_a_run_that_is_bound_while_its_unbinding_waits_for_a_boundary_is_not_zer
     assert waiting.wait(30)
     bound(slots, "a", "b")
     while taking.is_alive():
-        slots.at_boundary()
+        slots.on_boundary()
     (answer,) = answers
     assert isinstance(answer, Refused)
     assert (answer.reason, ended) == ("Bound", [])

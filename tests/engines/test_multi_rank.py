@@ -66,7 +66,7 @@ class Rank:
 
     def run(self, broadcast: Callable[[], None] | None, ended: threading.Event) -> None:
         while not ended.is_set():
-            self.session.at_boundary()
+            self.session.on_boundary()
             if broadcast is not None:
                 broadcast()
                 ended.wait(0.001)

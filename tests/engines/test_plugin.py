@@ -227,8 +227,8 @@ class Slow(WeightSession):
         self.permit = permit
         self.given: threading.Timer | None = None
 
-    def at_boundary(self) -> None:
-        super().at_boundary()
+    def on_boundary(self) -> None:
+        super().on_boundary()
         if self.given is None:
             self.permit.close_now()
             until = time.monotonic_ns() + 9_000_000_000

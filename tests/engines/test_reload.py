@@ -71,8 +71,8 @@ def commit(session: ReloadSession, version: WeightVersion) -> Answer:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     while thread.is_alive():
-        session.at_boundary()
-        session.at_rest()
+        session.on_boundary()
+        session.on_rest()
     return found[0]
 
 

@@ -80,10 +80,10 @@ class Engine:
 
     def _run(self) -> None:
         while not self._end.is_set():
-            self.session.at_rest()
+            self.session.on_rest()
             if self.running.is_set():
                 self._halted.clear()
-                self.session.at_boundary()
+                self.session.on_boundary()
             else:
                 self._halted.set()
             time.sleep(0.001)

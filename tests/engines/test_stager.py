@@ -455,7 +455,7 @@ def test_a_session_keeps_its_version_without_its_stager_and_takes_the_next(
 
     def serve() -> None:
         while running.is_set():
-            session.at_boundary()
+            session.on_boundary()
             time.sleep(0.001)
 
     serving = threading.Thread(target=serve)

@@ -51,9 +51,9 @@ class World:
         end = first + tpot_ms * (tokens - 1) * MS
         until = start + round(share * (end - start))
         self.outcomes.open_time.note(until if is_open else 0, start)
-        self.outcomes.hear(Arrived(POD, number, start, "/generate"), start)
-        self.outcomes.hear(Sized(POD, number, 400), start)
-        self.outcomes.hear(FirstToken(POD, number, first), first)
+        self.outcomes.observe(Arrived(POD, number, start, "/generate"), start)
+        self.outcomes.observe(Sized(POD, number, 400), start)
+        self.outcomes.observe(FirstToken(POD, number, first), first)
         done = FinishedRequest(
             number, start, first, end, 400, tokens, 200, EndKind.COMPLETE, "/generate"
         )
@@ -164,11 +164,11 @@ def test_a_new_replica_begins_with_what_its_pool_has_taught() -> None:
 
 def test_a_dismissed_or_forgotten_request_leaves_no_mark() -> None:
     world = World()
-    world.outcomes.hear(Arrived(POD, 1, NOW, ""), NOW)
-    world.outcomes.hear(Dismissed(POD, 1), NOW)
-    world.outcomes.hear(Arrived(POD, 2, NOW, ""), NOW)
+    world.outcomes.observe(Arrived(POD, 1, NOW, ""), NOW)
+    world.outcomes.observe(Dismissed(POD, 1), NOW)
+    world.outcomes.observe(Arrived(POD, 2, NOW, ""), NOW)
     world.outcomes.forget()
-    world.outcomes.hear(FirstToken(POD, 2, NOW), NOW)
+    world.outcomes.observe(FirstToken(POD, 2, NOW), NOW)
     assert world.outcomes.experience.followed == 0
 
 

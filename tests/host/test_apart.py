@@ -94,7 +94,7 @@ async def test_the_host_has_no_right_while_its_engines_run_and_stop(
 
             async def stopped() -> bool:
                 tree = find_group(record(host))
-                return tree is not None and tree.frozen()
+                return tree is not None and tree.is_frozen()
 
             await until(stopped, "the engine stands still")
             guard.open()

@@ -131,7 +131,7 @@ class TreeInMemory:
         self.calls.append("thaw")
         self.still = False
 
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         return self.still
 
     def cpu_ns(self) -> int | None:

@@ -156,12 +156,12 @@ async def test_the_next_host_ends_what_a_killed_one_left_frozen(
             guard.close()
 
             async def frozen() -> bool:
-                return group.frozen()
+                return group.is_frozen()
 
             await until(frozen, "the engine is frozen")
             host.process.kill()
             await host.process.wait()
-            assert group.frozen()
+            assert group.is_frozen()
             assert await asyncio.to_thread(thaw_all, RunDir(rundir), freezer) == 1
             group.freeze()
             await until(frozen, "the engine is frozen again")
@@ -181,7 +181,7 @@ async def test_sigterm_ends_a_frozen_engine_and_the_host(rundir: Path, models: P
             assert group is not None
 
             async def frozen() -> bool:
-                return group.frozen()
+                return group.is_frozen()
 
             await until(frozen, "the engine is frozen")
             host.process.terminate()

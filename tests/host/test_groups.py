@@ -79,12 +79,12 @@ def test_a_frozen_tree_computes_nothing_and_goes_on_after_thaw(tree: Tree) -> No
     assert len(tree.group.pids()) == 2
     assert tree.move()
     tree.group.freeze()
-    assert wait_for(tree.group.frozen, 30.0)
+    assert wait_for(tree.group.is_frozen, 30.0)
     before = tree.counts()
     time.sleep(0.1)
     assert tree.counts() == before
     tree.group.thaw()
-    assert not tree.group.frozen()
+    assert not tree.group.is_frozen()
     assert tree.move()
 
 
@@ -97,7 +97,7 @@ def test_processor_time_grows_with_what_a_tree_computes_and_rests_with_it(tree: 
     before = used()
     assert wait_for(lambda: used() > before, 30.0)
     tree.group.freeze()
-    assert wait_for(tree.group.frozen, 30.0)
+    assert wait_for(tree.group.is_frozen, 30.0)
     time.sleep(0.05)
     rest = used()
     time.sleep(0.2)
@@ -110,7 +110,7 @@ def test_a_frozen_tree_is_ended_with_its_orphans(tree: Tree) -> None:
     tree.process.wait()
     assert wait_for(lambda: len(tree.group.pids()) == 1, 30.0)
     tree.group.freeze()
-    assert wait_for(tree.group.frozen, 30.0)
+    assert wait_for(tree.group.is_frozen, 30.0)
     assert end(tree.group, 30.0)
     assert tree.group.pids() == ()
     assert tree.group.directory is None or not tree.group.directory.exists()
@@ -189,7 +189,7 @@ def test_what_the_kernel_refuses_is_an_error_that_names_the_file(tmp_path: Path)
 def test_a_tree_that_is_gone_is_frozen_and_free_of_processes(tmp_path: Path) -> None:
     for gone in (V1Group(tmp_path / "gone"), V2Group(tmp_path / "gone")):
         gone.freeze()
-        assert gone.frozen()
+        assert gone.is_frozen()
         assert end(gone, 1.0)
     process = subprocess.Popen(["true"], start_new_session=True)
     process.wait()

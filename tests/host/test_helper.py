@@ -138,9 +138,9 @@ async def test_an_engines_life_is_the_same_with_and_without_a_helper(
     assert processes.start_ticks(spawned.root.pid) == spawned.start_ticks > 0
     assert spawned.cgroup_path.endswith("slot-1") or hands.freezer.base is None
     spawned.group.freeze()
-    assert wait_for(spawned.group.frozen, 10.0)
+    assert wait_for(spawned.group.is_frozen, 10.0)
     spawned.group.thaw()
-    assert wait_for(lambda: not spawned.group.frozen(), 10.0)
+    assert wait_for(lambda: not spawned.group.is_frozen(), 10.0)
     assert end(spawned.group, 20.0)
     assert await spawned.root.wait() == -9
     hands.limiter.remove("slot-1")

@@ -201,7 +201,7 @@ async def _still(rundir: Path) -> None:
     assert group is not None
 
     async def frozen() -> bool:
-        return group.frozen()
+        return group.is_frozen()
 
     await until(frozen, "the tree stands still")
     pids = group.pids()

@@ -128,7 +128,7 @@ class Trainer:
             one.oldest = min(one.oldest, *(version.sequence for version in versions))
             one.moves += turn.moves
             context = [*context, *turn.tokens, 7]
-        await self._turns.ended([session])
+        await self._turns.end([session])
         one.left -= 1
         if not one.left:
             self._under_way.remove(one)

@@ -139,7 +139,7 @@ async def test_what_prime_rls_sinks_take_and_drop_is_in_the_meter(stage: Make, s
             for group, traces in (("1", good), ("2", rejected), ("3", old))
             for trace in traces
         ]
-        await reports.sent()
+        await reports.wait_sent()
         assert sum(batch is not None for batch in batches) == 1
         counts, inferred = await meter(s)
         assert counts == {"trained": 2, "dropped": 3, "lost": 0}
@@ -157,7 +157,7 @@ async def test_prime_rls_evaluations_are_withdrawn(stage: Make, sinks: str) -> N
         await sampled(s, trace)
         sink.pending_groups["1"].append(Episode("1", [trace]))
         sink.process_group("1")
-        await reports.sent()
+        await reports.wait_sent()
         assert not remembered(s)
         assert (await meter(s))[0] == {"trained": 0, "dropped": 0, "lost": 0}
 
@@ -172,7 +172,7 @@ async def test_a_sink_laid_out_anew_costs_the_report_and_not_the_step(
     with pytest.raises(AttributeError, match="traces"):  # prime-rl's own, not ours
         await sink.process_group("1")
     assert "not reported" in caplog.text
-    await reports.sent()
+    await reports.wait_sent()
 
 
 def test_a_release_without_those_methods_is_left_as_it_is(

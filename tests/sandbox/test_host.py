@@ -184,7 +184,7 @@ async def test_a_restored_sandbox_is_looked_at_while_its_session_is_taken_over(
         return own(session, owner, over)
 
     monkeypatch.setattr(world.inspector, "watch", watching)
-    monkeypatch.setattr(world.records, "own", owning)
+    monkeypatch.setattr(world.records, "claim", owning)
     assert (await world.host.restore("a")).told.turn == 1
 
 
@@ -194,7 +194,7 @@ async def test_a_sandbox_whose_session_is_not_taken_over_is_not_looked_at_furthe
     def refused(session: str, owner: str, over: int | None = None) -> OwnedSession:
         raise StoreFailed("the disk is full")
 
-    monkeypatch.setattr(world.records, "own", refused)
+    monkeypatch.setattr(world.records, "claim", refused)
     with pytest.raises(StoreFailed):
         await world.host.create("a")
     assert world.inspector.marks == {}

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "can tap")
 _CONFINED = """
 import ctypes, os, socket, sys
 from rose_agent.os import bpf_maps, kernel, seccomp
-kernel.no_dumps()
+kernel.forbid_dumps()
 kernel.keep_capabilities()
 seccomp.confine(seccomp.PARSER, bpf_maps.COMMANDS)
 nothing = ctypes.create_string_buffer(1)

@@ -360,7 +360,7 @@ def test_what_was_counted_until_a_stop_is_told_and_everything_is_passed_then(
         pair.show(one)
         pair.rest()
     assert pair.passed == len([*segments, *read])
-    pair.counts.go_on()
+    pair.counts.resume()
     more = side.answers(SGLANG, SGLANG)
     for one in more:
         pair.show(one)

@@ -27,7 +27,7 @@ __all__ = ["running"]
 def attest(store: RunningStore, holder: str, published: Published) -> None:
     async def say() -> None:
         async with WeightsClient(store.address, token="t", holder=holder) as client:
-            assert await client.attested(published.version, published.digest)
+            assert await client.report_attested(published.version, published.digest)
 
     asyncio.run(say())
 

@@ -114,7 +114,7 @@ async def test_a_relay_serves_what_it_holds_to_relays_behind_it(
         await pull(near, tmp_path / "b2", model)
         assert len(counting.blocks) == len(set(counting.blocks)) > 0
         async with WeightsClient(far, token="inner", holder="engine") as client:
-            assert await client.attested(found[-1].version, found[-1].digest)
+            assert await client.report_attested(found[-1].version, found[-1].digest)
             head = await asyncio.wait_for(anext(client.watch("run")), DEADLINE)
         assert head.version == found[-1].version
 
@@ -205,10 +205,10 @@ async def test_who_serves_what_is_passed_on(tmp_path: Path) -> None:
         WeightsClient(upstream.address, token="t") as trainer,
     ):
         (found,) = await publish(writer, Model(seed=1), 1)
-        assert not (await trainer.reached(found.version, 1, 0.0)).met
-        assert not await client.attested(found.version, "0" * 32)
-        assert await client.attested(found.version, found.digest)
-        assert (await trainer.reached(found.version, 1, 0.0)).serving == ("engine",)
+        assert not (await trainer.wait_reached(found.version, 1, 0.0)).met
+        assert not await client.report_attested(found.version, "0" * 32)
+        assert await client.report_attested(found.version, found.digest)
+        assert (await trainer.wait_reached(found.version, 1, 0.0)).serving == ("engine",)
 
 
 async def test_nobody_behind_a_relay_speaks_as_the_trainer(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class ScriptedStore:
         self.pulls.append(digest)
         return manifest_of("right")
 
-    async def attested(self, _version: WeightVersion, _digest: str) -> bool:
+    async def report_attested(self, _version: WeightVersion, _digest: str) -> bool:
         return True
 
     async def close(self) -> None:

@@ -173,7 +173,7 @@ async def _ask(
     async with WeightsClient(address, token=token) as client:
         while True:
             try:
-                return await client.reached(version, quorum, max(deadline - loop.time(), 0.0))
+                return await client.wait_reached(version, quorum, max(deadline - loop.time(), 0.0))
             except Unavailable:
                 if loop.time() >= deadline:
                     raise

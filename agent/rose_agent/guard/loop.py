@@ -375,9 +375,9 @@ class Guard:
 
     # --- steps
 
-    def burns(self) -> bool:
+    def is_burning(self) -> bool:
         """Whether a pool burns its error budget on this node now."""
-        return self.pools.burning(self.policies, time.monotonic_ns())
+        return self.pools.is_burning(self.policies, time.monotonic_ns())
 
     def step_all(self) -> None:
         """Step every slot."""
@@ -416,7 +416,7 @@ class Guard:
         until_ns, permitted_ns, counters = 0, 0, replica.outcomes.counters
         leads = self.leading.leads(uid)
         slots = self.slots.values()
-        computing = leads and any(s.serves(uid) and s.computing(now_ns) for s in slots)
+        computing = leads and any(s.serves(uid) and s.is_computing(now_ns) for s in slots)
         for slot in self.slots.values():
             if slot.grant is not None and slot.grant.pod_uid == uid:
                 own = self.whole.judge(uid, facts) if slot.grant.whole else verdict
@@ -425,7 +425,7 @@ class Guard:
                 for after_ns, chunk_divisor in slot.take_stops():
                     if not self.groups.takes_stop(uid, after_ns):
                         replica.outcomes.note_stop(after_ns, chunk_divisor)
-                if slot.computing(now_ns):
+                if slot.is_computing(now_ns):
                     until_ns = max(until_ns, own.until_ns or now_ns + _TICK_NS)
                     if not slot.grant.whole:
                         permitted_ns = max(permitted_ns, slot.permitted_until_ns)
@@ -680,7 +680,7 @@ class Guard:
             self.grants.highest_term,
             [(r, self._verdicts.get(uid)) for uid, r in self.replicas.items()],
             self.slots.values(),
-            host_alive=self.host.alive(time.monotonic_ns()),
+            host_alive=self.host.is_alive(time.monotonic_ns()),
             capabilities=report.capabilities(
                 self.host.capabilities,
                 self.device_absence,

@@ -174,7 +174,7 @@ async def _run(options: argparse.Namespace, factory: socket.socket) -> None:
         access = partial(
             devices_access.watch_access, guard.on_no_devices, guard.on_devices, devices
         )
-        others = [*operator, *guards, *_sandboxes(options, guard.burns)]
+        others = [*operator, *guards, *_sandboxes(options, guard.is_burning)]
         parts: tuple[Part, ...] = (guard.run, guard.pods.run, readers.run, access, *others)
         tasks = [asyncio.create_task(part()) for part in parts]
         stack.push_async_callback(_ended, tasks)

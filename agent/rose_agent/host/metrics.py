@@ -31,7 +31,7 @@ KILLED = Counter(
 )
 
 
-def killed(reason: HostReason) -> None:
+def count_kill(reason: HostReason) -> None:
     """Count an engine that the host ends."""
     KILLED.labels(reason=reason.value).inc()
 

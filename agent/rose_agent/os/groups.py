@@ -48,7 +48,7 @@ class ProcessGroup(Protocol):
         """Processes that belong to the tree now."""
 
     def freeze(self) -> None:
-        """Ask every thread to stop; ``frozen`` tells when they have.
+        """Ask every thread to stop; ``is_frozen`` tells when they have.
 
         Raises:
             GroupError: the kernel refused.
@@ -61,7 +61,7 @@ class ProcessGroup(Protocol):
             GroupError: the kernel refused.
         """
 
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """True once every thread stands still; also for a tree without processes."""
 
     def cpu_ns(self) -> int | None:
@@ -201,7 +201,7 @@ class V1Group(_Cgroup):
         """Ask for THAWED."""
         self._write(V1.control, V1.thaw)
 
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Read the state back; FREEZING is not yet."""
         return self._read(V1.state).strip() in {V1.frozen, ""}
 
@@ -228,7 +228,7 @@ class V2Group(_Cgroup):
         """Clear ``cgroup.freeze``."""
         self._write(V2.control, V2.thaw)
 
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Read ``cgroup.events``; an empty cgroup has nothing that could run."""
         return V2.is_frozen(self._directory) or not self.pids()
 
@@ -287,7 +287,7 @@ class SignalGroup:
         """SIGCONT."""
         cgroups.signal_all(self.pids(), signal.SIGCONT)
 
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """True when every member is in the stopped state."""
         return all(task.state in "Tt" for task in self._members().values())
 

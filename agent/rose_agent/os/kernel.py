@@ -56,7 +56,7 @@ def die_with_parent(signal_number: int) -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0), "prctl(PDEATHSIG)")
 
 
-def no_dumps() -> None:
+def forbid_dumps() -> None:
     """No core dumps, no ptrace by processes of the same user: packets pass through this memory."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(DUMPABLE)")

@@ -89,7 +89,7 @@ def serve(channel: socket.socket) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # the agent's end is ours
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the children
-        kernel.no_dumps()
+        kernel.forbid_dumps()
         kernel.keep_capabilities(_FACTORY_RIGHTS)
         while True:
             data, descriptors, _, _ = socket.recv_fds(channel, LARGEST, 2)
@@ -134,7 +134,7 @@ def _open(pid: int, handover: socket.socket) -> None:
 
 def _confine() -> None:
     """Give up everything but the two sockets, TCP, and reading our own libraries and ``/proc``."""
-    kernel.no_dumps()
+    kernel.forbid_dumps()
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -140,7 +140,7 @@ class KernelCounts:
         return events
 
     def stop(self) -> list[TapEvent]:
-        """Take every count for the last time: until ``go_on`` every segment is passed.
+        """Take every count for the last time: until ``resume`` every segment is passed.
 
         Raises:
             OSError: the kernel does not answer.
@@ -154,7 +154,7 @@ class KernelCounts:
         self._stopped = True
         return events
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Entrust streams again."""
         self._stopped = False
 

@@ -106,7 +106,7 @@ def _parse(
         kernel.die_with_parent(signal.SIGTERM)
         from rose_agent.tap import parser  # noqa: PLC0415  # the opener does without it
 
-        kernel.no_dumps()
+        kernel.forbid_dumps()
         kernel.overwrite_freed()
         try:
             kernel.leave_network()

@@ -94,7 +94,7 @@ def _open(netns: str, watch: Watch, *, count: bool) -> tuple[Handles, frozenset[
 
 def confine(*, own: bool) -> None:
     """Give up what opening sockets (in our ``own`` namespace only) does not need."""
-    kernel.no_dumps()
+    kernel.forbid_dumps()
     kernel.keep_capabilities(frozenset({kernel.NET_RAW}) if own else _CAPABILITIES)
     seccomp.confine(seccomp.OPENER, None)
 

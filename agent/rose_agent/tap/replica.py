@@ -311,7 +311,7 @@ class TappedReplica:
             events += self.tracker.expire(now_ns, _SILENT_NS)
             # Reading says so too, in the next heartbeat; this is for an error that was read over.
             for taps in self._taps:
-                if not sockets.alive(taps):
+                if not sockets.are_bound(taps):
                     self.problem = f"interface {taps.interface} is gone or down"
 
     # --- what is read, and when
@@ -356,7 +356,7 @@ class TappedReplica:
             sockets.mute(chosen, muted=True)
         self._sampled = not self._sampled
         if self._counts is not None and not self._sampled:
-            self._counts.go_on()
+            self._counts.resume()
         self._listen()
 
 

@@ -189,7 +189,7 @@ def discard(tap: socket.socket) -> int:
         return number
 
 
-def alive(taps: Taps) -> bool:
+def are_bound(taps: Taps) -> bool:
     """The sockets are still bound to an interface that exists and is up.
 
     A removed interface unbinds the socket; one that goes down leaves ENETDOWN on it.

@@ -353,7 +353,7 @@ class Follower:
         if version is None or (reported == self._written.version and now < at + _REPORT_SECONDS):
             return
         try:
-            await store.attested(version, self._written.digest)
+            await store.report_attested(version, self._written.digest)
         except (WeightsError, WireError) as error:
             _log.debug("%s: %s was not reported: %s", self._slot.uid, version, error)
             return

@@ -88,7 +88,7 @@ class Members:
     children: list[subprocess.Popen[bytes]]
     board: Path
 
-    def meet(self) -> None:
+    def wait_for_members(self) -> None:
         """Every member has come as far as this."""
         for child in self.children:
             _pipe(child.stdout).read(1)
@@ -129,7 +129,11 @@ def lead(
         ],
         board,
     )
-    return Ranks(0, joined.board, joined.parts, joined.sockets, members.meet), live, members
+    return (
+        Ranks(0, joined.board, joined.parts, joined.sockets, members.wait_for_members),
+        live,
+        members,
+    )
 
 
 def _start(place: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -159,7 +163,7 @@ def _follow(model: Path, rank: int, ranks: int, control: Path, board: Path) -> N
     session = MemberSession(live, "base", met)
     ControlServer(joined.sockets[rank], session.handle).start()
     while not session.broken:
-        session.at_boundary()
+        session.on_boundary()
         if not sys.stdin.buffer.read(1):
             return  # the leader is gone
 

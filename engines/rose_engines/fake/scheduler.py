@@ -190,11 +190,11 @@ class FakeScheduler:
     async def run(self) -> None:
         """Iterate for ever."""
         while True:
-            self._weights.at_rest()
+            self._weights.on_rest()
             while not self._permit_open() or self._weights.broken:
                 await asyncio.sleep(PERMIT_POLL_SECONDS)
-                self._weights.at_rest()
-            self._weights.at_boundary()
+                self._weights.on_rest()
+            self._weights.on_boundary()
             self._broadcast()
             if self._weights.dormant:
                 await asyncio.sleep(PERMIT_POLL_SECONDS)

@@ -208,7 +208,7 @@ class SchedulerPlugin:
     def _pass_without_orders(self, session: WeightSession | AdapterSlots | None) -> None:
         """The boundary of an engine without control socket, and of any rank but the first."""
         if session is not None:
-            session.at_boundary()
+            session.on_boundary()
             if session.broken:
                 raise BrokenWeights("an undo failed; this engine ends so that it starts afresh")
         elif self._leader and self._gate is not None:
@@ -230,11 +230,11 @@ class SchedulerPlugin:
 
     def _pass(self, session: WeightSession | AdapterSlots) -> None:
         """Rest while the permit is closed; behind it, a boundary."""
-        session.at_rest()
+        session.on_rest()
         if self._gate is not None:
-            self._gate.wait(session.at_rest, resting=self._say)
+            self._gate.wait(session.on_rest, resting=self._say)
         self._checkpoints.mark_iterating()
-        session.at_boundary()
+        session.on_boundary()
 
     def _is_open(self) -> bool:
         """Asked behind a boundary, which may have taken long: an activation loads all weights."""

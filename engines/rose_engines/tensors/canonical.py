@@ -86,11 +86,11 @@ class WholeTensor(ABC):
         """Every element."""
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Nothing is made of this tensor."""
 
 
-def always() -> bool:
+def always_current() -> bool:
     """Nothing is made of this tensor that could be out of date."""
     return True
 
@@ -114,8 +114,8 @@ class HostTensor(WholeTensor):
     dtype: str
     shape: tuple[int, ...]
     flat: Bits
-    written: Callable[[], object] = nothing
-    current: Callable[[], bool] = always
+    written: Callable[[], object] = do_nothing
+    current: Callable[[], bool] = always_current
 
     def take(self, where: Where) -> Bits:
         """A copy of these elements."""

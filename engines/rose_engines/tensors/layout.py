@@ -494,7 +494,7 @@ class _Made(NamedTuple):
         """Make it anew, in place."""
         self.tensor.copy_(self.make())
 
-    def current(self) -> bool:
+    def is_current(self) -> bool:
         """Whether it is what would be made now, to the bit."""
         now = self.make()
         return now.dtype == self.tensor.dtype and torch.equal(self.tensor, now)
@@ -515,7 +515,7 @@ class _Renewable(Protocol):
 
     def renew(self) -> None: ...
 
-    def current(self) -> bool: ...
+    def is_current(self) -> bool: ...
 
 
 def _renewal(found: Sequence[_Renewable]) -> Renewal:
@@ -526,7 +526,7 @@ def _renewal(found: Sequence[_Renewable]) -> Renewal:
 
     def current() -> bool:
         with torch.no_grad():
-            return all(made.current() for made in found)
+            return all(made.is_current() for made in found)
 
     return Renewal(renew, current)
 
@@ -534,7 +534,7 @@ def _renewal(found: Sequence[_Renewable]) -> Renewal:
 def _renewed(model: Loader) -> list[_Made]:
     """Tensors that are made of one weight each in a known way, which the live bits prove."""
     with torch.no_grad():
-        return [made for made in _known(model) if not made.tensor.is_meta and made.current()]
+        return [made for made in _known(model) if not made.tensor.is_meta and made.is_current()]
 
 
 def _known(model: Loader) -> list[_Made]:

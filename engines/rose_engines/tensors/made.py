@@ -443,7 +443,7 @@ class Made:
         """Make it anew, in place."""
         self.tensor.copy_(self._made())
 
-    def current(self) -> bool:
+    def is_current(self) -> bool:
         """Whether it is what would be made now, to the bit."""
         try:
             return same_bits(self._made(), self.tensor)

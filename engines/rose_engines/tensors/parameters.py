@@ -26,8 +26,8 @@ from rose_engines.tensors.canonical import (
     LiveTensor,
     Where,
     WholeTensor,
-    always,
-    nothing,
+    always_current,
+    do_nothing,
 )
 from rose_engines.tensors.safetensors import StoredTensor
 from rose_engines.tensors.slices import Box, SlicedTensor
@@ -266,8 +266,8 @@ class DeviceTensor(WholeTensor):
     dtype: str
     shape: tuple[int, ...]
     flat: torch.Tensor
-    written: Callable[[], object] = nothing
-    current: Callable[[], bool] = always
+    written: Callable[[], object] = do_nothing
+    current: Callable[[], bool] = always_current
 
     def device_bits(self) -> torch.Tensor:
         """The storage itself."""

@@ -213,8 +213,8 @@ class CorePlugin:
             self._gate.wait(lambda: self._rest(core))
         _take_in(core)  # before it looks for orders: a later wake-up counts for the next time
         if self._session is not None:
-            self._session.at_rest()
-            self._session.at_boundary()
+            self._session.on_rest()
+            self._session.on_boundary()
 
     def _may_compute(self) -> bool:
         """Asked behind a boundary, which may have taken long: an activation loads all weights."""
@@ -229,7 +229,7 @@ class CorePlugin:
         if not core.is_running():
             raise _Leaving
         if self._session is not None:
-            self._session.at_rest()
+            self._session.on_rest()
 
     def _size_chunks(self, core: Any) -> None:  # noqa: ANN401
         """This iteration prefills no more tokens than the permit allows."""

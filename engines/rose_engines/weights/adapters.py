@@ -233,15 +233,15 @@ class AdapterSlots:
     def __getitem__(self, number: int) -> AdapterSession:
         return self._sessions[number]
 
-    def at_boundary(self) -> None:
+    def on_boundary(self) -> None:
         """Called by the engine between two iterations, under an open permit; cheap when idle."""
         for session in self._sessions:
-            session.at_boundary()
+            session.on_boundary()
 
-    def at_rest(self) -> None:
+    def on_rest(self) -> None:
         """Called by the engine whenever nothing is under way, also under a closed permit."""
         for session in self._sessions:
-            session.at_rest()
+            session.on_rest()
 
     def slot_for(self, cache_key: str) -> int | None:
         """The slot whose adapter a request with this key is computed with.

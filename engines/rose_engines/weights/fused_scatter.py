@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rose_core.delta.bits import Bits
-from rose_engines.tensors.canonical import Live, LiveTensor, Where, nothing
+from rose_engines.tensors.canonical import Live, LiveTensor, Where, do_nothing
 from rose_engines.tensors.slices import SlicedTensor
 
 if TYPE_CHECKING:
@@ -152,7 +152,9 @@ class FusedScatter:
         self._staged = tuple(
             _spread(one, flat.stride(0)) for one, flat in zip(staged, flats, strict=True)
         )
-        self._written = dict.fromkeys(one.written for one in storages if one.written is not nothing)
+        self._written = dict.fromkeys(
+            one.written for one in storages if one.written is not do_nothing
+        )
         by_width: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for number, flat in enumerate(map(_close, flats)):
             by_width.setdefault(flat.element_size(), []).append((number, flat))
@@ -328,7 +330,7 @@ class _Scratch:
     """Memory that is no weight."""
 
     flat: torch.Tensor
-    written: Callable[[], object] = nothing
+    written: Callable[[], object] = do_nothing
 
     def device_bits(self) -> torch.Tensor:
         """Itself."""
@@ -358,7 +360,7 @@ _PORTABLE, _MAPPED = 1, 2  # of cudaHostRegister
 class _LockedPages(mmap.mmap):
     """Memory of its own, unlocked before it goes back: when the last tensor over it is gone."""
 
-    unlock: Callable[[], object] = staticmethod(nothing)
+    unlock: Callable[[], object] = staticmethod(do_nothing)
 
     def __del__(self) -> None:
         self.unlock()

@@ -24,7 +24,7 @@ from rose_core.delta import faults, loops
 from rose_core.delta.bits import Bits, number_format
 from rose_core.delta.digest import tensor_key
 from rose_core.delta.kernels import MemoryLoops, kernels
-from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, nothing
+from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, do_nothing
 from rose_engines.tensors.slices import SlicedTensor
 
 Rows = npt.NDArray[np.int64]
@@ -119,7 +119,7 @@ class HostMemory:
             ends[width] = max(ends.get(width, end), end)
         tensors = np.zeros((len(flats), _NUMBERS), np.int64)
         here = np.zeros(len(flats), np.bool_)
-        written: list[Callable[[], object]] = [nothing] * len(flats)
+        written: list[Callable[[], object]] = [do_nothing] * len(flats)
         for number, (tensor, flat) in enumerate(zip(live.values(), flats, strict=True)):
             if flat is None:
                 continue
@@ -128,7 +128,7 @@ class HostMemory:
             signed = number_format(tensor.dtype).sign_magnitude
             tensors[number] = (apart // width, flat.strides[0] // width, flat.size, signed)
             here[number] = True
-            written[number] = getattr(_storage(tensor), "written", nothing)
+            written[number] = getattr(_storage(tensor), "written", do_nothing)
         return cls(
             tuple(live),
             {width: _spanning(lows[width], ends[width], width) for width in lows},

@@ -142,7 +142,7 @@ class LeaderSession(RankSession):
         """A commit is planned for the next boundary, which must come soon."""
         return self._planned
 
-    def at_boundary(self) -> None:
+    def on_boundary(self) -> None:
         """Plan what waits for the next boundary, or carry out what was planned for this one."""
         self.iterations += 1
         if self._planned:
@@ -258,7 +258,7 @@ class MemberSession(RankSession):
     # Its memory is unlocked where it is let go of: beside the serving engine, not in its pause.
     _spent: StagedUpdate | None = None
 
-    def at_boundary(self) -> None:
+    def on_boundary(self) -> None:
         """Take part in the commit that is planned for this boundary."""
         self.iterations += 1
         number, _ = self._board.announced()

@@ -1,7 +1,7 @@
 """The weights of one running engine: who may stage, commit and attest when.
 
 Two threads meet here. The control thread takes calls from the socket, one at a time; decoding and
-checking a bundle is its work, while the engine serves. The engine thread passes ``at_boundary``
+checking a bundle is its work, while the engine serves. The engine thread passes ``on_boundary``
 between two iterations; that is the only place where weights change. States and edges:
 
     Idle       --stage-->        Staging
@@ -12,7 +12,7 @@ between two iterations; that is the only place where weights change. States and 
     Idle, Staged --release-->    Dormant       (weights and cache are gone)
     Dormant    --activate-->     Idle          --restored wrongly--> Broken
 
-A release is carried out at ``at_rest``, which the engine thread also passes while its permit is
+A release is carried out at ``on_rest``, which the engine thread also passes while its permit is
 closed: it computes nothing. An activation waits for a boundary under an open permit, as a commit.
 Next step: ``rose_engines.weights.memory`` for what is let go of and how.
 """
@@ -200,13 +200,13 @@ class WeightSession:
             device_bytes=device.memory_bytes,
         )
 
-    def at_boundary(self) -> None:
+    def on_boundary(self) -> None:
         """Called by the engine between two iterations, under an open permit; cheap when idle."""
         self._resting = False
         self.iterations += 1
         self._orders.carry_out(at_rest=False)
 
-    def at_rest(self) -> None:
+    def on_rest(self) -> None:
         """Called by the engine whenever nothing is under way, also under a closed permit."""
         self._resting = True
         self._orders.carry_out(at_rest=True)

@@ -178,7 +178,7 @@ class LeaderLock:
             self._outbid = max(self._outbid, term)
 
     async def run(self, alive: Callable[[], bool] = lambda: True) -> None:
-        """Renew until deposed; while ``alive`` says no, nothing is renewed and the lead lapses."""
+        """Renew until deposed; without ``alive`` nothing is renewed and the lead lapses."""
         while self.state is not LockState.DEPOSED:
             answered = await self.step() if alive() else False
             await asyncio.sleep(self._duration / (RENEWALS if answered else _TRIES))

@@ -95,7 +95,7 @@ class StatusDeferral:
         """Stop waiting: the object's status is as it should be, or has just been written."""
         self._since.pop(key, None)
 
-    def waits(self, key: str) -> bool:
+    def is_waiting(self, key: str) -> bool:
         """Whether a difference of this object waits for its time."""
         return key in self._since
 
@@ -269,7 +269,7 @@ class Reporter:
         routed = route is not None and routers.is_routed(route)
         ready = routers.is_ready(router)
         inputs = lease.metadata.resource_version, slots, counts, wanted, ready, routed
-        same = self._same.get(key) == inputs and not self._deferral.waits(key)
+        same = self._same.get(key) == inputs and not self._deferral.is_waiting(key)
         self._same[key] = inputs
         return same
 

@@ -76,7 +76,7 @@ class Reports:
         self._url, self._token = url, token
         self._tasks: set[asyncio.Task[object]] = set()
 
-    def ended(self, traces: Iterable[str]) -> None:
+    def end(self, traces: Iterable[str]) -> None:
         """No more turns of these will come."""
         for name in traces:
             self._begin(finish_async(self._url, name, self._token))
@@ -90,7 +90,7 @@ class Reports:
             one, other = _rewards(trained), _rewards(dropped)
             self._begin(report_async(self._url, one, other, withdrawn=removed, token=self._token))
 
-    async def sent(self) -> None:
+    async def wait_sent(self) -> None:
         """Wait until all of them have arrived, or were given up."""
         while self._tasks:
             await asyncio.gather(*self._tasks)
@@ -136,7 +136,7 @@ def ending(own: Callable[..., Any], reports: Reports) -> Callable[..., Any]:
     """``TrainSink.process_episode``."""
 
     async def processed(sink: TrainSink, episode: Episode) -> None:
-        reports.ended(_read(lambda: traces_of([episode])))
+        reports.end(_read(lambda: traces_of([episode])))
         await own(sink, episode)
 
     return processed

@@ -112,7 +112,7 @@ class Turns:
                 return turn
             await _wait(_USUAL_SECONDS, until, f"{self._url}/generate: the turn was aborted")
 
-    async def ended(self, sessions: Sequence[str], *, withdrawn: bool = False) -> None:
+    async def end(self, sessions: Sequence[str], *, withdrawn: bool = False) -> None:
         """Say that no more turns of these trajectories will come; never raises.
 
         Args:

@@ -108,9 +108,9 @@ class Client:
         group = "" if rollout is None else rollout.group
         return self._made(await self._turns.ask(key, prompt, sampling, group), wanted=wanted)
 
-    async def ended(self, sessions: Sequence[str], *, withdrawn: bool) -> None:
-        """See ``Turns.ended``."""
-        await self._turns.ended(sessions, withdrawn=withdrawn)
+    async def end(self, sessions: Sequence[str], *, withdrawn: bool) -> None:
+        """See ``Turns.end``."""
+        await self._turns.end(sessions, withdrawn=withdrawn)
 
     def _sampling(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
         if sampling.pop("prompt_logprobs", None) is not None:
@@ -271,7 +271,7 @@ async def reported(client: Client, group: str, run: Awaitable[Any], *, validate:
         return output
     finally:
         _ROLLOUT.reset(mark)
-        await client.ended(list(rollout.sessions), withdrawn=validate)
+        await client.end(list(rollout.sessions), withdrawn=validate)
 
 
 def telling(

@@ -209,7 +209,7 @@ class WeightsClient:
         faults.at("sync.bundle")
         return manifest
 
-    async def attested(self, version: WeightVersion, digest: str) -> bool:
+    async def report_attested(self, version: WeightVersion, digest: str) -> bool:
         """Tell the store what this receiver serves.
 
         Returns:
@@ -251,7 +251,9 @@ class WeightsClient:
             )
         return reply
 
-    async def reached(self, version: WeightVersion, quorum: float, seconds: float) -> AwaitReply:
+    async def wait_reached(
+        self, version: WeightVersion, quorum: float, seconds: float
+    ) -> AwaitReply:
         """Wait until enough receivers serve a version or a later one.
 
         Args:

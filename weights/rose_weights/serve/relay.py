@@ -99,7 +99,7 @@ class RelayHandlers:
         """Offer the receivers' methods on a server."""
         server.unary(DESCRIBE, answering(self.describe))
         server.unary(PLAN, answering(self.plan))
-        server.unary(ATTESTED, answering(self.attested))
+        server.unary(ATTESTED, answering(self.forward_attestation))
         server.server_stream(WATCH, self.watch)
         server.server_stream(FETCH, self.fetch)
 
@@ -123,7 +123,7 @@ class RelayHandlers:
         async for head in rpc.receive(self._channel, WATCH, request, token=self._token):
             yield head
 
-    async def attested(self, request: AttestedRequest) -> AttestedReply:
+    async def forward_attestation(self, request: AttestedRequest) -> AttestedReply:
         """Passed on: the store counts who serves what. A receiver cannot speak as the trainer."""
         self._may_read(request.version.run)
         if request.trainer:

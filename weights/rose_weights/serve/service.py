@@ -160,7 +160,7 @@ class Attestations:
         while len(self._answers) > ANSWERED_VERSIONS:
             del self._answers[next(iter(self._answers))]
 
-    async def reached(self, request: AwaitRequest) -> AwaitReply:
+    async def wait_reached(self, request: AwaitRequest) -> AwaitReply:
         """Answer when the quorum is met, or when time is up."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(request.seconds, LONGEST_SECONDS)
@@ -218,8 +218,8 @@ class WeightService:
         server.unary(MISSING, answering(self.missing))
         server.unary(COMMIT, answering(self.commit))
         server.unary(PART, answering(self.part))
-        server.unary(ATTESTED, answering(self.attested))
-        server.unary(AWAIT, answering(self.reached))
+        server.unary(ATTESTED, answering(self.record_attestation))
+        server.unary(AWAIT, answering(self.wait_reached))
         server.server_stream(WATCH, self.watch)
         server.server_stream(FETCH, self.fetch)
         server.bidirectional(PUT, self.put)
@@ -394,15 +394,15 @@ class WeightService:
                 async with asyncio.timeout(left):
                     await moved.wait()
 
-    async def attested(self, request: AttestedRequest) -> AttestedReply:
+    async def record_attestation(self, request: AttestedRequest) -> AttestedReply:
         """What a receiver serves, by its own attestation."""
         self._may("publish" if request.trainer else "read", request.version.run)
         return await self._following.record(request)
 
-    async def reached(self, request: AwaitRequest) -> AwaitReply:
+    async def wait_reached(self, request: AwaitRequest) -> AwaitReply:
         """Answered when enough receivers serve a version, or when time is up."""
         self._may("read", request.version.run)
-        return await self._following.reached(request)
+        return await self._following.wait_reached(request)
 
     def _may(self, right: Right, run: str | None) -> None:
         if run is not None and is_place(run):

@@ -277,7 +277,7 @@ class Groups:
         here = [s for s in self._slots.values() if s.grant is not None and s.grant.pod_uid == uid]
         return FollowerLoad(
             lent=any(slot.serves(uid) for slot in here),
-            computing=any(slot.computing(now_ns) for slot in here),
+            computing=any(slot.is_computing(now_ns) for slot in here),
         )
 
     def following(self, replica: GuardedReplica, now_ns: int) -> HeldWord | None:

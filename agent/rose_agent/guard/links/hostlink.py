@@ -58,7 +58,7 @@ class HostLink:
         self.answered_ns = 0
         self.asked_ns = 0
 
-    def alive(self, now_ns: int) -> bool:
+    def is_alive(self, now_ns: int) -> bool:
         """The host has answered lately."""
         return bool(self.answered_ns) and now_ns - self.answered_ns < ALIVE_NS
 

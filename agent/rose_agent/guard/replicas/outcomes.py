@@ -99,7 +99,7 @@ class Outcomes:
         """How long the gate has stood open."""
         return self.experience.open_time
 
-    def hear(self, event: TapEvent, now_ns: int) -> None:
+    def observe(self, event: TapEvent, now_ns: int) -> None:
         """Note an event of a request; once its size is known, record its predicted cost."""
         if isinstance(event, Arrived):
             self.experience.begin(event.request, now_ns)

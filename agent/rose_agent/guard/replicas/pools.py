@@ -77,7 +77,7 @@ class Pools:
                 metrics.ERROR_BUDGET_BURN.labels(name).set(burn.rate)
             self._certificate(name, pool, by_name[name])
 
-    def burning(self, policies: Iterable[PoolPolicy], now_ns: int) -> bool:
+    def is_burning(self, policies: Iterable[PoolPolicy], now_ns: int) -> bool:
         """Whether any pool burns its error budget on this node now."""
         return any(
             pool.burn.burning(policy.percentile, now_ns)

@@ -223,7 +223,7 @@ class GuardedReplica:
         """Apply one event of the tap."""
         done = self.book.apply(event, now_ns)
         self.gaps.note(busy=bool(self.book.live), now_ns=now_ns)
-        self.outcomes.hear(event, now_ns)
+        self.outcomes.observe(event, now_ns)
         if done is not None:
             others = len(self.book.live)
             self.outcomes.record(done, self.policy, self.windows, lent=self.lent, others=others)
@@ -283,7 +283,7 @@ class GuardedReplica:
             metrics.MISSED_REQUESTS.labels(self.pod.name).inc(self.verification.missed)
         return True
 
-    async def snapshots(self) -> None:
+    async def read_snapshots(self) -> None:
         """Read the load snapshot where there is one; often only where it decides alone."""
         while True:
             figures = self.reader.snapshot()
@@ -295,7 +295,7 @@ class GuardedReplica:
 
     async def run(self) -> None:
         """Read every polled source until cancelled."""
-        tasks = [asyncio.create_task(self.poll()), asyncio.create_task(self.snapshots())]
+        tasks = [asyncio.create_task(self.poll()), asyncio.create_task(self.read_snapshots())]
         try:
             await asyncio.gather(*tasks)
         finally:

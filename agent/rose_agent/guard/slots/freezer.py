@@ -80,10 +80,10 @@ def _act(slot: SlotDir, what: Callable[[], None]) -> str:
     return ""
 
 
-def frozen(slot: SlotDir) -> bool:
+def is_frozen(slot: SlotDir) -> bool:
     """Whether the tree stands still."""
     found = trees(slot)
-    return bool(found) and all(tree.frozen() for tree in found)
+    return bool(found) and all(tree.is_frozen() for tree in found)
 
 
 def cpu_ns(slot: SlotDir) -> int | None:

@@ -416,7 +416,7 @@ class GuardedSlot:
 
     def _see(self, verdict: GateVerdict, now_ns: int, granted: bool | None) -> SlotSeen:
         status, permit = self.status, self._permit.mapped
-        alive = self._host.alive(now_ns)
+        alive = self._host.is_alive(now_ns)
         return SlotSeen(
             granted=granted,
             generation=self.grant.key.slot.generation if self.grant else 0,
@@ -444,7 +444,7 @@ class GuardedSlot:
             status.slot.generation,
             held=hold.confirmed is True,
             asked=hold.is_pending,
-            frozen=look and freezer.frozen(self.folder),
+            frozen=look and freezer.is_frozen(self.folder),
             cpu_ns=freezer.cpu_ns(self.folder) if look else None,
         )
 
@@ -553,7 +553,7 @@ class GuardedSlot:
 
     # --- bookkeeping
 
-    def computing(self, now_ns: int) -> bool:
+    def is_computing(self, now_ns: int) -> bool:
         """The permit is open now."""
         permit = self._permit.mapped
         return permit is not None and permit.is_open_for_any(now_ns)

@@ -31,7 +31,7 @@ from rose_agent.host.enforcement.tree import (
     RunConditions,
     TreeState,
     decide,
-    late,
+    is_late,
 )
 from rose_agent.os.groups import ProcessGroup
 from rose_core.guard.freezing import Activity
@@ -184,8 +184,8 @@ class EnforcedEngine:
 
     def _decide(self, group: ProcessGroup, may_run: bool, now_ns: int) -> None:
         unfrozen = self._tree.state in {TreeState.RUNNING, TreeState.ASKED}
-        frozen = not unfrozen and not may_run and group.frozen()
-        cpu_ns = group.cpu_ns() if late(self._tree, PATIENCE, now_ns) else None
+        frozen = not unfrozen and not may_run and group.is_frozen()
+        cpu_ns = group.cpu_ns() if is_late(self._tree, PATIENCE, now_ns) else None
         tree, action = decide(
             self._tree,
             may_run=may_run,
@@ -216,7 +216,7 @@ class EnforcedEngine:
             group.thaw()
         elif action is Action.KILL:
             if not self._killing:  # ordered again every tick, one kill all the same
-                metrics.killed(HostReason.DID_NOT_STOP)
+                metrics.count_kill(HostReason.DID_NOT_STOP)
                 _log.error("%s: did not stand still in time, killing it", self.name)
             self._killing = True
             group.kill()
@@ -251,21 +251,21 @@ class Enforcer:
     def stop(self) -> None:
         """End the thread; nothing is thawed or frozen by that."""
         self._ending = True
-        self.poke()
+        self.wake()
         self._thread.join()
 
     def watch(self, watched: EnforcedEngine) -> None:
         """Take an engine under control."""
         with self._lock:
             self._watched = (*self._watched, watched)
-        self.poke()
+        self.wake()
 
     def forget(self, watched: EnforcedEngine) -> None:
         """Release an engine that has ended."""
         with self._lock:
             self._watched = tuple(other for other in self._watched if other is not watched)
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Tick now instead of at the end of the period."""
         ring(self._bell)
 

@@ -95,7 +95,7 @@ class EngineTree:
     late_cpu_ns: int | None = None
 
 
-def late(tree: EngineTree, patience: StandstillPatience, now_ns: int) -> bool:
+def is_late(tree: EngineTree, patience: StandstillPatience, now_ns: int) -> bool:
     """Whether it should stand still by ``now_ns``, so that its processor time matters."""
     return tree.state is TreeState.STOPPING and now_ns - tree.since_ns > patience.limit_ns
 
@@ -118,7 +118,7 @@ def decide(
         frozen: what the kernel says about the tree; looked at only when it must not run.
         now_ns: CLOCK_MONOTONIC nanoseconds.
         patience: how long a tree may take to stand still.
-        cpu_ns: its processor time, None = not known; looked at only when it is ``late``.
+        cpu_ns: its processor time, None = not known; looked at only when it is ``is_late``.
         activity: what the engine says; looked at only before it is frozen.
 
     Returns:
@@ -136,7 +136,7 @@ def decide(
     if tree.state is TreeState.STOPPING:
         if frozen:
             return EngineTree(TreeState.STOPPED, now_ns), Action.NONE
-        if not late(tree, patience, now_ns):
+        if not is_late(tree, patience, now_ns):
             return tree, Action.NONE
         kill = disobeys(patience, now_ns - tree.since_ns, tree.late_cpu_ns, cpu_ns)
         if tree.late_cpu_ns is None:

@@ -203,7 +203,7 @@ class HelpedGroup:
         self._delegated = inner.directory is not None
         self.driver = inner.driver
         self.directory = inner.directory
-        self.pids, self.frozen, self.cpu_ns = inner.pids, inner.frozen, inner.cpu_ns
+        self.pids, self.is_frozen, self.cpu_ns = inner.pids, inner.is_frozen, inner.cpu_ns
 
     def freeze(self) -> None:
         """Ask every thread to stop."""

@@ -167,7 +167,7 @@ class Elastic:
         if orders.flush and (self._flushing is None or self._flushing.done()):
             self._flushing = asyncio.create_task(self._flush(*self._door()))
         if self._effect.reason:
-            metrics.killed(self._effect.reason)
+            metrics.count_kill(self._effect.reason)
             raise BrokenEngine(self._effect.message, self._effect.reason)
 
     def remove_segment(self) -> None:

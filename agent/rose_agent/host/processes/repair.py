@@ -54,7 +54,7 @@ def repair(rundir: RunDir, freezer: Freezer, seconds: float = 10.0) -> int:
             if not end(tree, seconds):
                 _log.error("%s still runs: %s", tree.directory, tree.pids())
         if members:
-            metrics.killed(HostReason.ORPHAN)
+            metrics.count_kill(HostReason.ORPHAN)
             _log.warning("ended %d processes of an earlier engine host", len(members))
     for slot in rundir.all_slots():
         forget_slot(slot, slot.is_twin)

@@ -101,7 +101,7 @@ class MpsNode:
         """A server is in FAULT; no answer is no fault."""
         return is_faulty(self.servers() or ())
 
-    def let_go(self, pids: Collection[int]) -> None:
+    def detach(self, pids: Collection[int]) -> None:
         """End these processes' work on their GPUs, so that they are safe to kill.
 
         Waits until the server lists none of them, at most as long as the decision allows.

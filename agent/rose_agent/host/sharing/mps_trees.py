@@ -64,9 +64,9 @@ class ClientGroup:
         """Whoever froze it from outside is undone."""
         self._tree.thaw()
 
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Whether the kernel holds it, which here nobody of ours asks for."""
-        return self._tree.frozen()
+        return self._tree.is_frozen()
 
     def cpu_ns(self) -> int | None:
         """Not known: what runs on the GPU needs no processor."""
@@ -115,7 +115,7 @@ class SteeredGroup(ClientGroup):
         self._resting = False
         super().thaw()
 
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """The plugin's last word, or nobody is left."""
         return self._resting or not self.pids()
 

@@ -254,7 +254,7 @@ class Sharing:
             BrokenEngine: the server is in FAULT, or it holds more memory than it may.
         """
         if self._overrun:
-            metrics.killed(HostReason.MEMORY_OVERRUN)
+            metrics.count_kill(HostReason.MEMORY_OVERRUN)
             raise BrokenEngine(self._overrun, HostReason.MEMORY_OVERRUN)
         if self.elastic is not None:
             self.elastic.check(running=running)
@@ -280,7 +280,7 @@ class Sharing:
         return self._means.mps.is_limited(first, client, self._terms.percent)
 
     def _let_go(self, pids: Collection[int]) -> None:
-        self._means.mps.let_go(pids)
+        self._means.mps.detach(pids)
 
     def _check_room(self, program: EngineProgram) -> None:
         room = self.room
@@ -329,4 +329,4 @@ def free_leftovers(means: SharingMeans, rundir: RunDir) -> None:
         if order is None or record is None or order.engine.sharing.compute != "MPS":
             continue
         tree = find_group(record)
-        means.mps.let_go(tree.pids() if tree is not None else ())
+        means.mps.detach(tree.pids() if tree is not None else ())

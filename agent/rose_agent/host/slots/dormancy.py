@@ -127,7 +127,7 @@ class EngineDormancy:
             return
         finally:
             self.subject.watched.grant_errand(0.0)
-            self.site.enforcer.poke()
+            self.site.enforcer.wake()
         verdict = await self._measured(before, claimed)
         self._count(verdict.refusal or "Dormant")
         metrics.RELEASE_SECONDS.observe(time.monotonic() - began)
@@ -142,7 +142,7 @@ class EngineDormancy:
 
     async def _order_release(self) -> int:
         self.subject.watched.grant_errand(ERRAND_SECONDS)
-        self.site.enforcer.poke()
+        self.site.enforcer.wake()
         try:
             async with asyncio.timeout(ERRAND_SECONDS), await self._plugin() as plugin:
                 return (await plugin.release(ERRAND_SECONDS / 2)).claimed_bytes

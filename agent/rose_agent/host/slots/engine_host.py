@@ -126,7 +126,7 @@ class EngineHost:
                 gone = EngineStatus(order.slot, EngineState.GONE, reason=HostReason.STOP_ORDERED)
                 return self._gone.get(uid, gone)
             _log.info("slot %s: the guard orders its end: %.64r", uid, order.reason)
-            metrics.killed(HostReason.STOP_ORDERED)
+            metrics.count_kill(HostReason.STOP_ORDERED)
             return await self._end(life, order.deadline_seconds, HostReason.STOP_ORDERED)
 
     async def hold(self, order: HoldEngine) -> Accepted:
@@ -138,7 +138,7 @@ class EngineHost:
         life = self._life(order.slot)
         began = time.monotonic_ns()
         life.hold(order.holder, hold=order.hold)
-        self._site.enforcer.poke()
+        self._site.enforcer.wake()
         deadline = began + int(_HOLD_WAIT_SECONDS * 1e9)
         while order.hold and time.monotonic_ns() < deadline:
             if life.stands_still_for(order.holder):

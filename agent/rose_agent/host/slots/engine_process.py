@@ -166,7 +166,7 @@ class EngineProcess:
         self._spawned = spawned = self._sharing.steer(spawned)
         self.record()
         self._watched.put(self._sharing.enforced(spawned) or spawned.group)
-        self._site.enforcer.poke()
+        self._site.enforcer.wake()
         return spawned
 
     def record(self) -> None:
@@ -204,7 +204,7 @@ class EngineProcess:
         self.started_ns = time.monotonic_ns()
         self.record()
 
-    async def until_ready(self, ready_path: str, exited: asyncio.Task[int]) -> None:
+    async def wait_ready(self, ready_path: str, exited: asyncio.Task[int]) -> None:
         """Wait until it answers, or has ended; time in which it is stopped does not count.
 
         Raises:

@@ -234,7 +234,7 @@ class EngineLife:
         spawned = await self._process.spawn(program)
         exited = asyncio.create_task(spawned.root.wait())
         try:
-            await self._process.until_ready(program.ready_path, exited)
+            await self._process.wait_ready(program.ready_path, exited)
             await self._sharing.verify(spawned)
             began = time.monotonic()
             self._message = ""
@@ -261,7 +261,7 @@ class EngineLife:
         """
         for run, weights in self._each_run():
             if weights.broken and weights.engine_started_ns == self._process.started_ns:
-                metrics.killed(HostReason.BROKEN_WEIGHTS)
+                metrics.count_kill(HostReason.BROKEN_WEIGHTS)
                 several = bool(self.order.weights.others)
                 raise BrokenEngine(f"run {run}: {weights.error}" if several else weights.error)
 
@@ -291,7 +291,7 @@ class EngineLife:
 
     def fail(self, reason: HostReason, message: str) -> None:
         """End the process soon; it is started anew after the back-off."""
-        metrics.killed(reason)
+        metrics.count_kill(reason)
         self._ending = (reason, message)
 
     def _check_ending(self) -> None:
