@@ -11,11 +11,11 @@ With plain time-slicing there is nothing to check.
 | while it serves | the server is not in FAULT | ended, started again when it no longer is |
 | while it serves | with ``Elastic``, it holds no more than its limit | ended |
 | while it serves | its processes hold no more than it was made for (``footprint``) | ended |
-| before it is killed | its processes leave the server (``mps_trees``) | killed after two seconds |
+| before it is killed | its processes leave the server (``mps``) | killed after two seconds |
 
 Effects are checked, not answers: with a wrong pipe directory a process silently gets the whole GPU,
-and a limit that was set in the wrong cgroup limits nobody. Next step: ``mps``, ``elastic`` and
-``mps_trees`` do the work.
+and a limit that was set in the wrong cgroup limits nobody. Next step: ``mps`` and ``elastic``
+do the work.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from rose_agent.host.memory.elastic import environment as elastic_environment
 from rose_agent.host.memory.footprints import Footprints
 from rose_agent.host.processes.launchers import EngineProgram
 from rose_agent.host.processes.process import Spawned
-from rose_agent.host.sharing.mps import MpsNode
-from rose_agent.host.sharing.mps_trees import ClientGroup, SteeredGroup, ask
+from rose_agent.host.sharing.mps import ClientGroup, MpsNode, SteeredGroup, ask_status
 from rose_agent.os.find_group import find_group
 from rose_core.devices.footprint import judge
 from rose_core.devices.memory import EngineSize, Lendable, limit_refusal, overrun
@@ -310,7 +309,7 @@ class Sharing:
         deadline = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < deadline:
             try:
-                return await asyncio.to_thread(ask, self._control)
+                return await asyncio.to_thread(ask_status, self._control)
             except (OSError, EOFError, *UNREADABLE):
                 await asyncio.sleep(0.05)
         return None
