@@ -119,6 +119,25 @@ async def test_a_lease_that_was_given_back_is_claimed_at_once_in_a_higher_term()
     assert (other.state, other.term) == (LockState.LEADER, 2)
 
 
+async def test_the_lease_says_since_when_its_term_is_held() -> None:
+    """The official client's election takes a Lease that does not for free, and leads beside us."""
+    api, clock, since = FakeApi(), Clock(), "2026-01-01T00:00:00.000000Z"
+    mine, other = lock(api, clock), lock(api, clock, OTHER)
+    await mine.step()
+    (held,) = (one["spec"] for (kind, _), one in api.objects.items() if kind is ObjectKind.LOCK)
+    assert held["acquireTime"] == held["renewTime"]
+    held["acquireTime"] = since
+    await mine.step()
+    renewed = await api.get(ObjectKind.LOCK, LOCK_NAME)
+    assert renewed is not None
+    assert renewed["spec"]["acquireTime"] == since
+    await mine.release()
+    await other.step()
+    claimed = await api.get(ObjectKind.LOCK, LOCK_NAME)
+    assert claimed is not None
+    assert claimed["spec"]["acquireTime"] > since
+
+
 async def test_the_same_pod_restarted_claims_at_once_in_a_higher_term() -> None:
     api, clock = FakeApi(), Clock()
     await lock(api, clock).step()

@@ -247,6 +247,8 @@ class LeaderLock:
 
     def _manifest(self, found: Raw | None, term: int, holder: str | None = None) -> Raw:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        before: Raw = (found or {}).get("spec") or {}
+        kept = before.get("acquireTime") if before.get("leaseTransitions") == term else None
         manifest: Raw = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
@@ -255,6 +257,8 @@ class LeaderLock:
                 "holderIdentity": self._identity if holder is None else holder,
                 "leaseDurationSeconds": max(1, round(self._duration)),
                 "leaseTransitions": term,
+                # The official client's election takes a Lease without this for free.
+                "acquireTime": kept or now,
                 "renewTime": now,
             },
         }
