@@ -172,16 +172,16 @@ class Leases:
 
     Args:
         plane: with nothing of ROSE on it.
+        client: of that; its caller closes it.
         objects: how many.
     """
 
-    def __init__(self, plane: ControlPlane, objects: int) -> None:
+    def __init__(self, plane: ControlPlane, client: Client, objects: int) -> None:
         crds = (f"--filename={_ROOT / 'crds' / kind.plural}.yaml" for kind in KINDS)
         plane.kubectl("apply", *crds)
         plane.kubectl("wait", "--for=condition=Established", *(f"crd/{k.full_name}" for k in KINDS))
         plane.kubectl("create", "namespace", NAMESPACE)
-        config = KubeConfig.from_file(str(plane.kubeconfig)).get()
-        self._client = Client(config=config, trust_env=False)
+        self._client = client
         self._names = [f"grpo-{number}" for number in range(objects)]
         self._turn = 0
         fleet = Fleet()
@@ -217,6 +217,11 @@ class Leases:
         return statistics.fmean(found)
 
 
+def _client(plane: ControlPlane) -> Client:
+    config = KubeConfig.from_file(str(plane.kubeconfig)).get()
+    return Client(config=config, trust_env=False)
+
+
 def measured(name: str, leases: Leases, objects: int, kubeconfig: Path) -> dict[str, float]:
     """One client in a process of its own.
 
@@ -247,8 +252,8 @@ def main(argv: list[str] | None = None) -> int:
         asyncio.run(child(given.client, given.objects))
     names = [name for name, (needs, _) in CLIENTS.items() if importlib.util.find_spec(needs)]
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    with ControlPlane() as plane:
-        leases = Leases(plane, given.objects)
+    with ControlPlane() as plane, _client(plane) as client:
+        leases = Leases(plane, client, given.objects)
         leases.change()
         for _ in range(given.rounds):
             for name in names:
