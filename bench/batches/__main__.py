@@ -44,7 +44,12 @@ def flags() -> argparse.ArgumentParser:
     add("--load", choices=[one.name for one in LOADS.values() if not one.steady], default="conv")
     add("--rounds", type=int, default=8)
     add("--seconds", type=float, default=8.0, help="measured seconds of a window")
-    add("--lines", type=int, default=1000, help="of the batch; too few end before the windows do")
+    add(
+        "--lines",
+        type=int,
+        default=2000,
+        help="of the batch; too few end before the windows do: 150 a round and more",
+    )
     add("--seed", type=int, default=7, help="of the order of conditions")
     return parser
 
