@@ -126,6 +126,18 @@ async def test_list_then_watch(api: tuple[FakeApi, KubernetesPods]) -> None:
     assert fake.selectors == {"spec.nodeName=node-1"}
 
 
+async def test_a_pod_of_agent_sandbox_is_no_replica_whatever_its_template_says(
+    api: tuple[FakeApi, KubernetesPods],
+) -> None:
+    """The labels that its controller gives a pod beside those of the template."""
+    fake, pods = api
+    labels = {"app": "llm", "agents.x-k8s.io/sandbox-name-hash": "b5ec8f6b"}
+    fake.pods = [pod(), pod("agent", "an-agent's", metadata={"labels": labels})]
+    await until(lambda: pods.synced)
+    assert [one.name for one in pods.pods([POLICY]).values()] == ["serving"]
+    assert "chat/agent" in pods.residents.names.values(), "of the node all the same"
+
+
 @pytest.mark.parametrize(("written", "size"), [("1", 1), ("4", 4), ("many", 1)])
 async def test_a_group_of_pods_is_one_replica(
     api: tuple[FakeApi, KubernetesPods], written: str, size: int

@@ -45,6 +45,8 @@ GROUP_SIZE_ANNOTATION = "leaderworkerset.sigs.k8s.io/size"
 GROUP_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
 GROUP_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
 WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
+# What the controller of agent-sandbox (kubernetes-sigs) writes on each of its pods.
+AGENT_SANDBOX_LABEL = "agents.x-k8s.io/sandbox-name-hash"
 _WATCH_SECONDS = 240
 _SCAN_SECONDS = 2.0
 _MOST_PORT = 65535
@@ -308,6 +310,8 @@ def _policy_of(pod: Json, policies: Sequence[PoolPolicy]) -> PoolPolicy | None:
     if _has_ended(pod):
         return None
     labels = meta.get("labels") or {}
+    if AGENT_SANDBOX_LABEL in labels:
+        return None  # somebody's agent, whatever labels its template has: no replica to lend
     for policy in policies:
         same = policy.pool.split("/")[0] == meta["namespace"]
         if same and policy.labels and policy.labels.items() <= labels.items():
