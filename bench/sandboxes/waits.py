@@ -12,6 +12,8 @@ as long as the recorded turns of a trace (``weka_episodes_400``: output tokens) 
 
 All ways play the same turns with the same waits. A reply is held while its turn is being saved, so
 ``held`` is what saving cost the agents by itself; whole times have the work of others in them too.
+After the last turn each agent's sandbox is suspended and resumed once, for the times that ``rose
+simulate sandboxes`` takes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +69,8 @@ class Tally:
         restoring: of these, until a lost sandbox was there again.
         late: lost sandboxes that came back to an earlier turn than the last one.
         actions: what boundaries saved, by whether the command changes something.
+        saving: seconds of each boundary, by what it saved.
+        resuming: seconds of each resume.
     """
 
     seconds: float = 0.0
@@ -74,6 +78,8 @@ class Tally:
     restoring: list[float] = field(default_factory=list)
     late: int = 0
     actions: Counter[tuple[bool, str]] = field(default_factory=Counter)
+    saving: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    resuming: list[float] = field(default_factory=list)
 
 
 def scripts(agents: int, turns: int, seed: int) -> tuple[Script, ...]:
@@ -130,9 +136,17 @@ class Stage:
             told = await self.host.tokens_ready(name)
             self.tally.held += time.monotonic() - ready
             self.tally.actions[turn.changes, told.action] += 1
+            self.tally.saving[told.action].append(told.seconds)
             if self.way != "ours" and number == script.lost:
                 await self._lose(name, told.turn)
         self.tally.seconds += time.monotonic() - began
+
+    async def suspend_and_resume(self, name: str) -> None:
+        """As a host does where the model thinks for long."""
+        self.tally.saving["suspend"].append((await self.host.suspend(name)).seconds)
+        began = time.monotonic()
+        await self.host.resume(name)
+        self.tally.resuming.append(time.monotonic() - began)
 
     async def _lose(self, name: str, turn: int) -> None:
         began = time.monotonic()
@@ -159,6 +173,8 @@ async def play(written: Sequence[Script], root: Path) -> tuple[dict[str, Tally],
                     await host.checkpoint(name)
             await asyncio.gather(*map(stage.live, names, written))
             for name in names:
+                if way == "ours":
+                    await stage.suspend_and_resume(name)
                 await host.end(name, forget=True)
             sys.stdout.write(f"{way}: {found[way].seconds:.0f} s of {len(names)} agents\n")
             sys.stdout.flush()
@@ -190,6 +206,11 @@ def figures(found: dict[str, Tally], call: float, written: Sequence[Script]) -> 
         figure("of these, told so", 100 * told / idle, "%", at_least=70),
         figure("turns that change something, told to change nothing", missed, "", at_most=0),
         figure("turns that were told to need no checkpoint", 100 * (told + missed) / turns, "%"),
+        *(
+            figure(f"ours: a boundary that ends in {action}, median", statistics.median(took), "s")
+            for action, took in sorted(own.saving.items())
+        ),
+        figure("ours: a resume, median", statistics.median(own.resuming), "s"),
     ]
 
 

@@ -7,7 +7,7 @@ counts as changed, and a wait that is not known as none at all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -16,6 +16,9 @@ SUSPEND_FACTOR = 10.0
 sandbox stands still for a tenth of a wait that nobody feels."""
 PRESSED_FACTOR = 2.0
 """The same where the host's memory is short: others could not begin at all."""
+LEARNT = 0.2
+"""Weight of the newest suspend or resume in what the next one is expected to take: a busy disk is
+believed after some ten of them (exponential smoothing)."""
 
 
 class BoundaryAction(StrEnum):
@@ -79,7 +82,7 @@ class ModelWait:
 
 @dataclass(frozen=True)
 class SaveCosts:
-    """Seconds that this host needs, measured on the sandbox or its likes.
+    """Seconds that this host needs: the likes of all its sandboxes, once it has suspended one.
 
     Attributes:
         suspend: save all and free its memory.
@@ -88,6 +91,14 @@ class SaveCosts:
 
     suspend: float = 0.6
     resume: float = 0.4
+
+    def suspended(self, seconds: float) -> SaveCosts:
+        """A sandbox has been suspended, which took so long."""
+        return replace(self, suspend=self.suspend + LEARNT * (seconds - self.suspend))
+
+    def resumed(self, seconds: float) -> SaveCosts:
+        """A sandbox has been resumed, which took so long."""
+        return replace(self, resume=self.resume + LEARNT * (seconds - self.resume))
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+PLACES = 2
+"""Checkpoints at the same time: each is mostly one processor's work, and agents run beside them."""
 STARVED_SECONDS = 5.0
 """Whoever waits longer goes first: half of a median wait in recorded agents' traces (8 s)."""
+
+_MEMORY_SHORT = 0.15
+"""Part of the machine's memory: below it the next sandbox of 1 GiB may not fit on 8 GiB."""
 
 
 @dataclass(frozen=True)
@@ -45,3 +50,8 @@ def admit(
         return not starved, request.asked if starved else until, request.asked, request.key
 
     return tuple(sorted(waiting, key=order)[:free])
+
+
+def is_memory_short(free: float) -> bool:
+    """Whether sandboxes wait for memory on a machine of which this part is free."""
+    return free < _MEMORY_SHORT

@@ -11,15 +11,10 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from rose_core.sandboxes.policy import HostPressure
-from rose_core.sandboxes.traffic import CheckpointRequest, admit
+from rose_core.sandboxes.traffic import PLACES, CheckpointRequest, admit, is_memory_short
 
-CHECKPOINTS = 2
-"""At the same time: each is mostly one processor's work, and agents run beside them."""
 _LOOK_SECONDS = 0.1
 """How often deferred checkpoints look at serving again: a burst's shortest pause."""
-
-_MEMORY_SHORT = 0.15
-"""Part of the machine's memory: below it the next sandbox of 1 GiB may not fit on 8 GiB."""
 
 
 def memory_pressure() -> HostPressure:
@@ -28,7 +23,7 @@ def memory_pressure() -> HostPressure:
         line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
     )
     free = int(told["MemAvailable"].split()[0]) / int(told["MemTotal"].split()[0])
-    return HostPressure(memory_short=free < _MEMORY_SHORT)
+    return HostPressure(memory_short=is_memory_short(free))
 
 
 class Admission:
@@ -74,7 +69,7 @@ class Admission:
 
     def _pump(self) -> None:
         burns = self._pressure().serving_burns
-        free = CHECKPOINTS - self._running
+        free = PLACES - self._running
         requests = [one for one, event in self._waiting.values() if not event.is_set()]
         for one in admit(requests, self._now(), free, serving_burns=burns):
             self._running += 1

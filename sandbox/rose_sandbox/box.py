@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from rose_core.sandboxes import policy
 from rose_core.sandboxes.outside import EgressEffect
-from rose_core.sandboxes.policy import BoundaryAction, Decision, SaveCosts
+from rose_core.sandboxes.policy import BoundaryAction, Decision
 from rose_core.sandboxes.turns import SandboxClock
 from rose_sandbox.egress import Egress
 from rose_sandbox.runtimes.runtime import Handle, SandboxSpec
@@ -35,7 +35,6 @@ class Box:
         egress: its proxy.
         lock: whoever changes it.
         waking: whoever brings it back.
-        costs: of leaving and coming back.
         tunnels: connections into it.
         gone: set when it ends here.
     """
@@ -57,7 +56,6 @@ class Box:
     egress: Egress | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    costs: SaveCosts = field(default_factory=SaveCosts)
     tunnels: int = 0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 

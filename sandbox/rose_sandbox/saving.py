@@ -16,7 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from rose_core.sandboxes import policy
-from rose_core.sandboxes.policy import BoundaryAction, Decision, HostPressure, decide
+from rose_core.sandboxes.policy import (
+    BoundaryAction,
+    Decision,
+    HostPressure,
+    SaveCosts,
+    decide,
+)
 from rose_core.sandboxes.turns import SandboxPhase
 from rose_sandbox import metrics
 from rose_sandbox.box import Box
@@ -39,6 +45,9 @@ class Saver:
         pressure: what else happens on the machine.
         clock: monotonic seconds.
         resume: brings back a sandbox that was suspended without a record.
+
+    Attributes:
+        costs: of suspending and resuming, as they went so far.
     """
 
     def __init__(
@@ -55,6 +64,7 @@ class Saver:
         self._runtime, self._inspector, self._records = runtime, inspector, records
         self._scratch, self._pressure, self._now = scratch, pressure, clock
         self._resume = resume
+        self.costs = SaveCosts()
 
     async def save_what_changed(self, box: Box) -> None:
         """Save a boundary as the policy says, by what the inspector saw.
@@ -71,7 +81,7 @@ class Saver:
                 effects = replace(effects, unknown=(*effects.unknown, "a record failed"))
             turn = policy.TurnBoundary(box.clock.turn, box.clock.saved)
             pressure = replace(self._pressure(), serving_burns=False)  # admitted
-            await self.save(box, decide(turn, effects, box.clock.wait, box.costs, pressure))
+            await self.save(box, decide(turn, effects, box.clock.wait, self.costs, pressure))
         except Fenced:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is must not hold the agent for ever
@@ -120,6 +130,8 @@ class Saver:
                 await self._resume(box)
             box.clock = box.clock.failed()
         box.seconds = self._now() - began
+        if box.clock.phase is SandboxPhase.SUSPENDED:
+            self.costs = self.costs.suspended(box.seconds)
         saved = "failed" if box.unsaved else box.decision.action
         metrics.TURNS.labels(saved, box.decision.reason).inc()
         metrics.CHECKPOINT_SECONDS.inc(box.seconds)

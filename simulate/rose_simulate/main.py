@@ -4,7 +4,7 @@
 calibrate FILE ...`` holds out one load level of the guard's benchmark (``calibrate``), ``rose
 simulate frontier`` grows bursts until serving alone breaks and ``rose simulate slots`` lends one
 slot after another (``sweeps``), ``rose simulate reserve`` says what memory that is kept back is
-worth to serving.
+worth to serving, and ``rose simulate sandboxes`` what saving agents' sandboxes costs them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rose_simulate.model.scenarios.scenario import Regime, Scenario
 from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.runs.fleets import FleetResult, fleet_table, run_fleet
 from rose_simulate.runs.study import Result, study, table
-from rose_simulate.verbs import calibrate, reserve, studies, sweeps
+from rose_simulate.verbs import calibrate, reserve, sandboxes, studies, sweeps
 
 OTHERS: Mapping[str, Callable[[list[str]], int]] = {
     "study": studies.main,
@@ -35,6 +35,7 @@ OTHERS: Mapping[str, Callable[[list[str]], int]] = {
     "frontier": sweeps.frontier,
     "slots": sweeps.slots,
     "reserve": reserve.main,
+    "sandboxes": sandboxes.main,
 }
 
 

@@ -87,6 +87,17 @@ def test_a_sandbox_that_waits_long_gives_its_memory_away_sooner_where_it_is_shor
     assert unsure.action is BoundaryAction.NONE
 
 
+def test_what_suspending_takes_is_learnt_from_how_it_went() -> None:
+    costs, wait = SaveCosts(), ModelWait(5.0, 0.9)
+    short = HostPressure(memory_short=True)
+    for _ in range(20):  # of a host whose disk is busy
+        costs = costs.suspended(4.0).resumed(2.0)
+    assert (costs.suspend, costs.resume) == (pytest.approx(4.0, rel=0.02), pytest.approx(2, 0.02))
+    assert decide(TurnBoundary(2, 1), Changed(), wait, costs, short).action is BoundaryAction.NONE
+    assert SaveCosts().suspended(1.6).suspend == pytest.approx(0.8)
+    assert SaveCosts().resumed(0.4) == SaveCosts()
+
+
 def test_checkpoints_run_by_expected_reply_and_never_against_serving() -> None:
     waiting = [
         CheckpointRequest("late", 10.0, 60.0),

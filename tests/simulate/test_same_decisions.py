@@ -36,11 +36,12 @@ from tests.simulate.worlds import MATERIAL, scenario
 
 ROOT = Path(__file__).parents[2]
 SIMULATOR = ("simulate/rose_simulate/model",)
-ROOMS = ("rose_core.guard", "rose_core.lending", "rose_core.rollouts")
+ROOMS = ("rose_core.guard", "rose_core.lending", "rose_core.rollouts", "rose_core.sandboxes")
 SHELLS = {
     "agent/rose_agent/guard": ("rose_core.guard",),
     "operator/rose_operator": ("rose_core.lending",),
     "router/rose_router": ("rose_core.rollouts",),
+    "sandbox/rose_sandbox": ("rose_core.sandboxes",),
     "trainer/rose_trainer/rounds.py": ("rose_core.rollouts.training.rounds",),
 }
 NOT_SIMULATED = {
@@ -65,7 +66,6 @@ NOT_SIMULATED = {
     "rose_core.rollouts.conversations.prefixes": "trajectories have names here",
     "rose_core.rollouts.training.quorum": "dedicated engines take a version after link.dedicated_s",
     "rose_core.rollouts.capacity.replicas": "one router per job",
-    "rose_core.rollouts.capacity.reply_time": "no sandbox waits for an answer here",
     "rose_core.rollouts.capacity.router_size": "a router here has no memory to run out of",
     "rose_core.rollouts.conversations.saved_turns": "turns have no messages here",
     "rose_core.rollouts.requests.shown": "nobody asks for what would be complained of",
@@ -75,6 +75,11 @@ NOT_SIMULATED = {
     "rose_core.rollouts.engines.suspects": "no request ends an engine here",
     "rose_core.rollouts.transcripts.transcript": "tokens have no content here",
     "rose_core.rollouts.versions": "no turn is pinned",
+    "rose_core.sandboxes.conversations": "no server in a sandbox is talked to",
+    "rose_core.sandboxes.heartbeats": "no host falls silent here",
+    "rose_core.sandboxes.outside": "no sandbox reaches out, or goes back",
+    "rose_core.sandboxes.pages": "what is saved has a time and no bytes here",
+    "rose_core.sandboxes.tunnels": "nobody connects to a sandbox",
 }
 
 
