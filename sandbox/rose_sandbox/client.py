@@ -117,7 +117,7 @@ class Sandboxes(Protocol):
         """See ``Host``."""
         ...
 
-    async def fork(self, session: str, n: int, turn: int | None) -> Forked:
+    async def fork(self, session: str, n: int, turn: int | None, *, name: str) -> Forked:
         """See ``Host``."""
         ...
 
@@ -286,9 +286,10 @@ class RemoteHost:
         """See ``Host``."""
         return Told(**await self._call("POST", f"/{session}/suspend", {}))
 
-    async def fork(self, session: str, n: int, turn: int | None) -> Forked:
+    async def fork(self, session: str, n: int, turn: int | None, *, name: str = "") -> Forked:
         """See ``Host``."""
-        made = await self._call("POST", f"/{session}/fork", {"n": n, "turn": turn})
+        body = {"n": n, "turn": turn, "name": name}
+        made = await self._call("POST", f"/{session}/fork", body)
         return msgspec.convert(made, Forked)
 
     async def end(self, session: str, *, forget: bool) -> None:
@@ -523,8 +524,11 @@ class Sandbox:
         """Free its memory until it is needed."""
         return await self._there.suspend(self.session)
 
-    async def fork(self, n: int, turn: int | None = None) -> list[Sandbox]:
+    async def fork(self, n: int, turn: int | None = None, *, name: str = "") -> list[Sandbox]:
         """Children that go on from a turn; each is ended by ``async with`` of its own.
+
+        A fork with a ``name`` is made once: asked again, also after a ``HostAway``, it gives the
+        same children.
 
         With a router the children are sessions there, too, whose first turns go where the prefix's
         keys are.
@@ -533,9 +537,9 @@ class Sandbox:
             UnknownTurn: the turn has no record; ``checkpoint`` makes one.
         """
         if self._router and self._url:
-            names = await self._fork_with_session(n, turn)
+            names = await self._fork_with_session({"n": n, "turn": turn, "name": name})
         else:
-            names = (await self._there.fork(self.session, n, turn)).sessions
+            names = (await self._there.fork(self.session, n, turn, name=name)).sessions
         return [
             Sandbox(
                 session=name,
@@ -548,7 +552,7 @@ class Sandbox:
             for name in names
         ]
 
-    async def _fork_with_session(self, n: int, turn: int | None) -> tuple[str, ...]:
+    async def _fork_with_session(self, body: dict[str, object]) -> tuple[str, ...]:
         at = f"{self._router.rstrip('/')}/sessions/{quote(self.session, safe='')}/fork"
         token = self._router_token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -556,7 +560,7 @@ class Sandbox:
         try:
             async with (
                 aiohttp.ClientSession(headers=headers, timeout=limit) as http,
-                http.post(at, json={"n": n, "turn": turn}) as answer,
+                http.post(at, json=body) as answer,
             ):
                 said = await answer.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:

@@ -22,7 +22,6 @@ import logging
 import shutil
 import socket
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -34,7 +33,7 @@ from rose_core.sandboxes.outside import EgressEffect
 from rose_core.sandboxes.policy import BoundaryAction, Decision, HostPressure, ModelWait
 from rose_core.sandboxes.tunnels import TunnelLimits, may_open
 from rose_core.sandboxes.turns import HOLD_SECONDS, SandboxClock, SandboxPhase
-from rose_sandbox import metrics
+from rose_sandbox import children, metrics
 from rose_sandbox.admission import Admission, memory_pressure
 from rose_sandbox.answers import Forked, Restored, Told
 from rose_sandbox.box import Box, key_of
@@ -74,7 +73,6 @@ from rose_weights.store.records import (
     PublishedTurn,
     Records,
     TurnRecord,
-    digest_of,
 )
 
 LOG = logging.getLogger(__name__)
@@ -475,28 +473,47 @@ class Host:
             told = self._tell(session, box)
             return Restored(told, ids, record.weight_versions, crossing, history)
 
-    async def fork(self, session: str, n: int, turn: int | None = None) -> Forked:
+    async def fork(
+        self, session: str, n: int, turn: int | None = None, *, name: str = ""
+    ) -> Forked:
         """Sessions and sandboxes that go on from a turn; the parent may run, be away or be gone.
 
         Args:
             session: the parent.
             n: children, 1 to ``MOST_CHILDREN``.
             turn: None: the newest recoverable one.
+            name: of the fork, which is made once: asked again, the same children are told again.
 
         Returns:
             The children's sessions, and what they go on from. All of them, or none.
 
         Raises:
+            AlreadyThere: the fork of that name was of another turn.
             UnknownTurn: there is no record of it.
             CannotRestore: the record does not give a sandbox back.
         """
         if not 1 <= n <= MOST_CHILDREN:
             raise ValueError(f"n is {n}; a fork has 1 to {MOST_CHILDREN} children")
-        record = await self._record(session, turn)
+        if not name:
+            record = await self._record(session, turn)
+            stem, taken = f"{session}.{record.turn}", frozenset(self._boxes)
+            new = await asyncio.to_thread(children.new_names, self._records, stem, n, taken)
+            return await self._make(session, record, new)
+        names = children.names_of(session, name, n)
+        async with self._alone(session):
+            at, missing = await asyncio.to_thread(children.missing, self._records, names, turn)
+            for one in missing:
+                await self._end_leftover(one)
+            made = await self._make(session, await self._record(session, at), missing)
+            return replace(made, sessions=names)
+
+    async def _make(self, session: str, record: TurnRecord, names: Sequence[str]) -> Forked:
+        """Children of a record. All of them, or none."""
         ids = await asyncio.to_thread(self._records.ids, record)
         history = await asyncio.to_thread(self._records.history, record)
-        given = Forked((), record.turn, ids, record.weight_versions, history)
-        names = await asyncio.to_thread(self._names, f"{session}.{record.turn}", n)
+        given = Forked(tuple(names), record.turn, ids, record.weight_versions, history)
+        if not names:
+            return given
         brought = await self._saver.bring(record, [key_of(name) for name in names])
         made = await asyncio.gather(
             *(
@@ -509,17 +526,8 @@ class Host:
         if failed:
             await asyncio.gather(*(self.end(name, forget=True) for name in names))
             raise failed[0]
-        metrics.RESTORES.labels("fork").inc(n)
-        return replace(given, sessions=tuple(names))
-
-    def _names(self, stem: str, n: int) -> list[str]:
-        """Of children: each once, and no session's that there is or was."""
-        names: dict[str, None] = {}
-        while len(names) < n:
-            name = f"{stem}-{draw()}"
-            if name not in self._boxes and not self._records.turns(name):
-                names[name] = None
-        return list(names)
+        metrics.RESTORES.labels("fork").inc(len(names))
+        return given
 
     async def _child(
         self,
@@ -719,7 +727,9 @@ class Host:
         async with box.waking:  # whoever comes beside finds it awake
             if box.clock.phase is not SandboxPhase.SUSPENDED:
                 return
+            began = self._now()
             await self._resume(box)
+            self._saver.costs = self._saver.costs.resumed(self._now() - began)
             box.clock = box.clock.resumed()
 
     async def _resume(self, box: Box) -> None:
@@ -787,13 +797,3 @@ class Host:
             box.seconds,
             box.owned.written,
         )
-
-
-def draw() -> str:
-    """What tells children of one turn apart."""
-    return uuid.uuid4().hex[:12]
-
-
-def tokens_digest(ids: Sequence[int]) -> str:
-    """What ``restore`` compares a caller's tokens by."""
-    return digest_of(ids)

@@ -14,7 +14,7 @@
 | ``POST /sessions/{key}/checkpoint`` | ``ids`` | state, once durable |
 | ``GET /sessions/{key}/fence`` | | the fence under which its records are held, here or not |
 | ``POST /sessions/{key}/restore`` | ``turn``, ``crossing``, ``tokens``, ``over`` | state, ids |
-| ``POST /sessions/{key}/fork`` | ``turn``, ``n`` | the children's keys, and what they go on from |
+| ``POST /sessions/{key}/fork`` | ``turn``, ``n``, ``name`` | the children's keys, and more |
 | ``POST /sessions/{key}/suspend``, ``resume`` | | state |
 | ``DELETE /sessions/{key}?forget=`` | | |
 | ``POST /traffic`` | ``serving_burns``, ``seconds`` | the node's guard says how serving is |
@@ -126,6 +126,7 @@ class _Restore(msgspec.Struct, forbid_unknown_fields=True):
 class _Fork(msgspec.Struct, forbid_unknown_fields=True):
     n: int
     turn: int | None = None
+    name: str = ""
 
 
 class _Burns(msgspec.Struct, forbid_unknown_fields=True):
@@ -395,7 +396,7 @@ class _Api:
 
     async def fork(self, request: web.Request) -> web.Response:
         asked = await _read(request, _Fork)
-        made = await self._host.fork(_key(request), asked.n, asked.turn)
+        made = await self._host.fork(_key(request), asked.n, asked.turn, name=asked.name)
         return _json(asdict(made), 201)
 
     async def suspend(self, request: web.Request) -> web.Response:

@@ -435,7 +435,10 @@ async def test_a_box_with_a_router_forks_sandbox_and_session(
             await say(s, "s", talk)
             talk.append({"role": "user", "content": "on"})
             await say(s, "s", talk)
-            for child in await box.fork(2):
+            children = await box.fork(2, name="group")
+            again = await box.fork(2, name="group")
+            assert [one.session for one in again] == [one.session for one in children]
+            for child in children:
                 async with child:
                     assert await child.read("/home/a") == b"1"
                     answer = await say(s, child.session, talk[:3])

@@ -17,7 +17,7 @@ import pytest
 from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect
 from rose_core.sandboxes.policy import HostPressure, ModelWait
 from rose_dev.waiting import until
-from rose_sandbox import host as host_module
+from rose_sandbox import children
 from rose_sandbox.answers import Restored
 from rose_sandbox.box import key_of
 from rose_sandbox.errors import (
@@ -29,13 +29,13 @@ from rose_sandbox.errors import (
     UnknownSandbox,
     UnknownTurn,
 )
-from rose_sandbox.host import RENEW_SECONDS, Host, tokens_digest
+from rose_sandbox.host import RENEW_SECONDS, Host
 from rose_sandbox.inspector.inspector import Effects
 from rose_sandbox.runtimes.fake import FakeRuntime
 from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind, SandboxSpec
 from rose_weights.errors import Fenced, StoreFailed
 from rose_weights.store.record_store import StoredRecords
-from rose_weights.store.records import OwnedSession, Records, TurnRecord
+from rose_weights.store.records import OwnedSession, Records, TurnRecord, digest_of
 from rose_weights.store.store import Store
 from tests.weights.faulty import FaultyDisk
 
@@ -157,7 +157,7 @@ async def test_another_host_takes_a_session_over_and_the_first_one_is_fenced(
     await world.host.create("s")
     await world.said("s", "echo 1 > /home/a")
     await world.host.checkpoint("s", [1, 2])
-    back = await other.host.restore("s", tokens=tokens_digest([1, 2]))
+    back = await other.host.restore("s", tokens=digest_of([1, 2]))
     assert back.ids == (1, 2)
     assert await other.said("s", "cat /home/a") == "1"
     await world.said("s", "echo stale > /home/a")
@@ -674,13 +674,42 @@ async def test_children_of_forks_have_names_that_nobody_has(
 ) -> None:
     """A child by the name of another would have fenced and replaced it."""
     drawn = iter(["a", "a", "b", "a", "b", "c"])
-    monkeypatch.setattr(host_module, "draw", lambda: next(drawn))
+    monkeypatch.setattr(children, "draw", lambda: next(drawn))
     await world.host.create("s")
     await world.host.checkpoint("s", [1])
     first = await world.host.fork("s", 2)
     assert first.sessions == ("s.1-a", "s.1-b")
     await world.host.end("s.1-a")  # away, and its records are there
     assert (await world.host.fork("s", 1)).sessions == ("s.1-c",)
+
+
+async def test_a_fork_with_a_name_is_made_once_at_whichever_host_it_is_asked_again(
+    world: World, tmp_path: Path
+) -> None:
+    """Its first answer may have been lost with the router that had asked for it."""
+    host, other = world.host, World(tmp_path, "two")
+    await host.create("s")
+    await world.said("s", "echo 1 > /home/a")
+    await host.checkpoint("s", [1])
+    made = await host.fork("s", 2, name="group")
+    await world.said("s", "echo 2 > /home/a")
+    await host.checkpoint("s", [1, 2])
+    for again in (host, other.host):
+        assert await again.fork("s", 2, name="group") == made
+        assert await again.fork("s", 2, 1, name="group") == made
+    assert set(host.sessions()) == {"s", *made.sessions}
+    assert other.host.sessions() == ()
+    with pytest.raises(AlreadyThere, match="was of turn 1"):
+        await host.fork("s", 2, 2, name="group")
+    another = await host.fork("s", 2, name="another")
+    assert not set(another.sessions) & set(made.sessions)
+    assert another.turn == 2
+    await host.end(made.sessions[1], forget=True)  # as one that a host died before it had made
+    three = (await host.fork("s", 3, name="group")).sessions
+    assert three[:2] == made.sessions
+    for child in three:
+        assert await world.said(child, "cat /home/a") == "1"
+    await other.host.close()
 
 
 async def test_inconsistent_halves_are_never_joined(world: World, tmp_path: Path) -> None:
@@ -729,7 +758,7 @@ async def test_an_unbound_replay_is_refused(world: World) -> None:
     await world.host.exec("s", counted, 5, name="turn-1")
     assert await world.said("s", "cat /home/log") == "x"
     with pytest.raises(TokensDiffer, match="restore the turn whose tokens you have"):
-        await world.host.restore("s", tokens=tokens_digest([1, 3]))
+        await world.host.restore("s", tokens=digest_of([1, 3]))
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), StoreFailed("away")])

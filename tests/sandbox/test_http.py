@@ -58,7 +58,9 @@ async def test_an_agent_works_forks_and_leaves_nothing_behind(served: Served) ->
         result = await box.run("cat /home/a")
         assert (result.exit_code, result.stdout) == (0, b"1")
         assert (await box.checkpoint([1, 2])).recoverable_to == 1
-        children = await box.fork(2)
+        children = await box.fork(2, name="group")
+        again = await box.fork(2, name="group")
+        assert [one.session for one in again] == [one.session for one in children]
         await box.write("/home/a", b"2")
         for child in children:
             async with child:

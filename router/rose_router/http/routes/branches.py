@@ -2,7 +2,7 @@
 
 | route | body | does |
 |---|---|---|
-| ``fork`` | ``turn``, ``n`` | n sandboxes and n sessions that go on from a turn's record |
+| ``fork`` | ``turn``, ``n``, ``name`` | n sandboxes and sessions that go on from a turn's record |
 | ``restore`` | ``turn``, ``crossing``, ``tokens`` | both of the session itself, as they were then |
 | ``turns`` | ``sessions``, ``history``, ``inherited``, ``home`` | gives sessions a conversation |
 
@@ -42,6 +42,8 @@ TOLD = web.RequestKey("told", bytes)
 """What other replicas of the router are to be told at ``turns``, once a request is answered."""
 MOST_CHILDREN = 64
 """As a sandbox host makes of one fork."""
+MOST_NAME = 256
+"""Of a fork, in characters."""
 MOST_COPIES = 1 << 16
 """Turns times sessions that get them at once: a whole fork of 1,000 turns, half a second's work."""
 _DIGESTS_PER_COPY = 16
@@ -69,6 +71,7 @@ class Hosts(Protocol):
 class _Fork(msgspec.Struct, forbid_unknown_fields=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHILDREN)]
     turn: Whole | None = None
+    name: Annotated[str, msgspec.Meta(max_length=MOST_NAME)] = ""
 
 
 class _Restore(msgspec.Struct, forbid_unknown_fields=True):
