@@ -204,8 +204,16 @@ def test_the_command_prints_three_tables_and_writes_what_it_found(
     assert plain["turns"] > 20
     assert set(blind["actions"]) == {"full"}
     assert roomy["actions"]["suspend"]
-    assert roomy["resident_mean"] < 1
-    assert burning["held_share"] > plain["held_share"] == 0
+    assert roomy["over_share"] > 0
+    assert burning["held_share"] > plain["held_share"]
+    assert (
+        main([*given, "--seeds", "1", "--seconds", "300", "--out", str(tmp_path), "--faster=4"])
+        == 0
+    )
+    faster = json.loads((tmp_path / "sandboxes.json").read_text())
+    assert faster["saving"]["full"] == found["saving"]["full"] / 4
+    assert faster["levels"][1]["busy_share"] < blind["busy_share"]
+    assert main(["sandboxes", "--faster=0"]) == 2
 
 
 def test_the_command_names_a_trace_that_is_not_there(
