@@ -16,6 +16,7 @@ import pytest
 
 from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect
 from rose_core.sandboxes.policy import HostPressure, ModelWait
+from rose_core.sandboxes.turns import HOLD_SECONDS
 from rose_dev.waiting import until
 from rose_sandbox import children
 from rose_sandbox.answers import Restored
@@ -681,6 +682,29 @@ async def test_children_of_forks_have_names_that_nobody_has(
     assert first.sessions == ("s.1-a", "s.1-b")
     await world.host.end("s.1-a")  # away, and its records are there
     assert (await world.host.fork("s", 1)).sessions == ("s.1-c",)
+
+
+async def test_a_look_that_outlasts_a_held_reply_leaves_its_turn_to_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as a failure, after which all was saved."""
+    host, look = world.host, world.inspector.effects
+    await host.create("s")
+    await host.checkpoint("s", [1])
+    await world.said("s", "echo 1 > /home/a")
+
+    async def slow(key: str, facts: Facts) -> Effects:
+        await asyncio.sleep(HOLD_SECONDS + 1)
+        return await look(key, facts)
+
+    monkeypatch.setattr(world.inspector, "effects", slow)
+    await host.turn_began("s", [1, 2])
+    told = await host.tokens_ready("s")
+    assert (told.phase, told.recoverable_to) == ("acting", 1)
+    await world.said("s", "echo 2 > /home/b")
+    monkeypatch.undo()
+    told = await host.checkpoint("s", [1, 2, 3])
+    assert (told.action, told.recoverable_to, told.unsaved) == ("files", 3, "")
 
 
 async def test_a_fork_with_a_name_is_made_once_at_whichever_host_it_is_asked_again(

@@ -92,7 +92,8 @@ def test_what_suspending_takes_is_learnt_from_how_it_went() -> None:
     short = HostPressure(memory_short=True)
     for _ in range(20):  # of a host whose disk is busy
         costs = costs.suspended(4.0).resumed(2.0)
-    assert (costs.suspend, costs.resume) == (pytest.approx(4.0, rel=0.02), pytest.approx(2, 0.02))
+    assert costs.suspend == pytest.approx(4.0, rel=0.02)
+    assert costs.resume == pytest.approx(2.0, rel=0.02)
     assert decide(TurnBoundary(2, 1), Changed(), wait, costs, short).action is BoundaryAction.NONE
     assert SaveCosts().suspended(1.6).suspend == pytest.approx(0.8)
     assert SaveCosts().resumed(0.4) == SaveCosts()

@@ -128,7 +128,7 @@ def test_a_sandbox_that_waits_long_is_suspended_where_memory_is_short_and_its_re
     box = stage.turn("box", 9.0, TurnChanges(), ModelWait(9.0, 0.9))
     stage.until(5)
     assert box.clock.phase is SandboxPhase.SUSPENDED
-    assert not stage.host.traffic().memory_short
+    assert not stage.host.pressure().memory_short
     stage.until(20)
     assert stage.released == {"box": 9.5}
     resident = stage.host.close().resident_ns

@@ -165,7 +165,7 @@ class SimulatedHost:
         self._count(0)
         return self.tally
 
-    def traffic(self) -> HostPressure:
+    def pressure(self) -> HostPressure:
         """What else happens on the machine."""
         room, setting = self._setting.room, self._setting
         short = room is not None and is_memory_short(1 - self._resident / room)
@@ -179,7 +179,7 @@ class SimulatedHost:
         return self._clock.now_ns // period * period + stretch
 
     def _admit(self) -> None:
-        burns, now = self.traffic().serving_burns, self._clock.now_s
+        burns, now = self.pressure().serving_burns, self._clock.now_s
         requests = [request for request, _ in self._waiting.values()]
         while begin := admit(requests, now, PLACES - self._saving, serving_burns=burns):
             for one in begin:
@@ -198,8 +198,8 @@ class SimulatedHost:
 
     def _save(self, box: SimulatedSandbox) -> None:
         turn = TurnBoundary(box.clock.turn, box.clock.saved)
-        traffic = replace(self.traffic(), serving_burns=False)  # admitted
-        made = decide(turn, box.changes, box.clock.wait, self._costs, traffic)
+        pressure = replace(self.pressure(), serving_burns=False)  # admitted
+        made = decide(turn, box.changes, box.clock.wait, self._costs, pressure)
         box.clock, box.action, box.changes = box.clock.saving(), made.action, TurnChanges()
         seconds = self._setting.saving[made.action]
         self._saving += 1
