@@ -690,6 +690,7 @@ async def test_a_look_that_outlasts_a_held_reply_leaves_its_turn_to_the_next(
     """It counted as a failure, after which all was saved."""
     host, look = world.host, world.inspector.effects
     await host.create("s")
+    await world.said("s", "true")
     await host.checkpoint("s", [1])
     await world.said("s", "echo 1 > /home/a")
 
