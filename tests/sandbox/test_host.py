@@ -16,9 +16,7 @@ import pytest
 
 from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect
 from rose_core.sandboxes.policy import HostPressure, ModelWait
-from rose_core.sandboxes.turns import HOLD_SECONDS
 from rose_dev.waiting import until
-from rose_sandbox import children
 from rose_sandbox.answers import Restored
 from rose_sandbox.box import key_of
 from rose_sandbox.errors import (
@@ -668,73 +666,6 @@ async def test_a_damaged_block_that_a_restored_host_reads_again_is_made_up_for_a
     await world.runtime.end(Handle(key_of("s")))
     assert (await world.host.restore("s")).ids == (1, 2)
     assert await world.said("s", "cat /home/a") == "2"
-
-
-async def test_children_of_forks_have_names_that_nobody_has(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A child by the name of another would have fenced and replaced it."""
-    drawn = iter(["a", "a", "b", "a", "b", "c"])
-    monkeypatch.setattr(children, "draw", lambda: next(drawn))
-    await world.host.create("s")
-    await world.host.checkpoint("s", [1])
-    first = await world.host.fork("s", 2)
-    assert first.sessions == ("s.1-a", "s.1-b")
-    await world.host.end("s.1-a")  # away, and its records are there
-    assert (await world.host.fork("s", 1)).sessions == ("s.1-c",)
-
-
-async def test_a_look_that_outlasts_a_held_reply_leaves_its_turn_to_the_next(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It counted as a failure, after which all was saved."""
-    host, look = world.host, world.inspector.effects
-    await host.create("s")
-    await world.said("s", "true")
-    await host.checkpoint("s", [1])
-    await world.said("s", "echo 1 > /home/a")
-
-    async def slow(key: str, facts: Facts) -> Effects:
-        await asyncio.sleep(HOLD_SECONDS + 1)
-        return await look(key, facts)
-
-    monkeypatch.setattr(world.inspector, "effects", slow)
-    await host.turn_began("s", [1, 2])
-    told = await host.tokens_ready("s")
-    assert (told.phase, told.recoverable_to) == ("acting", 1)
-    await world.said("s", "echo 2 > /home/b")
-    monkeypatch.undo()
-    told = await host.checkpoint("s", [1, 2, 3])
-    assert (told.action, told.recoverable_to, told.unsaved) == ("files", 3, "")
-
-
-async def test_a_fork_with_a_name_is_made_once_at_whichever_host_it_is_asked_again(
-    world: World, tmp_path: Path
-) -> None:
-    """Its first answer may have been lost with the router that had asked for it."""
-    host, other = world.host, World(tmp_path, "two")
-    await host.create("s")
-    await world.said("s", "echo 1 > /home/a")
-    await host.checkpoint("s", [1])
-    made = await host.fork("s", 2, name="group")
-    await world.said("s", "echo 2 > /home/a")
-    await host.checkpoint("s", [1, 2])
-    for again in (host, other.host):
-        assert await again.fork("s", 2, name="group") == made
-        assert await again.fork("s", 2, 1, name="group") == made
-    assert set(host.sessions()) == {"s", *made.sessions}
-    assert other.host.sessions() == ()
-    with pytest.raises(AlreadyThere, match="was of turn 1"):
-        await host.fork("s", 2, 2, name="group")
-    another = await host.fork("s", 2, name="another")
-    assert not set(another.sessions) & set(made.sessions)
-    assert another.turn == 2
-    await host.end(made.sessions[1], forget=True)  # as one that a host died before it had made
-    three = (await host.fork("s", 3, name="group")).sessions
-    assert three[:2] == made.sessions
-    for child in three:
-        assert await world.said(child, "cat /home/a") == "1"
-    await other.host.close()
 
 
 async def test_inconsistent_halves_are_never_joined(world: World, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class RouterGone(Exception):
 
 @dataclass
 class Life:
-    """Of a router.
+    """Steps of one router until it is killed.
 
     Attributes:
         at: the step at which it is killed; None: it lives on.

@@ -19,8 +19,8 @@ from rose_simulate.model.sandboxes import host as simulated
 from rose_simulate.model.sandboxes.agents import AgentsOutcome, AgentsSetting, live
 from rose_simulate.model.sandboxes.host import (
     HostSetting,
-    SimulatedHost,
     SimulatedSandbox,
+    SimulatedSandboxHost,
     TurnChanges,
 )
 from tests.sandbox.test_host import World
@@ -47,7 +47,7 @@ class Stage:
 
     def __init__(self, setting: HostSetting = SETTING) -> None:
         self.clock = VirtualClock()
-        self.host = SimulatedHost(self.clock, setting)
+        self.host = SimulatedSandboxHost(self.clock, setting)
         self.released: dict[str, float] = {}
 
     def turn(

@@ -21,8 +21,8 @@ from rose_simulate.model.jobs.workload import Episode, PlannedTurn
 from rose_simulate.model.sandboxes.host import (
     HostSetting,
     HostTally,
-    SimulatedHost,
     SimulatedSandbox,
+    SimulatedSandboxHost,
     TurnChanges,
 )
 
@@ -134,7 +134,7 @@ class _World:
     ) -> None:
         self.setting = setting
         self.clock = VirtualClock()
-        self.host = SimulatedHost(self.clock, host)
+        self.host = SimulatedSandboxHost(self.clock, host)
         self.trust = Trust()
         self._dice = random.Random(seed)  # noqa: S311 - a study
         self._episodes = episodes

@@ -32,7 +32,7 @@ from rose_simulate.model.clock import SECOND, VirtualClock
 
 @dataclass(frozen=True)
 class TurnChanges:
-    """What a turn changed, as an inspector tells it: ``rose_core.sandboxes.SandboxChanges``."""
+    """What a turn changed, as ``rose_core.sandboxes.policy.SandboxChanges``."""
 
     files: bool = False
     processes: bool = False
@@ -108,7 +108,7 @@ class HostTally:
     resident_ns: dict[int, int] = field(default_factory=dict)
 
 
-class SimulatedHost:
+class SimulatedSandboxHost:
     """Sandboxes of one machine.
 
     Args:
