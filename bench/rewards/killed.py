@@ -142,15 +142,14 @@ class _Asking:
             self.found.wrong["zero"] += reward == 0.0
 
     async def kill(self) -> None:
-        """Kill the gateway, the judge's router or a worker, again and again."""
-        last: dict[str, int] = {}
+        """Kill the gateway, the judge's router or a worker, a hundred times each round."""
+        killed_at = 0
         while True:
             await asyncio.sleep(self.draw.uniform(0.2, 0.6))
+            if self.answers.total() < killed_at + self.found.asked // 100:
+                continue  # it has to come back, and answer, before it dies again
+            killed_at = self.answers.total()
             (chosen,) = self.draw.choices(_PARTS, _KILLS_OF)
-            through = self.answers["judge"] if chosen == "router" else self.answers.total()
-            if last.get(chosen) == through:
-                continue  # it has to come back before it dies again
-            last[chosen] = through
             if chosen == "worker":
                 if self.gateway.child is not None:
                     self.found.kills["worker"] += _kill_a_child(self.gateway.child.pid, self.draw)
