@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -10,6 +11,7 @@ from rose_core.rollouts.placement.watch import LegPatience, MoveReason
 from rose_core.rollouts.transcripts.spans import Kv
 from rose_core.wire.routing import EngineKind
 from rose_router.metrics import REGISTRY
+from rose_router.turns.turn import TurnEnd
 from tests.router.world import (
     SimEngine,
     V,
@@ -27,6 +29,11 @@ from tests.router.world import (
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
 
 BORROWED, DEDICATED = EngineKind.BORROWED, EngineKind.DEDICATED
+
+
+def _futures() -> int:
+    gc.collect()
+    return sum(isinstance(one, asyncio.Future) for one in gc.get_objects())
 
 
 async def test_an_undisturbed_turn_is_one_leg_and_one_span() -> None:
@@ -140,6 +147,22 @@ async def test_a_turn_that_is_ended_in_the_moment_it_came_ends(how: str) -> None
         assert not len(w.service.ledger)
         again = await over(w.ask(20, rid="mine", own_rid=True))
         judge_whole(again)
+
+
+async def test_whoever_stops_waiting_for_a_turns_end_is_forgotten_before_it() -> None:
+    end = TurnEnd()
+    staying = asyncio.create_task(end.wait())
+    before = _futures()
+    for _ in range(100):
+        leaving = asyncio.create_task(end.wait())
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+    assert _futures() - before < 10
+    end.set()
+    staying.cancel()  # woken already: it leaves twice
+    await asyncio.wait({staying})
+    await end.wait()
 
 
 async def test_a_long_pause_moves_the_turn_and_the_old_leg_is_aborted_before_new_ones() -> None:

@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 import pytest
-from aiohttp import web
+from aiohttp import web, web_protocol
 
 from rose_dev.waiting import until
 from rose_router.http.whole_requests import WholeRequestHandler, WholeRoute, resolve
@@ -171,6 +171,19 @@ async def test_requests_in_one_piece_are_answered_in_their_order() -> None:
         assert (await answer(reader)).endswith(b"a /turn")
         assert (await answer(reader)).endswith(b"b /turn")
         assert server.whole == [False, False]
+
+
+async def test_after_a_request_in_two_pieces_as_many_as_come_at_once_are_answered() -> None:
+    async with serving(free()) as server, dialled(server.port) as (reader, writer):
+        head, body = request().split(b"\r\n\r\n")
+        writer.write(head + b"\r\n\r\n")
+        await until(lambda: len(server.whole) == 1)
+        writer.write(body)  # of which aiohttp's parser thinks that it waits to be begun
+        assert (await answer(reader)).endswith(BODY + b" /turn")
+        numbers = range(2 * web_protocol.MAX_MSG_QUEUE_SIZE)
+        writer.write(b"".join(request(b"%d" % number) for number in numbers))
+        for number in numbers:
+            assert (await answer(reader)).endswith(b"\r\n\r\n%d /turn" % number)
 
 
 async def test_what_comes_beside_an_answer_is_answered_after_it() -> None:

@@ -136,8 +136,12 @@ class WholeRequestHandler(web.RequestHandler):
             self._answering.cancel()
 
     def resume_reading(self, resume_parser: bool = True) -> None:  # aiohttp's
-        """Go on reading; aiohttp asks for it twice for every body, paused or not."""
-        if self._reading_paused or self._buffer_paused:
+        """Go on reading; aiohttp asks for it twice for every body, paused or not.
+
+        Of requests that come many at a time its parser may keep the last ones until it is asked.
+        """
+        parses = resume_parser and self._answering is None
+        if parses or self._reading_paused or self._buffer_paused:
             super().resume_reading(resume_parser)
 
     def _process_keepalive(self) -> None:

@@ -89,7 +89,7 @@ class TurnEnd:
 
     def __init__(self) -> None:
         self.has_come = False
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: dict[asyncio.Future[None], None] = {}
 
     def set(self) -> None:
         """It has come: wake all who wait."""
@@ -102,8 +102,11 @@ class TurnEnd:
         """Wait for it."""
         if not self.has_come:
             future = asyncio.get_running_loop().create_future()
-            self._waiting.append(future)
-            await future
+            self._waiting[future] = None
+            try:
+                await future
+            finally:
+                del self._waiting[future]
 
 
 class Turn(msgspec.Struct, eq=False):
