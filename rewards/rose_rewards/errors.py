@@ -6,6 +6,7 @@ RewardsError
 ├── Busy            as many rewards wait as may
 ├── TornJournal     results that are kept cannot be trusted, or another process has them
 └── WorkerEnded     a worker died or was stopped before it had answered
+    └── WorkerKilled    by SIGKILL, or with its pod
 """
 
 
@@ -31,3 +32,7 @@ class TornJournal(RewardsError):
 
 class WorkerEnded(RewardsError):
     """A worker is gone, and the answer that it owed with it."""
+
+
+class WorkerKilled(WorkerEnded):
+    """Somebody killed it, or its pod is lost: most likely no fault of what it verified."""

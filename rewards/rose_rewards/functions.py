@@ -45,7 +45,8 @@ class RewardFunction(pydantic.BaseModel):
         network: whether its workers see one; a judge is called by the gateway.
         correct_from: rewards from here on are of correct answers.
         tries: how often one is tried before it is lost; of 1, a late one gets no second worker. A
-            judge that is away is asked until ``seconds`` are over, and that is no try.
+            judge that is away is asked until ``seconds`` are over, and that is no try; nor is a
+            worker that was killed, up to five of them. Of 1 nothing ever runs twice.
     """
 
     model_config = pydantic.ConfigDict(

@@ -36,7 +36,7 @@ from rose_core.rewards.order import WaitingReward, first
 from rose_core.rewards.results import Lost, Masked, Result, Scored, result_of
 from rose_core.rewards.scale import promised_age, wish
 from rose_rewards import judge, metrics
-from rose_rewards.errors import BadReward, Busy, WorkerEnded
+from rose_rewards.errors import BadReward, Busy, WorkerEnded, WorkerKilled
 from rose_rewards.functions import RewardFunction
 from rose_rewards.journal import KnownResult, ResultJournal
 
@@ -45,6 +45,9 @@ REMEMBERED = 200_000
 _REMEMBERED_TIMES = 256
 # Below it a clock's rounding would have a reward that is just not late looked at for ever.
 _LEAST_LOOK_SECONDS = 0.001
+# Deaths by SIGKILL are nobody's fault as a rule and use up no try. What does kill its workers, or
+# has the kernel kill them for its memory, shall not do so for ever.
+_MOST_KILLED = 5
 
 
 class Pool(Protocol):
@@ -509,14 +512,20 @@ class Gateway:
         seconds = self.limits.limit(reward.function, one.task, function.seconds)
         said = "it was not tried"
         apart = set[object]()
-        for attempt in range(function.tries):
+        failed = killed = 0
+        most_killed = _MOST_KILLED if function.tries > 1 else 1  # of one try nothing runs twice
+        while failed < function.tries and killed < most_killed:
             try:
                 found, took = await self._verdict(_Verification(one, body, seconds, apart))
             except TimeoutError:
                 self._times[function.team].append(seconds)
                 return Masked(f"TimedOut: no verdict after {seconds:.3g} s", seconds)
             except (WorkerEnded, OSError) as error:
-                said = f"{error} (tried {attempt + 1} times)"
+                if isinstance(error, WorkerKilled):
+                    killed += 1
+                else:
+                    failed += 1
+                said = f"{error} (tried {failed + killed} times)"
                 continue
             self._times[function.team].append(took)
             return result_of(found, function.correct_from, took)

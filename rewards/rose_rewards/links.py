@@ -28,7 +28,7 @@ from aiohttp import WSMsgType, web
 
 from rose_core.unreadable import UNREADABLE
 from rose_rewards import metrics
-from rose_rewards.errors import WorkerEnded
+from rose_rewards.errors import WorkerEnded, WorkerKilled
 from rose_rewards.functions import RewardFunction
 
 LOG = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class VerificationResult(msgspec.Struct, frozen=True):
     Attributes:
         said: what the function said, with the ``seconds`` that it took.
         ended: instead, why there is no answer.
+        killed: its worker was killed.
         overran: instead, it took longer than it may.
         leaving: no answer: the worker takes nothing more.
     """
@@ -68,6 +69,7 @@ class VerificationResult(msgspec.Struct, frozen=True):
     said: Any = None
     seconds: float = 0.0
     ended: str = ""
+    killed: bool = False
     overran: bool = False
     leaving: bool = False
 
@@ -134,7 +136,7 @@ class LinkedWorkers:
                 metrics.ENDED.labels(name).inc()
                 await link.socket.close()
                 message = "the worker's pod was lost"
-                raise WorkerEnded(message) from error
+                raise WorkerKilled(message) from error
             except asyncio.CancelledError:
                 # Its place is another's from now on: what it is still doing must end there.
                 stopped = Verification(number, name, msgspec.Raw(b"null"), 0.0, stop=True)
@@ -146,7 +148,7 @@ class LinkedWorkers:
             # Not on_room: the gateway counts this one until it has heard, and then looks itself.
             self._changed.set()
         if said.ended:
-            raise WorkerEnded(said.ended)
+            raise WorkerKilled(said.ended) if said.killed else WorkerEnded(said.ended)
         if said.overran:
             raise TimeoutError
         # The worker's word, within what can be: a team's code must not draw the others' figures.

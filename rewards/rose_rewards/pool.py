@@ -29,7 +29,7 @@ import msgspec
 
 from rose_core.unreadable import UNREADABLE
 from rose_rewards import metrics
-from rose_rewards.errors import BadFunctions, WorkerEnded
+from rose_rewards.errors import BadFunctions, WorkerEnded, WorkerKilled
 from rose_rewards.functions import RewardFunction
 from rose_rewards.worker import Terms
 
@@ -153,7 +153,8 @@ class Worker:
                     await self.process.wait()
             code = self.process.returncode
             message = "the worker wrote no answer" if code is None else f"exit code {code}"
-            raise WorkerEnded(message) from error
+            kind = WorkerKilled if code == -signal.SIGKILL else WorkerEnded
+            raise kind(message) from error
         return said
 
     async def end(self) -> None:

@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 
 from rose_rewards import functions
-from rose_rewards.errors import BadFunctions, RewardsError, WorkerEnded
+from rose_rewards.errors import BadFunctions, RewardsError, WorkerEnded, WorkerKilled
 from rose_rewards.functions import RewardFunction
 from rose_rewards.homes import homes
 from rose_rewards.links import BEAT_SECONDS, MESSAGE_BYTES, Verification, VerificationResult
@@ -121,7 +121,11 @@ class RemoteWorker:
         except TimeoutError:
             verdict = VerificationResult(given.number, overran=True)
         except (WorkerEnded, OSError, KeyError) as error:
-            verdict = VerificationResult(given.number, ended=str(error) or type(error).__name__)
+            verdict = VerificationResult(
+                given.number,
+                ended=str(error) or type(error).__name__,
+                killed=isinstance(error, WorkerKilled),
+            )
         with contextlib.suppress(ConnectionError):
             await socket.send_bytes(msgspec.json.encode(verdict))
 

@@ -255,7 +255,7 @@ async def test_failures_have_names_and_none_is_a_zero(folder: Path) -> None:
 
         assert (await outcome("sleep", 60)).startswith("masked: TimedOut")
         assert (await outcome("fail")).startswith("lost: WorkerEnded: ValueError: no such case")
-        assert "exit code -9 (tried 2 times)" in await outcome("die")
+        assert "exit code -9 (tried 5 times)" in await outcome("die")
         assert await outcome("die_once", str(folder / "out" / "mark")) == "scored: 1.0"
         assert await outcome("noisy") == "scored: 0.25"
         assert (await outcome("greedy")).startswith("lost: WorkerEnded: MemoryError")
@@ -335,7 +335,7 @@ async def test_a_lost_reward_is_tried_anew_when_it_is_asked_again(folder: Path) 
 
 
 async def test_killed_workers_lose_no_reward_and_double_none(folder: Path) -> None:
-    listed = {"sleep": own(folder, "sleep", tries=10)}
+    listed = {"sleep": own(folder, "sleep")}
     async with serving(folder, listed, workers=4) as rewards:
         asked = [
             asyncio.create_task(rewards.ask(function="sleep", trajectory=f"t{number}", data=0.01))

@@ -234,7 +234,7 @@ async def test_what_overruns_or_fails_in_a_pod_is_told_as_here(folder: Path) -> 
         }
         assert said["sleep"]["reason"].startswith("TimedOut")
         assert said["fail"]["reason"] == "WorkerEnded: ValueError: no such case (tried 2 times)"
-        assert "exit code -9 (tried 2 times)" in said["die"]["reason"]
+        assert "exit code -9 (tried 5 times)" in said["die"]["reason"]
         await places(rewards.gateway, "a", 1)
 
 
