@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
+from rose_core.sandboxes.turns import SandboxClock
+from rose_sandbox.answers import Forked
+from rose_sandbox.box import Box
 from rose_sandbox.errors import AlreadyThere
-from rose_weights.store.records import Records
+from rose_sandbox.recorded import read_effect
+from rose_weights.store.records import Records, TurnRecord
+
+Taken = Mapping[str, int | None]
+"""Children with the fence that each is taken under; None: its name was drawn, and nobody has it."""
 
 
 def draw() -> str:
@@ -37,23 +44,62 @@ def new_names(records: Records, stem: str, n: int, taken: Container[str]) -> lis
 
 
 def missing(
-    records: Records, names: Sequence[str], turn: int | None
-) -> tuple[int | None, tuple[str, ...]]:
+    records: Records, session: str, names: Sequence[str], turn: int | None
+) -> tuple[int | None, dict[str, int]]:
     """The turn of a named fork, and those of its children that there are not yet.
 
     Args:
         records: of the run.
+        session: the parent.
         names: of all its children.
         turn: that is asked for; None: the newest, or that of the children that there are.
 
+    Returns:
+        The turn, and each missing child with the fence that it is taken under: a host that has made
+        it meanwhile keeps it.
+
     Raises:
-        AlreadyThere: the fork of that name was of another turn.
+        AlreadyThere: the fork of that name was of another turn, or a session that is no child has
+            the name of one.
     """
-    there = {}
+    there, absent = {}, {}
     for name in names:
-        if records.turns(name) and (parent := records.read(name).parent) is not None:
-            there[name] = parent[1]
+        fence = records.fence(name)  # before its turns: whoever makes it in between has a newer one
+        if not records.turns(name):
+            absent[name] = fence
+            continue
+        parent = records.read(name).parent
+        if parent is None or parent[0] != session:
+            raise AlreadyThere(f"session {name} is no child of {session}; name this fork anew")
+        there[name] = parent[1]
     at = next(iter(there.values()), turn)
     if turn not in {None, at}:
         raise AlreadyThere(f"the fork with child {names[0]} was of turn {at}; name this one anew")
-    return at, tuple(one for one in names if one not in there)
+    return at, absent
+
+
+def to_end(names: Taken, made: Sequence[BaseException | None], here: Container[str]) -> list[str]:
+    """Which children end where one of them has failed.
+
+    Of a fork without a name all. Of one with a name another host may have told of those that were
+    made, or have made those that it took meanwhile: only what failed at this host ends.
+
+    Args:
+        names: of the children.
+        made: how each of them failed; None: it did not.
+        here: sessions with a sandbox at this host.
+    """
+    return [
+        name
+        for (name, fence), error in zip(names.items(), made, strict=True)
+        if fence is None or (error is not None and name in here)
+    ]
+
+
+def box(record: TurnRecord, given: Forked, made: Box) -> Box:
+    """A child that stands where the record does, and knows what the fork was given."""
+    made.clock = SandboxClock(turn=record.turn, saved=record.turn)
+    made.ids, made.versions, made.history = given.ids, given.weight_versions, given.history
+    made.effects = tuple(read_effect(one) for one in record.effects)
+    made.commands = {one.name: one for one in record.commands}
+    return made

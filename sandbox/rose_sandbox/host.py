@@ -293,8 +293,11 @@ class Host:
             await self._end_leftover(session)
 
     async def _end_leftover(self, session: str) -> None:
-        """What an earlier process of this host left behind, of which nothing is known here."""
-        await self._runtime.end(Handle(key_of(session)))
+        """What runs here of a session, also what an earlier process of this host left behind."""
+        if (box := self._boxes.get(session)) is not None:
+            await self._drop(session, box)
+        else:
+            await self._runtime.end(Handle(key_of(session)))
 
     async def fence(self, session: str) -> int:
         """Under which a session's records are held, here or elsewhere; 0: it has none."""
@@ -450,11 +453,7 @@ class Host:
             history = await asyncio.to_thread(self._records.history, record)
             happened = await self._happened(session)
             crossing = outside.cross(happened, record.turn, flag=flag)
-            box = self._boxes.get(session)
-            if box is not None:
-                await self._drop(session, box)
-            else:
-                await self._end_leftover(session)
+            await self._end_leftover(session)
             ((handle, spec),) = await self._saver.bring(record, [key_of(session)])
             noted = tuple(written_effect(one) for one in happened)
 
@@ -485,10 +484,12 @@ class Host:
             name: of the fork, which is made once: asked again, the same children are told again.
 
         Returns:
-            The children's sessions, and what they go on from. All of them, or none.
+            The children's sessions, and what they go on from. All of them, or none; of a fork with
+            a name those stay that were made, since another caller may know of them already.
 
         Raises:
-            AlreadyThere: the fork of that name was of another turn.
+            AlreadyThere: the fork of that name was another one, or a child's name is taken.
+            Fenced: another host makes the fork of that name; ask again.
             UnknownTurn: there is no record of it.
             CannotRestore: the record does not give a sandbox back.
         """
@@ -498,17 +499,20 @@ class Host:
             record = await self._record(session, turn)
             stem, taken = f"{session}.{record.turn}", frozenset(self._boxes)
             new = await asyncio.to_thread(children.new_names, self._records, stem, n, taken)
-            return await self._make(session, record, new)
+            return await self._make(session, record, dict.fromkeys(new))
         names = children.names_of(session, name, n)
         async with self._alone(session):
-            at, missing = await asyncio.to_thread(children.missing, self._records, names, turn)
+            at, missing = await asyncio.to_thread(
+                children.missing, self._records, session, names, turn
+            )
+            record = await self._record(session, at)
             for one in missing:
                 await self._end_leftover(one)
-            made = await self._make(session, await self._record(session, at), missing)
+            made = await self._make(session, record, missing)
             return replace(made, sessions=names)
 
-    async def _make(self, session: str, record: TurnRecord, names: Sequence[str]) -> Forked:
-        """Children of a record. All of them, or none."""
+    async def _make(self, session: str, record: TurnRecord, names: children.Taken) -> Forked:
+        """Children of a record, each with the fence that it is taken under (``children``)."""
         ids = await asyncio.to_thread(self._records.ids, record)
         history = await asyncio.to_thread(self._records.history, record)
         given = Forked(tuple(names), record.turn, ids, record.weight_versions, history)
@@ -517,39 +521,36 @@ class Host:
         brought = await self._saver.bring(record, [key_of(name) for name in names])
         made = await asyncio.gather(
             *(
-                self._child(name, (session, record), given, *one)
-                for name, one in zip(names, brought, strict=True)
+                self._child(name, (session, record, fence), given, *one)
+                for (name, fence), one in zip(names.items(), brought, strict=True)
             ),
             return_exceptions=True,
         )
-        failed = [one for one in made if isinstance(one, BaseException)]
-        if failed:
-            await asyncio.gather(*(self.end(name, forget=True) for name in names))
-            raise failed[0]
+        errors = [one for one in made if isinstance(one, BaseException)]
+        if errors:
+            gone = children.to_end(names, made, self._boxes)
+            await asyncio.gather(*(self.end(name, forget=True) for name in gone))
+            raise errors[0]
         metrics.RESTORES.labels("fork").inc(len(names))
         return given
 
     async def _child(
         self,
         name: str,
-        parent: tuple[str, TurnRecord],
+        parent: tuple[str, TurnRecord, int | None],
         given: Forked,
         handle: Handle,
         spec: SandboxSpec,
     ) -> None:
-        session, record = parent
+        session, record, fence = parent
 
         def take() -> OwnedSession:
-            owned = self._records.claim(name, self._owner)
+            owned = self._records.claim(name, self._owner, fence)
             self._records.adopt(owned, record, (session, record.turn))
             return owned
 
         owned, watching = await self._take(handle, take)
-        box = Box(spec, handle, owned, SandboxClock(turn=record.turn, saved=record.turn))
-        box.ids, box.versions, box.history = given.ids, given.weight_versions, given.history
-        box.effects = tuple(read_effect(one) for one in record.effects)
-        box.commands = {one.name: one for one in record.commands}
-        await self._begin(name, box, watching)
+        await self._begin(name, children.box(record, given, Box(spec, handle, owned)), watching)
 
     async def close(self) -> None:
         """End boundaries and commands, and let go; sandboxes and records stay."""

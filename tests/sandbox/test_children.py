@@ -1,11 +1,15 @@
 """Children of a fork: whose names they have, and that a fork with a name is made once."""
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from rose_sandbox import children
 from rose_sandbox.errors import AlreadyThere
+from rose_sandbox.runtimes.runtime import CheckpointParts, Handle, SandboxSpec
+from rose_weights.errors import Fenced
 from tests.sandbox.test_host import World
 
 
@@ -52,3 +56,51 @@ async def test_a_fork_with_a_name_is_made_once_at_whichever_host_it_is_asked_aga
     for child in three:
         assert await world.said(child, "cat /home/a") == "1"
     await other.host.close()
+
+
+async def test_a_host_that_slept_in_a_named_fork_takes_no_child_from_the_one_that_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It replaced them, with all that their agents had done since, or had them forgotten."""
+    world, other = World(tmp_path), World(tmp_path, "two")
+    await world.host.create("s")
+    await world.host.checkpoint("s", [1])
+    asleep, awake, restore = asyncio.Event(), asyncio.Event(), world.runtime.restore_all
+
+    async def slow(parts: CheckpointParts, specs: Sequence[SandboxSpec]) -> tuple[Handle, ...]:
+        asleep.set()
+        await awake.wait()
+        return await restore(parts, specs)
+
+    monkeypatch.setattr(world.runtime, "restore_all", slow)
+    forking = asyncio.create_task(world.host.fork("s", 2, name="group"))
+    await asleep.wait()
+    made = await other.host.fork("s", 1, name="group")
+    await other.said(made.sessions[0], "echo mine > /home/a")
+    await other.host.checkpoint(made.sessions[0], [1, 2])
+    awake.set()
+    with pytest.raises(Fenced):
+        await forking
+    monkeypatch.undo()
+    assert await other.said(made.sessions[0], "cat /home/a") == "mine"
+    assert (await other.host.checkpoint(made.sessions[0], [1, 2, 3])).recoverable_to == 3
+    whole = await other.host.fork("s", 2, name="group")
+    assert whole.sessions[0] == made.sessions[0]
+    assert set(world.host.sessions()) == {"s", whole.sessions[1]}, "it had made the other one"
+    assert await world.said(whole.sessions[1], "echo there") == "there"
+    for one in (world, other):
+        await one.host.close()
+
+
+async def test_a_session_that_is_no_child_keeps_its_name(tmp_path: Path) -> None:
+    """It was taken for a child that is missing, and replaced."""
+    world = World(tmp_path)
+    await world.host.create("s")
+    await world.host.checkpoint("s", [1])
+    (name,) = children.names_of("s", "group", 1)
+    await world.host.create(name)
+    await world.said(name, "echo 1 > /home/a")
+    with pytest.raises(AlreadyThere, match="is no child of s"):
+        await world.host.fork("s", 1, name="group")
+    assert await world.said(name, "cat /home/a") == "1"
+    await world.host.close()
