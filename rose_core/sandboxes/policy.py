@@ -41,6 +41,7 @@ class SaveReason(StrEnum):
     SERVING = "serving burns its budget"
     SAVED = "this turn is saved"
     LOST = "an earlier record is lost"
+    LATE = "the look outlasted the reply"
 
 
 class SandboxChanges(Protocol):

@@ -80,7 +80,9 @@ class Saver:
             if box.forced:
                 effects = replace(effects, unknown=(*effects.unknown, "a record failed"))
             if box.clock.phase is not SandboxPhase.WAITING:
-                return  # the look took longer than a reply is held: the next boundary has it
+                # The look took longer than a reply is held: the next boundary has it.
+                metrics.TURNS.labels("failed", policy.SaveReason.LATE).inc()
+                return
             turn = policy.TurnBoundary(box.clock.turn, box.clock.saved)
             pressure = replace(self._pressure(), serving_burns=False)  # admitted
             await self.save(box, decide(turn, effects, box.clock.wait, self.costs, pressure))

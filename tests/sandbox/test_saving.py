@@ -11,6 +11,7 @@ import pytest
 
 from rose_core.sandboxes.turns import HOLD_SECONDS
 from rose_sandbox.inspector.inspector import Effects
+from rose_sandbox.metrics import REGISTRY
 from rose_sandbox.runtimes.runtime import Facts
 from rose_weights.errors import StoreFailed
 from rose_weights.store.records import SavedPart
@@ -63,6 +64,8 @@ async def test_a_look_that_outlasts_a_held_reply_leaves_its_turn_to_the_next(
         return await look(key, facts)
 
     monkeypatch.setattr(world.inspector, "effects", slow)
+    late = {"saved": "failed", "reason": "the look outlasted the reply"}
+    before = REGISTRY.get_sample_value("rose_sandbox_turns_total", late) or 0
     await host.turn_began("s", [1, 2])
     told = await host.tokens_ready("s")
     assert (told.phase, told.recoverable_to) == ("acting", 1)
@@ -70,3 +73,4 @@ async def test_a_look_that_outlasts_a_held_reply_leaves_its_turn_to_the_next(
     monkeypatch.undo()
     told = await host.checkpoint("s", [1, 2, 3])
     assert (told.action, told.recoverable_to, told.unsaved) == ("files", 3, "")
+    assert REGISTRY.get_sample_value("rose_sandbox_turns_total", late) == before + 1

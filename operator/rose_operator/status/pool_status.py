@@ -38,8 +38,8 @@ _TAPLESS = (
     "latency is not measured and nothing counts the requests a second time"
 )
 _NOBODY = (
-    "no agent reports a replica: do pods of this namespace carry the selector's labels, on nodes "
-    "with an agent, and does no other pool select them?"
+    "no agent reports a replica: do pods of this namespace carry the selector's labels and none of "
+    "agent-sandbox, on nodes with an agent, and does no other pool select them?"
 )
 
 
