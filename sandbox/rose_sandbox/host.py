@@ -505,7 +505,7 @@ class Host:
             at, missing = await asyncio.to_thread(
                 children.missing, self._records, session, names, turn
             )
-            record = await self._record(session, at)
+            record = await self._record(session if missing else names[0], at)
             for one in missing:
                 await self._end_leftover(one)
             made = await self._make(session, record, missing)

@@ -55,6 +55,10 @@ async def test_a_fork_with_a_name_is_made_once_at_whichever_host_it_is_asked_aga
     assert three[:2] == made.sessions
     for child in three:
         assert await world.said(child, "cat /home/a") == "1"
+    await host.checkpoint(three[0], [1, 7])
+    await host.end("s", forget=True)
+    last = await host.fork("s", 3, name="group")
+    assert (last.sessions, last.turn, last.ids) == (three, 1, (1,)), "its parent is gone"
     await other.host.close()
 
 
