@@ -157,6 +157,14 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         made.end()
 
 
+def test_the_pool_without_a_gpu_starts_without_the_engine_that_uses_it() -> None:
+    program = "import sys, rose_engines.fake.kvcached as _; print(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert not {"aiohttp", "numpy", "rose_engines.fake.scheduler"} & set(run.stdout.split())
+
+
 def test_contract_a_fresh_pool_tells_its_size_and_holds_next_to_nothing(subject: Subject) -> None:
     assert subject.seen.limit == subject.bundles * subject.bundle
     assert subject.seen.held <= 2 * subject.bundle

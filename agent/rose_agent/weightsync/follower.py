@@ -208,14 +208,14 @@ class Follower:
         self._path = slot.weights_of("" if self._follows.first else self._follows.adapter)
         self._plugin = Plugin(slot, self._follows.adapter, first=self._follows.first)
         self._heads = Heads(source, options.silence_seconds, self._note_head)
-        self._on_change = asyncio.Event()
+        self._changed = asyncio.Event()
         self._progress = Progress()
         self._reported: tuple[float, str] = (0.0, "")
         self._commits = 0
         self._truth = TruthMeter(
             slot,
             self._plugin.gate,
-            self._on_change.set,
+            self._changed.set,
             options.probe_limit,
             run=self._follows.adapter,
         )
@@ -251,10 +251,10 @@ class Follower:
             rest=self._plugin.gate.pause_after,
         )
         watcher = asyncio.create_task(self._heads.watch(store))
-        watcher.add_done_callback(lambda _: self._on_change.set())
+        watcher.add_done_callback(lambda _: self._changed.set())
         try:
             while not watcher.done():
-                self._on_change.clear()
+                self._changed.clear()
                 await self._rest(await self._round(store))
         finally:
             watcher.cancel()
@@ -267,7 +267,7 @@ class Follower:
         # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._on_change.wait()
+                await self._changed.wait()
 
     async def _round(self, store: WeightsClient | None) -> float:
         """Look, decide, act; returns how long to wait for news. Frozen weights have no store."""
@@ -468,7 +468,7 @@ class Follower:
     def _note_head(self) -> None:
         """Look again: something is new about the head."""
         self._write(None, "")
-        self._on_change.set()
+        self._changed.set()
 
     def _write(self, engine: Engine | None, error: str) -> None:
         """Replace ``weights.json`` when it would say something new."""

@@ -19,7 +19,7 @@ from aiohttp import web
 from rose_core.identity import BASE_LABEL
 from rose_engines.fake import kvcached
 from rose_engines.fake.device import connect
-from rose_engines.fake.kvcached import ElasticScheduler, add_flush
+from rose_engines.fake.elastic import ElasticScheduler, add_flush
 from rose_engines.fake.memory import FakeMemory, FakeSleep
 from rose_engines.fake.ranks import lead
 from rose_engines.fake.scheduler import FakeScheduler
