@@ -288,7 +288,7 @@ class RemoteHost:
 
     async def fork(self, session: str, n: int, turn: int | None, *, name: str = "") -> Forked:
         """See ``Host``."""
-        body = {"n": n, "turn": turn, "name": name}
+        body = _fork_body(n, turn, name)
         made = await self._call("POST", f"/{session}/fork", body)
         return msgspec.convert(made, Forked)
 
@@ -537,7 +537,7 @@ class Sandbox:
             UnknownTurn: the turn has no record; ``checkpoint`` makes one.
         """
         if self._router and self._url:
-            names = await self._fork_with_session({"n": n, "turn": turn, "name": name})
+            names = await self._fork_with_session(_fork_body(n, turn, name))
         else:
             names = (await self._there.fork(self.session, n, turn, name=name)).sessions
         return [
@@ -580,3 +580,8 @@ class Sandbox:
         if self._given is None and self._host is not None:
             await self._host.close()
             self._host = None
+
+
+def _fork_body(n: int, turn: int | None, name: str) -> dict[str, object]:
+    # Hosts and routers from before forks had names refuse a field that they do not know.
+    return {"n": n, "turn": turn, **({"name": name} if name else {})}

@@ -4,9 +4,14 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rose_sandbox import children
+from rose_sandbox.answers import Forked
+from rose_sandbox.client import RemoteHost
 from rose_sandbox.errors import AlreadyThere
 from rose_sandbox.runtimes.runtime import CheckpointParts, Handle, SandboxSpec
 from rose_weights.errors import Fenced
@@ -108,3 +113,21 @@ async def test_a_session_that_is_no_child_keeps_its_name(tmp_path: Path) -> None
         await world.host.fork("s", 1, name="group")
     assert await world.said(name, "cat /home/a") == "1"
     await world.host.close()
+
+
+async def test_a_fork_without_a_name_asks_a_host_that_knows_none_as_before() -> None:
+    bodies: list[object] = []
+
+    async def fork(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        answer = Forked(("s.1-a",), 1, ())
+        return web.json_response(msgspec.to_builtins(answer))
+
+    app = web.Application()
+    app.router.add_post("/sessions/s/fork", fork)
+    async with TestServer(app) as server:
+        host = RemoteHost(str(server.make_url("")))
+        await host.fork("s", 1, None)
+        await host.fork("s", 1, None, name="group")
+        await host.close()
+    assert bodies == [{"n": 1, "turn": None}, {"n": 1, "turn": None, "name": "group"}]

@@ -120,6 +120,8 @@ class Branches:
 
     async def _fork(self, request: web.Request) -> web.Response:
         asked = msgspec.to_builtins(read_as(await read_body(request), _Fork))
+        if not asked["name"]:
+            del asked["name"]  # hosts from before forks had names refuse a field they do not know
         job, key, hosts = self._named(request)
         url, made = await hosts.go_on(job, key, "fork", asked)
         sessions = tuple(made["sessions"])
