@@ -131,8 +131,8 @@ async def test_its_own_host_keeps_and_reads_them_over_the_network(shop: Shop) ->
 
 
 ATTEMPTS: dict[str, Callable[[RemoteRecords, TurnRecord], object]] = {
-    "own": lambda client, _: client.claim("a-grpo", "s", "thief"),
-    "look": lambda client, _: client.session_state("a-grpo", "s"),
+    "claim": lambda client, _: client.claim("a-grpo", "s", "thief"),
+    "session_state": lambda client, _: client.session_state("a-grpo", "s"),
     "read": lambda client, record: client.read("a-grpo", "s", name_of(record)),
     "block": lambda client, record: client.block("a-grpo", blocks_of(record.files)[0]),
     "put": lambda client, _: client.put("a-grpo", "s", 1, b"mine"),
