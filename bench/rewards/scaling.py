@@ -59,7 +59,7 @@ class Autoscaler:
     poll_s: float = 30.0
     cooldown_s: float = 60.0
     cold_s: float = 3.0
-    most: int = 512
+    most: int = 64
 
 
 CHART: Final = Autoscaler()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -74,15 +75,19 @@ class TalliedCounter(Counter):
     prometheus_client's own way takes four calls and a lock.
     """
 
+    def __init__(self, *arguments: Any, **settings: Any) -> None:  # noqa: ANN401  # a counter's
+        self._tallies: list[SeriesTally] = []
+        super().__init__(*arguments, **settings)
+
     def tally(self, *labels: str) -> SeriesTally:
         """The series of these labels; made once by whoever counts."""
         made = SeriesTally(self.labels(*labels))
-        self.__dict__.setdefault("tallies", []).append(made)
+        self._tallies.append(made)
         return made
 
     def collect(self) -> Iterable[Metric]:
         """What a scrape gets."""
-        for one in self.__dict__.get("tallies", ()):
+        for one in self._tallies:
             one.settle()
         return super().collect()
 

@@ -22,7 +22,7 @@ Taken = Mapping[str, int | None]
 """Children with the fence that each is taken under; None: its name was drawn, and nobody has it."""
 
 
-def draw() -> str:
+def draw_name() -> str:
     """What tells children of one turn apart."""
     return uuid.uuid4().hex[:12]
 
@@ -37,13 +37,13 @@ def new_names(records: Records, stem: str, n: int, taken: Container[str]) -> lis
     """Of children whose fork has no name: each once, and no session's that there is or was."""
     names: dict[str, None] = {}
     while len(names) < n:
-        name = f"{stem}-{draw()}"
+        name = f"{stem}-{draw_name()}"
         if name not in taken and not records.turns(name):
             names[name] = None
     return list(names)
 
 
-def missing(
+def find_missing(
     records: Records, session: str, names: Sequence[str], turn: int | None
 ) -> tuple[int | None, dict[str, int]]:
     """The turn of a named fork, and those of its children that there are not yet.
@@ -78,7 +78,9 @@ def missing(
     return at, absent
 
 
-def to_end(names: Taken, made: Sequence[BaseException | None], here: Container[str]) -> list[str]:
+def find_ending(
+    names: Taken, made: Sequence[BaseException | None], here: Container[str]
+) -> list[str]:
     """Which children end where one of them has failed.
 
     Of a fork without a name all. Of one with a name another host may have told of those that were
@@ -96,7 +98,7 @@ def to_end(names: Taken, made: Sequence[BaseException | None], here: Container[s
     ]
 
 
-def box(record: TurnRecord, given: Forked, made: Box) -> Box:
+def revive(record: TurnRecord, given: Forked, made: Box) -> Box:
     """A child that stands where the record does, and knows what the fork was given."""
     made.clock = SandboxClock(turn=record.turn, saved=record.turn)
     made.ids, made.versions, made.history = given.ids, given.weight_versions, given.history

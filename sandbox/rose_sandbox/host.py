@@ -503,7 +503,7 @@ class Host:
         names = children.names_of(session, name, n)
         async with self._alone(session):
             at, missing = await asyncio.to_thread(
-                children.missing, self._records, session, names, turn
+                children.find_missing, self._records, session, names, turn
             )
             record = await self._record(session if missing else names[0], at)
             for one in missing:
@@ -528,7 +528,7 @@ class Host:
         )
         errors = [one for one in made if isinstance(one, BaseException)]
         if errors:
-            gone = children.to_end(names, made, self._boxes)
+            gone = children.find_ending(names, made, self._boxes)
             await asyncio.gather(*(self.end(name, forget=True) for name in gone))
             raise errors[0]
         metrics.RESTORES.labels("fork").inc(len(names))
@@ -550,7 +550,7 @@ class Host:
             return owned
 
         owned, watching = await self._take(handle, take)
-        await self._begin(name, children.box(record, given, Box(spec, handle, owned)), watching)
+        await self._begin(name, children.revive(record, given, Box(spec, handle, owned)), watching)
 
     async def close(self) -> None:
         """End boundaries and commands, and let go; sandboxes and records stay."""

@@ -1,18 +1,28 @@
 """Workers that follow the wish, and pools of a fixed size, on virtual time."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
+import yaml
 
 from bench.rewards import steps
-from bench.rewards.scaling import Autoscaler, FollowingPool, fixed, lengths, smallest
+from bench.rewards.scaling import CHART, Autoscaler, FollowingPool, fixed, lengths, smallest
 from bench.rewards.steps import compared, usual
 from rose_core.rewards.groups import GroupProgress
 from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.jobs.job import JobCounts, StepParts
 
+VALUES = Path(__file__).parents[2] / "helm" / "rose" / "values.yaml"
 BURST = [0.0] * 40 + [600.0] * 40
 TAKES = [10.0] * 80
+
+
+def test_the_charts_setting_is_the_charts() -> None:
+    values = yaml.safe_load(VALUES.read_text())["rewards"]
+    told = (values["targetSeconds"], values["patienceSeconds"], values["keda"]["cooldownSeconds"])
+    assert told == (CHART.target_s, CHART.patience_s, CHART.cooldown_s)
+    assert values["worker"]["most"] == CHART.most
 
 
 def test_a_fixed_pool_stands_idle_between_bursts() -> None:

@@ -189,10 +189,10 @@ def test_every_container_of_theirs_is_bounded_and_has_no_right() -> None:
                 "rewards": {
                     "enabled": True,
                     "functions": LIST,
-                    "workers": [{"name": "a", "least": 9}],
+                    "workers": [{"name": "a", "least": 65}],
                 }
             },
-            "least 9 is more than most 8",
+            "least 65 is more than most 64",
         ),
         ({"rewards": {"enabled": True, "functions": LIST}}, r"mine: .* has no \"a\""),
         (

@@ -24,7 +24,7 @@ async def test_children_of_forks_have_names_that_nobody_has(
     """A child by the name of another would have fenced and replaced it."""
     world = World(tmp_path)
     drawn = iter(["a", "a", "b", "a", "b", "c"])
-    monkeypatch.setattr(children, "draw", lambda: next(drawn))
+    monkeypatch.setattr(children, "draw_name", lambda: next(drawn))
     await world.host.create("s")
     await world.host.checkpoint("s", [1])
     first = await world.host.fork("s", 2)

@@ -180,7 +180,7 @@ class TurnQueue:
         job: str = "",
         because: tuple[str, ...] = (),
     ) -> Engine:
-        """Wait for an engine; it is reserved, ``leave`` gives it back.
+        """Wait for an engine where ``place_at_once`` found none; ``leave`` gives it back.
 
         Args:
             view: the turn.
@@ -200,9 +200,6 @@ class TurnQueue:
             Unprocessable: it could not move, and for a minute no engine attached is dedicated.
         """
         began = self._clock()
-        engine = self.place_at_once(view, session, job, began)
-        if engine is not None:
-            return engine
         self._shares.join(job)
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         arrived = next(self._arrivals)
