@@ -226,8 +226,11 @@ async def test_tables_of_sockets_are_read_where_there_are_sockets(
     await inspector.watch("box", await runc.facts(box))
     assert not {"tcp", "tcp6", "udp", "udp6"} & set(read)
 
-    for kind, listen in (("tcp", "TCP-LISTEN:9000"), ("udp6", "UDP6-RECV:9001")):
-        await runc.exec(box, f"socat {listen} EXEC:cat & sleep 0.5", 20)
+    for kind, listen in (("tcp", "TCP4-LISTEN:9000"), ("udp6", "UDP6-RECV:9001")):
+        # Until it listens: half a second is not always enough for a program to start.
+        until = f"until grep -q ':232[89] ' /proc/net/{kind}; do sleep 0.05; done"
+        listening = await runc.exec(box, f"socat {listen} EXEC:cat & {until}", 60)
+        assert listening.exit_code == 0, listening
         assert (await inspector.effects("box", await runc.facts(box))).kind is PROCESSES
         await inspector.saved("box")
         assert kind in read
