@@ -89,7 +89,7 @@ async def test_no_effect_is_missed(runc: RuncRuntime, parts: Parts) -> None:
     dice = random.Random(SEED)
     box = await runc.create(SandboxSpec("box"))
     await runc.write_file(box, "/home/keeper.py", KEEPER)
-    await runc.exec(box, f"{MEMORY_OF} & sleep 0.3", 20)
+    await runc.exec(box, f"{MEMORY_OF} & until [ -p /home/in ]; do sleep 0.05; done", 20)
     first = full_state(await runc.facts(box))
     await inspector.watch("box", await runc.facts(box))
     before = first, full_state(await runc.facts(box))

@@ -127,7 +127,8 @@ async def test_a_sandbox_that_cannot_be_saved_ends_with_its_trial(
     host, url, records = served
     # A deleted file over CRIU's limit, still open.
     hold = (
-        "RUN head -c 70M /dev/zero > /x; (rm /x; exec sleep 1000) < /x > /dev/null 2>&1 & sleep 1\n"
+        "RUN head -c 70M /dev/zero > /x; (rm /x; exec sleep 1000) < /x > /dev/null 2>&1 & "
+        "while [ -e /x ]; do sleep 0.05; done\n"
     )
     written = TASK | {"environment/Dockerfile": TASK["environment/Dockerfile"] + hold}
     await played(url, tmp_path, written, "--agent", "nop", "--no-delete")

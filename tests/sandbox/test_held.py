@@ -141,8 +141,9 @@ async def test_a_file_that_is_opened_after_the_files_were_saved_gets_its_number_
     (before := tmp_path / "before").mkdir()
     (after := tmp_path / "after").mkdir()
     files = (await runc.checkpoint(box, Kind.FILES, before)).files
-    asked = "stat -L -c %i /home/d /proc/$(pgrep -x sleep)/fd/7"
-    made = await runc.exec(box, f"sleep 9000 7< /home/d & sleep 0.1; {asked}", 60)
+    asked = "stat -L -c %i /home/d /proc/$(pgrep -fx 'sleep 9000')/fd/7"
+    begun = "until pgrep -fx 'sleep 9000' > /dev/null; do sleep 0.05; done"
+    made = await runc.exec(box, f"sleep 9000 7< /home/d & {begun}; {asked}", 60)
     parts = await runc.checkpoint(box, Kind.PROCESSES, after)
     await runc.end(box)
     box = await runc.restore(CheckpointParts(parts.spec, files, parts.processes), parts.spec)

@@ -32,6 +32,7 @@ NONE, FILES, PROCESSES, FULL, UNKNOWN = Class
 MAP = (
     'import mmap; f = open("/dev/shm/a", "r+b"); m = mmap.mmap(f.fileno(), 2); m[0] = 7; m.close()'
 )
+TICKS = "until test -s /home/now; do sleep 0.05; done"
 # A turn's command -> its class; each begins where the one before ended.
 TURNS = [
     ("ls -la /", NONE),
@@ -58,8 +59,8 @@ TURNS = [
     ("echo x > /dev/kept", PROCESSES),
     ("cat /dev/kept > /dev/null; echo > /dev/null", NONE),
     ("rm /dev/kept", PROCESSES),
-    ("(while :; do date > /home/now; sleep 0.02; done) & sleep 0.3", FULL),
-    ("sleep 0.5", FULL),
+    (f"(while :; do date > /home/now; sleep 0.02; done) & {TICKS}", FULL),
+    (f"rm /home/now; {TICKS}", FULL),
     ("pkill -f date; pkill bash; sleep 0.1; true", None),
 ]
 SESSION = [
@@ -153,7 +154,8 @@ async def test_a_write_into_the_memory_of_another_process_is_unknown_by_whatever
     assert (await runc.exec(box, begin, 60)).exit_code == 0
     poke = f"python3 /home/poke.py $(pgrep -fx 'python3 /home/target.py') {way}"
     if way == "later":  # it has it open before the turn begins
-        await runc.exec(box, f"({poke}; touch /tmp/done) & sleep 1", 60)
+        waits = "until pgrep -f 'exec python3 /home/late[.]py'; do sleep 0.1; done"
+        await runc.exec(box, f"({poke}; touch /tmp/done) & {waits}", 60)
         poke = "echo > /home/go; until [ -e /tmp/done ]; do sleep 0.1; done"
     await inspector.watch("box", await runc.facts(box))
     made = await runc.exec(box, poke, 60)

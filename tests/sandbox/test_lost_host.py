@@ -35,7 +35,8 @@ TURNS = (
     "export STEPS=1; echo one >> log; nohup sleep 4000 >/dev/null 2>&1 &",
     "STEPS=$((STEPS + 1)); echo two >> log; mkdir -p site && echo hello > site/index.html",
     "STEPS=$((STEPS + 1)); echo three >> log; "
-    "(cd site && nohup python3 -m http.server 8000 >/dev/null 2>&1 &) ; sleep 1",
+    "(cd site && nohup python3 -m http.server 8000 >/dev/null 2>&1 &) ; "
+    "until grep -qs ':1F40 ' /proc/net/tcp /proc/net/tcp6; do sleep 0.05; done",
     "STEPS=$((STEPS + 1)); echo $STEPS >> log; pgrep -x sleep | wc -l >> log",
 )
 LOG = b"one\ntwo\nthree\n4\n1\n"

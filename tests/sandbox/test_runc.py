@@ -116,8 +116,9 @@ async def test_what_cannot_be_saved_is_named_and_the_sandbox_lives_on(
 ) -> None:
     box = await runc.create(SandboxSpec("box"))
     # A deleted file over CRIU's limit, still open.
-    hold = "dd if=/dev/zero of=/home/x bs=1M count=70 2>/dev/null; (rm x; sleep 1000) <x & sleep 1"
-    await runc.exec(box, hold, 30)
+    hold = "dd if=/dev/zero of=/home/x bs=1M count=70 2>/dev/null; (rm x; sleep 1000) <x & "
+    hold += "until pgrep -x sleep; do sleep 0.05; done"
+    assert (await runc.exec(box, hold, 60)).exit_code == 0
     for kind in (Kind.PROCESSES, Kind.FULL):
         with pytest.raises(CannotCheckpoint) as refused:
             await runc.checkpoint(box, kind, tmp_path / "..")

@@ -121,7 +121,8 @@ async def test_what_cannot_be_saved_is_named_and_the_sandbox_lives_on(
     runsc: RunscRuntime, tmp_path: Path
 ) -> None:
     box = await runsc.create(SandboxSpec("box"))
-    await runsc.exec(box, "echo 1 > /home/x; (rm x; sleep 1000) <x & sleep 0.5", 30)
+    hold = "echo 1 > /home/x; (rm x; sleep 1000) <x & until pgrep -x sleep; do sleep 0.05; done"
+    assert (await runsc.exec(box, hold, 60)).exit_code == 0
     for kind in (Kind.PROCESSES, Kind.FULL):
         with pytest.raises(CannotCheckpoint, match="--runtime runc") as refused:
             await runsc.checkpoint(box, kind, tmp_path)
