@@ -11,7 +11,12 @@ from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.engines.estimates import Speed
-from rose_core.rollouts.placement.dispatch import DispatchState, at_once, next_turn
+from rose_core.rollouts.placement.dispatch import (
+    ROOM_SECONDS,
+    DispatchState,
+    at_once,
+    next_turn,
+)
 from rose_core.rollouts.placement.guards import RolloutOutlook
 from rose_core.rollouts.placement.residency import IDLE_SECONDS, Residents
 from rose_core.rollouts.placement.selection import EngineView, Policy, TurnView
@@ -102,10 +107,8 @@ def residents(pool: int = 30_000) -> Residents:
 
 
 def test_a_session_more_than_the_pool_holds_waits() -> None:
-    assert next_turn([Waiter(FRESH)], scene([HOME, OTHER], residents())) == (
-        None,
-        None,
-    )
+    waits = next_turn([Waiter(FRESH)], scene([HOME, OTHER], residents()))
+    assert waits == (None, NOW + ROOM_SECONDS)
     made = residents(pool=40_000)
     chosen, _ = next_turn([Waiter(FRESH)], scene([HOME, OTHER], made))
     assert chosen is not None
@@ -186,3 +189,18 @@ def test_a_turn_that_comes_alone_is_placed_as_the_queue_would() -> None:
         assert at_once(turn, state) == (None if chosen is None else chosen[1]), (turn, state)
         placed += chosen is not None
     assert 400 < placed < 4000
+
+
+def test_a_turn_that_goes_on_waits_for_a_pool_as_long_as_idle_keys_count_there() -> None:
+    pool = residents()
+    goes_on = Waiter(replace(FRESH, home="gone", cached=0), since=NOW - ROOM_SECONDS + 1)
+    assert next_turn([goes_on], scene([HOME, OTHER], pool)) == (None, NOW + 1)
+    long_ago = dataclasses.replace(goes_on, since=NOW - ROOM_SECONDS)
+    chosen, _ = next_turn([long_ago], scene([HOME, OTHER], pool))
+    assert chosen is not None
+    assert chosen[1].engine == "other"
+
+
+def test_one_that_begins_waits_for_a_pool_for_as_long_as_it_takes() -> None:
+    begins = Waiter(replace(FRESH, begins=True), since=0.0)
+    assert next_turn([begins], scene([HOME, OTHER], residents())) == (None, None)

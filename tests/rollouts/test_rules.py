@@ -10,7 +10,7 @@ from rose_core.identity import WeightVersion
 from rose_core.rollouts.capacity.admission import QueueLimits, has_room, rank, retry_after
 from rose_core.rollouts.engines.estimates import Hazard, Speed
 from rose_core.rollouts.errors import InvalidTurn, UnknownVersion, VersionGone
-from rose_core.rollouts.placement.watch import LegPatience, LegView, MoveReason, judge
+from rose_core.rollouts.placement.watch import LegPatience, LegView, MoveReason, judge, queues
 from rose_core.rollouts.requests import splice
 from rose_core.rollouts.versions import (
     Pin,
@@ -109,9 +109,7 @@ PATIENCE = LegPatience(pause_seconds=5, stall_seconds=60)
         (CALM, True, None),
         (replace(CALM, known=False), False, MoveReason.GONE),
         (replace(CALM, leaving=True), False, MoveReason.REVOKED),
-        (replace(CALM, gate_open=False, gate_since=96.0), True, None),
-        (replace(CALM, gate_open=False, gate_since=95.0), True, MoveReason.PAUSED),
-        (replace(CALM, gate_open=False, gate_since=0.0), False, None),
+        (replace(CALM, gate_open=False, gate_since=0.0), True, None),
         (replace(CALM, last_event=41.0), True, None),
         (replace(CALM, last_event=40.0), True, MoveReason.STALLED),
         (replace(CALM, last_event=40.0, gate_since=60.0), True, None),
@@ -121,6 +119,22 @@ PATIENCE = LegPatience(pause_seconds=5, stall_seconds=60)
 )
 def test_when_a_leg_must_end(leg: LegView, elsewhere: bool, expected: MoveReason | None) -> None:
     assert judge(leg, PATIENCE, elsewhere, NOW) is expected
+
+
+@pytest.mark.parametrize(
+    ("leg", "expected"),
+    [
+        (replace(CALM, gate_open=False, gate_since=95.0), True),
+        (replace(CALM, gate_open=False, gate_since=96.0), False),
+        (CALM, False),
+        (replace(CALM, gate_open=False, leaving=True), False),
+        (replace(CALM, gate_open=False, known=False), False),
+    ],
+)
+def test_whose_gate_has_been_closed_for_long_queues_for_another_engine(
+    leg: LegView, *, expected: bool
+) -> None:
+    assert queues(leg, PATIENCE, NOW) is expected
 
 
 def test_turns_that_hold_tokens_go_first_then_priority_then_age() -> None:

@@ -146,7 +146,7 @@ def test_the_simulator_holds_productions_own_functions() -> None:
     assert vars(planner)["plan"] is rose_core.lending.plan
     assert vars(router)["place"] is rose_core.rollouts.placement.selection.place
     assert vars(router)["next_turn"] is rose_core.rollouts.placement.dispatch.next_turn
-    assert vars(router)["judge"] is rose_core.rollouts.placement.watch.judge
+    assert vars(router)["queues"] is rose_core.rollouts.placement.watch.queues
     assert vars(job)["Rounds"] is rose_core.rollouts.training.rounds.Rounds
     assert not hasattr(gates, "judge")
 

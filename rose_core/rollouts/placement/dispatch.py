@@ -15,7 +15,8 @@ no keys go first meanwhile.
 | full, gate closed, backing off or fencing, waited less than the move costs | passed over |
 | the same, waited longer | placed anywhere |
 
-*Anywhere* leaves out engines whose KV pool it would overflow (``residency``).
+*Anywhere* leaves out engines whose KV pool it would overflow (``residency``). A turn that goes on
+leaves them out for ``ROOM_SECONDS`` only: shorter ones could pass a long context for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import msgspec
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.placement.guards import NOTHING_KNOWN
-from rose_core.rollouts.placement.residency import Residents
+from rose_core.rollouts.placement.residency import IDLE_SECONDS, Residents
 from rose_core.rollouts.placement.selection import (
     EngineView,
     Obstacle,
@@ -45,6 +46,10 @@ from rose_core.rollouts.placement.selection import (
 
 _PASSING = frozenset({Obstacle.FULL, Obstacle.GATE_CLOSED, Obstacle.BACKING_OFF, Obstacle.FENCING})
 """What keeps a home from taking the turn for a moment only."""
+
+ROOM_SECONDS = IDLE_SECONDS
+"""Keys of sessions that do not come back are out of the count by then; what still fills a pool are
+those that do, and pushing out the oldest of them costs one prefill."""
 
 
 class WaitingTurn(Protocol):
@@ -110,7 +115,13 @@ def next_turn(
             continue
         if sort not in passing:
             passing[sort] = sort_out(turn, scene.engines, scene.head, scene.policy, scene.now)
-        answer = anywhere(turn, passing[sort], scene)
+        found, until = passing[sort], one.since + ROOM_SECONDS
+        answer = anywhere(turn, found, scene)
+        if isinstance(answer, Wait) and found.able and not turn.begins:
+            if scene.now >= until:
+                answer = among(turn, found, scene.policy, scene.outlook)
+            else:
+                again = until if again is None else min(again, until)
         if isinstance(answer, Placement):
             return (index, answer), again
         if answer.obstacle is not Obstacle.FULL or turn.begins:

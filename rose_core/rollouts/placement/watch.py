@@ -4,10 +4,14 @@
 |---|---|---|
 | the owner says the engine leaves | none | Revoked |
 | the engine is forgotten (its owner never came back) | none | Gone |
-| gate closed, an engine elsewhere could take the turn | ``pause_seconds`` | Paused |
-| gate closed, nothing elsewhere | for ever | stay: keys are kept in place |
+| gate closed | ``pause_seconds`` | queues for another engine, and stays until it has one: Paused |
 | gate open, no event | ``stall_seconds`` | Stalled |
 | more legs than the cap, which was cut; room elsewhere | none | CapCut |
+
+A turn that queues from a closed gate has the rank that it would have if it were cut
+(``admission.rank``), and ``dispatch`` gives it its place as it gives everybody theirs. If it had to
+find a place free it would find none: whoever waits takes each one as it becomes free. Meanwhile its
+keys are kept where it stands, and it goes on there if the gate opens first.
 
 Loss of the connection is not here: it ends the leg by itself (``Lost``).
 """
@@ -37,7 +41,8 @@ class LegPatience:
     """How long a leg may stand still, in seconds.
 
     Attributes:
-        pause_seconds: with its gate closed; bursts under about 2 s are not worth a move.
+        pause_seconds: with its gate closed, before it queues for another engine; bursts under
+            about 2 s are not worth a move.
         stall_seconds: with its gate open; longer than the longest prefill.
     """
 
@@ -78,9 +83,21 @@ def judge(leg: LegView, patience: LegPatience, elsewhere: bool, now: float) -> M
     if leg.leaving:
         return MoveReason.REVOKED
     if not leg.gate_open:
-        waited = now - leg.gate_since >= patience.pause_seconds
-        return MoveReason.PAUSED if waited and elsewhere else None
+        return None  # see ``queues``
     if leg.excess and elsewhere:
         return MoveReason.CAP_CUT
     stalled = now - max(leg.last_event, leg.gate_since) >= patience.stall_seconds
     return MoveReason.STALLED if stalled else None
+
+
+def queues(leg: LegView, patience: LegPatience, now: float) -> bool:
+    """Whether the leg's turn waits for another engine while it stands where it is.
+
+    Args:
+        leg: what is known.
+        patience: how long it may stand still.
+        now: seconds of the router's clock.
+    """
+    if not leg.known or leg.leaving or leg.gate_open:
+        return False
+    return now - leg.gate_since >= patience.pause_seconds

@@ -76,8 +76,17 @@ def _can_move() -> bool:
     return True
 
 
+def _stay() -> None:
+    pass
+
+
 class LiveLeg(msgspec.Struct, eq=False):
-    """A leg in flight, with the handle that ends it."""
+    """A leg in flight, with the handle that ends it.
+
+    Attributes:
+        can_move: some other engine could take its turn now.
+        queue: has its turn wait for another engine, if it may move, while it stands here.
+    """
 
     rid: str
     began: float
@@ -86,6 +95,7 @@ class LiveLeg(msgspec.Struct, eq=False):
     verdict: MoveReason | None = None
     task: asyncio.Task[None] | None = None
     can_move: Callable[[], bool] = _can_move
+    queue: Callable[[], None] = _stay
 
     def end(self, verdict: MoveReason) -> None:
         """Stop reading; the turn decides what follows."""

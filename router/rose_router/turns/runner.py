@@ -28,6 +28,7 @@ from rose_router.errors import EngineRefused, LegLost, RouterError, TurnLost, Un
 from rose_router.turns.sessions import Home
 from rose_router.turns.state import RouterParts
 from rose_router.turns.turn import Turn, TurnMove, TurnState
+from rose_router.turns.turn_queue import PausedTurn
 
 LOG = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class TurnRunner:
                 self._prefixes.note(name, prompt, tokens)
             context = len(prompt) + held
             self._prospects.end_turn(name, held, context, turn.ended, moves=len(turn.moves))
+            if turn.reserved is not None:  # it ended in the moment it was to move
+                self._queue.leave(turn.reserved, job=request.job)
             self._ledger.close(turn)
             if turn.trace is not None:
                 turn.trace.end(turn)
@@ -90,7 +93,9 @@ class TurnRunner:
         began, request, transcript = self._clock(), turn.request, turn.transcript
         held, turn.state = len(transcript.tokens), TurnState.WAITING
         view = self.view(turn)
-        engine = self._queue.place_at_once(view, request.session, request.job, began)
+        engine, turn.reserved = turn.reserved, None
+        if engine is None:
+            engine = self._queue.place_at_once(view, request.session, request.job, began)
         if engine is None:
             try:
                 engine = await self._queue.place(
@@ -148,6 +153,7 @@ class TurnRunner:
         leg = Leg(engine.name, update.kind, rid, version, held, reused=update.reuses_kv)
         can_move = partial(self._can_move, turn, engine)
         handle = LiveLeg(rid, now, now, task=turn.task, can_move=can_move)
+        handle.queue = partial(self._queue_paused, turn, engine, handle)
         engine.legs[rid] = handle
         engine.turns += 1
         if update.device_class:
@@ -320,6 +326,37 @@ class TurnRunner:
         view = self.view(turn)
         others = frozenset({engine.name})
         return not turn.request.dedicated_because and self._queue.is_possible(view, others)
+
+    def _queue_paused(self, turn: Turn, engine: Engine, handle: LiveLeg) -> None:
+        """Have the turn wait for another engine too, as if it were cut now."""
+        request, leg = turn.request, turn.leg
+        if leg is None or request.dedicated_because or self._queue.has_queued(handle.rid):
+            return
+        view, written = self.view(turn), leg.placed
+        context = view.context + written
+        view = replace(
+            view,
+            context=context,
+            expected=max(1, view.expected - written),
+            home=engine.name,
+            cached=context,
+            begins=view.begins and not written,
+        )
+        key = self._queue.rank_of(
+            holds_tokens=turn.held + written > 0, priority=request.priority, born=turn.born
+        )
+        self._queue.queue_paused(
+            PausedTurn(
+                key,
+                view,
+                request.session,
+                engine.gate_since,
+                request.job,
+                handle,
+                engine,
+                partial(setattr, turn, "reserved"),
+            )
+        )
 
     @staticmethod
     def _finish(turn: Turn, finish: Any) -> None:  # noqa: ANN401  # SGLang's JSON

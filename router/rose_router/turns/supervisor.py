@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 
 from rose_core.rollouts import versions
-from rose_core.rollouts.placement.watch import LegView, MoveReason, judge
+from rose_core.rollouts.placement.watch import LegView, MoveReason, judge, queues
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
 from rose_router.engines.fleet import Engine, LiveLeg
 from rose_router.turns.state import RouterParts
 
 TICK_SECONDS = 0.25
-
-# Reasons that only make sense while another engine has room; each takes one place of it.
-_NEEDS_ROOM = frozenset({MoveReason.PAUSED, MoveReason.CAP_CUT})
 
 
 class Supervisor:
@@ -74,11 +71,13 @@ class Supervisor:
         used = 0
         for leg in sorted(engine.legs.values(), key=lambda leg: -leg.began):
             over = leg.rid in beyond
-            elsewhere = (over or not engine.gate_open) and used < spare and leg.can_move()
-            verdict = judge(_view(engine, leg, over), self._patience, elsewhere, now)
+            view = _view(engine, leg, over)
+            verdict = judge(view, self._patience, over and used < spare and leg.can_move(), now)
             if verdict is not None:
                 leg.end(verdict)
-                used += verdict in _NEEDS_ROOM
+                used += verdict is MoveReason.CAP_CUT  # takes one place elsewhere
+            elif queues(view, self._patience, now):
+                leg.queue()
         return used
 
     def _show(self) -> None:

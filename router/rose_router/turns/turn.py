@@ -25,7 +25,7 @@ from rose_core.rollouts.requests.fields import Bounds, check_within
 from rose_core.rollouts.transcripts.detokenize import IncrementalDetokenizer
 from rose_core.rollouts.transcripts.spans import TokenSpan, covers, cut, joined, shifted
 from rose_core.rollouts.transcripts.transcript import Leg, Transcript
-from rose_router.engines.fleet import LiveLeg, Signal
+from rose_router.engines.fleet import Engine, LiveLeg, Signal
 from rose_router.turns.request import TurnRequest
 
 
@@ -124,6 +124,7 @@ class Turn(msgspec.Struct, eq=False):
         changed: fires whenever there is more to show.
         listeners: callers waiting for it; when the last one leaves, it is aborted.
         abandoned: the last one left before its end.
+        reserved: where a place is kept for it, since it is to leave a closed gate.
         trace: its spans; ``None`` = turns are not traced.
     """
 
@@ -150,6 +151,7 @@ class Turn(msgspec.Struct, eq=False):
     checked: Bounds | None = None
     listeners: int = 0
     abandoned: bool = False
+    reserved: Engine | None = None
     abort_message: str = ""
     changed: Signal = msgspec.field(default_factory=Signal)
     ended_event: TurnEnd = msgspec.field(default_factory=TurnEnd)

@@ -2,7 +2,8 @@
 
 Turns of several jobs go by ``fairness``, those of one job by ``admission``'s rank.
 
-Those who wait are tried whenever an engine changes or a turn ends. With the joint rule
+Those who wait are tried whenever an engine changes or a turn ends, and with them, each at its rank,
+turns that stand on an engine whose gate has been closed for long (``watch``). With the joint rule
 ``dispatch`` says who goes next: a home that is full for a moment is waited for, engines whose KV
 pool is full of sessions that come back are left alone. The other rules serve in rank order.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -32,9 +33,10 @@ from rose_core.rollouts.placement.selection import (
     obstacle,
     place,
 )
+from rose_core.rollouts.placement.watch import MoveReason
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
-from rose_router.engines.fleet import Clock, Engine, Fleet
+from rose_router.engines.fleet import Clock, Engine, Fleet, LiveLeg
 from rose_router.errors import Busy, Overloaded, Unprocessable
 
 _OTHERS_SECONDS = 60.0
@@ -64,6 +66,41 @@ class Waiter:
     because: tuple[str, ...] = ()
     obstacle: Obstacle = Obstacle.NO_ENGINE
     refused: float | None = None
+
+    def take(self, engine: Engine) -> None:
+        """Go there: a place is reserved."""
+        self.future.set_result(engine)
+
+
+@dataclass(eq=False)
+class PausedTurn:
+    """A turn that waits while it stands on an engine whose gate is closed.
+
+    Attributes:
+        since: when that gate closed.
+        leg, engine: where it stands.
+        moves_to: told the engine that is reserved for it, before its leg is ended.
+    """
+
+    key: tuple[bool, int, int]
+    view: TurnView
+    session: str
+    since: float
+    job: str
+    leg: LiveLeg
+    engine: Engine
+    moves_to: Callable[[Engine], None]
+
+    @property
+    def stands(self) -> bool:
+        """Its gate has not opened since, and its leg goes on."""
+        closed = not self.engine.gate_open and self.engine.gate_since == self.since
+        return closed and self.leg.verdict is None and self.leg.rid in self.engine.legs
+
+    def take(self, engine: Engine) -> None:
+        """Go there: a place is reserved."""
+        self.moves_to(engine)
+        self.leg.end(MoveReason.PAUSED)
 
 
 class TurnQueue:
@@ -95,6 +132,7 @@ class TurnQueue:
         self._finish_rate = finish_rate
         self._arrivals = itertools.count()
         self._waiting: list[Waiter] = []
+        self._paused: dict[str, PausedTurn] = {}  # by their legs' ids
         self._again: asyncio.TimerHandle | None = None
         self._shares = FairShares()
         self._keeps = False  # an engine free
@@ -202,8 +240,7 @@ class TurnQueue:
         began = self._clock()
         self._shares.join(job)
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
-        arrived = next(self._arrivals)
-        key = rank(holds_tokens, priority, arrived if born is None else born)
+        key = self.rank_of(holds_tokens=holds_tokens, priority=priority, born=born)
         waiter = Waiter(key, view, session, began, future, job, because)
         insort(self._waiting, waiter, key=lambda one: one.key)
         self.pump()
@@ -221,6 +258,21 @@ class TurnQueue:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
 
+    def has_queued(self, leg: str) -> bool:
+        """Whether the leg's turn waits while it stands at a closed gate."""
+        return leg in self._paused
+
+    def queue_paused(self, one: PausedTurn) -> None:
+        """Have a turn wait for another engine while it stands where it is, until its gate opens."""
+        self._paused[one.leg.rid] = one
+
+    def rank_of(
+        self, *, holds_tokens: bool, priority: int, born: int | None
+    ) -> tuple[bool, int, int]:
+        """Where a turn that comes now stands in the queue; for the arguments see ``place``."""
+        arrived = next(self._arrivals)
+        return rank(holds_tokens, priority, arrived if born is None else born)
+
     def place_at_once(self, view: TurnView, session: str, job: str, now: float) -> Engine | None:
         """The usual case: nobody waits, and some engine has room.
 
@@ -233,7 +285,9 @@ class TurnQueue:
         Returns:
             The engine, reserved as by ``place``; ``None`` = see there.
         """
-        if self._waiting or self._held_at is not None or view.alone or self._keeps:
+        if self._waiting or self._paused or self._held_at is not None:
+            return None
+        if view.alone or self._keeps:
             return None
         if self._policy.name is not PolicyName.JOINT or not self._fleet.has_room():
             return None
@@ -289,7 +343,9 @@ class TurnQueue:
 
     def pump(self) -> None:
         """Try those who wait; returns at once while every engine is full."""
-        if not self._waiting or self._held_at is not None or not self._fleet.has_room():
+        if self._held_at is not None or not (self._waiting or self._paused):
+            return
+        if not self._fleet.has_room():
             return
         self._keep_one_free()
         if self._policy.name is PolicyName.JOINT:
@@ -305,17 +361,19 @@ class TurnQueue:
         if self._policy.name is PolicyName.JOINT:
             self._dispatch()
         blocked: dict[tuple[object, ...], Obstacle] = {}
-        for waiter in list(self._shares.order(self._waiting)):
-            known = blocked.get(waiter.view.placement_key)
-            chosen = self._choose(waiter.view) if known is None else Wait(known)
+        for one in list(self._order()):
+            known = blocked.get(one.view.placement_key)
+            chosen = self._choose(one.view) if known is None else Wait(known)
             if isinstance(chosen, Wait):
-                blocked[waiter.view.placement_key] = waiter.obstacle = chosen.obstacle
-                self._fail_if_gone(waiter)
-            elif self._policy.name is PolicyName.JOINT:
-                waiter.obstacle = Obstacle.FULL  # its home, or a KV pool, and it is waited for
-                waiter.refused = None
-            else:
-                self._give(waiter, chosen)
+                blocked[one.view.placement_key] = chosen.obstacle
+                if isinstance(one, Waiter):
+                    one.obstacle = chosen.obstacle
+                    self._fail_if_gone(one)
+            elif self._policy.name is not PolicyName.JOINT:
+                self._give(one, chosen)
+            elif isinstance(one, Waiter):
+                one.obstacle = Obstacle.FULL  # its home, or a KV pool, and it is waited for
+                one.refused = None
         self._waiting = [waiter for waiter in self._waiting if not waiter.future.done()]
         metrics.QUEUED.set(len(self._waiting))
 
@@ -329,6 +387,8 @@ class TurnQueue:
             if one.view.alone:
                 first = one.view
                 break
+        for paused in self._paused.values():
+            first = paused.view if first is None and paused.view.alone else first
         if first is None and not self._keeps:
             return  # the usual case
         able = [] if first is None else [e for e in self._fleet if self._could(first, e)]
@@ -349,17 +409,21 @@ class TurnQueue:
 
     def _dispatch(self) -> None:
         again: float | None = None
-        while self._waiting:
-            scene = self._scene(self._clock())
-            order = self._shares.order(self._waiting)
-            chosen, again = next_turn(order, scene)
+        while order := self._order():
+            chosen, again = next_turn(order, self._scene(self._clock()))
             if chosen is None:
                 break
-            waiter = order[chosen[0]]
-            self._waiting.remove(waiter)
-            self._give(waiter, chosen[1])
+            self._give(order[chosen[0]], chosen[1])
         if again is not None:
             self._pump_at(again)
+
+    def _order(self) -> Sequence[Waiter | PausedTurn]:
+        """All who wait, in the order in which they are tried."""
+        everybody: Sequence[Waiter | PausedTurn] = self._waiting
+        if self._paused:
+            self._paused = {rid: one for rid, one in self._paused.items() if one.stands}
+            everybody = sorted([*self._waiting, *self._paused.values()], key=lambda one: one.key)
+        return self._shares.order(everybody)
 
     def _scene(self, now: float) -> DispatchState:
         fleet = self._fleet
@@ -383,8 +447,13 @@ class TurnQueue:
             outlook=self._outlook(),
         )
 
-    def _give(self, waiter: Waiter, placement: Placement) -> None:
-        waiter.future.set_result(self._reserve(waiter.view, waiter.session, waiter.job, placement))
+    def _give(self, one: Waiter | PausedTurn, placement: Placement) -> None:
+        if isinstance(one, Waiter):
+            self._waiting.remove(one)
+        else:
+            del self._paused[one.leg.rid]
+            self._shares.join(one.job)
+        one.take(self._reserve(one.view, one.session, one.job, placement))
 
     def _reserve(self, view: TurnView, session: str, job: str, placement: Placement) -> Engine:
         engine = self._fleet.get(placement.engine)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import random
 from bisect import insort
+from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+
+from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.capacity.admission import rank
@@ -28,16 +31,22 @@ from rose_core.rollouts.placement.selection import (
     TurnView,
     place,
 )
-from rose_core.rollouts.placement.watch import LegView, judge
+from rose_core.rollouts.placement.watch import LegView, queues
 from rose_core.rollouts.terms import Policies
 from rose_core.rollouts.trajectories.prospects import Hint, Prospects
 from rose_core.wire.routing import EngineKind
 from rose_simulate.model.clock import SECOND, Event, VirtualClock
 from rose_simulate.model.gpus.batch import Sequence
-from rose_simulate.model.routing.turns import AttachedEngine, Counts, RoutedLeg, RoutedTurn
+from rose_simulate.model.routing.turns import (
+    AttachedEngine,
+    Counts,
+    PausedLeg,
+    RoutedLeg,
+    RoutedTurn,
+)
 from rose_simulate.model.routing.warming import SimulatedWarmer, WarmingContext
 
-_LOOK_AGAIN_S = 1.0
+_ROUNDING_S = 1e-6  # two moments' difference in floats may be a little less than what it is
 _NO_OUTLOOK = RolloutOutlook()
 # Rules that ask what is known of a trajectory; the others do without, which is quicker to simulate.
 _REMEMBER = frozenset({PolicyName.JOINT, PolicyName.LONG_TO_BORROWED, PolicyName.LATE_TO_BORROWED})
@@ -95,6 +104,7 @@ class Router:
         self._policy = policy
         self.engines: dict[str, AttachedEngine] = {}
         self._queue: list[RoutedTurn] = []
+        self._paused: list[PausedLeg] = []
         self._again: Event | None = None
         self.counts = Counts()
         self.prospects = policies.memory()
@@ -134,9 +144,10 @@ class Router:
         engine.hazard = engine.hazard.passed(since, is_open=was_open, reclaimed=reclaimed)
         engine.reclaims += not is_open
         if is_open:
+            self._paused = [one for one in self._paused if one.leg.engine is not engine]
             self.drain()
         elif engine.legs:
-            self._look_later(engine, self._patience.pause_seconds)
+            self._look_later(engine, self._patience.pause_seconds + _ROUNDING_S)
 
     def on_engine_loss(self, name: str) -> None:
         """Forget an engine that is gone; its turns go on elsewhere."""
@@ -229,43 +240,57 @@ class Router:
         turn.since, turn.view = self._clock.now_s, self._sight.turn(turn)
         insort(self._queue, turn, key=self._rank)
 
-    def _rank(self, turn: RoutedTurn) -> tuple[bool, int, int]:
+    def _rank(self, turn: RoutedTurn, written: int = 0) -> tuple[bool, int, int]:
         by_age = self._manners.waits or self._manners.oldest_first
-        return rank(turn.held > 0, 0, turn.born if by_age else turn.number)
+        return rank(turn.held + written > 0, 0, turn.born if by_age else turn.number)
 
     def drain(self) -> None:
         """Place what waits, until nothing more can be placed now."""
-        while self._queue:
+        while self._queue or self._paused:
             views = self._sight.engines()
             if not any(view.gate_open and view.live < view.cap for view in views):
                 return
             chosen = self._next(views)
             if chosen is None:
                 return
-            turn = self._queue.pop(chosen[0])
-            self._begin(turn, self.engines[chosen[1]])
+            self._place(*chosen)
 
-    def _next(self, views: list[EngineView]) -> tuple[int, str] | None:
+    def _place(self, one: RoutedTurn | PausedLeg, engine: str) -> None:
+        if isinstance(one, PausedLeg):
+            turn = one.leg.turn
+            self._end(one.leg, kept=self._manners.keeps, inside=True)
+            self.counts.moves += 1
+            turn.since, turn.view = self._clock.now_s, one.view
+        else:
+            turn = one
+            self._queue.remove(turn)
+        self._begin(turn, self.engines[engine])
+
+    def _next(self, views: list[EngineView]) -> tuple[RoutedTurn | PausedLeg, str] | None:
+        order = self._order()
         if not self._manners.waits:
-            first, head, now = self._queue[0].view, self._sight.head, self._clock.now_s
-            answer = place(first, views, head, self._policy, now)
-            return (0, answer.engine) if isinstance(answer, Placement) else None
+            first, head, now = order[0], self._sight.head, self._clock.now_s
+            answer = place(first.view, views, head, self._policy, now)
+            return (first, answer.engine) if isinstance(answer, Placement) else None
         scene = self._sight.scene(views, self._draw.random)
-        chosen, again = next_turn(self._queue, scene)
+        chosen, again = next_turn(order, scene)
         if again is not None:
             self._drain_at(again)
-        return None if chosen is None else (chosen[0], chosen[1].engine)
+        return None if chosen is None else (order[chosen[0]], chosen[1].engine)
+
+    def _order(self) -> abc.Sequence[RoutedTurn | PausedLeg]:
+        """Who waits, those at closed gates among them, in the order in which they are tried."""
+        if not self._paused:
+            return self._queue
+        ranked: list[tuple[tuple[bool, int, int], RoutedTurn | PausedLeg]]
+        ranked = [(one.key, one) for one in self._paused]
+        ranked += [(self._rank(one), one) for one in self._queue]
+        return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
     def _drain_at(self, seconds: float) -> None:
         if self._again is not None:
             self._again.cancel()
         self._again = self._clock.at(round(seconds * SECOND) + 1, self.drain)
-
-    def _elsewhere(self, turn: RoutedTurn) -> bool:
-        """Whether another engine would take it now."""
-        views, view = self._sight.engines(), self._sight.turn(turn)
-        head, now = self._sight.head, self._clock.now_s
-        return isinstance(place(view, views, head, self._policy, now), Placement)
 
     # --- legs
 
@@ -337,6 +362,7 @@ class Router:
         if inside and engine.batch is not None:
             engine.batch.remove(sequence)
         engine.legs.remove(leg)
+        self._paused = [one for one in self._paused if one.leg is not leg]
         self._sight.invalidate(engine.name)
         keys = sequence.context + sequence.produced
         self._residents.end_turn(engine.name, turn.session, keys, self._clock.now_s)
@@ -365,19 +391,31 @@ class Router:
         engine.look = self._clock.after(seconds, lambda: self._look(engine))
 
     def _look(self, engine: AttachedEngine) -> None:
-        """Legs on an engine whose gate has been closed for long."""
+        """Legs on an engine whose gate has been closed for long: their turns wait, too."""
         engine.look = None
-        if engine.gate_open or not engine.legs or engine.name not in self.engines:
+        if engine.gate_open or engine.name not in self.engines:
             return
-        now = self._clock.now_s
-        for leg in list(engine.legs):
-            view = LegView(True, False, False, engine.gate_ns / SECOND, leg.began_ns / SECOND)
-            if judge(view, self._patience, self._elsewhere(leg.turn), now) is not None:
-                self._end(leg, kept=self._manners.keeps, inside=True)
-                self._requeue(leg.turn)
-                self.drain()
-        if engine.legs:
-            self._look_later(engine, _LOOK_AGAIN_S)
+        now, since = self._clock.now_s, engine.gate_ns / SECOND
+        for leg in engine.legs:
+            view = LegView(True, False, False, since, leg.began_ns / SECOND)
+            if queues(view, self._patience, now):
+                self._paused.append(self._paused_leg(leg, since))
+        self.drain()
+
+    def _paused_leg(self, leg: RoutedLeg, since: float) -> PausedLeg:
+        """A turn as the queue sees it: cut now, and with its keys where it stands."""
+        turn, written = leg.turn, leg.sequence.produced if self._manners.keeps else 0
+        view = self._sight.turn(turn)
+        context, expected = view.context + written, max(1, view.expected - written)
+        view = replace(
+            view,
+            context=context,
+            expected=expected,
+            home=leg.engine.name,
+            cached=context,
+            begins=view.begins and not written,
+        )
+        return PausedLeg(self._rank(turn, written), view, since, leg)
 
 
 @dataclass(frozen=True)
@@ -476,7 +514,8 @@ class RouterView:
         )
         if not self.remembers:
             return view
-        return self._known.prospects.with_expectation(turn.session, view, self._clock.now_s)
+        view = self._known.prospects.with_expectation(turn.session, view, self._clock.now_s)
+        return replace(view, begins=False) if view.begins and turn.held else view
 
     def scene(self, views: list[EngineView], dice: Callable[[], float]) -> DispatchState:
         """Everything that a choice among waiting turns looks at; ``dice`` gives 0 to 1."""

@@ -87,6 +87,23 @@ class RoutedLeg:
     first_ns: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PausedLeg:
+    """A turn that waits while it stands on an engine whose gate is closed.
+
+    Attributes:
+        key: its ``admission.rank``.
+        view: it as placement sees it, were it cut now.
+        since: when the gate closed, in seconds.
+        leg: where it stands.
+    """
+
+    key: tuple[bool, int, int]
+    view: TurnView
+    since: float
+    leg: RoutedLeg
+
+
 @dataclass
 class Counts:
     """What the router counts.
