@@ -25,7 +25,7 @@ from rose_dev.components import Layout
 from rose_dev.errors import StartFailed
 from rose_dev.parts import CONTROL_PLANE, NODE
 from rose_dev.pki import Authority, service_account_keys
-from rose_dev.shell import run, succeeds, tail
+from rose_dev.shell import ending_with_us, run, succeeds, tail
 from rose_dev.waiting import wait_until
 from rose_wire.ports import free_ports
 
@@ -60,12 +60,11 @@ class Child:
     """A process that writes to a log file and dies with the thread that started it (on Linux)."""
 
     def __init__(self, argv: Sequence[str], log: Path) -> None:
-        guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         self.name = Path(argv[0]).name
         self.log = log
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [*guard, *argv],
+                ending_with_us(argv),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

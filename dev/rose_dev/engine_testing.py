@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -32,6 +31,7 @@ from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.engine_template import SGLANG, ProcessHandle, Stock, Template
 from rose_dev.models import Recipe, make_model, make_named, tensors
+from rose_dev.shell import ending_with_us
 from rose_engines.node.permit import Permit
 from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import command, environment
@@ -231,9 +231,12 @@ def start_program(
 ) -> subprocess.Popen[bytes]:
     """An engine in a session of its own, its output in an open file."""
     # A test that is killed ends nothing: its engine goes with it.
-    guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     return subprocess.Popen(
-        [*guard, *line], env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        ending_with_us(line),
+        env=variables,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 

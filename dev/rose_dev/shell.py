@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,12 @@ def run(
         message = f"{' '.join(words)}: exit code {done.returncode}\n{said}"
         raise CommandFailed(message)
     return subprocess.CompletedProcess(words, done.returncode, out, err)
+
+
+def ending_with_us(argv: Sequence[str | Path]) -> list[str]:
+    """A command that is killed when the thread that starts it ends, as a killed test's (Linux)."""
+    guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    return [*guard, *map(str, argv)]
 
 
 def succeeds(argv: Sequence[str | Path], *, seconds: float = 10) -> bool:

@@ -39,6 +39,7 @@ from rose_core.wire.sync import (
     SyncRequest,
     WeightSource,
 )
+from rose_dev.shell import ending_with_us
 from rose_engines.node.rundir import EngineFile, RunDir, read_json
 from rose_wire import tls
 from rose_wire.rpc import Server
@@ -124,7 +125,9 @@ class FakeOperator:
             pod_uid=PodUid("serving-0"),
             pod_name="serving-0",
             gpu_uuids=(GpuUuid("GPU-0"),),
-            engine=EngineSpec("fake", "small", arguments=self.arguments),
+            engine=EngineSpec(
+                "fake", "small", arguments={"end-with": str(os.getpid()), **self.arguments}
+            ),
             weights=WeightSource("127.0.0.1:1", "run"),
             router="",
         )
@@ -167,7 +170,7 @@ class Node:
             arguments = ("-m", self.module, str(self.root / f"{name}.served"), *rest)
         with (self.root / f"{name}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *(*self.inside, sys.executable, *arguments),
+                *ending_with_us([*self.inside, sys.executable, *arguments]),
                 stdout=log,
                 stderr=log,
                 env=os.environ | ({tls.IDENTITY: str(self.identity)} if self.identity else {}),

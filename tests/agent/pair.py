@@ -8,6 +8,7 @@ end can be compared with when the test did something, though no guard ever does 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -75,7 +76,9 @@ class GroupOperator(FakeOperator):
             pod_uid=FOLLOWER,
             pod_name=FOLLOWER,
             gpu_uuids=(GpuUuid("GPU-0"),),
-            engine=EngineSpec("fake", "small", arguments=self.arguments),
+            engine=EngineSpec(
+                "fake", "small", arguments={"end-with": str(os.getpid()), **self.arguments}
+            ),
             weights=WeightSource("127.0.0.1:1", "run"),
             router="",
         )

@@ -3,7 +3,10 @@
 import asyncio
 import json
 import os
+import select
 import shutil
+import subprocess
+import sys
 import tarfile
 from ipaddress import IPv4Interface, IPv4Network
 from itertools import combinations
@@ -241,3 +244,20 @@ def test_what_enforced_policies_is_forgotten_and_nobody_elses_rules_are_written(
         "-X KUBE-ROUTER-FORWARD",
         "COMMIT",
     ]
+
+
+def test_a_command_that_ends_with_us_is_killed_though_nobody_is_left_to_end_it() -> None:
+    code = "import subprocess; from rose_dev.shell import ending_with_us; "
+    code += "print(subprocess.Popen(ending_with_us(['sleep', '600'])).pid, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as test:
+        assert test.stdout is not None
+        pid = int(test.stdout.readline())
+        wait_until(
+            lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n", "it runs", seconds=60
+        )
+        ended = os.pidfd_open(pid)
+        test.kill()
+    assert select.select([ended], [], [], 60)[0]
+    os.close(ended)

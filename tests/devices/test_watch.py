@@ -430,7 +430,7 @@ async def test_only_the_reader_asks_the_driver(node: Node) -> None:
 async def test_nobody_waits_for_a_driver_that_answers_slowly(node: Node) -> None:
     """If a look asked the driver, there would be fewer looks than calls."""
     uuids = tuple(gpu.uuid for gpu in node.nvml.gpus)
-    node.nvml.delay(0.1)
+    node.nvml.delay(0.03)
     node.nvml.forget_calls()
     reader = asyncio.create_task(node.watch.run())
     await until(lambda: node.nvml.total_calls > 0)
@@ -439,7 +439,7 @@ async def test_nobody_waits_for_a_driver_that_answers_slowly(node: Node) -> None
         for uuid in uuids:
             node.see((uuid,))
             looks += 1
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.005)
     assert looks > node.nvml.total_calls
     assert node.see((uuids[0],)).refusal == ""
     assert node.see((uuids[7],)).refusal == "DeviceUnknown", "the last one is still to be read"

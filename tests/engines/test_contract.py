@@ -16,6 +16,7 @@ import pytest
 from rose_core.identity import WeightVersion
 from rose_core.telemetry.dialects import samples
 from rose_dev.engine_testing import PermitHolder, RealEngine, State, write_bundle
+from rose_dev.shell import ending_with_us
 from rose_engines.errors import EngineRefused, EngineUnavailable
 from rose_engines.process.client import Generation, TurnClient
 from rose_engines.tensors.safetensors import read_file
@@ -42,7 +43,9 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     argv = [sys.executable, "-m", "rose_engines.fake", "--model", str(make_named(MODEL))]
     argv += ["--permit", str(folder / "permit"), "--plugin-socket", str(folder / "plugin.sock")]
     argv += ["--max-running", "4", "--stager", "process"]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    process = subprocess.Popen(
+        ending_with_us(argv), stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
     try:
         assert process.stdout is not None
         url = process.stdout.readline().strip().removeprefix("url=")

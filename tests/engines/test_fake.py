@@ -13,6 +13,7 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import PermitHolder, State, write_bundle
+from rose_dev.shell import ending_with_us
 from rose_engines.errors import EngineUnavailable
 from rose_engines.fake.model import continuation, next_token
 from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
@@ -93,7 +94,9 @@ async def test_closed_permit_stops_every_token() -> None:
 def process(folder: Path, model: Path, permit: PermitHolder) -> Iterator[subprocess.Popen[str]]:
     argv = [sys.executable, "-m", "rose_engines.fake", "--model", str(model)]
     argv += ["--permit", str(folder / "permit"), "--plugin-socket", str(folder / "plugin.sock")]
-    child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    child = subprocess.Popen(
+        ending_with_us(argv), stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
     try:
         assert child.stdout is not None
         assert child.stdout.readline().startswith("url=")
@@ -101,6 +104,16 @@ def process(folder: Path, model: Path, permit: PermitHolder) -> Iterator[subproc
     finally:
         child.kill()
         child.communicate(timeout=60)
+
+
+def test_it_ends_with_the_process_that_it_is_told_though_that_is_not_its_parent() -> None:
+    with subprocess.Popen(["sleep", "600"]) as test:
+        argv = [sys.executable, "-m", "rose_engines.fake", "--end-with", str(test.pid)]
+        with subprocess.Popen(ending_with_us(argv), stdout=subprocess.PIPE, text=True) as engine:
+            assert engine.stdout is not None
+            assert engine.stdout.readline().startswith("url=")
+            test.kill()
+            assert engine.wait(60) == 1
 
 
 async def test_kill_in_a_commit_leaves_the_base(tmp_path: Path, old: State, sparse: State) -> None:

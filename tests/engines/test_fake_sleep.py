@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from rose_dev.shell import ending_with_us
 from rose_engines.errors import EngineUnavailable
 from rose_engines.process.sleep import SGLangServing, SleepRefused
 from rose_engines.weights.memory import PAGE
@@ -22,7 +23,7 @@ ASK = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
 
 def started(*flags: str) -> Iterator[tuple[int, str]]:
     argv = [sys.executable, "-m", "rose_engines.fake", f"--kv-bytes={CACHE}", *flags]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as engine:
+    with subprocess.Popen(ending_with_us(argv), stdout=subprocess.PIPE, text=True) as engine:
         try:
             assert engine.stdout is not None
             yield engine.pid, engine.stdout.readline().strip().removeprefix("url=")

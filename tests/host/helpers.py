@@ -35,8 +35,9 @@ DEADLINE_SECONDS = float(os.environ.get("ROSE_TEST_DEADLINE", "60"))  # longer w
 def order(
     uid: str = "slot-1", generation: int = 1, *, token: str = TOKEN, **arguments: str
 ) -> EnsureEngine:
-    """An order for a fake engine; keyword arguments become its flags."""
-    flags = {name.replace("_", "-"): value for name, value in arguments.items()}
+    """An order for a fake engine, which ends with us; keyword arguments become its flags."""
+    flags = {"end-with": str(os.getpid())}
+    flags |= {name.replace("_", "-"): value for name, value in arguments.items()}
     return EnsureEngine(
         slot=SlotKey(SlotUid(uid), generation),
         slot_name=f"name-of-{uid}",

@@ -93,6 +93,13 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--vote-seconds", type=float, default=10.0, help="how late a rank may be")
     flags.add_argument("--member-fault", default="", help="where the last rank fails (torture)")
+    flags.add_argument(
+        "--end-with",
+        type=int,
+        default=0,
+        metavar="PID",
+        help="end at once when this process has ended, as a test's that was killed; 0 = go on",
+    )
     return flags
 
 
@@ -188,9 +195,7 @@ async def serve(flags: argparse.Namespace) -> None:
     for one in weights:
         one.permit_open = permit_open
     control = ControlServer(flags.plugin_socket, session.handle) if flags.plugin_socket else None
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = _told_to_end(loop, flags.end_with)
     key = os.environ.pop(KEY_VARIABLE, "")
     application = FakeServer(scheduler, str(flags.model or "fake"), key).application()
     if pool is not None:
@@ -214,6 +219,17 @@ async def serve(flags: argparse.Namespace) -> None:
         if control:
             control.close()
         await runner.cleanup()
+
+
+def _told_to_end(loop: asyncio.AbstractEventLoop, process: int) -> asyncio.Event:
+    """Set by SIGTERM or SIGINT; with this process, where one is given, we end at once."""
+    if process:
+        # Not the parent: an engine outlives its host, and must not outlive the host's test.
+        loop.add_reader(os.pidfd_open(process), os._exit, 1)
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    return told
 
 
 def _discard(_: object) -> None:
