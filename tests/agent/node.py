@@ -44,6 +44,7 @@ from rose_engines.node.rundir import EngineFile, RunDir, read_json
 from rose_wire import tls
 from rose_wire.rpc import Server
 from rose_wire.services import NOTICES, SYNC
+from tests.host.helpers import FAKE
 from tests.host.left import sweep
 
 POOL = "default/chat"
@@ -125,9 +126,7 @@ class FakeOperator:
             pod_uid=PodUid("serving-0"),
             pod_name="serving-0",
             gpu_uuids=(GpuUuid("GPU-0"),),
-            engine=EngineSpec(
-                "fake", "small", arguments={"end-with": str(os.getpid()), **self.arguments}
-            ),
+            engine=EngineSpec("fake", "small", arguments=FAKE | self.arguments),
             weights=WeightSource("127.0.0.1:1", "run"),
             router="",
         )

@@ -8,7 +8,6 @@ end can be compared with when the test did something, though no guard ever does 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -35,6 +34,7 @@ from rose_dev.pki import Authority
 from rose_engines.node.permit import BadPermit, Permit
 from rose_wire import tls
 from tests.agent.node import POOL, SLOT, FakeOperator, Node
+from tests.host.helpers import FAKE
 from tests.tap.net import namespace
 from tests.tap.wire import BadWire, bad_wire
 
@@ -76,9 +76,7 @@ class GroupOperator(FakeOperator):
             pod_uid=FOLLOWER,
             pod_name=FOLLOWER,
             gpu_uuids=(GpuUuid("GPU-0"),),
-            engine=EngineSpec(
-                "fake", "small", arguments={"end-with": str(os.getpid()), **self.arguments}
-            ),
+            engine=EngineSpec("fake", "small", arguments=FAKE | self.arguments),
             weights=WeightSource("127.0.0.1:1", "run"),
             router="",
         )

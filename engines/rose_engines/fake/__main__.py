@@ -94,6 +94,12 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--vote-seconds", type=float, default=10.0, help="how late a rank may be")
     flags.add_argument("--member-fault", default="", help="where the last rank fails (torture)")
     flags.add_argument(
+        "--without-numba",
+        choices=["", "true"],
+        default="",
+        help="as where it is not installed: to load it takes longer than to serve a tiny model",
+    )
+    flags.add_argument(
         "--end-with",
         type=int,
         default=0,
@@ -240,7 +246,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the fake engine."""
     logging.basicConfig(level=logging.INFO)
     faults.arm()
-    asyncio.run(serve(parser().parse_args(argv)))
+    flags = parser().parse_args(argv)
+    if flags.without_numba:
+        sys.modules["numba"] = None  # type: ignore[assignment]  # how Python says: not there
+    asyncio.run(serve(flags))
     return 0
 
 
