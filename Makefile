@@ -22,7 +22,7 @@ MYPY := $(if $(shell command -v flock),flock $(ROSE_CACHE)/mypy.lock) $(BIN)/myp
 # In the order of collection: xdist would run files with many tests first, whatever they share.
 LANE := -v -n 1 --dist loadfile --no-loadscope-reorder
 
-.PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-waiting test-computing test-engines test-node test-api test-sandboxes test-gpu-node test-cgroup2 test-keda test-long test-vllm unit check format generate docs crds clean \
+.PHONY: atlas help venv engine vllm cluster keda sandbox tap demo test test-engines test-node test-api test-sandboxes test-gpu-node test-cgroup2 test-keda test-long test-vllm unit check format generate docs crds clean \
 	bench-guard bench-batches bench-sandboxes bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-bound bench-simulate bench-rewards bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal reasoning-gym sandbox-adapters sandbox-harbor sandbox-openenv test-clients
 
@@ -70,7 +70,7 @@ demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and the names of what was stand
 # at the end. Generated examples are the same every time, so that a change is judged by what it does. While you work
 # (`make unit`) nothing is tried twice, and examples are new each time. Each lane ends with its slowest tests.
-LANES := test test-waiting test-computing test-engines test-node test-api test-sandboxes
+LANES := test test-engines test-node test-api test-sandboxes
 # As one word with its option: behind a space pytest takes a file that is there for the folder of the tests.
 RETRIED := out/retried
 $(LANES): AGAIN := --reruns 1 --only-rerun ".*" --rerun-show-tracebacks --write-reruns=$(RETRIED) --hypothesis-profile=ci --durations 15 --durations-min 5
@@ -78,20 +78,14 @@ test: venv  ## everything that CI runs
 	$(MAKE) --no-print-directory -j 3 check engine cluster sandbox
 	$(MAKE) --no-print-directory -j 2 tap release-parts
 	@rm -f $(RETRIED)
-	status=0; $(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-waiting test-computing || status=$$?; \
+	status=0; $(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 -k AGAIN='$(AGAIN)' \
+		test-node unit test-engines test-api test-sandboxes || status=$$?; \
 	if [ -s $(RETRIED) ]; then echo "[lane] tried twice:"; cat $(RETRIED); else echo "[lane] nothing was tried twice"; fi; exit $$status
-	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
+	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"  # last: it installs into the environment that the lanes run in
 
-# Two chains. What waits for a cluster costs what computes hardly any time; sandboxes, which wait too, are where there is
-# time left. With three chains at once pods were not ready within their limits, and two tests of the GPU node failed.
-test-waiting:
-	$(MAKE) --no-print-directory test-node AGAIN='$(AGAIN)'
-	$(MAKE) --no-print-directory test-api AGAIN='$(AGAIN)'
-
-test-computing:
-	$(MAKE) --no-print-directory unit AGAIN='$(AGAIN)'
-	$(MAKE) --no-print-directory test-engines AGAIN='$(AGAIN)'
-	$(MAKE) --no-print-directory test-sandboxes AGAIN='$(AGAIN)'
+# A queue of lanes, two at once: whoever is done takes the next, so no core waits for a chain that is longer than the other.
+# First what takes longest; what needs a node waits and has what computes beside it. With three at once pods were not
+# ready within their limits, and two tests of the GPU node failed. A lane that fails keeps no other from its end.
 
 # Two workers, each with a process of its own that has imported SGLang (15 s of a core): one alone uses about one core.
 # Who is done first may wait for the other (watchdog_end).
