@@ -93,6 +93,23 @@ async def test_many_messages_are_answered_in_order() -> None:
     assert answers == [Answer(1), Answer(2), Answer(3)]
 
 
+async def test_who_sends_is_ended_where_the_peer_ends_the_stream() -> None:
+    """Otherwise each router that is killed leaves a task with whoever owns an engine."""
+    ended = asyncio.Event()
+
+    async def waits() -> AsyncIterator[Question]:
+        try:
+            yield Question("a")
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with service(token="right") as channel:
+        with pytest.raises(Refused, match="token"):
+            _ = [a async for a in converse(channel, TALK, waits(), token="wrong")]
+    assert ended.is_set()
+
+
 async def test_blocks_travel_as_they_are() -> None:
     block = bytes(range(256)) * 4096
     async with service() as channel:

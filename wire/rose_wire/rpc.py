@@ -10,6 +10,7 @@ itself (connections, deadlines, cancellation, keep-alive, TLS) is grpcio's.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterable, AsyncIterator
 from pathlib import Path
 
@@ -141,14 +142,17 @@ async def converse(
     *,
     token: str = "",
 ) -> AsyncIterator[ReplyT]:
-    """Send many messages, yield many.
+    """Send many messages, yield many; with the end of the stream nobody sends any more.
 
     Raises:
         Unavailable: the stream broke.
         Refused: the peer said no.
     """
+    sending: list[asyncio.Task[object]] = []
 
     async def frames() -> AsyncIterator[bytes]:
+        if (task := asyncio.current_task()) is not None:
+            sending.append(task)
         async for request in requests:
             yield encode(request)
 
@@ -160,3 +164,7 @@ async def converse(
         raise translate(error, method.path) from error
     finally:
         stream.cancel()
+        # gRPC leaves who sends waiting for its next message where the peer has ended the stream.
+        for task in sending:
+            task.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
