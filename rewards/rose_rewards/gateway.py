@@ -237,10 +237,16 @@ class Gateway:
         now = self.clock()
         ages = [
             promised_age(now - one.since, self._complete(one, now), self.patience)
-            for one in (*self._waiting.values(), *self._under_way.values())
-            if self._counts(one, team) and self.functions[one.reward.function].judge is None
+            for one in self._waiting.values()
+            if self._counts(one, team)
         ]
-        return wish(ages, self.p50(team), target, self.queue_limit)
+        running = [
+            now - given.began
+            for given in self._verifications.values()
+            for _ in given.copies
+            if self._counts(given.one, team)
+        ]
+        return wish(ages, self.p50(team), target, self.queue_limit, running)
 
     def _complete(self, one: _Waiting, now: float) -> float | None:
         """Seconds since its group lacks none but what was taken; of none, since for ever."""

@@ -4,6 +4,10 @@ A reward is promised its result ``target`` seconds after it was taken. The promi
 moment and not from the next look: what has waited half of it has half of it left. So workers stay
 as many as a burst asked for until it is done, and what comes meanwhile does not move its end.
 
+A reward that runs counts for what is left of it. Its worker finishes it also when it is told to go
+and ends then, so workers that have nothing more to do are let go while they are still busy, and
+not after they have stood idle until the next look.
+
 Nobody waits for the reward of a group that still lacks others which are rolled out. It may take
 ``patience`` seconds more, or until it decides its group: then the target counts from there. So few
 workers do most of the work while rollouts hide it.
@@ -12,7 +16,7 @@ workers do most of the work while rollouts hide it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 def promised_age(age: float, complete: float | None, patience: float) -> float:
@@ -27,29 +31,39 @@ def promised_age(age: float, complete: float | None, patience: float) -> float:
     return waited if complete is None else max(waited, min(age, complete))
 
 
-def wish(ages: Iterable[float], p50: float | None, target: float, most: int) -> int:
+def wish(
+    ages: Iterable[float],
+    p50: float | None,
+    target: float,
+    most: int,
+    running: Collection[float] = (),
+) -> int:
     """Workers that finish what waits and runs, each within the target of when it was taken.
 
     Args:
-        ages: of each reward that waits or runs (``promised_age``), in any order.
+        ages: of each reward that waits (``promised_age``), in any order.
         p50: median seconds of one; None while none has ended.
         target: seconds in which a reward should have its result.
         most: never more.
+        running: seconds for which each reward that runs has been verified.
 
     Returns:
         0 for an empty queue, otherwise 1 to ``most``. While nothing is known of the time, one
         worker finds it out.
     """
     oldest = sorted(ages, reverse=True)
-    if not oldest or not most:
+    if not (oldest or running) or not most:
         return 0
     if p50 is None:
         return 1
-    wanted = 1
-    for number, age in enumerate(oldest, start=1):
+    # One that takes longer than the median ends nobody knows when: its worker is not counted on.
+    under_way = sum(max(p50 - verified, 0.0) for verified in running)
+    wanted = 0.0
+    for number, age in enumerate((0.0, *oldest)):
         # The first so many are due by then. One that is late already still takes its own time.
         left = max(p50, target - age)
-        needed = number * p50 / left if left > 0 else float(number)
-        # A figure such as 3.0000000000000004 asks for three.
-        wanted = max(wanted, math.ceil(min(needed, float(number)) - 1e-9))
-    return min(most, len(oldest), wanted)
+        needed = (number * p50 + under_way) / left if left > 0 else float(number)
+        wanted = max(wanted, min(needed, float(number + len(running))))
+    # The nearest number: a fraction of a worker's work is sooner done by those that are there than
+    # by one more, which takes a cold start and ends idle.
+    return max(1, min(most, len(oldest) + len(running), math.floor(wanted + 0.5)))

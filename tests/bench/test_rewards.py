@@ -1,5 +1,6 @@
 """Workers that follow the wish, and pools of a fixed size, on virtual time."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def test_the_charts_setting_is_the_charts() -> None:
     values = yaml.safe_load(VALUES.read_text())["rewards"]
     told = (values["targetSeconds"], values["patienceSeconds"], values["keda"]["cooldownSeconds"])
     assert told == (CHART.target_s, CHART.patience_s, CHART.cooldown_s)
+    assert CHART.poll_s == CHART.cooldown_s, "the chart has KEDA poll as often"
     assert values["worker"]["most"] == CHART.most
 
 
@@ -73,6 +75,21 @@ def test_rewards_whose_groups_lack_others_hold_fewer_workers_and_wait_longer() -
     assert to_come.most < alone.most / 2
     assert to_come.wait_p99_s > alone.wait_p99_s
     assert to_come.busy_share > alone.busy_share
+
+
+def test_a_worker_with_nothing_more_to_do_is_let_go_while_it_is_busy() -> None:
+    """Told to go at the look at 30 s, it ends at 35 s, and is not idle until the look at 45 s."""
+    clock = VirtualClock()
+    pool = FollowingPool(clock, replace(Autoscaler(), cold_s=0.0), lambda: 20.0)
+    pool._times.append(20.0)
+    for number in range(8):
+        end = partial(pool.verify, str(number), ALONE, lambda: None)
+        clock.at(round((0.0 if number == 0 else 9.0) * SECOND), end)
+    pool.start()
+    clock.run(45 * SECOND)
+    found = pool.found()
+    assert found.most > 4
+    assert found.busy_share > 0.9
 
 
 def test_nobody_is_held_once_the_cool_down_is_over() -> None:

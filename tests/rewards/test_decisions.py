@@ -65,6 +65,19 @@ def test_what_comes_later_does_not_move_the_end_of_what_came_before() -> None:
     assert wish([60.0] * 3, 0.5, 5.0, 64) == 3
 
 
+def test_a_reward_that_runs_counts_for_what_is_left_of_it() -> None:
+    assert wish([], 10.0, 10.0, 64, [0.0] * 10) == 10
+    assert wish([], 10.0, 10.0, 64, [9.0] * 10) == 1, "they end, and leave nothing to do"
+    assert wish([], 10.0, 10.0, 64, [60.0] * 3) == 1, "nobody is kept idle for what is late"
+    assert wish([0.0] * 4, 10.0, 10.0, 64, [5.0] * 4) == 6, "sixty seconds of work within ten"
+    assert wish([0.0] * 4, 10.0, 10.0, 64, []) == 4
+
+
+def test_a_fraction_of_a_worker_brings_none_while_others_can_do_it() -> None:
+    assert wish([0.0] * 7, 1.0, 5.0, 64) == 1, "seven seconds within five are 1.4 workers"
+    assert wish([0.0] * 8, 1.0, 5.0, 64) == 2
+
+
 def test_a_reward_whose_group_lacks_others_may_take_longer_until_it_decides_its_group() -> None:
     def ages(taken: float, complete: float | None) -> list[float]:
         return [promised_age(taken, complete, 15.0)] * 10
@@ -96,14 +109,16 @@ def test_a_group_is_complete_once_no_other_reward_can_be_needed_to_decide_it() -
     p50=st.floats(0.0, 1e4),
     target=st.floats(0.01, 1e3),
     more=st.floats(0.0, 1e4),
+    running=st.lists(st.floats(0.0, 1e4), max_size=50),
 )
 def test_a_queue_wishes_for_somebody_and_never_for_more_than_it_has(
-    ages: list[float], p50: float, target: float, more: float
+    ages: list[float], p50: float, target: float, more: float, running: list[float]
 ) -> None:
-    wanted = wish(ages, p50, target, 64)
-    assert 1 <= wanted <= min(len(ages), 64)
-    assert wanted <= wish([*ages, more], p50, target, 64)
-    assert wanted <= wish([age + more for age in ages], p50, target, 64)
+    wanted = wish(ages, p50, target, 64, running)
+    assert 1 <= wanted <= min(len(ages) + len(running), 64)
+    assert wanted <= wish([*ages, more], p50, target, 64, running)
+    assert wanted <= wish([age + more for age in ages], p50, target, 64, running)
+    assert wanted <= wish(ages, p50, target, 64, [*running, more])
 
 
 def test_a_limit_is_learned_from_correct_answers_of_the_same_task_alone() -> None:

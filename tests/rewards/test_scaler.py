@@ -129,7 +129,7 @@ def test_the_chart_tells_the_gateway_how_patient_it_may_be() -> None:
     values = {"rewards": {"enabled": True, "functions": {"exact": {"rule": "exact"}}}}
     pod = render(values).one("Deployment", "rose-rewards")["spec"]["template"]["spec"]
     words = pod["containers"][0].get("args", []) + pod["containers"][0].get("command", [])
-    assert {"--target-seconds=10", "--patience-seconds=15"} <= set(words)
+    assert {"--target-seconds=10", "--patience-seconds=0"} <= set(words)
 
 
 async def test_a_team_that_is_not_in_the_list_is_no_answer_and_no_series(tmp_path: Path) -> None:
