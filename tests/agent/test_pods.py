@@ -126,13 +126,25 @@ async def test_list_then_watch(api: tuple[FakeApi, KubernetesPods]) -> None:
     assert fake.selectors == {"spec.nodeName=node-1"}
 
 
+def owned_by(version: str, kind: str) -> dict[str, Any]:
+    return {"ownerReferences": [{"apiVersion": version, "kind": kind, "controller": True}]}
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"labels": {"app": "llm", "agents.x-k8s.io/sandbox-name-hash": "b5ec8f6b"}},
+        owned_by("agents.x-k8s.io/v1beta1", "Sandbox"),
+    ],
+    ids=["label", "owner"],
+)
 async def test_a_pod_of_agent_sandbox_is_no_replica_whatever_its_template_says(
-    api: tuple[FakeApi, KubernetesPods],
+    api: tuple[FakeApi, KubernetesPods], marks: dict[str, Any]
 ) -> None:
-    """The labels that its controller gives a pod beside those of the template."""
+    """What its controller gives a pod beside the template's own labels: either is enough."""
     fake, pods = api
-    labels = {"app": "llm", "agents.x-k8s.io/sandbox-name-hash": "b5ec8f6b"}
-    fake.pods = [pod(), pod("agent", "an-agent's", metadata={"labels": labels})]
+    serving = pod(metadata=owned_by("apps/v1", "ReplicaSet"))
+    fake.pods = [serving, pod("agent", "an-agent's", metadata=marks)]
     await until(lambda: pods.synced)
     assert [one.name for one in pods.pods([POLICY]).values()] == ["serving"]
     assert "chat/agent" in pods.residents.names.values(), "of the node all the same"

@@ -45,8 +45,10 @@ GROUP_SIZE_ANNOTATION = "leaderworkerset.sigs.k8s.io/size"
 GROUP_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
 GROUP_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
 WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
-# What the controller of agent-sandbox (kubernetes-sigs) writes on each of its pods.
-AGENT_SANDBOX_LABEL = "agents.x-k8s.io/sandbox-name-hash"
+# Group of agent-sandbox's kinds (kubernetes-sigs): its controller is the owner of each of its pods,
+# also of those that it takes over from a warm pool, and labels them.
+AGENT_SANDBOX_GROUP = "agents.x-k8s.io"
+AGENT_SANDBOX_LABEL = f"{AGENT_SANDBOX_GROUP}/sandbox-name-hash"
 _WATCH_SECONDS = 240
 _SCAN_SECONDS = 2.0
 _MOST_PORT = 65535
@@ -310,13 +312,18 @@ def _policy_of(pod: Json, policies: Sequence[PoolPolicy]) -> PoolPolicy | None:
     if _has_ended(pod):
         return None
     labels = meta.get("labels") or {}
-    if AGENT_SANDBOX_LABEL in labels:
+    if AGENT_SANDBOX_LABEL in labels or _is_agent_sandboxes(meta):
         return None  # somebody's agent, whatever labels its template has: no replica to lend
     for policy in policies:
         same = policy.pool.split("/")[0] == meta["namespace"]
         if same and policy.labels and policy.labels.items() <= labels.items():
             return policy
     return None
+
+
+def _is_agent_sandboxes(meta: Json) -> bool:
+    owners = meta.get("ownerReferences") or ()
+    return any(one.get("apiVersion", "").partition("/")[0] == AGENT_SANDBOX_GROUP for one in owners)
 
 
 def _has_ended(pod: Json) -> bool:
