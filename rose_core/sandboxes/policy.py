@@ -17,8 +17,15 @@ sandbox stands still for a tenth of a wait that nobody feels."""
 PRESSED_FACTOR = 2.0
 """The same where the host's memory is short: others could not begin at all."""
 LEARNT = 0.2
-"""Weight of the newest suspend or resume in what the next one is expected to take: a busy disk is
-believed after some ten of them (exponential smoothing)."""
+"""Weight of the newest save, suspend or resume in what the next one is expected to take: a busy
+disk is believed after some ten of them (exponential smoothing)."""
+FORGOTTEN = 0.005
+"""Of what suspending and resuming were found to take above the usual, at each wait that is too
+short for it: one resume of 100 s is tried again after 600 waits of 20 s, a share of 1 % if it is as
+slow again."""
+STARVED_FACTOR = 10.0
+"""Turns without a record that took this many times as long as a save are worth one that no wait
+hides: the agent stands still for a tenth of what it would lose."""
 
 
 class BoundaryAction(StrEnum):
@@ -83,15 +90,21 @@ class ModelWait:
 
 @dataclass(frozen=True)
 class SaveCosts:
-    """Seconds that this host needs: the likes of all its sandboxes, once it has suspended one.
+    """Seconds that this host needs: the likes of all its sandboxes, once it has saved one.
 
     Attributes:
         suspend: save all and free its memory.
         resume: until it runs again.
+        save: what a turn changed, once that is known; as long as a suspend before the first.
     """
 
     suspend: float = 0.6
     resume: float = 0.4
+    save: float = 0.6
+
+    def saved(self, seconds: float) -> SaveCosts:
+        """A turn has been saved, which took so long."""
+        return replace(self, save=self.save + LEARNT * (seconds - self.save))
 
     def suspended(self, seconds: float) -> SaveCosts:
         """A sandbox has been suspended, which took so long."""
@@ -100,6 +113,20 @@ class SaveCosts:
     def resumed(self, seconds: float) -> SaveCosts:
         """A sandbox has been resumed, which took so long."""
         return replace(self, resume=self.resume + LEARNT * (seconds - self.resume))
+
+    def forgotten(self) -> SaveCosts:
+        """What was slow counts a little less: it may be quick by now, and nobody has looked."""
+        usual = SaveCosts()
+        return replace(
+            self,
+            suspend=_nearer(self.suspend, usual.suspend),
+            resume=_nearer(self.resume, usual.resume),
+        )
+
+
+def _nearer(seconds: float, usual: float) -> float:
+    # What is quicker than usual stays: nothing needs to be tried again for its sake.
+    return min(seconds, (1 - FORGOTTEN) * seconds + FORGOTTEN * usual)
 
 
 @dataclass(frozen=True)
@@ -186,7 +213,35 @@ def decide(
         return Decision(BoundaryAction.NONE, SaveReason.SERVING if pays else reason, deferred=pays)
     if turn.saved >= turn.number:
         action, reason = BoundaryAction.NONE, SaveReason.SAVED
-    factor = PRESSED_FACTOR if pressure.memory_short else SUSPEND_FACTOR
-    if wait is not None and wait.sure > factor * (costs.suspend + costs.resume):
+    if suspending_pays(wait, costs, pressure):
         return Decision(BoundaryAction.SUSPEND, SaveReason.LONG_WAIT)
     return Decision(action, reason)
+
+
+def suspending_pays(wait: ModelWait | None, costs: SaveCosts, pressure: HostPressure) -> bool:
+    """Whether a wait is so long that a sandbox leaves its memory to others."""
+    factor = PRESSED_FACTOR if pressure.memory_short else SUSPEND_FACTOR
+    return wait is not None and wait.sure > factor * (costs.suspend + costs.resume)
+
+
+def learn_from(
+    made: Decision, wait: ModelWait | None, costs: SaveCosts, pressure: HostPressure
+) -> SaveCosts:
+    """What a host counts with after a decision.
+
+    What suspending takes is learned from suspends alone. So a host that found it slow, and suspends
+    nothing for it, forgets it by the waits in which it would usually have done so.
+    """
+    if made.action is BoundaryAction.SUSPEND or not suspending_pays(wait, SaveCosts(), pressure):
+        return costs
+    return costs.forgotten()
+
+
+def is_starved(unsaved: float, costs: SaveCosts) -> bool:
+    """Whether a turn is saved although its look may outlast the reply, whose agent then waits.
+
+    Args:
+        unsaved: seconds since the first turn without a record began (``SandboxClock.unsaved``).
+        costs: of this host.
+    """
+    return unsaved >= STARVED_FACTOR * costs.save

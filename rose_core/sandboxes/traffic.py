@@ -20,7 +20,7 @@ class CheckpointRequest:
 
     Attributes:
         key: of the sandbox.
-        asked: when, on the caller's clock.
+        asked: when its first turn without a record began, on the caller's clock.
         expected: when its reply is expected; None: not known, so it counts as now.
     """
 

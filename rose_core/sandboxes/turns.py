@@ -52,6 +52,7 @@ class SandboxClock:
         expected: when the reply is expected, on the caller's clock; None: not known.
         wait: as told when the turn began.
         ready_at: when tokens were there while the sandbox was not; None: they are not.
+        unsaved_since: when the first turn without a record began; None: all have one.
     """
 
     phase: SandboxPhase = SandboxPhase.ACTING
@@ -60,6 +61,7 @@ class SandboxClock:
     expected: float | None = None
     wait: ModelWait | None = None
     ready_at: float | None = None
+    unsaved_since: float | None = None
 
     def begin_wait(self, now: float, wait: ModelWait | None = None) -> SandboxClock:
         """Begin to wait for the model, which the agent has asked: a boundary."""
@@ -72,6 +74,7 @@ class SandboxClock:
             expected=expected,
             wait=wait,
             ready_at=None,
+            unsaved_since=now if self.unsaved_since is None else self.unsaved_since,
         )
 
     def ready(self, now: float) -> SandboxClock:
@@ -89,7 +92,7 @@ class SandboxClock:
     def stored(self) -> SandboxClock:
         """The record of this boundary is durable."""
         self._must(SandboxPhase.SAVING, SandboxPhase.WAITING)
-        return self._on(replace(self, saved=self.turn))
+        return self._on(replace(self, saved=self.turn, unsaved_since=None))
 
     def failed(self) -> SandboxClock:
         """There is no record of this boundary."""
@@ -109,7 +112,7 @@ class SandboxClock:
     def suspended(self) -> SandboxClock:
         """Its memory is free; the record of this boundary is durable."""
         self._must(SandboxPhase.WAITING, SandboxPhase.SAVING)
-        return replace(self, phase=SandboxPhase.SUSPENDED, saved=self.turn)
+        return replace(self, phase=SandboxPhase.SUSPENDED, saved=self.turn, unsaved_since=None)
 
     def resumed(self) -> SandboxClock:
         """It runs again."""
@@ -131,6 +134,10 @@ class SandboxClock:
     def recoverable_to(self) -> int:
         """The newest turn that survives the loss of the host."""
         return self.saved
+
+    def unsaved(self, now: float) -> float:
+        """Seconds since the first turn without a record began; 0 where all have one."""
+        return 0.0 if self.unsaved_since is None else now - self.unsaved_since
 
     def _on(self, clock: SandboxClock) -> SandboxClock:
         if clock.ready_at is not None:

@@ -41,10 +41,20 @@ class Admission:
         self._pumping: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def place(self, session: str, expected: float | None) -> AsyncIterator[None]:
-        """Wait for a place and have it; ``expected``: when the reply is, None: not known."""
+    async def place(
+        self, session: str, expected: float | None, unsaved_since: float | None = None
+    ) -> AsyncIterator[None]:
+        """Wait for a place and have it.
+
+        Args:
+            session: whose boundary this is.
+            expected: when its reply is; None: not known.
+            unsaved_since: when its first turn without a record began: one that missed its place at
+                every turn would wait anew each time. None: now.
+        """
         event = asyncio.Event()
-        self._waiting[session] = (CheckpointRequest(session, self._now(), expected), event)
+        asked = self._now() if unsaved_since is None else unsaved_since
+        self._waiting[session] = (CheckpointRequest(session, asked, expected), event)
         self._pump()
         try:
             await event.wait()

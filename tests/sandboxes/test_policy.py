@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect, cross
 from rose_core.sandboxes.policy import (
+    FORGOTTEN,
+    SUSPEND_FACTOR,
     BoundaryAction,
     HostPressure,
     ModelWait,
@@ -17,6 +20,8 @@ from rose_core.sandboxes.policy import (
     SaveReason,
     TurnBoundary,
     decide,
+    is_starved,
+    learn_from,
     needed,
 )
 from rose_core.sandboxes.traffic import STARVED_SECONDS, CheckpointRequest, admit
@@ -97,6 +102,74 @@ def test_what_suspending_takes_is_learnt_from_how_it_went() -> None:
     assert decide(TurnBoundary(2, 1), Changed(), wait, costs, short).action is BoundaryAction.NONE
     assert SaveCosts().suspended(1.6).suspend == pytest.approx(0.8)
     assert SaveCosts().resumed(0.4) == SaveCosts()
+
+
+def decided(wait: ModelWait, costs: SaveCosts) -> tuple[BoundaryAction, SaveCosts]:
+    """One wait of a host, and what it counts with then."""
+    made = decide(TurnBoundary(2, 1), Changed(), wait, costs, HostPressure())
+    return made.action, learn_from(made, wait, costs, HostPressure())
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e4), st.floats(1.1, 20))
+def test_a_host_that_found_suspending_slow_tries_it_again(
+    suspend: float, resume: float, longer: float
+) -> None:
+    """What a resume takes was learned from resumes alone: one slow one ended them for good."""
+    usual = SaveCosts()
+    costs = usual.suspended(suspend).resumed(resume)
+    wait = ModelWait(longer * SUSPEND_FACTOR * (usual.suspend + usual.resume), 1.0)
+    waits = 0
+    action, costs = decided(wait, costs)
+    while action is not BoundaryAction.SUSPEND:
+        waits += 1
+        assert waits < 5000, costs
+        action, costs = decided(wait, costs)
+    # What is slow still is not tried at each wait: some 1 / ``FORGOTTEN`` for each e-fold of it.
+    found = usual.suspended(suspend).resumed(resume)
+    slow = max(0.0, found.suspend - usual.suspend) + max(0.0, found.resume - usual.resume)
+    quick = min(found.suspend, usual.suspend) + min(found.resume, usual.resume)
+    worth = longer * (usual.suspend + usual.resume) - quick
+    if slow > 2 * worth:
+        assert waits > 0.9 * math.log(slow / worth) / FORGOTTEN
+
+
+@given(waits, st.floats(0, 1e4), st.floats(0, 1e4))
+def test_only_a_wait_that_would_usually_suspend_makes_a_host_forget(
+    wait: ModelWait | None, suspend: float, resume: float
+) -> None:
+    costs, usual = SaveCosts(suspend, resume), SaveCosts()
+    made = decide(TurnBoundary(2, 1), Changed(), wait, costs, HostPressure())
+    then = learn_from(made, wait, costs, HostPressure())
+    long = wait is not None and wait.sure > SUSPEND_FACTOR * (usual.suspend + usual.resume)
+    if made.action is BoundaryAction.SUSPEND or not long:
+        assert then == costs
+    else:
+        assert (then.suspend < suspend) == (suspend > usual.suspend)
+        assert (then.resume < resume) == (resume > usual.resume)
+    assert SaveCosts(math.inf, math.inf).forgotten().resume == math.inf
+
+
+@given(st.floats(0.01, 60), st.lists(st.floats(0.01, 600), min_size=1, max_size=50))
+def test_turns_without_a_record_end_in_one_that_is_saved_however_long_its_look_takes(
+    save: float, turns: list[float]
+) -> None:
+    """Each has been held for ``HOLD_SECONDS``, so their number is bounded by what a save takes."""
+    costs = SaveCosts()
+    for _ in range(60):
+        costs = costs.saved(save)
+    clock, now, missed = SandboxClock(), 0.0, 0
+    for act in turns:
+        clock = clock.begin_wait(now)
+        if is_starved(clock.unsaved(now), costs):
+            clock = clock.saving().ready(now).stored()
+            assert clock.unsaved(now + 1) == 0
+            missed = 0
+        else:
+            clock = clock.ready(now)
+            missed += 1
+            assert (missed - 1) * HOLD_SECONDS < 10 * costs.save
+        assert not missed or clock.recoverable_to < clock.turn
+        now += HOLD_SECONDS + act
 
 
 def test_checkpoints_run_by_expected_reply_and_never_against_serving() -> None:

@@ -121,6 +121,26 @@ def test_what_a_turn_left_unsaved_changed_is_saved_with_the_next() -> None:
     assert stage.host.close().actions == {BoundaryAction.FULL: 2}
 
 
+def test_looks_that_outlast_every_reply_do_not_keep_all_turns_from_being_saved() -> None:
+    stage = Stage(replace(SETTING, looking=HOLD_SECONDS + 1))
+    box = stage.host.create("box")
+    saved = []
+    for turn in range(1, 8):
+        stage.again(box, 0.5, TurnChanges(files=True))
+        stage.until(8.0 * turn)
+        saved.append(box.clock.saved)
+        assert stage.released["box"] == 8.0 * (turn - 1) + HOLD_SECONDS + 1 + (
+            SAVING[box.action] if saved[-1] == turn else 0.0
+        )
+    # A save is taken for 0.6 s before the first one: 6 s after the first turn without a record.
+    assert saved == [0, 2, 2, 4, 4, 6, 6]
+
+
+def test_a_host_that_found_resuming_slow_suspends_again() -> None:
+    found = lived(16, replace(SETTING, room=12.0, costs=SaveCosts(1.0, 40.0)))
+    assert found.tally.actions[BoundaryAction.SUSPEND] > 0
+
+
 def test_a_sandbox_that_waits_long_is_suspended_where_memory_is_short_and_its_reply_resumes() -> (
     None
 ):

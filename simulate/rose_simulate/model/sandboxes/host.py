@@ -3,12 +3,14 @@
 | decided | in ``rose_core.sandboxes`` by |
 |---|---|
 | what a boundary saves, and whether the sandbox is suspended | ``policy.decide`` |
+| which boundary is saved however long its look takes | ``policy.is_starved`` |
 | which boundaries save now | ``traffic.admit`` |
 | the states of a sandbox | ``turns.SandboxClock`` |
 
-Only what the shell does between these is written here: a boundary waits for a place, saves for as
-long as was measured and publishes; a reply is held until then, ``HOLD_SECONDS`` at most if its
-boundary has no place yet; one that is being saved is waited for, as the next command is.
+Only what the shell does between these is written here: a boundary waits for a place, looks, saves
+for as long as was measured and publishes; a reply is held until then, ``HOLD_SECONDS`` at most if
+its boundary does not save yet; one that is being saved is waited for, as the next command is, which
+waits for a look too.
 Next step: ``agents`` lives on it.
 """
 
@@ -24,6 +26,8 @@ from rose_core.sandboxes.policy import (
     SaveCosts,
     TurnBoundary,
     decide,
+    is_starved,
+    learn_from,
 )
 from rose_core.sandboxes.traffic import PLACES, CheckpointRequest, admit, is_memory_short
 from rose_core.sandboxes.turns import HOLD_SECONDS, SandboxClock, SandboxPhase
@@ -54,6 +58,7 @@ class HostSetting:
     Attributes:
         saving: seconds of each action, from its place to its durable record.
         resuming: seconds until a suspended sandbox runs again.
+        looking: seconds of a look beyond those, before a boundary knows what to save.
         room: sandboxes whose memory the machine has; None: enough for all.
         costs: that ``decide`` is told at first; the host learns them as it goes.
         burns_share: part of the time in which serving of the node burns its budget.
@@ -62,6 +67,7 @@ class HostSetting:
 
     saving: Mapping[BoundaryAction, float]
     resuming: float
+    looking: float = 0.0
     room: float | None = None
     costs: SaveCosts = field(default_factory=SaveCosts)
     burns_share: float = 0.0
@@ -79,6 +85,7 @@ class SimulatedSandbox:
         held_since: nanoseconds at which its reply came and was not let go; None: none is held.
         release: called when the agent may act on the reply.
         action: of the boundary that is being saved.
+        looks: its boundary has a place and does not know yet what to save.
     """
 
     key: str
@@ -87,6 +94,7 @@ class SimulatedSandbox:
     held_since: int | None = None
     release: Callable[[], None] = lambda: None
     action: BoundaryAction = BoundaryAction.NONE
+    looks: bool = False
 
 
 @dataclass
@@ -142,14 +150,17 @@ class SimulatedSandboxHost:
         box.changes = box.changes.joined(made)
         box.clock = box.clock.begin_wait(self._clock.now_s, wait)
         # A boundary that nobody waited for is this one's now.
-        request = CheckpointRequest(box.key, self._clock.now_s, box.clock.expected)
+        since = box.clock.unsaved_since
+        asked = self._clock.now_s if since is None else since
+        request = CheckpointRequest(box.key, asked, box.clock.expected)
         self._waiting[box.key] = request, box
         self._admit()
 
     def end_turn(self, box: SimulatedSandbox, release: Callable[[], None]) -> None:
         """The model has answered; ``release`` is called when the agent may act on it."""
         box.held_since, box.release = self._clock.now_ns, release
-        if box.clock.phase is SandboxPhase.WAITING and box.key in self._waiting:
+        undecided = box.looks or box.key in self._waiting
+        if box.clock.phase is SandboxPhase.WAITING and undecided:
             turn = box.clock.turn
             self._clock.after(HOLD_SECONDS, lambda: self._let_go(box, turn))
         elif box.clock.phase is not SandboxPhase.SAVING:
@@ -197,12 +208,35 @@ class SimulatedSandboxHost:
         self._admit()
 
     def _save(self, box: SimulatedSandbox) -> None:
+        self._saving += 1
+        if is_starved(box.clock.unsaved(self._clock.now_s), self._costs):
+            box.clock = box.clock.saving()
+        if self._setting.looking:
+            box.looks = True
+            self._clock.after(self._setting.looking, lambda: self._looked(box))
+        else:
+            self._decide(box)
+
+    def _looked(self, box: SimulatedSandbox) -> None:
+        box.looks = False
+        self.tally.busy_ns += round(self._setting.looking * SECOND)
+        if box.clock.phase is SandboxPhase.ACTING:  # its reply was let go: the next one has it
+            self._saving -= 1
+            self._hand_over(box)
+            self._admit()
+        else:
+            self._decide(box)
+
+    def _decide(self, box: SimulatedSandbox) -> None:
         turn = TurnBoundary(box.clock.turn, box.clock.saved)
         pressure = replace(self.pressure(), serving_burns=False)  # admitted
-        made = decide(turn, box.changes, box.clock.wait, self._costs, pressure)
-        box.clock, box.action, box.changes = box.clock.saving(), made.action, TurnChanges()
+        wait = box.clock.wait if box.held_since is None else None
+        made = decide(turn, box.changes, wait, self._costs, pressure)
+        self._costs = learn_from(made, wait, self._costs, pressure)
+        if box.clock.phase is not SandboxPhase.SAVING:
+            box.clock = box.clock.saving()
+        box.action, box.changes = made.action, TurnChanges()
         seconds = self._setting.saving[made.action]
-        self._saving += 1
         self.tally.actions[made.action] = self.tally.actions.get(made.action, 0) + 1
         self.tally.busy_ns += round(seconds * SECOND)
         self._clock.after(seconds, lambda: self._saved(box))
@@ -215,14 +249,19 @@ class SimulatedSandboxHost:
             self._count(-1)
         else:
             box.clock = box.clock.stored()
+            self._costs = self._costs.saved(self._setting.saving[box.action])
         if box.held_since is not None:
             self._release(box)
         self._admit()
 
     def _let_go(self, box: SimulatedSandbox, turn: int) -> None:
-        """A reply has been held for as long as one may be whose boundary has no place."""
+        """A reply has been held for as long as one may be whose boundary does not save."""
         waits = box.clock.phase is SandboxPhase.WAITING and box.clock.turn == turn
-        if waits and box.held_since is not None:
+        if not waits or box.held_since is None:
+            return
+        if box.looks:  # what the agent does next waits for the look
+            box.clock = box.clock.ready(self._clock.now_s)
+        else:
             self._release(box)
 
     def _release(self, box: SimulatedSandbox) -> None:
