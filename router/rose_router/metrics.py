@@ -286,7 +286,7 @@ DRAFT_CORPORA = Counter(
 SANDBOX_STEPS = Counter(
     "rose_router_sandbox_steps",
     "Steps of turns for hosts of agents' sandboxes: told, untold (no sandbox, or no host took it), "
-    "late (the turn ended first), skipped (too many wait).",
+    "late (its reply was there first), skipped (too many wait).",
     ["step", "outcome"],
     registry=REGISTRY,
 )

@@ -59,6 +59,7 @@ class Forked:
         sessions: of the children.
         turn: that they go on from.
         ids, weight_versions, history: as in ``Restored``.
+        here: those of them that are at the host which answers; others were made before, elsewhere.
     """
 
     sessions: tuple[str, ...]
@@ -66,3 +67,4 @@ class Forked:
     ids: tuple[int, ...]
     weight_versions: tuple[str, ...] = ()
     history: bytes = b""
+    here: tuple[str, ...] = ()

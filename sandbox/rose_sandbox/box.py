@@ -1,5 +1,9 @@
 """What a host knows of one sandbox.
 
+Its ``etag`` names a moment between two of its agent's acts and turns, as HTTP's does a version of a
+page. Whoever tells of a turn may name the moment in which the model was asked: a host that hears of
+it after the agent has acted on the reply binds these tokens to no later files.
+
 Next step: ``saving`` saves it, ``host`` runs it.
 """
 
@@ -7,15 +11,36 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rose_core.sandboxes import policy
 from rose_core.sandboxes.outside import EgressEffect
 from rose_core.sandboxes.policy import BoundaryAction, Decision
+from rose_core.sandboxes.tunnels import TunnelLimits, may_open
 from rose_core.sandboxes.turns import SandboxClock
+from rose_sandbox import metrics
+from rose_sandbox.answers import Told
 from rose_sandbox.egress import Egress
+from rose_sandbox.errors import HeardLate, TooManyTunnels
 from rose_sandbox.runtimes.runtime import Handle, SandboxSpec
 from rose_weights.store.records import Command, OwnedSession
+
+
+@dataclass(frozen=True)
+class BoundTokens:
+    """What a moment of a sandbox goes with.
+
+    Attributes:
+        ids: of the session so far.
+        versions: weight versions that sampled them.
+        history: the router's session, which a restore gives back to it.
+    """
+
+    ids: tuple[int, ...] = ()
+    versions: tuple[str, ...] = ()
+    history: bytes = b""
 
 
 @dataclass
@@ -33,6 +58,8 @@ class Box:
         forced: the next boundary saves all: what the inspector compares with is no record.
         boundary: the task of the last boundary.
         egress: its proxy.
+        acts: commands, files and connections of its agent that have begun, and turns.
+        bound_at: ``acts`` when the turn that ``ids`` are of began, or the record was made.
         lock: whoever changes it.
         waking: whoever brings it back.
         tunnels: connections into it.
@@ -54,10 +81,89 @@ class Box:
     forced: bool = False
     boundary: asyncio.Task[None] | None = None
     egress: Egress | None = None
+    acts: int = 0
+    bound_at: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waking: asyncio.Lock = field(default_factory=asyncio.Lock)
     tunnels: int = 0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def etag(self) -> str:
+        """This moment: of no other act, turn or life of the sandbox."""
+        return f"{self.owned.fence}.{self.acts}"
+
+    def begin_turn(self, now: float, wait: policy.ModelWait | None, tokens: BoundTokens) -> None:
+        """The agent waits for the model, which these tokens were given to."""
+        self.clock = self.clock.begin_wait(now, wait)
+        self.acts += 1
+        self.ids, self.versions, self.history = tokens.ids, tokens.versions, tokens.history
+        self.bound_at = self.acts
+
+    def begin_end(self, now: float, whole: BoundTokens) -> None:
+        """No turn is asked for: what is saved goes with all tokens of the session.
+
+        Where the agent has acted since its last turn, that turn's go with older files. So what is
+        saved is bound to none if nobody knows them all.
+        """
+        known = whole.ids[: len(self.ids)] == self.ids
+        if not known and self.has_acted:
+            whole = BoundTokens()
+        elif not known:
+            whole = BoundTokens(self.ids, self.versions, self.history)
+        self.begin_turn(now, None, whole)
+
+    def check_moment(self, if_match: str) -> None:
+        """Check that nothing has happened since a moment; empty: whoever asks knows of none.
+
+        Raises:
+            HeardLate: the agent has acted, or another turn has begun.
+        """
+        if if_match not in {"", self.etag}:
+            raise HeardLate(
+                f"session {self.owned.session} is at {self.etag} and was at {if_match} when the "
+                "model was asked: what its agent did since is saved with the next turn"
+            )
+
+    @contextmanager
+    def tunneled(self, limits: TunnelLimits) -> Iterator[None]:
+        """Count one more connection into it, while the block lasts.
+
+        Raises:
+            TooManyTunnels: it has as many as are allowed.
+        """
+        if not may_open(limits, self.tunnels):
+            raise TooManyTunnels(
+                f"session {self.owned.session} has {self.tunnels} tunnels, and no more are "
+                "allowed: close one"
+            )
+        self.tunnels += 1
+        self.acts += 1
+        metrics.TUNNELS.inc()
+        try:
+            yield
+        finally:
+            self.tunnels -= 1
+            metrics.TUNNELS.dec()
+
+    @property
+    def has_acted(self) -> bool:
+        """Whether its agent has acted since the turn that its tokens are of."""
+        return self.acts != self.bound_at
+
+    def tell(self, session: str) -> Told:
+        """What callers hear of it."""
+        return Told(
+            session,
+            self.clock.turn,
+            str(self.clock.phase),
+            self.clock.recoverable_to,
+            str(self.decision.action),
+            str(self.decision.reason),
+            self.unsaved,
+            self.seconds,
+            self.owned.written,
+        )
 
 
 def key_of(session: str) -> str:

@@ -12,8 +12,7 @@ import uuid
 from collections.abc import Container, Mapping, Sequence
 
 from rose_core.sandboxes.turns import SandboxClock
-from rose_sandbox.answers import Forked
-from rose_sandbox.box import Box
+from rose_sandbox.box import BoundTokens, Box
 from rose_sandbox.errors import AlreadyThere
 from rose_sandbox.recorded import read_effect
 from rose_weights.store.records import Records, TurnRecord
@@ -98,10 +97,10 @@ def find_ending(
     ]
 
 
-def revive(record: TurnRecord, given: Forked, made: Box) -> Box:
-    """A child that stands where the record does, and knows what the fork was given."""
+def revive(record: TurnRecord, going_on: BoundTokens, made: Box) -> Box:
+    """A sandbox that stands where the record does, and goes on from these tokens."""
     made.clock = SandboxClock(turn=record.turn, saved=record.turn)
-    made.ids, made.versions, made.history = given.ids, given.weight_versions, given.history
+    made.ids, made.versions, made.history = going_on.ids, going_on.versions, going_on.history
     made.effects = tuple(read_effect(one) for one in record.effects)
     made.commands = {one.name: one for one in record.commands}
     return made

@@ -11,6 +11,7 @@ SandboxError
 ├── BadPath           a path that is none, leads nowhere or is no plain file
 ├── TooLarge          a file or a command over its bound
 ├── UnknownTurn       a turn without a record
+├── HeardLate         the agent acted before its host heard of the turn
 ├── CommandDiffers    another command has been run under that name
 ├── TokensDiffer      a record is bound to other tokens than the caller's
 ├── HostAway          a sandbox host does not answer, or refused without a name
@@ -27,6 +28,7 @@ __all__ = [
     "CannotCheckpoint",
     "CannotRestore",
     "CommandDiffers",
+    "HeardLate",
     "HostAway",
     "NotListening",
     "RuntimeFailed",
@@ -100,6 +102,10 @@ class TooManyTunnels(SandboxError):
 
 class UnknownTurn(SandboxError):
     """A turn without a record; the text says which have one."""
+
+
+class HeardLate(SandboxError):
+    """The agent acted before its host heard of the turn: a record would mix two moments."""
 
 
 class CommandDiffers(SandboxError):

@@ -31,26 +31,25 @@ from weakref import WeakValueDictionary
 from rose_core.sandboxes import outside, policy
 from rose_core.sandboxes.outside import EgressEffect
 from rose_core.sandboxes.policy import BoundaryAction, Decision, HostPressure, ModelWait
-from rose_core.sandboxes.tunnels import TunnelLimits, may_open
-from rose_core.sandboxes.turns import HOLD_SECONDS, SandboxClock, SandboxPhase
+from rose_core.sandboxes.tunnels import TunnelLimits
+from rose_core.sandboxes.turns import HOLD_SECONDS, SandboxPhase
 from rose_sandbox import children, metrics
 from rose_sandbox.admission import Admission, memory_pressure
 from rose_sandbox.answers import Forked, Restored, Told
-from rose_sandbox.box import Box, key_of
+from rose_sandbox.box import BoundTokens, Box, key_of
 from rose_sandbox.egress import Egress
 from rose_sandbox.errors import (
     AlreadyThere,
     CannotCheckpoint,
     CommandDiffers,
     SandboxError,
-    TokensDiffer,
-    TooManyTunnels,
     UnknownSandbox,
     UnknownTurn,
 )
 from rose_sandbox.inspector.inspector import Inspector
 from rose_sandbox.once import RunningCommands
 from rose_sandbox.recorded import (
+    check_tokens,
     read_effect,
     read_result,
     written_effect,
@@ -138,8 +137,6 @@ class Host:
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         scratch.mkdir(parents=True, exist_ok=True)
 
-    # -- sandboxes ---------------------------------------------------------------------------
-
     async def create(
         self,
         session: str,
@@ -176,7 +173,7 @@ class Host:
             owned, watching = await self._take(handle, take)
             box = Box(spec, handle, owned)
             await self._begin(session, box, watching)
-            return self._tell(session, box)
+            return box.tell(session)
 
     async def exec(
         self,
@@ -235,7 +232,8 @@ class Host:
 
     async def connect(self, session: str, port: int) -> socket.socket:
         """A TCP connection to a server in the sandbox; a non-blocking socket."""
-        box = await self._running(session)
+        box = await self._reached(session)
+        box.acts += 1
         return await self._runtime.connect(box.handle, port)
 
     @asynccontextmanager
@@ -245,22 +243,17 @@ class Host:
         Raises:
             TooManyTunnels: the sandbox has as many as are allowed.
         """
-        box = await self._running(session)
-        if not may_open(self.tunnel_limits, box.tunnels):
-            raise TooManyTunnels(
-                f"session {session} has {box.tunnels} tunnels, and no more are allowed: close one"
-            )
-        box.tunnels += 1
-        metrics.TUNNELS.inc()
-        try:
+        box = await self._reached(session)
+        with box.tunneled(self.tunnel_limits):
             yield Tunnel(await self._runtime.connect(box.handle, port), box.gone)
-        finally:
-            box.tunnels -= 1
-            metrics.TUNNELS.dec()
 
     async def state(self, session: str) -> Told:
         """Where a session stands."""
-        return self._tell(session, self._box(session))
+        return self._box(session).tell(session)
+
+    async def etag(self, session: str) -> str:
+        """The present moment of a session, for ``turn_began``."""
+        return self._box(session).etag
 
     def sessions(self) -> tuple[str, ...]:
         """Those with a sandbox here."""
@@ -303,8 +296,6 @@ class Host:
         """Under which a session's records are held, here or elsewhere; 0: it has none."""
         return await asyncio.to_thread(self._records.fence, session)
 
-    # -- turns -------------------------------------------------------------------------------
-
     async def turn_began(
         self,
         session: str,
@@ -313,6 +304,7 @@ class Host:
         weight_versions: Sequence[str] = (),
         wait: ModelWait | None = None,
         history: bytes = b"",
+        if_match: str = "",
     ) -> Told:
         """The agent asks the model: a boundary. Its checkpoint begins in the background.
 
@@ -322,21 +314,26 @@ class Host:
             weight_versions: that sampled them.
             wait: until the reply, as the router expects it.
             history: the router's session up to here, which a restore gives back to it.
+            if_match: the ``etag`` that the session had when no reply to this turn was there yet;
+                empty: its agent cannot have acted since.
 
         Raises:
             OutOfTurn: the session waits for the model already.
+            HeardLate: the agent has acted, or another turn has begun: nothing is saved for this.
         """
         box = self._box(session)
+        box.check_moment(if_match)
         # A boundary that nobody waited for is this one's now.
         if box.clock.phase is SandboxPhase.ACTING:
             await self._settle(box)
         async with box.lock:
             self._box(session)  # it may have ended meanwhile
-            box.clock = box.clock.begin_wait(self._now(), wait)
-            box.ids, box.versions = tuple(ids), tuple(weight_versions)
-            box.history = history
+            box.check_moment(if_match)
+            box.begin_turn(
+                self._now(), wait, BoundTokens(tuple(ids), tuple(weight_versions), history)
+            )
             box.boundary = asyncio.create_task(self._boundary(session, box))
-        return self._tell(session, box)
+        return box.tell(session)
 
     async def tokens_ready(self, session: str) -> Told:
         """The model has answered; returns when the agent may act on it.
@@ -356,7 +353,7 @@ class Host:
         if box.clock.phase is not SandboxPhase.ACTING:
             box.clock = box.clock.ready(self._now())
         await self._awake(box)
-        return self._tell(session, box)
+        return box.tell(session)
 
     async def checkpoint(self, session: str, ids: Sequence[int] = ()) -> Told:
         """A boundary that is waited for: a turn that takes no time.
@@ -374,24 +371,30 @@ class Host:
             box.clock = box.clock.ready(self._now())
         if box.unsaved:
             raise CannotCheckpoint(box.unsaved, f"session {session}: {box.unsaved}")
-        return self._tell(session, box)
+        return box.tell(session)
 
-    async def ended(self, session: str) -> Told:
+    async def ended(self, session: str, whole: BoundTokens = BoundTokens()) -> Told:  # noqa: B008 - frozen
         """No more turns will come: its memory is freed until somebody needs the sandbox again.
 
         One that cannot be saved runs on; ``unsaved`` says why.
         """
         with suppress(CannotCheckpoint):
-            return await self.suspend(session)
+            return await self.suspend(session, whole)
         return await self.state(session)
 
-    async def suspend(self, session: str) -> Told:
-        """Save a sandbox and free its memory; the next call that needs it brings it back."""
+    async def suspend(self, session: str, whole: BoundTokens = BoundTokens()) -> Told:  # noqa: B008 - frozen
+        """Save a sandbox and free its memory; the next call that needs it brings it back.
+
+        Args:
+            session: whose.
+            whole: all tokens of the session; without them what its agent did since its last turn
+                is bound to none.
+        """
         box = self._box(session)
         await self._settle(box)
         async with self._ended_if_fenced(session, box), box.lock:
             if box.clock.phase is SandboxPhase.ACTING:
-                box.clock = box.clock.begin_wait(self._now())
+                box.begin_end(self._now(), whole)
             if box.clock.phase is SandboxPhase.WAITING:
                 suspending = Decision(BoundaryAction.SUSPEND, policy.SaveReason.LONG_WAIT)
                 await self._saver.save(box, suspending)
@@ -400,16 +403,14 @@ class Host:
                 box.clock = box.clock.ready(self._now())
         if box.unsaved:
             raise CannotCheckpoint(box.unsaved, f"session {session}: {box.unsaved}")
-        return self._tell(session, box)
+        return box.tell(session)
 
     async def resume(self, session: str) -> Told:
         """Bring a suspended sandbox back; one that runs is no error."""
         box = self._box(session)
         async with box.lock:
             await self._awake(box)
-        return self._tell(session, box)
-
-    # -- going back, and on from there --------------------------------------------------------
+        return box.tell(session)
 
     async def restore(
         self,
@@ -443,12 +444,7 @@ class Host:
             if now != seen:
                 raise Fenced(f"session {session} was seen under fence {seen} and is under {now}")
             record = await self._record(session, turn)
-            if tokens and tokens != record.tokens:
-                raise TokensDiffer(
-                    f"turn {record.turn} of session {session} goes with tokens "
-                    f"{record.tokens[:16]}, not {tokens[:16]}: restore the turn whose tokens you "
-                    "have"
-                )
+            check_tokens(record, tokens)
             ids = await asyncio.to_thread(self._records.ids, record)
             history = await asyncio.to_thread(self._records.history, record)
             happened = await self._happened(session)
@@ -463,13 +459,12 @@ class Host:
                 return owned
 
             owned, watching = await self._take(handle, take)
-            box = Box(spec, handle, owned, SandboxClock(turn=record.turn, saved=record.turn))
-            box.ids, box.versions, box.effects = ids, record.weight_versions, happened
-            box.history = history
-            box.commands = {one.name: one for one in record.commands}
+            going_on = BoundTokens(ids, record.weight_versions, history)
+            box = children.revive(record, going_on, Box(spec, handle, owned))
+            box.effects = happened
             await self._begin(session, box, watching)
             metrics.RESTORES.labels("restore").inc()
-            told = self._tell(session, box)
+            told = box.tell(session)
             return Restored(told, ids, record.weight_versions, crossing, history)
 
     async def fork(
@@ -499,7 +494,8 @@ class Host:
             record = await self._record(session, turn)
             stem, taken = f"{session}.{record.turn}", frozenset(self._boxes)
             new = await asyncio.to_thread(children.new_names, self._records, stem, n, taken)
-            return await self._make(session, record, dict.fromkeys(new))
+            made = await self._make(session, record, dict.fromkeys(new))
+            return replace(made, here=made.sessions)
         names = children.names_of(session, name, n)
         async with self._alone(session):
             at, missing = await asyncio.to_thread(
@@ -509,7 +505,8 @@ class Host:
             for one in missing:
                 await self._end_leftover(one)
             made = await self._make(session, record, missing)
-            return replace(made, sessions=names)
+            here = tuple(one for one in names if one in self._boxes)
+            return replace(made, sessions=names, here=here)
 
     async def _make(self, session: str, record: TurnRecord, names: children.Taken) -> Forked:
         """Children of a record, each with the fence that it is taken under (``children``)."""
@@ -550,7 +547,9 @@ class Host:
             return owned
 
         owned, watching = await self._take(handle, take)
-        await self._begin(name, children.revive(record, given, Box(spec, handle, owned)), watching)
+        going_on = BoundTokens(given.ids, given.weight_versions, given.history)
+        box = children.revive(record, going_on, Box(spec, handle, owned))
+        await self._begin(name, box, watching)
 
     async def close(self) -> None:
         """End boundaries and commands, and let go; sandboxes and records stay."""
@@ -568,11 +567,9 @@ class Host:
         await self._runtime.close()
         await asyncio.to_thread(self._records.close)
 
-    # -- a boundary ---------------------------------------------------------------------------
-
     async def _boundary(self, session: str, box: Box) -> None:
         async with (
-            self._admission.place(session, box.clock.expected),
+            self._admission.place(session, box.clock.expected, box.clock.unsaved_since),
             self._ended_if_fenced(session, box),
             box.lock,
         ):
@@ -642,8 +639,6 @@ class Host:
         noted = tuple(read_effect(one) for one in newest.effects)
         return tuple(dict.fromkeys((*noted, *(box.effects if box is not None else ()))))
 
-    # -- sandboxes of this host -------------------------------------------------------------------
-
     def _alone(self, session: str) -> asyncio.Lock:
         """For one that begins, gives back or ends a session's sandbox: its key is always the same.
 
@@ -707,13 +702,18 @@ class Host:
         It waits for the record of its turn, as ``tokens_ready`` does: what a command changes must
         not become part of the turn before it.
         """
-        if self._box(session).clock.phase is not SandboxPhase.ACTING:
-            await self.tokens_ready(session)
-        box = self._box(session)
-        async with box.lock:
-            # Whoever held the lock may have suspended it: a session ended, and its grader comes.
-            await self._awake(box)
-            yield box
+        while True:
+            if self._box(session).clock.phase is not SandboxPhase.ACTING:
+                await self.tokens_ready(session)
+            box = self._box(session)
+            async with box.lock:
+                if box.clock.phase is SandboxPhase.WAITING:
+                    continue  # a turn began while another command ran, and nobody has looked yet
+                # Whoever held the lock may have suspended it: a session ended, its grader comes.
+                await self._awake(box)
+                box.acts += 1
+                yield box
+                return
 
     async def _running(self, session: str) -> Box:
         """The box of a sandbox that is read beside its commands."""
@@ -723,6 +723,13 @@ class Host:
                 pass
         await self._awake(box)
         return box
+
+    async def _reached(self, session: str) -> Box:
+        """The box of a sandbox that is connected to: an act, which waits for its turn's record."""
+        boundary = self._box(session).boundary
+        if boundary is not None and not boundary.done():
+            await asyncio.wait({boundary}, timeout=HOLD_SECONDS)
+        return await self._running(session)
 
     async def _awake(self, box: Box) -> None:
         async with box.waking:  # whoever comes beside finds it awake
@@ -785,16 +792,3 @@ class Host:
         if session in self._fenced:
             raise Fenced(self._fenced[session])
         raise UnknownSandbox(f"session {session} has no sandbox here; create or restore it")
-
-    def _tell(self, session: str, box: Box) -> Told:
-        return Told(
-            session,
-            box.clock.turn,
-            str(box.clock.phase),
-            box.clock.recoverable_to,
-            str(box.decision.action),
-            str(box.decision.reason),
-            box.unsaved,
-            box.seconds,
-            box.owned.written,
-        )

@@ -3,14 +3,14 @@
 | route | body | answer |
 |---|---|---|
 | ``POST /sessions`` | ``session``, ``image``, ``limits``, ``environment``, ``folder`` | state |
-| ``GET /sessions``, ``GET /sessions/{key}`` | | keys, state |
+| ``GET /sessions``, ``GET /sessions/{key}`` | | keys; state, its moment as ``ETag`` |
 | ``POST /sessions/{key}/exec`` | ``command``, ``within``, ``name``, ``shell`` | result |
 | ``GET``, ``PUT /sessions/{key}/files?path=`` | the file | the file |
 | ``* /sessions/{key}/port/{port}/{path}`` | | what the server in the sandbox says |
 | ``GET /sessions/{key}/tunnel/{port}`` | | a WebSocket that is a connection to it (``tunnel``) |
-| ``POST /sessions/{key}/turn`` | ``ids``, ``wait`` and more | state: a turn began |
+| ``POST /sessions/{key}/turn`` | ``ids``, ``wait`` and more; ``If-Match`` | state: a turn began |
 | ``POST /sessions/{key}/ready`` | | state, once the agent may act |
-| ``POST /sessions/{key}/ended`` | | state: no more turns, so its memory is freed |
+| ``POST /sessions/{key}/ended`` | ``ids`` and more | state: no more turns, memory is freed |
 | ``POST /sessions/{key}/checkpoint`` | ``ids`` | state, once durable |
 | ``GET /sessions/{key}/fence`` | | the fence under which its records are held, here or not |
 | ``POST /sessions/{key}/restore`` | ``turn``, ``crossing``, ``tokens``, ``over`` | state, ids |
@@ -44,6 +44,7 @@ from rose_core.sandboxes.turns import OutOfTurn
 from rose_core.unreadable import UNREADABLE
 from rose_sandbox import errors, metrics
 from rose_sandbox.admission import memory_pressure
+from rose_sandbox.box import BoundTokens
 from rose_sandbox.host import COMMAND_SECONDS, Host
 from rose_sandbox.runtimes.runtime import FILE_BYTES, Limits
 from rose_sandbox.tunnel import CHUNK, MESSAGE_BYTES, carry
@@ -59,6 +60,7 @@ STATUS: dict[type[Exception], int] = {
     errors.AlreadyThere: 409,
     errors.Suspended: 409,
     errors.CommandDiffers: 409,
+    errors.HeardLate: 412,
     errors.TokensDiffer: 409,
     errors.CannotCheckpoint: 409,
     errors.CannotRestore: 409,
@@ -272,7 +274,11 @@ class _Api:
         return _json(asdict(told), 201)
 
     async def state(self, request: web.Request) -> web.Response:
-        return _json(asdict(await self._host.state(_key(request))))
+        key = _key(request)
+        told = await self._host.state(key)
+        answer = _json(asdict(told))
+        answer.etag = await self._host.etag(key)
+        return answer
 
     async def end(self, request: web.Request) -> web.Response:
         await self._host.end(_key(request), forget=request.query.get("forget") == "true")
@@ -365,6 +371,7 @@ class _Api:
             weight_versions=asked.weight_versions,
             wait=wait,
             history=asked.history,
+            if_match=_moment(request),
         )
         return _json(asdict(told))
 
@@ -372,7 +379,9 @@ class _Api:
         return _json(asdict(await self._host.tokens_ready(_key(request))))
 
     async def ended(self, request: web.Request) -> web.Response:
-        return _json(asdict(await self._host.ended(_key(request))))
+        asked = await _read(request, _Turn)
+        whole = BoundTokens(asked.ids, asked.weight_versions, asked.history)
+        return _json(asdict(await self._host.ended(_key(request), whole)))
 
     async def checkpoint(self, request: web.Request) -> web.Response:
         asked = await _read(request, _Turn)
@@ -531,6 +540,12 @@ async def _line(reader: asyncio.StreamReader) -> str:
         return (await reader.readline()).decode("latin-1")
     except ValueError as error:  # over the reader's limit
         raise errors.NotListening("what listens there has too long a header") from error
+
+
+def _moment(request: web.Request) -> str:
+    """The moment that a caller names, quoted as HTTP does; empty: none."""
+    named = request.if_match or ()
+    return named[0].value if named else ""
 
 
 def _key(request: web.Request) -> str:

@@ -7,8 +7,22 @@ from dataclasses import asdict
 from typing import Any
 
 from rose_core.sandboxes.outside import EgressEffect
+from rose_sandbox.errors import TokensDiffer
 from rose_sandbox.runtimes.runtime import ExecResult, Limits, SandboxSpec
-from rose_weights.store.records import OutsideEffect
+from rose_weights.store.records import OutsideEffect, TurnRecord
+
+
+def check_tokens(record: TurnRecord, tokens: str) -> None:
+    """Whether a record goes with the tokens of this digest; empty: it may go with any.
+
+    Raises:
+        TokensDiffer: it does not.
+    """
+    if tokens and tokens != record.tokens:
+        raise TokensDiffer(
+            f"turn {record.turn} of session {record.session} goes with tokens "
+            f"{record.tokens[:16]}, not {tokens[:16]}: restore the turn whose tokens you have"
+        )
 
 
 def written_spec(spec: SandboxSpec) -> dict[str, Any]:

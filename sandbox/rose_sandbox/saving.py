@@ -47,7 +47,7 @@ class Saver:
         resume: brings back a sandbox that was suspended without a record.
 
     Attributes:
-        costs: of suspending and resuming, as they went so far.
+        costs: of saving, suspending and resuming, as they went so far.
     """
 
     def __init__(
@@ -69,23 +69,31 @@ class Saver:
     async def save_what_changed(self, box: Box) -> None:
         """Save a boundary as the policy says, by what the inspector saw.
 
+        A look that outlasts a held reply leaves its turn to the next one, unless too much has no
+        record already: then the agent waits for the end of this one.
         Whatever it dies of, the agent goes on, and the next boundary saves all.
 
         Raises:
             Fenced: another host has the session.
         """
+        if policy.is_starved(box.clock.unsaved(self._now()), self.costs):
+            box.decision = Decision(BoundaryAction.NONE, policy.SaveReason.LATE)
+            box.clock = box.clock.saving()
         try:
             facts = await self._runtime.facts(box.handle)
             effects = await self._inspector.effects(box.spec.key, facts)
             if box.forced:
                 effects = replace(effects, unknown=(*effects.unknown, "a record failed"))
-            if box.clock.phase is not SandboxPhase.WAITING:
+            if box.clock.phase is SandboxPhase.ACTING:
                 # The look took longer than a reply is held: the next boundary has it.
                 metrics.TURNS.labels("failed", policy.SaveReason.LATE).inc()
                 return
             turn = policy.TurnBoundary(box.clock.turn, box.clock.saved)
             pressure = replace(self._pressure(), serving_burns=False)  # admitted
-            await self.save(box, decide(turn, effects, box.clock.wait, self.costs, pressure))
+            wait = box.clock.wait if box.clock.ready_at is None else None
+            made = decide(turn, effects, wait, self.costs, pressure)
+            self.costs = policy.learn_from(made, wait, self.costs, pressure)
+            await self.save(box, made)
         except Fenced:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is must not hold the agent for ever
@@ -105,8 +113,11 @@ class Saver:
             Fenced: another host has the session.
         """
         began = self._now()
-        box.clock, box.decision, box.unsaved = box.clock.saving(), decision, ""
+        if box.clock.phase is not SandboxPhase.SAVING:
+            box.clock = box.clock.saving()
+        box.decision, box.unsaved = decision, ""
         try:
+            _check_moment(box)
             async with self._folder() as folder:
                 suspends = decision.action is BoundaryAction.SUSPEND
                 if suspends:  # its parts stay where ``resume`` looks for them
@@ -116,6 +127,7 @@ class Saver:
                     parts = await self._runtime.suspend(box.handle, kept)
                 else:
                     parts = await self._cut(box, decision, folder)
+                    _check_moment(box)
                 box.forced = True
                 await self._publish_whole(box, parts, folder)
                 box.forced = False
@@ -136,6 +148,8 @@ class Saver:
         box.seconds = self._now() - began
         if box.clock.phase is SandboxPhase.SUSPENDED:
             self.costs = self.costs.suspended(box.seconds)
+        elif not box.unsaved:
+            self.costs = self.costs.saved(box.seconds)
         saved = "failed" if box.unsaved else box.decision.action
         metrics.TURNS.labels(saved, box.decision.reason).inc()
         metrics.CHECKPOINT_SECONDS.inc(box.seconds)
@@ -241,3 +255,14 @@ class Saver:
             yield made
         finally:
             await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
+
+
+def _check_moment(box: Box) -> None:
+    """Commands wait for the record of their turn, and so do connections, but not for ever.
+
+    Raises:
+        CannotCheckpoint: one has begun: what it does is of no moment that the tokens are of.
+    """
+    if box.has_acted:
+        session = box.owned.session
+        raise CannotCheckpoint("a connection", f"session {session}: one began before its record")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,6 @@ from rose_router.flags import parser, settings
 from rose_router.http.routes.branches import Branches, _Turns
 from rose_router.turns.sandbox_hosts import LONG_SECONDS, SandboxHosts
 from rose_router.turns.service import Service
-from rose_router.turns.turn import Turn
 from rose_router.turns.turn_clock import TurnClock
 from rose_sandbox.client import Sandbox
 from rose_sandbox.errors import UnknownTurn
@@ -113,8 +112,8 @@ async def test_the_history_of_a_session_without_a_sandbox_is_not_exported(
     exported: list[str] = []
     async with stage(sandbox_hosts={"": (one.url,)}, sandbox_token="word") as s:
 
-        def history(turn: Turn) -> bytes:
-            exported.append(turn.request.session)
+        def history(_job: str, session: str, _ids: Sequence[int]) -> bytes:
+            exported.append(session)
             return b"all of it"
 
         s.router.service.sandboxes.remember(history)
@@ -326,6 +325,47 @@ async def test_a_restore_gives_sandbox_and_session_back_at_another_host_and_rout
         assert row["mask"] == before[0]["mask"]
         with pytest.raises(Fenced):
             await one.world.host.checkpoint("s")
+
+
+async def test_children_that_other_hosts_made_are_told_of_their_turns_there(
+    stage: Staging, host_at: Callable[[str], Any]
+) -> None:
+    """All were looked for where the fork was answered, which has only those that it made."""
+    one, two = await host_at("one"), await host_at("two")
+    given = {"sandbox_hosts": {"": (one.url, two.url)}, "sandbox_token": "word"}
+    async with stage(**given, tokenizer=folder()) as s:
+        await s.engine("a")
+        talk = await play(s, one, 2)
+        # Of a router that was lost before it heard so.
+        (first,) = (await one.world.host.fork("s", 1, 2, name="group")).sessions
+        await two.world.host.restore("s", 2)
+        await one.world.host.renew()
+        clock = s.router.service.sandboxes
+        assert isinstance(clock, TurnClock)
+        hosts = clock._hosts
+        assert isinstance(hosts, SandboxHosts)
+        hosts.settle("", "s", two.url)
+        made = await ask(s, "/sessions/s/fork", {"n": 2, "name": "group"}, 201)
+        assert made["sessions"][0] == first
+        assert [hosts._where.get(("", child)) for child in made["sessions"]] == [None, two.url]
+        for child, at in zip(made["sessions"], (one, two), strict=True):
+            await say(s, child, talk[:3])
+            assert (await at.world.host.state(child)).recoverable_to == 3
+
+
+async def test_a_session_that_moved_is_told_of_its_next_turn_where_it_is(
+    stage: Staging, host_at: Callable[[str], Any]
+) -> None:
+    """Whoever restores at a host tells no router of it; that turn was missed."""
+    one, two = await host_at("one"), await host_at("two")
+    given = {"sandbox_hosts": {"": (one.url, two.url)}, "sandbox_token": "word"}
+    async with stage(**given, tokenizer=folder()) as s:
+        await s.engine("a")
+        talk = await play(s, one, 2)
+        await two.world.host.restore("s", 2)
+        await one.world.host.renew()
+        await say(s, "s", talk[:3])
+        assert (await two.world.host.state("s")).recoverable_to == 3
 
 
 @pytest.mark.parametrize("own", [0, 1])

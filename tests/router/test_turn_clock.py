@@ -10,27 +10,41 @@ from typing import Any
 import pytest
 
 from rose_core.rollouts.capacity.reply_time import ENOUGH
-from rose_router.turns.turn_clock import MOST_LINES, Body, TurnClock
+from rose_router.metrics import REGISTRY
+from rose_router.turns import turn_clock
+from rose_router.turns.turn_clock import MOST_LINES, Body, IsLate, StepOutcome, TurnClock
 from tests.router.world import SimEngine, V, World, judge_whole, over, until, world
 
 pytestmark = pytest.mark.looptime
 
 
 class Heard:
-    """Hosts that note what they are told."""
+    """Hosts that note what they are told.
 
-    def __init__(self, seconds: float = 0.0, *, takes: bool = True) -> None:
+    Args:
+        seconds: that a step is on its way.
+        takes: whether hosts take it.
+        naming: seconds until a host has named its moment.
+    """
+
+    def __init__(self, seconds: float = 0.0, *, takes: bool = True, naming: float = 0.0) -> None:
         self.steps: list[tuple[str, str, dict[str, Any]]] = []
-        self.seconds, self.takes = seconds, takes
+        self.seconds, self.takes, self.naming = seconds, takes, naming
 
     def serve(self, job: str) -> bool:
         return job in {"", "mine"}
 
-    async def tell(self, job: str, session: str, step: str, body: Body) -> bool:
+    async def tell(
+        self, job: str, session: str, step: str, body: Body, is_late: IsLate | None = None
+    ) -> StepOutcome:
         del job
+        if is_late is not None:
+            await asyncio.sleep(self.naming)
+            if is_late():
+                return StepOutcome.LATE
         await asyncio.sleep(self.seconds)
         self.steps.append((session, step, body()))
-        return self.takes
+        return StepOutcome.TOLD if self.takes else StepOutcome.UNTOLD
 
     def told(self, session: str = "s") -> list[str]:
         return [step for one, step, _ in self.steps if one == session]
@@ -118,6 +132,72 @@ async def test_a_turn_that_ended_before_it_was_told_is_not_told() -> None:
         await over(w.ask(2, session="s"))
         await asyncio.sleep(60)
         assert heard.told() == ["turn", "ready", "turn", "ready"]
+
+
+def counted(outcome: str) -> float:
+    labels = {"step": "turn", "outcome": outcome}
+    return REGISTRY.get_sample_value("rose_router_sandbox_steps_total", labels) or 0.0
+
+
+@pytest.mark.parametrize("watched", [True, False])
+async def test_a_turn_whose_reply_was_there_before_its_host_named_a_moment_is_not_told(
+    *, watched: bool
+) -> None:
+    """Its agent may have acted in that moment already, by a reply that comes in pieces before."""
+    heard, late = Heard(naming=1.0), counted("late")
+    async with telling(heard, SimEngine("a")) as (w, _):
+        interval = 1 if watched else 8
+        slow = w.ask(200, session="s", interval=interval)
+        await over(slow)
+        await asyncio.sleep(2)
+        assert heard.told() == ([] if watched else ["turn", "ready"])
+        await over(w.ask(4, session="t", interval=interval))
+        await asyncio.sleep(2)
+        assert heard.told("t") == []
+        assert counted("late") - late == 1 + watched
+
+
+async def test_a_turn_beside_which_another_was_answered_is_not_told() -> None:
+    heard = Heard(naming=1.0)
+    async with telling(heard, SimEngine("a")) as (w, _):
+        long = w.ask(400, session="s", interval=8)
+        await over(w.ask(4, session="s", interval=8))
+        await over(long)
+        await asyncio.sleep(2)
+        assert heard.told() == []
+
+
+async def test_the_end_of_a_session_is_told_with_all_its_tokens() -> None:
+    heard = Heard()
+    async with telling(heard, SimEngine("a")) as (w, clock):
+        turn = await over(w.ask(20, prompt=(1, 2, 3), session="s"))
+        await asyncio.sleep(1)
+        w.service.end_trajectory("s")
+        await until(lambda: heard.told() == ["turn", "ready", "ended"])
+        body = heard.steps[-1][2]
+        assert body["ids"] == [1, 2, 3, *turn.shown().tokens]
+        assert len(body["ids"]) == 23
+        assert body["weight_versions"] == (V(0),)
+        w.service.end_trajectory("s")  # who knows nothing says nothing
+        await until(lambda: len(heard.steps) == 4)
+        assert heard.steps[-1][2] == {}
+        assert clock._held == 0
+
+
+async def test_what_is_held_for_the_ends_of_sessions_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turn_clock, "MOST_TOKENS", 30)
+    heard = Heard()
+    async with telling(heard, SimEngine("a")) as (w, clock):
+        for session in ("s", "t", "t"):
+            await over(w.ask(17, prompt=(1, 2, 3), session=session))
+            await asyncio.sleep(1)
+        for session in ("s", "t"):
+            w.service.end_trajectory(session)
+        await until(lambda: len(heard.steps) == 8)
+        assert [len(body.get("ids", ())) for _, _, body in heard.steps[-2:]] == [0, 20]
+        assert clock._held == 0
 
 
 async def test_a_session_that_is_over_is_told_after_its_last_turn() -> None:

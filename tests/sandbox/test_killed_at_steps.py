@@ -256,7 +256,7 @@ def test_an_agent_ends_as_if_its_host_had_not_been_killed(tmp_path: Path, where:
         else:
             turn = back.told.turn
             assert turn >= told.turn, "a turn that was called recoverable is lost"
-            assert back.ids == tuple(ids(turn if turn != 3 else 2)), "tokens of another turn"
+            assert back.ids == (() if turn == 3 else tuple(ids(turn))), "tokens of another turn"
             if turn not in {0, 3}:
                 assert await world.state("s") == whole.states[turn - 1], "a mixture"
         told.states = []

@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rose_core.sandboxes import policy
+from rose_core.sandboxes.policy import HostPressure, ModelWait, SaveCosts
+from rose_core.sandboxes.traffic import CheckpointRequest, admit
 from rose_core.sandboxes.turns import HOLD_SECONDS
+from rose_sandbox import admission
+from rose_sandbox import host as host_module
 from rose_sandbox.inspector.inspector import Effects
 from rose_sandbox.metrics import REGISTRY
 from rose_sandbox.runtimes.runtime import Facts
@@ -74,3 +81,89 @@ async def test_a_look_that_outlasts_a_held_reply_leaves_its_turn_to_the_next(
     told = await host.checkpoint("s", [1, 2, 3])
     assert (told.action, told.recoverable_to, told.unsaved) == ("files", 3, "")
     assert REGISTRY.get_sample_value("rose_sandbox_turns_total", late) == before + 1
+
+
+async def test_a_boundary_that_got_no_place_asks_for_one_since_its_first_turn_without_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked anew at each turn, as the youngest of all."""
+    asked: list[float] = []
+
+    def seen(
+        waiting: Sequence[CheckpointRequest], now: float, free: int, *, serving_burns: bool
+    ) -> tuple[CheckpointRequest, ...]:
+        asked.extend(one.asked for one in waiting)
+        return admit(waiting, now, free, serving_burns=serving_burns)
+
+    monkeypatch.setattr(admission, "admit", seen)
+    monkeypatch.setattr(host_module, "HOLD_SECONDS", 0.01)
+    world = World(tmp_path)
+    await world.host.create("s")
+    world.traffic = HostPressure(serving_burns=True)
+    for turn in range(3):
+        await world.host.turn_began("s", range(turn))
+        await world.host.tokens_ready("s")
+    assert len(asked) >= 3
+    assert len(set(asked)) == 1
+    world.traffic = HostPressure()
+    await world.host.checkpoint("s", [1, 2, 3])
+    await world.host.checkpoint("s", [1, 2, 3, 4])
+    assert len(set(asked)) == 2, "all had a record"
+    await world.host.close()
+
+
+async def test_a_host_learns_what_saves_take_and_forgets_slow_resumes(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    saver = world.host._saver
+    await world.host.create("s")
+    told = await world.host.checkpoint("s", [1])
+    assert told.seconds > 0
+    assert saver.costs == SaveCosts().saved(told.seconds)
+    saver.costs = replace(saver.costs, resume=50.0)
+    for wait, forgets in ((ModelWait(5.0, 1.0), False), (ModelWait(20.0, 1.0), True)):
+        before = saver.costs.resume
+        await world.host.turn_began("s", [1, 2], wait=wait)
+        told = await world.host.tokens_ready("s")
+        assert told.action != "suspend"
+        assert (saver.costs.resume < before) == forgets
+    await world.host.close()
+
+
+@pytest.mark.parametrize("acts", [True, False], ids=["acts", "only talks"])
+async def test_a_turn_is_saved_after_some_that_no_look_was_quick_enough_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, acts: bool
+) -> None:
+    """Where every look outlasted its reply no turn was ever saved."""
+    world = World(tmp_path)
+    host, look = world.host, world.inspector.effects
+    await host.create("s")
+    await host.checkpoint("s", [1])
+    monkeypatch.setattr(policy, "STARVED_FACTOR", 2 * HOLD_SECONDS / host._saver.costs.save)
+
+    async def slow(key: str, facts: Facts) -> Effects:
+        await asyncio.sleep(HOLD_SECONDS + 0.2)
+        return await look(key, facts)
+
+    monkeypatch.setattr(world.inspector, "effects", slow)
+    saved = []
+    for turn in range(2, 5):
+        if acts:
+            await world.said("s", f"echo {turn} >> /home/a")
+        await host.turn_began("s", range(turn))
+        told = await host.tokens_ready("s")
+        if acts:  # waits for what looks and saves
+            await world.said("s", "true")
+        saved.append((await host.state("s")).recoverable_to)
+        assert told.phase in {"acting", "saving"}
+    (box,) = host._boxes.values()
+    assert box.boundary is not None
+    await box.boundary
+    saved.append((await host.state("s")).recoverable_to)
+    assert (saved[0], saved[-1]) == (1, 4)
+    if acts:
+        assert saved == [1, 1, 4, 4]
+        record = world.records.read("s")
+        assert world.records.ids(record) == (0, 1, 2, 3)
+        await host.restore("s")
+        assert await world.said("s", "cat /home/a") == "2\n3\n4"
+    await host.close()

@@ -115,6 +115,23 @@ def test_a_host_whose_session_was_taken_over_publishes_nothing_more(tmp_path: Pa
     assert two.turns("s") == (1, 2)
 
 
+def test_two_hosts_of_one_name_are_told_apart_by_their_fences(tmp_path: Path) -> None:
+    """``--owner`` is this machine's name by default, and two containers may have the same."""
+    one, two = Records(Store(tmp_path), "grpo"), Records(Store(tmp_path), "grpo")
+    first = one.claim("s", "node")
+    one.publish(first, turn(1, files=b"a"))
+    second = two.claim("s", "node", one.fence("s"))
+    for stale in (
+        lambda: one.check(first),
+        lambda: one.publish(first, turn(2, files=b"b")),
+        lambda: one.forget(first),
+        lambda: one.claim("s", "node", first.fence),
+    ):
+        with pytest.raises(Fenced, match="node's under fence 2; this host had 1"):
+            stale()
+    assert (two.publish(second, turn(2)).fence, one.turns("s")) == (2, (1, 2))
+
+
 def test_a_record_needs_only_the_pages_that_changed(tmp_path: Path) -> None:
     records = Records(Store(tmp_path), "grpo")
     owned = records.claim("s", "one")

@@ -1,9 +1,10 @@
 """Where a session's sandbox is, and calls to its host.
 
-A host says of each session whether it has it. A name with several addresses (a headless Service of
-a DaemonSet) is a host at each. What was found is kept until a call fails; that a session has no
-sandbox is believed for ``ABSENT_SECONDS``. A host that did not answer is left alone for
-``REST_SECONDS``, so that one that is dead costs one call and not one for each session.
+A host says of each session whether it has it, and in which moment that is (``ETag``). A name with
+several addresses (a headless Service of a DaemonSet) is a host at each. What was found is kept
+until a call fails; that a session has no sandbox is believed for ``ABSENT_SECONDS``. A host that
+did not answer is left alone for ``REST_SECONDS``, so that one that is dead costs one call and not
+one for each session.
 
 Forks and restores may take long, so a host is asked beside them whether it lives. A restore names
 the fence that the session had: a host that slept meanwhile takes it from nobody when it wakes up.
@@ -16,6 +17,7 @@ import logging
 import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -32,6 +34,7 @@ from rose_router.errors import (
     RouterError,
     Unprocessable,
 )
+from rose_router.turns.turn_clock import Body, IsLate, StepOutcome
 from rose_wire.heartbeat import FellSilent, Heartbeat
 
 LOG = logging.getLogger(__name__)
@@ -45,11 +48,28 @@ ABSENT_SECONDS = 5.0
 ADDRESS_SECONDS = 10.0
 """How long the addresses of a name are believed."""
 _MOST_KNOWN = 65536
+_AWAY = 599
+"""Stands for no answer; none of HTTP's."""
 _SAID = {400: BadRequest, 404: NotFound, 409: Unprocessable, 410: Conflict}
 """What a host's answer is to callers; of 409s none becomes another one by asking again."""
 
 Resolve = Callable[[str, int], Awaitable[tuple[str, ...]]]
 Name = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a host says to a call.
+
+    Attributes:
+        status: of HTTP; ``_AWAY`` where it does not answer.
+        said: its body.
+        moment: of the session, where the host says it.
+    """
+
+    status: int
+    said: dict[str, Any]
+    moment: str = ""
 
 
 async def addresses_of(name: str, port: int) -> tuple[str, ...]:
@@ -99,27 +119,69 @@ class SandboxHosts:
         return job in self._urls
 
     async def tell(
-        self, job: str, session: str, step: str, body: Callable[[], dict[str, Any]]
-    ) -> bool | None:
-        """Tell the session's host a step: whether it took it, None where no host has it.
+        self,
+        job: str,
+        session: str,
+        step: str,
+        body: Body,
+        is_late: IsLate | None = None,
+    ) -> StepOutcome | None:
+        """Tell the session's host a step. Never raises.
 
-        Never raises.
+        Args:
+            job: of the session.
+            session: whose.
+            step: what is told.
+            body: of the step.
+            is_late: asked when the host has named its present moment, in which alone it then takes
+                the step; None: the moment does not matter.
+
+        Returns:
+            Whether it took it; None: no host has the session.
         """
-        name = (job, session)
-        try:
-            url = await self.find(job, session)
-            if url is None:
-                return None
-            status, said = await self._call(url, (session, step), body(), CALL_SECONDS)
-        except RouterError as error:
-            LOG.info("session %s: %s", session, error)
-            self._where.pop(name, None)
-            return False
-        if status in {404, 410}:  # it ended, or another host has it now
-            self._where.pop(name, None)
-        elif status >= 400 and status != 409:
-            LOG.warning("session %s: %s answered %d to %s: %s", session, url, status, step, said)
-        return status < 400
+        moment = ""
+        if is_late is not None:
+            seen = await self._ask_it(job, session, (), None)
+            if seen is None or seen.status >= 400:
+                return None if seen is None else StepOutcome.UNTOLD
+            if is_late():
+                return StepOutcome.LATE
+            moment = seen.moment
+        answer = await self._ask_it(job, session, (step,), body, moment)
+        if answer is None:
+            return None
+        if answer.status == 412:
+            return StepOutcome.LATE
+        if answer.status not in {404, 409, 410, _AWAY} and answer.status >= 400:
+            told = answer.status, step, answer.said
+            LOG.warning("session %s: its host answered %d to %s: %s", session, *told)
+        return StepOutcome.TOLD if answer.status < 400 else StepOutcome.UNTOLD
+
+    async def _ask_it(
+        self,
+        job: str,
+        session: str,
+        path: tuple[str, ...],
+        body: Body | None,
+        moment: str = "",
+    ) -> _Answer | None:
+        """The answer of the session's host, wherever it is by now; None: no host has it."""
+        for _ in range(2):
+            try:
+                url = await self.find(job, session)
+                if url is None:
+                    return None
+                asked = None if body is None else body()
+                answer = await self._call(url, (session, *path), asked, CALL_SECONDS, moment)
+            except RouterError as error:
+                LOG.info("session %s: %s", session, error)
+                self._where.pop((job, session), None)
+                return _Answer(_AWAY, {})
+            if answer.status not in {404, 410}:
+                return answer
+            # It ended, or another host has it now, which is looked for once.
+            self._where.pop((job, session), None)
+        return answer
 
     def _headers(self) -> dict[str, str]:
         token = self._token() if callable(self._token) else self._token
@@ -166,13 +228,14 @@ class SandboxHosts:
             url = waiting.pop(0)
             tried.add(url)
             try:
-                status, said = await self._long(url, session, step, body)
+                answer = await self._long(url, session, step, body)
             except Overloaded as error:
                 last = error
                 if not waiting:  # the successor of one that died has another address
                     self._addresses.clear()
                     waiting = [one for one in await self.urls(job) if one not in tried]
                 continue
+            status, said = answer.status, answer.said
             if status < 400:
                 return url, said
             kind = _SAID.get(status, Overloaded)
@@ -184,6 +247,11 @@ class SandboxHosts:
     def settle(self, job: str, session: str, url: str) -> None:
         """A session's sandbox is at that host."""
         _keep(self._where, (job, session), url)
+        self._absent.pop((job, session), None)
+
+    def unsettle(self, job: str, session: str) -> None:
+        """A session's sandbox may be at any host: its next turn asks them all."""
+        self._where.pop((job, session), None)
         self._absent.pop((job, session), None)
 
     async def urls(self, job: str) -> tuple[str, ...]:
@@ -212,23 +280,21 @@ class SandboxHosts:
 
     async def _has(self, url: str, session: str) -> bool:
         try:
-            status, _ = await self._call(url, (session,), None, CALL_SECONDS)
+            answer = await self._call(url, (session,), None, CALL_SECONDS)
         except RouterError:
             return False
-        return status < 400
+        return answer.status < 400
 
-    async def _long(
-        self, url: str, session: str, step: str, body: dict[str, Any]
-    ) -> tuple[int, dict[str, Any]]:
+    async def _long(self, url: str, session: str, step: str, body: dict[str, Any]) -> _Answer:
         """A fork or a restore; as ``_call``."""
         life = Heartbeat(lambda: self._ask(url), self._beats)
         try:
             async with life.waited_for():
                 if step == "restore":
-                    status, said = await self._call(url, (session, "fence"), None, LONG_SECONDS)
-                    if status >= 400:
-                        return status, said
-                    body = {**body, "over": said.get("fence")}
+                    seen = await self._call(url, (session, "fence"), None, LONG_SECONDS)
+                    if seen.status >= 400:
+                        return seen
+                    body = {**body, "over": seen.said.get("fence")}
                 return await self._call(url, (session, step), body, LONG_SECONDS)
         except FellSilent as error:
             raise self._away(url, error) from error
@@ -243,9 +309,14 @@ class SandboxHosts:
         return Overloaded("NoSandboxHost", message, retry_after=5)
 
     async def _call(
-        self, url: str, path: tuple[str, ...], body: dict[str, Any] | None, seconds: float
-    ) -> tuple[int, dict[str, Any]]:
-        """Status and answer: a POST where there is a body, else a GET.
+        self,
+        url: str,
+        path: tuple[str, ...],
+        body: dict[str, Any] | None,
+        seconds: float,
+        moment: str = "",
+    ) -> _Answer:
+        """What a host says: to a POST where there is a body, else to a GET.
 
         Raises:
             Overloaded: it does not answer.
@@ -256,7 +327,7 @@ class SandboxHosts:
                 "GET" if body is None else "POST",
                 "/".join((url, "sessions", *(quote(one, safe="") for one in path))),
                 data=data,
-                headers=self._headers(),
+                headers=self._headers() | ({"If-Match": f'"{moment}"'} if moment else {}),
                 timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CALL_SECONDS),
             ) as answer:
                 raw = await answer.read()
@@ -266,7 +337,7 @@ class SandboxHosts:
             said = msgspec.json.decode(raw or b"{}", type=dict[str, Any])
         except UNREADABLE:
             said = {"message": raw[:200].decode(errors="replace")}
-        return answer.status, said
+        return _Answer(answer.status, said, answer.headers.get("ETag", "").strip('"'))
 
     def _rests(self, url: str) -> bool:
         return self._clock() < self._resting.get(url, 0.0)

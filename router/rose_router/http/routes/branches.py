@@ -36,7 +36,6 @@ from rose_router.http.dialects.common import Hints, Whole, read_as
 from rose_router.turns.request import named
 from rose_router.turns.service import Service
 from rose_router.turns.sessions import Home
-from rose_router.turns.turn import Turn
 
 TOLD = web.RequestKey("told", bytes)
 """What other replicas of the router are to be told at ``turns``, once a request is answered."""
@@ -65,6 +64,10 @@ class Hosts(Protocol):
 
     def settle(self, job: str, session: str, url: str) -> None:
         """A session's sandbox is at that host."""
+        ...
+
+    def unsettle(self, job: str, session: str) -> None:
+        """A session's sandbox may be at any host."""
         ...
 
 
@@ -101,11 +104,10 @@ class Branches:
     service: Service
     hosts: Hosts | None = None
 
-    def history(self, turn: Turn) -> bytes:
-        """A turn's session up to its prompt, for the record of its sandbox."""
-        job, session = turn.request.job, turn.request.session
-        owner = job, session.removeprefix(f"{job}/") if job else session
-        last = self.tree.last_before(owner, turn.request.prompt)
+    def history(self, job: str, session: str, ids: Sequence[int]) -> bytes:
+        """What is known of a session up to these tokens, for the record of its sandbox."""
+        owner = job, session
+        last = self.tree.last_before(owner, ids)
         if last is None:
             return b""
         return saved_turns.to_bytes(self.tree.turns(last), self.tree.roots(owner))
@@ -125,8 +127,14 @@ class Branches:
         job, key, hosts = self._named(request)
         url, made = await hosts.go_on(job, key, "fork", asked)
         sessions = tuple(made["sessions"])
+        # Of a fork with a name others may have made some before, at hosts of theirs. A host from
+        # before hosts told which are here says nothing.
+        here = frozenset(made.get("here", () if "name" in asked else sessions))
         for session in sessions:
-            hosts.settle(job, session, url)
+            if session in here:
+                hosts.settle(job, session, url)
+            else:
+                hosts.unsettle(job, session)
         given = self._given(job, key, sessions, made, inherited=True)
         request[TOLD] = msgspec.json.encode(given)
         known = await self._adopt(job, given)

@@ -1,0 +1,183 @@
+"""A record has the files of the moment in which the model was given its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from rose_dev.waiting import until
+from rose_sandbox import host as host_module
+from rose_sandbox.box import BoundTokens
+from rose_sandbox.errors import HeardLate, NotListening
+from rose_sandbox.http import ServingTraffic, application
+from rose_sandbox.inspector.inspector import Effects
+from rose_sandbox.runtimes.runtime import Facts
+from tests.sandbox.test_host import World
+
+Act = Callable[[World], Awaitable[None]]
+
+
+async def runs(world: World) -> None:
+    await world.said("s", "echo 2 > /home/a")
+
+
+async def writes(world: World) -> None:
+    await world.host.write_file("s", "/home/a", b"2")
+
+
+async def connects(world: World) -> None:
+    with suppress(NotListening):
+        await world.host.connect("s", 80)
+
+
+async def tunnels(world: World) -> None:
+    with suppress(NotListening):
+        async with world.host.tunnel("s", 80):
+            pass
+
+
+async def takes_another_turn(world: World) -> None:
+    await world.host.checkpoint("s", [1, 2])
+
+
+async def comes_back(world: World) -> None:
+    """In a new life it has done as much as in the one before: nothing."""
+    await world.host.restore("s")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.mark.parametrize("act", [runs, writes, connects, tunnels, takes_another_turn, comes_back])
+async def test_a_turn_of_a_moment_before_the_last_act_is_saved_for_nobody(
+    world: World, act: Act
+) -> None:
+    await world.host.create("s")
+    asked = await world.host.etag("s")
+    await act(world)
+    before = world.records.turns("s"), (await world.host.state("s")).turn
+    with pytest.raises(HeardLate, match="its agent did since is saved with the next turn"):
+        await world.host.turn_began("s", [1, 2, 3], if_match=asked)
+    assert (world.records.turns("s"), (await world.host.state("s")).turn) == before
+    await world.host.turn_began("s", [1, 2, 3], if_match=await world.host.etag("s"))
+    assert (await world.host.tokens_ready("s")).recoverable_to == before[1] + 1
+    assert world.records.ids(world.records.read("s")) == (1, 2, 3)
+
+
+async def test_an_act_that_waits_for_another_is_of_no_turn_that_began_in_between(
+    world: World,
+) -> None:
+    """It had found no turn as it came, and went before the look of the one that began then."""
+    host = world.host
+    await host.create("s")
+    await host.checkpoint("s", [1])
+    box = host._box("s")
+    running = asyncio.create_task(host.exec("s", "sleep 0.2", 5))
+    await until(box.lock.locked)
+    began = asyncio.create_task(host.turn_began("s", [1, 2]))
+    await asyncio.sleep(0)
+    act = asyncio.create_task(host.exec("s", "echo of the next turn > /home/a", 5))
+    await asyncio.gather(running, began, act)
+    assert world.records.ids(world.records.read("s", 2)) == (1, 2)
+    assert await world.said("s", "cat /home/a") == "of the next turn"
+    await host.restore("s", 2)
+    assert (await host.exec("s", "cat /home/a", 5)).exit_code == 1
+
+
+@pytest.mark.parametrize("patient", [True, False], ids=["waits", "has waited long enough"])
+async def test_a_connection_that_begins_before_the_record_of_its_turn_is_not_in_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, patient: bool
+) -> None:
+    """A reply that has come may be acted on by a server's port, of which a host is told nothing."""
+    host, look = world.host, world.inspector.effects
+    await host.create("s")
+    await host.checkpoint("s", [1])
+    connected = asyncio.Event()
+
+    async def slow(key: str, facts: Facts) -> Effects:
+        await asyncio.sleep(0.2)
+        if not patient:
+            await connected.wait()
+        return await look(key, facts)
+
+    monkeypatch.setattr(world.inspector, "effects", slow)
+    monkeypatch.setattr(host_module, "HOLD_SECONDS", 20.0 if patient else 0.05)
+    await host.turn_began("s", [1, 2])
+    await connects(world)
+    assert (await host.state("s")).recoverable_to == 1 + patient
+    connected.set()
+    boundary = host._box("s").boundary
+    assert boundary is not None
+    await boundary
+    told = await host.tokens_ready("s")
+    assert (told.recoverable_to, told.unsaved) == ((2, "") if patient else (1, "a connection"))
+    assert (await host.checkpoint("s", [1, 2, 3])).recoverable_to == 3
+
+
+@pytest.mark.parametrize(
+    ("whole", "acts", "bound"),
+    [
+        (BoundTokens((1, 2, 3)), True, (1, 2, 3)),
+        (BoundTokens(), True, ()),
+        (BoundTokens((1,)), True, ()),
+        (BoundTokens((9, 9, 9)), True, ()),
+        (BoundTokens((1, 2, 3)), False, (1, 2, 3)),
+        (BoundTokens(), False, (1, 2)),
+    ],
+    ids=["all", "unknown", "of a turn before", "of another", "all, no act", "unknown, no act"],
+)
+async def test_what_the_end_of_a_session_saves_goes_with_all_its_tokens_or_with_none(
+    world: World, whole: BoundTokens, acts: bool, bound: tuple[int, ...]
+) -> None:
+    """It went with those of the last turn, whose reply its agent had acted on."""
+    await world.host.create("s")
+    await world.host.turn_began("s", [1, 2])
+    await world.host.tokens_ready("s")
+    if acts:
+        await world.said("s", "echo 1 > /home/a")
+    told = await world.host.ended("s", whole)
+    assert (told.phase, told.recoverable_to) == ("suspended", 2)
+    assert world.records.ids(world.records.read("s", 2)) == bound
+    assert world.records.ids(world.records.read("s", 1)) == (1, 2)
+    back = await world.host.restore("s")
+    assert back.ids == bound
+    assert (await world.host.exec("s", "cat /home/a", 5)).exit_code == (not acts)
+
+
+async def test_over_http_the_moment_is_an_etag_and_a_late_turn_a_failed_precondition(
+    world: World,
+) -> None:
+    app: web.Application = application(world.host, ServingTraffic(), lambda: "word")
+    word = {"Authorization": "Bearer word"}
+    async with TestClient(TestServer(app), headers=word) as http:
+        await world.host.create("s")
+        async with http.get("/sessions/s") as answer:
+            asked = answer.headers["ETag"]
+        await world.said("s", "echo 1 > /home/a")
+        late = {"If-Match": asked}
+        async with http.post("/sessions/s/turn", json={"ids": [1]}, headers=late) as answer:
+            assert answer.status == 412
+            assert (await answer.json())["error"] == "HeardLate"
+        assert world.records.turns("s") == (0,)
+        async with http.get("/sessions/s") as answer:
+            now = {"If-Match": answer.headers["ETag"]}
+        async with http.post("/sessions/s/turn", json={"ids": [1]}, headers=now) as answer:
+            assert (answer.status, (await answer.json())["turn"]) == (200, 1)
+        async with http.post("/sessions/s/ready") as answer:
+            assert answer.status == 200
+        # Of routers from before, which name no moment.
+        async with http.post("/sessions/s/turn", json={"ids": [1, 2]}) as answer:
+            assert (answer.status, (await answer.json())["turn"]) == (200, 2)
+        await http.post("/sessions/s/ready")
+        async with http.post("/sessions/s/ended", json={"ids": [1, 2, 3]}) as answer:
+            assert answer.status == 200
+    assert world.records.ids(world.records.read("s")) == (1, 2, 3)
+    await world.host.close()
