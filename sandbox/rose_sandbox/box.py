@@ -100,18 +100,20 @@ class Box:
         self.ids, self.versions, self.history = tokens.ids, tokens.versions, tokens.history
         self.bound_at = self.acts
 
-    def begin_end(self, now: float, whole: BoundTokens) -> None:
-        """No turn is asked for: what is saved goes with all tokens of the session.
+    def go_with(self, whole: BoundTokens) -> BoundTokens:
+        """What this moment goes with, where no turn is asked for: all tokens of the session.
 
         Where the agent has acted since its last turn, that turn's go with older files. So what is
         saved is bound to none if nobody knows them all.
         """
-        known = whole.ids[: len(self.ids)] == self.ids
-        if not known and self.has_acted:
-            whole = BoundTokens()
-        elif not known:
-            whole = BoundTokens(self.ids, self.versions, self.history)
-        self.begin_turn(now, None, whole)
+        if whole.ids[: len(self.ids)] == self.ids:
+            return whole
+        return BoundTokens() if self.has_acted else self.tokens
+
+    @property
+    def tokens(self) -> BoundTokens:
+        """Of the turn that began last."""
+        return BoundTokens(self.ids, self.versions, self.history)
 
     def check_moment(self, if_match: str) -> None:
         """Check that nothing has happened since a moment; empty: whoever asks knows of none.

@@ -299,7 +299,7 @@ class Host:
     async def turn_began(
         self,
         session: str,
-        ids: Sequence[int] = (),
+        ids: Sequence[int] | None = (),
         *,
         weight_versions: Sequence[str] = (),
         wait: ModelWait | None = None,
@@ -310,7 +310,7 @@ class Host:
 
         Args:
             session: whose.
-            ids: all token ids of the session so far.
+            ids: all token ids of the session so far; None: nobody asks the model, and says them.
             weight_versions: that sampled them.
             wait: until the reply, as the router expects it.
             history: the router's session up to here, which a restore gives back to it.
@@ -329,9 +329,8 @@ class Host:
         async with box.lock:
             self._box(session)  # it may have ended meanwhile
             box.check_moment(if_match)
-            box.begin_turn(
-                self._now(), wait, BoundTokens(tuple(ids), tuple(weight_versions), history)
-            )
+            given = BoundTokens(tuple(ids or ()), tuple(weight_versions), history)
+            box.begin_turn(self._now(), wait, box.go_with(given) if ids is None else given)
             box.boundary = asyncio.create_task(self._boundary(session, box))
         return box.tell(session)
 
@@ -358,10 +357,12 @@ class Host:
     async def checkpoint(self, session: str, ids: Sequence[int] = ()) -> Told:
         """A boundary that is waited for: a turn that takes no time.
 
+        Without ``ids`` it goes with those of the last turn, or with none if its agent has acted on.
+
         Raises:
             CannotCheckpoint: something cannot be saved; the sandbox lives on.
         """
-        await self.turn_began(session, ids or self._box(session).ids)
+        await self.turn_began(session, ids or None)
         box = self._box(session)
         if box.boundary is not None:
             await asyncio.wait({box.boundary})
@@ -394,7 +395,7 @@ class Host:
         await self._settle(box)
         async with self._ended_if_fenced(session, box), box.lock:
             if box.clock.phase is SandboxPhase.ACTING:
-                box.begin_end(self._now(), whole)
+                box.begin_turn(self._now(), None, box.go_with(whole))
             if box.clock.phase is SandboxPhase.WAITING:
                 suspending = Decision(BoundaryAction.SUSPEND, policy.SaveReason.LONG_WAIT)
                 await self._saver.save(box, suspending)

@@ -152,6 +152,22 @@ async def test_what_the_end_of_a_session_saves_goes_with_all_its_tokens_or_with_
     assert (await world.host.exec("s", "cat /home/a", 5)).exit_code == (not acts)
 
 
+@pytest.mark.parametrize("acts", [True, False], ids=["acted", "not acted"])
+async def test_a_checkpoint_without_tokens_goes_with_those_of_its_moment_or_with_none(
+    world: World, *, acts: bool
+) -> None:
+    await world.host.create("s")
+    await world.host.turn_began("s", [1, 2], weight_versions=["run@1.0"], history=b"all")
+    await world.host.tokens_ready("s")
+    if acts:
+        await world.said("s", "echo 1 > /home/a")
+    assert (await world.host.checkpoint("s")).recoverable_to == 2
+    back = await world.host.restore("s")
+    assert back.ids == (() if acts else (1, 2))
+    assert back.weight_versions == (() if acts else ("run@1.0",))
+    assert back.history == b"all", "what the router knew before, of which these are the tokens"
+
+
 async def test_over_http_the_moment_is_an_etag_and_a_late_turn_a_failed_precondition(
     world: World,
 ) -> None:
