@@ -214,7 +214,11 @@ FIRST_TOKEN_SECONDS = Seconds(
     "rose_router_first_token_seconds", "Time from a request to its first placed token."
 )
 LIVE = Gauge("rose_router_live_turns", "Turns in flight on engines.", ["kind"], registry=REGISTRY)
-QUEUED = Gauge("rose_router_queued_turns", "Turns waiting for an engine.", registry=REGISTRY)
+QUEUED = Gauge(
+    "rose_router_queued_turns",
+    "Turns waiting for an engine that stand on none; those at closed gates are in flight.",
+    registry=REGISTRY,
+)
 PHASE = Gauge(
     "rose_router_trainer_phase",
     "1 for what the trainer does as far as its turns and publishes tell: Generating, Training, "

@@ -124,8 +124,9 @@ def test_when_a_leg_must_end(leg: LegView, elsewhere: bool, expected: MoveReason
 @pytest.mark.parametrize(
     ("leg", "expected"),
     [
-        (replace(CALM, gate_open=False, gate_since=95.0), True),
-        (replace(CALM, gate_open=False, gate_since=96.0), False),
+        (replace(CALM, gate_open=False, gate_since=95.0, last_event=94.0), True),
+        (replace(CALM, gate_open=False, gate_since=96.0, last_event=94.0), False),
+        (replace(CALM, gate_open=False, gate_since=90.0, last_event=96.0), False),
         (CALM, False),
         (replace(CALM, gate_open=False, leaving=True), False),
         (replace(CALM, gate_open=False, known=False), False),

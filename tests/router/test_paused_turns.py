@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import Mock
 
 import pytest
 
+from rose_core.rollouts.capacity.fairness import work
 from rose_core.rollouts.placement.views import PolicyName
 from rose_core.rollouts.placement.watch import MoveReason
 from rose_core.rollouts.terms import LeaseTerms
@@ -93,15 +95,21 @@ async def test_of_two_that_stand_the_older_goes_first() -> None:
             await over(one)
 
 
-async def test_a_turn_that_ends_as_it_is_to_move_leaves_no_place_taken() -> None:
+async def test_a_turn_that_ends_as_it_is_to_move_gives_back_all_that_was_kept_for_it() -> None:
     first, second = SimEngine("a", stop_at=8, linger=100), SimEngine("b", stop_at=8, linger=100)
     async with world(first, second) as w:
-        turn = w.ask(20)
+        turn = w.ask(20, session="first", job="team")
         await until(lambda: turn.leg is not None and turn.leg.finish is not None)
-        w.gate(where(w, turn), is_open=False)
+        left = where(w, turn)
+        w.gate(left, is_open=False)
         await over(turn)
         assert not turn.moves
         assert [engine.reserved for engine in w.service.fleet] == [0, 0]
+        other = second if left is first else first
+        assert other.seen == []
+        assert not w.service.fleet.residents._engines[other.name].used
+        served = w.service.queue._shares._served["team"]
+        assert served == pytest.approx(work(len(turn.request.prompt), 8))
 
 
 async def test_an_abort_takes_a_turn_out_of_the_queue() -> None:
@@ -117,6 +125,54 @@ async def test_an_abort_takes_a_turn_out_of_the_queue() -> None:
         for one in (*others, long):
             judge_whole(await over(one))
         assert w.service.fleet.get("own").reserved == 0  # type: ignore[union-attr]
+
+
+async def test_a_turn_that_moves_is_charged_with_what_it_wrote_and_read() -> None:
+    engine = lent()
+    async with world(own(), engine) as w:
+        w.service.ledger.totals.usual_tokens = 20.0  # fewer than it has written when it moves
+        w.gate(w.engines["own"], is_open=False)
+        turn = w.ask(100, job="a")
+        await started(turn, 30)
+        w.gate(engine, is_open=False)
+        w.gate(w.engines["own"], is_open=True)
+        judge_whole(await over(turn))
+        assert [move.reason for move in turn.moves] == [MoveReason.PAUSED]
+        read = 2 * len(turn.request.prompt) + turn.moves[0].at_token
+        assert w.service.queue._shares._served["a"] == pytest.approx(work(read, 100))
+
+
+async def test_an_engine_that_goes_on_without_its_owner_keeps_its_turns() -> None:
+    engine = lent()
+    async with world(own(), engine) as w:
+        w.gate(w.engines["own"], is_open=False)
+        turn = w.ask(200)
+        await started(turn)
+        w.detach(engine)
+        w.gate(w.engines["own"], is_open=True)
+        judge_whole(await over(turn))
+        assert not turn.moves
+
+
+async def test_all_who_wait_are_put_in_order_once_for_all_places_that_become_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = lent()
+    async with world(own(), engine) as w:
+        turn, _ = await at_a_closed_gate(w, engine, 0)
+        long = w.ask(400)
+        await started(long)
+        others = [w.ask(20) for _ in range(50)]
+        await asyncio.sleep(6)
+        queue = w.service.queue
+        everybody = Mock(side_effect=queue._everybody)
+        monkeypatch.setattr(queue, "_everybody", everybody)
+        w.attach(SimEngine("wide", kind=EngineKind.DEDICATED, cap=40))
+        queue.pump()
+        assert everybody.call_count == 1
+        assert len(queue) == 50 - 39
+        for one in (turn, long, *others):
+            judge_whole(await over(one))
 
 
 async def test_what_cannot_move_stays_at_its_gate() -> None:

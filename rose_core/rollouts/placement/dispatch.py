@@ -15,8 +15,9 @@ no keys go first meanwhile.
 | full, gate closed, backing off or fencing, waited less than the move costs | passed over |
 | the same, waited longer | placed anywhere |
 
-*Anywhere* leaves out engines whose KV pool it would overflow (``residency``). A turn that goes on
-leaves them out for ``ROOM_SECONDS`` only: shorter ones could pass a long context for ever.
+*Anywhere* leaves out engines whose KV pool it would overflow (``residency``). A turn of a
+trajectory that has begun leaves them out for ``ROOM_SECONDS`` only: shorter ones could pass a long
+context for ever.
 """
 
 from __future__ import annotations

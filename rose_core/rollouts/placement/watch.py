@@ -4,14 +4,15 @@
 |---|---|---|
 | the owner says the engine leaves | none | Revoked |
 | the engine is forgotten (its owner never came back) | none | Gone |
-| gate closed | ``pause_seconds`` | queues for another engine, and stays until it has one: Paused |
+| gate closed, no event | ``pause_seconds`` | queues for another engine, stays until then: Paused |
 | gate open, no event | ``stall_seconds`` | Stalled |
 | more legs than the cap, which was cut; room elsewhere | none | CapCut |
 
 A turn that queues from a closed gate has the rank that it would have if it were cut
 (``admission.rank``), and ``dispatch`` gives it its place as it gives everybody theirs. If it had to
 find a place free it would find none: whoever waits takes each one as it becomes free. Meanwhile its
-keys are kept where it stands, and it goes on there if the gate opens first.
+keys are kept where it stands, and it goes on there if the gate opens first. The gate of an engine
+whose owner is away counts as closed; a leg that still speaks there needs no other.
 
 Loss of the connection is not here: it ends the leg by itself (``Lost``).
 """
@@ -41,8 +42,8 @@ class LegPatience:
     """How long a leg may stand still, in seconds.
 
     Attributes:
-        pause_seconds: with its gate closed, before it queues for another engine; bursts under
-            about 2 s are not worth a move.
+        pause_seconds: with its gate closed and no event, before it queues for another engine;
+            bursts under about 2 s are not worth a move.
         stall_seconds: with its gate open; longer than the longest prefill.
     """
 
@@ -100,4 +101,4 @@ def queues(leg: LegView, patience: LegPatience, now: float) -> bool:
     """
     if not leg.known or leg.leaving or leg.gate_open:
         return False
-    return now - leg.gate_since >= patience.pause_seconds
+    return now - max(leg.last_event, leg.gate_since) >= patience.pause_seconds

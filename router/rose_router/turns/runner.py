@@ -82,7 +82,7 @@ class TurnRunner:
             context = len(prompt) + held
             self._prospects.end_turn(name, held, context, turn.ended, moves=len(turn.moves))
             if turn.reserved is not None:  # it ended in the moment it was to move
-                self._queue.leave(turn.reserved, job=request.job)
+                self._queue.give_back(*turn.reserved, request.session, request.job)
             self._ledger.close(turn)
             if turn.trace is not None:
                 turn.trace.end(turn)
@@ -92,9 +92,11 @@ class TurnRunner:
     async def _advance(self, turn: Turn) -> None:
         began, request, transcript = self._clock(), turn.request, turn.transcript
         held, turn.state = len(transcript.tokens), TurnState.WAITING
-        view = self.view(turn)
-        engine, turn.reserved = turn.reserved, None
-        if engine is None:
+        engine: Engine | None
+        if turn.reserved is not None:
+            (engine, view), turn.reserved = turn.reserved, None
+        else:
+            view = self.view(turn)
             engine = self._queue.place_at_once(view, request.session, request.job, began)
         if engine is None:
             try:
@@ -353,8 +355,9 @@ class TurnRunner:
                 engine.gate_since,
                 request.job,
                 handle,
+                handle.tokens,
                 engine,
-                partial(setattr, turn, "reserved"),
+                partial(_keep_place, turn),
             )
         )
 
@@ -383,6 +386,10 @@ class TurnRunner:
             self._abort(turn, reason, str(error), status)
         else:
             turn.state, turn.error = TurnState.FAILED, error
+
+
+def _keep_place(turn: Turn, engine: Engine, view: TurnView) -> None:
+    turn.reserved = engine, view
 
 
 def _raise_refusal(leg: Leg) -> None:

@@ -76,7 +76,7 @@ class Supervisor:
             if verdict is not None:
                 leg.end(verdict)
                 used += verdict is MoveReason.CAP_CUT  # takes one place elsewhere
-            elif queues(view, self._patience, now):
+            elif leg.verdict is None and queues(view, self._patience, now):
                 leg.queue()
         return used
 

@@ -124,7 +124,8 @@ class Turn(msgspec.Struct, eq=False):
         changed: fires whenever there is more to show.
         listeners: callers waiting for it; when the last one leaves, it is aborted.
         abandoned: the last one left before its end.
-        reserved: where a place is kept for it, since it is to leave a closed gate.
+        reserved: where a place is kept for it, since it is to leave a closed gate, and the view
+            that its job was charged by.
         trace: its spans; ``None`` = turns are not traced.
     """
 
@@ -151,7 +152,7 @@ class Turn(msgspec.Struct, eq=False):
     checked: Bounds | None = None
     listeners: int = 0
     abandoned: bool = False
-    reserved: Engine | None = None
+    reserved: tuple[Engine, TurnView] | None = None
     abort_message: str = ""
     changed: Signal = msgspec.field(default_factory=Signal)
     ended_event: TurnEnd = msgspec.field(default_factory=TurnEnd)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -79,7 +79,8 @@ class PausedTurn:
     Attributes:
         since: when that gate closed.
         leg, engine: where it stands.
-        moves_to: told the engine that is reserved for it, before its leg is ended.
+        tokens: that the leg had written when the turn began to wait, as the view says.
+        moves_to: told the engine that is reserved for it and by which view, before its leg ends.
     """
 
     key: tuple[bool, int, int]
@@ -88,18 +89,20 @@ class PausedTurn:
     since: float
     job: str
     leg: LiveLeg
+    tokens: int
     engine: Engine
-    moves_to: Callable[[Engine], None]
+    moves_to: Callable[[Engine, TurnView], None]
 
     @property
     def stands(self) -> bool:
-        """Its gate has not opened since, and its leg goes on."""
+        """Its gate has not opened since, and its leg is there and has written nothing more."""
         closed = not self.engine.gate_open and self.engine.gate_since == self.since
-        return closed and self.leg.verdict is None and self.leg.rid in self.engine.legs
+        silent = self.leg.verdict is None and self.leg.tokens == self.tokens
+        return closed and silent and self.leg.rid in self.engine.legs
 
     def take(self, engine: Engine) -> None:
         """Go there: a place is reserved."""
-        self.moves_to(engine)
+        self.moves_to(engine, self.view)
         self.leg.end(MoveReason.PAUSED)
 
 
@@ -314,7 +317,8 @@ class TurnQueue:
             # 2. The turn gives up: too late, cancelled or failed. An engine may have been reserved
             #    in that very moment (the future is done, so it cannot be cancelled): give it back.
             if not waiter.future.cancel() and waiter.future.exception() is None:
-                self._requeue(waiter.future.result())
+                engine = waiter.future.result()
+                self._unreserve(engine, waiter.view, waiter.session, waiter.job)
             raise
         # 3. Reserved: the caller owns the place until ``leave``.
         return waiter.future.result()
@@ -335,6 +339,23 @@ class TurnQueue:
         self._shares.leave(job)
         self._requeue(engine, session, tokens)
 
+    def give_back(self, engine: Engine, view: TurnView, session: str, job: str) -> None:
+        """Give back a place that was reserved for a turn and has not been used.
+
+        Args:
+            engine: where.
+            view: the turn, as it was when the place was reserved.
+            session: whose keys it would have left there.
+            job: whose turn it was.
+        """
+        self._shares.leave(job)
+        self._unreserve(engine, view, session, job)
+
+    def _unreserve(self, engine: Engine, view: TurnView, session: str, job: str) -> None:
+        self._shares.charge(job, -_work(engine, view))
+        self._fleet.residents.drop_session(session)
+        self._requeue(engine)
+
     def _requeue(self, engine: Engine, session: str = "", tokens: int = 0) -> None:
         engine.reserved -= 1
         engine.solo = False  # who must be alone was the only one
@@ -347,6 +368,7 @@ class TurnQueue:
             return
         if not self._fleet.has_room():
             return
+        self._forget_moved()
         self._keep_one_free()
         if self._policy.name is PolicyName.JOINT:
             self._dispatch()
@@ -357,11 +379,12 @@ class TurnQueue:
         """Try those who wait in rank order, and note what stands in their way."""
         if self.held:
             return
+        self._forget_moved()
         self._keep_one_free()
         if self._policy.name is PolicyName.JOINT:
             self._dispatch()
         blocked: dict[tuple[object, ...], Obstacle] = {}
-        for one in list(self._order()):
+        for one in list(self._shares.order(self._everybody())):
             known = blocked.get(one.view.placement_key)
             chosen = self._choose(one.view) if known is None else Wait(known)
             if isinstance(chosen, Wait):
@@ -409,21 +432,30 @@ class TurnQueue:
 
     def _dispatch(self) -> None:
         again: float | None = None
-        while order := self._order():
+        everybody = self._everybody()
+        while everybody:
+            order = self._shares.order(everybody)
             chosen, again = next_turn(order, self._scene(self._clock()))
             if chosen is None:
                 break
-            self._give(order[chosen[0]], chosen[1])
+            one = order[chosen[0]]
+            self._give(one, chosen[1])
+            everybody.remove(one)  # and not all made anew: thousands may wait
         if again is not None:
             self._pump_at(again)
 
-    def _order(self) -> Sequence[Waiter | PausedTurn]:
-        """All who wait, in the order in which they are tried."""
-        everybody: Sequence[Waiter | PausedTurn] = self._waiting
+    def _forget_moved(self) -> None:
+        """Only turns that still stand at closed gates wait there."""
         if self._paused:
             self._paused = {rid: one for rid, one in self._paused.items() if one.stands}
-            everybody = sorted([*self._waiting, *self._paused.values()], key=lambda one: one.key)
-        return self._shares.order(everybody)
+
+    def _everybody(self) -> list[Waiter | PausedTurn]:
+        """All who wait, by rank."""
+        everybody: list[Waiter | PausedTurn] = [*self._waiting]
+        if self._paused:
+            everybody += self._paused.values()
+            everybody.sort(key=lambda one: one.key)
+        return everybody
 
     def _scene(self, now: float) -> DispatchState:
         fleet = self._fleet
@@ -453,6 +485,7 @@ class TurnQueue:
         else:
             del self._paused[one.leg.rid]
             self._shares.join(one.job)
+            metrics.QUEUE_SECONDS.observe(self._clock() - one.since)
         one.take(self._reserve(one.view, one.session, one.job, placement))
 
     def _reserve(self, view: TurnView, session: str, job: str, placement: Placement) -> Engine:
@@ -462,8 +495,7 @@ class TurnQueue:
             raise RuntimeError(message)
         engine.reserved += 1
         engine.solo = view.alone
-        at_home = view.cached if view.home == engine.name else 0
-        self._shares.charge(job, work(view.context - at_home, view.expected))
+        self._shares.charge(job, _work(engine, view))
         needed = view.context + view.expected
         self._fleet.residents.begin_turn(engine.name, session, needed)
         return engine
@@ -518,3 +550,9 @@ class TurnQueue:
 
     def _retry_after(self) -> int:
         return retry_after(len(self._waiting), self._finish_rate())
+
+
+def _work(engine: Engine, view: TurnView) -> float:
+    """What the turn is expected to cost the engine, in tokens written."""
+    at_home = view.cached if view.home == engine.name else 0
+    return work(view.context - at_home, view.expected)
