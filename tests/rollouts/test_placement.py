@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import combinations
 
 import pytest
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.engines.estimates import Hazard, Speed
+from rose_core.rollouts.placement.scoring import lent_seconds
 from rose_core.rollouts.placement.selection import (
     EngineView,
     Obstacle,
@@ -29,6 +31,7 @@ from rose_core.wire.routing import EngineKind
 HEAD = WeightVersion("run", 2, 10)
 POLICY = Policy(max_staleness=1)
 GOOD = EngineView("a", EngineKind.BORROWED, HEAD, gate_open=True, cap=4)
+OWN = replace(GOOD, kind=EngineKind.DEDICATED)
 TURN = TurnView(context=100, expected=50)
 NOW = 1000.0
 
@@ -150,8 +153,8 @@ def test_a_home_that_cannot_take_the_turn_is_left() -> None:
 
 def test_a_small_gain_is_not_worth_a_move() -> None:
     speed = Speed(step_seconds=0.01, prefill_seconds_per_token=0.001)
-    home = replace(GOOD, name="home", speed=replace(speed, step_seconds=0.0335))
-    other = replace(GOOD, name="other", speed=speed)
+    home = replace(OWN, name="home", speed=replace(speed, step_seconds=0.0335))
+    other = replace(OWN, name="other", speed=speed)
     # Leaving costs 1 s of prefill once; the other engine saves 1.2 s of decoding: less than 1.5 s.
     turn = TurnView(context=1000, expected=50, home="home", cached=1000)
     assert seconds(turn, home) > seconds(turn, other)
@@ -162,8 +165,8 @@ def test_a_small_gain_is_not_worth_a_move() -> None:
 
 def test_a_trajectory_with_much_still_to_write_moves_to_where_steps_are_short() -> None:
     speed = Speed(0.02, 0.0002, usual_live=12, spread=4.0, joint=0.004)
-    home = replace(GOOD, name="home", cap=16, live=11, speed=speed)
-    empty = replace(GOOD, name="empty", cap=16, live=0, speed=speed)
+    home = replace(OWN, name="home", cap=16, live=11, speed=speed)
+    empty = replace(OWN, name="empty", cap=16, live=0, speed=speed)
     turn = TurnView(context=8000, expected=50, home="home", cached=8000, rest_tokens=50)
     for rest, expected in ((50.0, "home"), (4000.0, "empty")):
         chosen = place(replace(turn, rest_tokens=rest), [home, empty], HEAD, POLICY, NOW)
@@ -175,6 +178,30 @@ def test_a_turn_counts_for_every_step_that_it_lengthens() -> None:
     speed = Speed(0.02, 0.0, usual_live=4, spread=1.0, joint=0.001)
     turn = TurnView(context=10, expected=100)
     assert stall(turn, replace(GOOD, live=3, speed=speed)) == pytest.approx(3 * 100 * 0.001)
+
+
+def test_a_lent_gpu_that_computes_anyway_costs_what_a_turn_adds_to_its_steps() -> None:
+    speed = Speed(0.02, 0.0002, usual_live=4, spread=1.0, joint=0.001)
+    turn = TurnView(context=1000, expected=100, home="a", cached=400, rest_tokens=5000)
+    tokens = 100 + POLICY.horizon_tokens
+    idle, busy = (replace(GOOD, name="a", live=live, speed=speed) for live in (0, 4))
+    assert lent_seconds(turn, idle, POLICY) == pytest.approx(
+        600 * 0.0002 + tokens * speed.step_at(1)
+    )
+    assert lent_seconds(turn, busy, POLICY) == pytest.approx(600 * 0.0002 + tokens * 0.001)
+    assert lent_seconds(turn, replace(idle, kind=EngineKind.DEDICATED), POLICY) == 0.0
+
+
+def test_an_idle_lent_engine_is_not_woken_for_what_another_does_nearly_as_soon() -> None:
+    speed = Speed(0.02, 0.0002, usual_live=4, spread=1.0, joint=0.001)
+    idle = replace(GOOD, name="idle", cap=8, speed=speed)
+    busy = replace(GOOD, name="busy", cap=8, live=2, speed=speed)
+    turn = TurnView(context=500, expected=300)
+    for weight, expected in ((0.0, "idle"), (POLICY.lent_weight, "busy")):
+        policy = dataclasses.replace(POLICY, lent_weight=weight)
+        chosen = place(turn, [idle, busy], HEAD, policy, NOW)
+        assert isinstance(chosen, Placement)
+        assert chosen.engine == expected
 
 
 def test_equal_engines_share_the_turns() -> None:

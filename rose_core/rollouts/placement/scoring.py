@@ -7,6 +7,7 @@
             + (1 - exp(-h_e T_e)) * (loss)   risk that e is taken back during the turn
             + late_weight * max(0, W_e - F)  the tail of what the trajectory still needs, less the
                                              time until it is too old to train on
+            + lent_weight * B_e              time in which a lent GPU computes that would not
             + crowding * live/cap            spreads equal engines
 
 ``T_e`` holds the price of leaving the session's home (its cached prefix), so affinity is not a rule
@@ -14,7 +15,9 @@ of its own. Prefill and step are measured per engine, so turns that mostly read 
 compute fast and turns that mostly write to those with fast memory. A session stays where it is put,
 so a turn's own tokens are not all that hangs on the choice: ``ahead`` counts what is expected of
 the rest, up to ``Policy.horizon_tokens``, at the step that the engine has with one turn more.
-Numbers: ``estimates``.
+What serving feels of lending is a request that finds the GPU computing, so ``B_e`` has a price: on
+a borrowed engine that has turns a turn adds to the steps of all, on an idle one it has every step
+computed that it takes. Numbers: ``estimates``.
 """
 
 from __future__ import annotations
@@ -46,10 +49,23 @@ def stall(turn: TurnView, engine: EngineView) -> float:
     return lost * engine.live / engine.hazard.open_share
 
 
+def _later(turn: TurnView, policy: Policy) -> float:
+    """Tokens of the trajectory's later turns that are looked ahead to."""
+    return min(max(0.0, turn.rest_tokens - turn.expected), policy.horizon_tokens)
+
+
 def ahead(turn: TurnView, engine: EngineView, policy: Policy) -> float:
     """Decode of the trajectory's later turns, were it to stay there."""
-    rest = min(max(0.0, turn.rest_tokens - turn.expected), policy.horizon_tokens)
-    return rest * engine.speed.step_at(engine.live + 1) / engine.hazard.open_share
+    return _later(turn, policy) * engine.speed.step_at(engine.live + 1) / engine.hazard.open_share
+
+
+def lent_seconds(turn: TurnView, engine: EngineView, policy: Policy) -> float:
+    """For how much longer a lent GPU computes for this turn and the later ones there; else 0."""
+    if engine.kind is EngineKind.DEDICATED:
+        return 0.0
+    speed, tokens = engine.speed, turn.expected + _later(turn, policy)
+    step = speed.per_turn_seconds if engine.live else speed.step_at(1)
+    return _prefill(turn, engine) + tokens * step
 
 
 def late(turn: TurnView, engine: EngineView, policy: Policy) -> float:
@@ -65,7 +81,7 @@ def cost(turn: TurnView, engine: EngineView, policy: Policy) -> float:
     time = seconds(turn, engine)
     crowding = policy.crowding_seconds * engine.live / max(engine.cap, 1)
     total = time + stall(turn, engine) + crowding + late(turn, engine, policy)
-    total += ahead(turn, engine, policy)
+    total += ahead(turn, engine, policy) + policy.lent_weight * lent_seconds(turn, engine, policy)
     if engine.kind is EngineKind.DEDICATED:
         return total
     again = (turn.context + turn.expected / 2) * engine.speed.prefill_seconds_per_token

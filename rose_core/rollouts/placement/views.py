@@ -160,6 +160,8 @@ class Policy:
         name: the rule; what follows belongs to ``joint``.
         move_every: turns of a session between two moves by choice.
         horizon_tokens: output of later turns that the choice of an engine looks ahead to.
+        lent_weight: seconds of cost per second for which a lent GPU computes more: serving's
+            requests meet it.
         late_weight: seconds of cost per second that a trajectory is expected to be late.
         quota: the borrowed share of a stratum stays this close to that of all turns.
         reserve: share of dedicated places kept for the tail while a borrowed engine has room.
@@ -177,6 +179,7 @@ class Policy:
     name: PolicyName = PolicyName.JOINT
     move_every: int = 4
     horizon_tokens: float = 2000.0
+    lent_weight: float = 2.0
     late_weight: float = 1.0
     quota: float = 0.2
     reserve: float = 0.125

@@ -263,11 +263,13 @@ class Placement(Strict):
         pause_seconds: what a reclaim costs a turn beside its re-prefill.
         crowding_seconds: added for an engine that is full, in proportion below.
         move_margin: a session leaves home when it gains this share of the re-prefill on top.
+        lent_weight: seconds of cost per second for which a lent GPU computes more.
     """
 
     pause_seconds: Annotated[float, Field(ge=0)] = Policy().pause_seconds
     crowding_seconds: Annotated[float, Field(ge=0)] = Policy().crowding_seconds
     move_margin: Annotated[float, Field(ge=0)] = Policy().move_margin
+    lent_weight: Annotated[float, Field(ge=0)] = Policy().lent_weight
 
 
 class Nodes(Strict):
