@@ -149,7 +149,37 @@ class _Scratch(threading.local):
         return made
 
 
+def _compile_fetch() -> None:
+    """Have numba make ``loops.fetch`` the processor's own instruction, which never faults."""
+    from llvmlite import ir  # noqa: PLC0415  # comes with numba
+    from numba import types  # noqa: PLC0415
+    from numba.core.cgutils import get_or_insert_function  # noqa: PLC0415
+    from numba.extending import intrinsic, overload  # noqa: PLC0415
+
+    def instruction(_: Any, memory: Any, at: Any) -> Any:  # noqa: ANN401
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:  # noqa: ANN401
+            array = context.make_array(signature.args[0])(context, builder, given[0])
+            byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+            address = builder.bitcast(builder.gep(array.data, [given[1]]), byte)
+            kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+            name = "llvm.prefetch.p0i8"
+            insert: Any = get_or_insert_function
+            called = insert(builder.module, kind, name)
+            # To be read, into all caches, of data.
+            builder.call(called, [address, *(number(one) for one in (0, 3, 1))])
+            return context.get_dummy_value()
+
+        return types.void(memory, at), generate
+
+    made: Any = intrinsic(instruction)
+
+    @overload(loops.fetch, strict=False)  # that would compare annotations too
+    def fetch(memory: Any, at: Any) -> Any:  # noqa: ANN401, ARG001  # numba asks for both names
+        return lambda memory, at: made(memory, at)  # noqa: PLW0108  # numba compiles this one
+
+
 def _compiled() -> Kernels:
+    _compile_fetch()
     compare_loop, steps_loop, move_loop, pack_loop, unpack_loop, run, at, put, differing = (
         compiled(loop)
         for loop in (

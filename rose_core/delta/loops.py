@@ -240,8 +240,22 @@ VALUES, STEPS = 0, 1
 # Numbers of a tensor: its first element in memory, from one to the next, elements, and whether its
 # bits are sign and magnitude.
 BASE, STRIDE, LIMIT, SIGNED = range(4)
-SWAPPED = 1024
-"""Elements that are written before they are read back: their lines still are in the cache."""
+GATHERED = 1024
+"""Elements that ``resolve`` takes at a time."""
+SWAPPED = 512
+"""Elements that are written before they are read back: a line each, 32 kB, still is in the cache
+that is next to the core."""
+AHEAD = 64
+"""Elements from one that is written to one that is fetched: about as many lines as a core waits for
+at a time, and few enough to be there still."""
+
+
+def fetch(memory: Any, at: Any) -> None:  # noqa: ANN401
+    """Say that an element is needed soon.
+
+    It changes nothing, so Python does nothing; ``kernels`` has numba make one instruction of it. A
+    core that writes waits for one line after the other otherwise, since stores keep their order.
+    """
 
 
 def resolve(  # noqa: C901, PLR0912, PLR0915, PLR0917  # compiled as it stands, without helpers
@@ -276,7 +290,7 @@ def resolve(  # noqa: C901, PLR0912, PLR0915, PLR0917  # compiled as it stands, 
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
     sign = np.uint64(width_bits - 1)
     top = ONE << sign
-    indices = np.zeros(SWAPPED, np.uint64)
+    indices = np.zeros(GATHERED, np.uint64)
     for row in range(len(rows)):
         tensor = rows[row, TENSOR]
         base, stride = np.uint64(tensors[tensor, BASE]), np.uint64(tensors[tensor, STRIDE])
@@ -290,8 +304,8 @@ def resolve(  # noqa: C901, PLR0912, PLR0915, PLR0917  # compiled as it stands, 
         line, column = start, 0
         # Piece by piece, and one thing after the other: each of these loops is short enough for
         # the processor to look ahead, and none has a branch that it would guess wrong.
-        for first in range(0, count, SWAPPED):
-            end = min(first + SWAPPED, count)
+        for first in range(0, count, GATHERED):
+            end = min(first + GATHERED, count)
             told, size = np.uint64(entry + first), end - first
             begin = np.uint64(place + first) if place >= 0 else ZERO
             first_line, first_column = line, column
@@ -356,7 +370,7 @@ def resolve(  # noqa: C901, PLR0912, PLR0915, PLR0917  # compiled as it stands, 
     return 0
 
 
-def swap(
+def swap(  # noqa: C901  # compiled as it stands, without helpers
     memory: Any,  # noqa: ANN401
     tensors: Any,  # noqa: ANN401
     rows: Any,  # noqa: ANN401
@@ -379,28 +393,36 @@ def swap(
         first_line, first_column = start, 0
         for first in range(0, count, SWAPPED):
             end = min(first + SWAPPED, count)
+            told, size = np.uint64(entry + first), end - first
+            if place >= 0:
+                begin, last = np.uint64(place + first), np.uint64(place + count - 1)
+                for number in range(size):
+                    here = np.uint64(number)
+                    coming = min(begin + here + np.uint64(AHEAD), last)
+                    fetch(memory, base + (start + np.uint64(places[coming])) * stride)
+                    at = start + np.uint64(places[begin + here])
+                    memory[base + at * stride] = bits[told + here]
+                for number in range(size):
+                    here = np.uint64(number)
+                    at = start + np.uint64(places[begin + here])
+                    differing += np.uint64(memory[base + at * stride] != bits[told + here])
+                continue
             line, column = first_line, first_column
-            for number in range(first, end):
-                if place < 0:
-                    at = line + np.uint64(column)
-                    column += 1
-                    if column == columns:
-                        column = 0
-                        line += apart
-                else:
-                    at = start + np.uint64(places[place + number])
-                memory[base + at * stride] = bits[entry + number]
+            for number in range(size):
+                at = line + np.uint64(column)
+                memory[base + at * stride] = bits[told + np.uint64(number)]
+                column += 1
+                if column == columns:
+                    column = 0
+                    line += apart
             line, column = first_line, first_column
-            for number in range(first, end):
-                if place < 0:
-                    at = line + np.uint64(column)
-                    column += 1
-                    if column == columns:
-                        column = 0
-                        line += apart
-                else:
-                    at = start + np.uint64(places[place + number])
-                differing += np.uint64(memory[base + at * stride] != bits[entry + number])
+            for number in range(size):
+                at = line + np.uint64(column)
+                differing += np.uint64(memory[base + at * stride] != bits[told + np.uint64(number)])
+                column += 1
+                if column == columns:
+                    column = 0
+                    line += apart
             first_line, first_column = line, column
         if differing != ZERO and wrong == 0:
             wrong = row + 1
