@@ -44,6 +44,7 @@ class MemoryLoops:
 
     resolve: Callable[..., int]
     swap: Callable[..., int]
+    digest_tensors: Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -253,5 +254,7 @@ def _compiled() -> Kernels:
         digest_at,
         put=put,
         holds=holds,
-        memory=MemoryLoops(compiled(loops.resolve), compiled(loops.swap)),
+        memory=MemoryLoops(
+            compiled(loops.resolve), compiled(loops.swap), compiled(loops.digest_tensors)
+        ),
     )

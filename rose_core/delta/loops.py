@@ -230,6 +230,34 @@ def digest_at(indices: Any, bits: Any, key: int) -> Any:  # noqa: ANN401
     return low, high
 
 
+def digest_tensors(memory: Any, tensors: Any, keys: Any, chosen: Any, sums: Any) -> None:  # noqa: ANN401
+    """Both lanes of the digest of whole tensors that lie without gaps.
+
+    Args:
+        memory: all tensors as one array.
+        tensors: numbers of every tensor.
+        keys: of every tensor's digest.
+        chosen: which tensors.
+        sums: per chosen tensor: both lanes.
+    """
+    for number in range(len(chosen)):
+        tensor = chosen[number]
+        base, limit = np.uint64(tensors[tensor, BASE]), tensors[tensor, LIMIT]
+        low = ZERO
+        high = ZERO
+        seed = np.uint64(keys[tensor]) + GOLDEN
+        for position in range(limit):
+            mixed = seed + np.uint64(position) * GOLDEN
+            mixed = (mixed ^ (mixed >> S30)) * MIX1
+            mixed = (mixed ^ (mixed >> S27)) * MIX2
+            mixed = mixed ^ (mixed >> S31)
+            value = np.uint64(memory[base + np.uint64(position)])
+            low += (mixed | ONE) * value
+            mixed = (mixed ^ (mixed >> S32)) * MIX3
+            high += ((mixed ^ (mixed >> S32)) | ONE) * value
+        sums[number, 0], sums[number, 1] = low, high
+
+
 # Numbers in a row of ``resolve`` and ``swap``: which tensor, which tile of it; where its elements
 # begin among those given, how many; where their places begin (``RUN`` = they are lines of a box),
 # where their names begin (``RUN`` = they are named by their places); the element that places count

@@ -14,8 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import ne
 from pathlib import Path
+from typing import Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -384,6 +388,52 @@ def test_threads_swap_every_row_once_and_tell_what_is_not_kept(
     assert memory.swap(2, rows, twice, given) == "t"
 
 
+@pytest.mark.parametrize("word", ["BF16", "I8", "F32", "U64"])
+def test_one_loop_digests_what_each_tensor_would(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that lie without gaps; what is out of date in one of them shows as before."""
+    kind, draw = number_format(word).unsigned, np.random.default_rng(5)
+    live: dict[str, LiveTensor] = {}
+    for name, size, apart in (("a", 100, 1), ("b", 37, 2), ("c", 9, 1)):
+        bits = draw.integers(0, 1 << 8 * kind.itemsize, size * apart, dtype=kind, endpoint=False)
+        live[name] = HostTensor(name, word, (size,), bits[::apart], current=partial(ne, name, "c"))
+    wanted = {number: live[name].digest() for number, name in ((0, "a"), (2, "c"))}
+    memory = HostMemory.of(live)
+    assert memory.digests([0, 1, 2]) == wanted
+    assert memory.digests([2]) == {2: wanted[2]}
+    plain = MemoryLoops(loops.resolve, loops.swap, loops.digest_tensors)
+    monkeypatch.setattr(host_memory, "_loops", lambda: plain)
+    with np.errstate(over="ignore"):
+        assert memory.digests([0, 1, 2]) == wanted
+
+
+def test_a_commit_is_confirmed_without_a_call_for_each_tensor(
+    bundle: Path, old: State, sparse: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = engine(old)
+    update = stage(bundle, live, digest_live(live))
+    commit(update, live)
+    calls = list[str]()
+    monkeypatch.setattr(HostTensor, "digest", lambda self: calls.append(self.name))
+    assert confirm(update, live) is None
+    assert not calls
+    name = min(update.wanted)
+    live[name].put(slice(0, 1), sparse[name][2][:1] ^ 1)
+    assert (confirm(update, live) or "").startswith(f"{name} has digest")
+
+
+def test_a_compiled_swap_fetches_what_it_will_write() -> None:
+    """It is a hint to the processor, so no result shows it: the compiled loop does."""
+    kernels()  # says what numba makes of the hint
+    fresh: Any = numba.njit(loops.swap)
+    row, places, bits = np.zeros((0, loops.WHOLE + 1), np.int64), np.uint32, np.uint16
+    nothing = np.zeros(0, places), np.zeros(0, bits)
+    fresh(np.zeros(1, bits), np.zeros((1, 4), np.int64), row, *nothing)
+    (made,) = fresh.inspect_llvm().values()
+    assert "call void @llvm.prefetch" in made
+
+
 def test_a_swap_does_not_wait_for_threads_that_get_no_core() -> None:
     threads, done, free = SwapThreads(2), list[int](), threading.Event()
     for _ in range(2):
@@ -423,7 +473,11 @@ def test_compiled_loops_do_what_they_say_in_python(word: str) -> None:
         bits, given, old = start.copy(), told.copy(), np.zeros_like(told)
         memory = HostMemory.of(host_tensors({"t": (word, (40,), bits)}))
         sums = np.zeros((2, 4), np.uint64)
-        both = kernels().memory if compiled else MemoryLoops(loops.resolve, loops.swap)
+        both = (
+            kernels().memory
+            if compiled
+            else MemoryLoops(loops.resolve, loops.swap, loops.digest_tensors)
+        )
         assert both is not None
         common = (memory.arrays[kind.itemsize], memory.tensors)
         with np.errstate(over="ignore"):

@@ -144,7 +144,10 @@ class HostTensor(WholeTensor):
 
     def digest(self) -> Digest:
         """Digest of the whole tensor, and whether what is made of it follows it."""
-        found = super().digest()
+        return self.marked(super().digest())
+
+    def marked(self, found: Digest) -> Digest:
+        """A digest of the storage, which is none of a version's while what is made of it is old."""
         return found if self.current() else found.plus(STALE)
 
     def span(self, first: int, end: int) -> Bits:

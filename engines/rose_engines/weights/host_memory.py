@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from rose_core.delta import faults, loops
 from rose_core.delta.bits import Bits, number_format
-from rose_core.delta.digest import tensor_key
+from rose_core.delta.digest import Digest, tensor_key
 from rose_core.delta.kernels import MemoryLoops, kernels
 from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, do_nothing
 from rose_engines.tensors.slices import SlicedTensor
@@ -84,6 +84,7 @@ class HostMemory:
         arrays: by width of elements: the memory from the first such tensor to the last.
         tensors, keys: what the loops need to know of each.
         here: which tensors are reached.
+        runs: by width, those of them that are here whole, in order and without gaps.
         written: what renews what an engine keeps that is made of a tensor.
         owners: keep the memory.
         threads: swap beside the one that calls.
@@ -94,6 +95,7 @@ class HostMemory:
     tensors: npt.NDArray[np.int64]
     keys: npt.NDArray[np.uint64]
     here: npt.NDArray[np.bool_]
+    runs: dict[int, dict[int, HostTensor]]
     written: tuple[Callable[[], object], ...]
     owners: tuple[Bits, ...]
     threads: SwapThreads
@@ -119,6 +121,7 @@ class HostMemory:
             ends[width] = max(ends.get(width, end), end)
         tensors = np.zeros((len(flats), _NUMBERS), np.int64)
         here = np.zeros(len(flats), np.bool_)
+        runs: dict[int, dict[int, HostTensor]] = {width: {} for width in lows}
         written: list[Callable[[], object]] = [do_nothing] * len(flats)
         for number, (tensor, flat) in enumerate(zip(live.values(), flats, strict=True)):
             if flat is None:
@@ -128,6 +131,8 @@ class HostMemory:
             signed = number_format(tensor.dtype).sign_magnitude
             tensors[number] = (apart // width, flat.strides[0] // width, flat.size, signed)
             here[number] = True
+            if isinstance(tensor, HostTensor) and flat.strides[0] == width:
+                runs[width][number] = tensor
             written[number] = getattr(_storage(tensor), "written", do_nothing)
         return cls(
             tuple(live),
@@ -135,6 +140,7 @@ class HostMemory:
             tensors,
             np.array([tensor_key(name) for name in live], np.uint64),
             here,
+            runs,
             tuple(written),
             tuple(one for one in flats if one is not None),
             SwapThreads(threads if lows else 0),
@@ -206,6 +212,21 @@ class HostMemory:
         self.threads.run(lambda number: swap_rows(*pieces[number]), len(pieces))
         faults.at("engine.commit.scatter")
         return self.names[int(rows[min(wrong), loops.TENSOR])] if wrong else None
+
+    def digests(self, tensors: Sequence[int]) -> dict[int, Digest]:
+        """Digests, by number, of those of these tensors that are ``runs``.
+
+        One loop for each width: a call for each tensor would ask for the interpreter hundreds of
+        times, and the engine's thread waits for whoever has it.
+        """
+        found = dict[int, Digest]()
+        for width, runs in self.runs.items():
+            chosen = np.array([number for number in tensors if number in runs], np.int64)
+            sums = np.zeros((len(chosen), 2), np.uint64)
+            _loops().digest_tensors(self.arrays[width], self.tensors, self.keys, chosen, sums)
+            for number, (low, high) in zip(chosen.tolist(), sums.tolist(), strict=True):
+                found[number] = runs[number].marked(Digest(low, high))
+        return found
 
     def renew(self, tensors: Sequence[int]) -> None:
         """What is made of these tensors, once each."""

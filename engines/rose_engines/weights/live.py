@@ -90,6 +90,7 @@ def _warm_up_loops(dtype: str) -> None:
         given = np.ones_like(bits)
         memory.resolve(width, rows, places, names, given, bits.copy(), lambda: None)
         memory.swap(width, rows, places, given)
+        memory.digests([0])
 
 
 def commit(update: StagedUpdate, live: Live) -> Digest:
@@ -140,7 +141,11 @@ def confirm(update: StagedUpdate, live: Live) -> str | None:
     Returns:
         The first tensor that is not what the manifest says, None = all are.
     """
-    return first_wrong(update, {name: live[name].digest() for name in update.wanted})
+    numbers = {number: name for number, name in enumerate(live) if name in update.wanted}
+    read = update.host.memory.digests(list(numbers))
+    found = {numbers[number]: digest for number, digest in read.items()}
+    left = {name: live[name].digest() for name in update.wanted if name not in found}
+    return first_wrong(update, found | left)
 
 
 def revert(update: StagedUpdate, live: Live, wrong: str) -> None:
