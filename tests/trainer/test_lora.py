@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
-import transformers
 
 from rose_core.adapters import BASE, SCALE, TARGETS
 from rose_core.delta.digest import digest_run, total
@@ -27,12 +25,21 @@ pytestmark = [
 ]
 
 
+def libraries() -> tuple[Any, Any]:
+    """PEFT and transformers: every worker collects this file, and one runs it."""
+    import peft  # noqa: PLC0415  # with the parts of transformers that it imports four seconds
+    import transformers  # noqa: PLC0415
+
+    return peft, transformers
+
+
 @pytest.fixture(scope="module")
 def base() -> Path:
     return make_named("tiny")
 
 
 def model(base: Path, **settings: Any) -> Any:  # noqa: ANN401  # of PEFT
+    peft, transformers = libraries()
     whole = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     usual: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": list(TARGETS)}
     return peft.get_peft_model(whole, peft.LoraConfig(**usual | settings))
@@ -93,6 +100,7 @@ def test_the_factor_is_that_of_peft(base: Path, rslora: bool, factor: float) -> 
 def test_what_engines_would_compute_otherwise_is_refused_by_name(
     base: Path, tmp_path: Path, settings: dict[str, Any], why: str
 ) -> None:
+    peft, transformers = libraries()
     whole = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     usual: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"]}
     trained = peft.get_peft_model(whole, peft.LoraConfig(**usual | settings))
@@ -142,6 +150,7 @@ def test_a_merge_after_the_first_version_is_refused_until_it_is_undone(base: Pat
 
 
 def test_another_kind_of_adapter_and_no_adapter_are_refused(base: Path, tmp_path: Path) -> None:
+    peft, transformers = libraries()
     whole = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     other = peft.get_peft_model(
         whole, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
