@@ -29,7 +29,7 @@ from rose_router.http.admission import bearer
 from rose_router.http.admission.memory import limit_of_process
 from rose_router.http.tokenizer.model_tokenizer import ModelTokenizer, over_http
 from rose_router.http.tokenizer.tokenization import Tokenizer
-from rose_router.http.whole_requests import WHOLE_ROUTES, WholeRequestHandler
+from rose_router.http.whole_requests import WHOLE_ROUTES, choose_protocol
 from rose_router.listener import HEAD_BYTES, ConnectionLimiter, MakeProtocol, listening
 from rose_router.replicas import relay
 from rose_router.replicas.peers import Peers
@@ -190,8 +190,7 @@ async def running(
         await runner.setup()
         if runner.server is None:
             raise RuntimeError("aiohttp made no server")
-        connection = partial(
-            WholeRequestHandler,
+        connection = choose_protocol(
             *(runner.server, application[WHOLE_ROUTES]),
             loop=asyncio.get_running_loop(),
             access_log=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
@@ -19,7 +20,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import ClientError, web
+from aiohttp import ClientError, ClientSession, web
+from aiohttp.streams import EMPTY_PAYLOAD
+from aiohttp.test_utils import make_mocked_request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +31,9 @@ from rose_core.wire.routing import AdapterVersion, EngineKind, EngineUpdate, Rou
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_router.engines import attach
+from rose_router.engines.fleet import Fleet
+from rose_router.errors import BadRequest
+from rose_router.http import forward
 from rose_router.replicas import peers, relay
 from rose_router.replicas.peers import Peer
 from rose_sandbox.http import ServingTraffic, application
@@ -177,6 +183,36 @@ async def test_aborts_and_pauses_reach_every_replica(
         async with two.post("/continue_generation", {}) as reply:
             assert reply.status == 200
         assert not one.router.service.queue.held
+
+
+async def test_what_is_refused_here_is_answered_when_the_others_have_been_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused, told = asyncio.Event(), list[str]()
+
+    async def tell(peer: Peer, *_: object, **__: object) -> bytes:
+        await refused.wait()
+        await asyncio.sleep(0)
+        told.append(peer.name)
+        return b""
+
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        refused.set()
+        raise BadRequest("Malformed", "no")
+
+    async def resolve() -> list[Peer]:
+        return [Peer(name, "", "") for name in NAMES]
+
+    monkeypatch.setattr(forward, "_post_to_peer", tell)
+    replicas = peers.Peers("one", Fleet(time.monotonic, 2.0), resolve, "")
+    await replicas.start()
+    async with ClientSession() as session:
+        passing = forward.middleware(replicas, session)
+        asked = make_mocked_request("POST", "/pause_generation", payload=EMPTY_PAYLOAD)
+        with pytest.raises(BadRequest):
+            await passing(asked, refuse)
+    assert told == ["two"]
+    await replicas.close()
 
 
 async def test_a_replica_that_is_leaving_passes_everything_on_and_gets_nothing(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
+import inspect
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -15,7 +17,14 @@ import pytest
 from aiohttp import web, web_protocol
 
 from rose_dev.waiting import until
-from rose_router.http.whole_requests import WholeRequestHandler, WholeRoute, resolve
+from rose_router.http import whole_requests
+from rose_router.http.whole_requests import (
+    BORROWED,
+    WholeRequestHandler,
+    WholeRoute,
+    lacking,
+    resolve,
+)
 from tests.router.conftest import Stage
 
 Staging = Callable[..., AbstractAsyncContextManager[Stage]]
@@ -277,6 +286,51 @@ async def test_what_a_handler_raises_is_said_as_aiohttp_says_it(fail: type[Excep
             said.append(re.sub(rb"Date: [^\r]*", b"", told))
         assert server.whole == [path == "/turn"]
     assert said[0] == said[1]
+
+
+# --- what is aiohttp's own
+
+
+class _Names(ast.NodeVisitor):
+    """Names that begin with one underscore, of whatever object, in a class's code."""
+
+    def __init__(self) -> None:
+        self.found = set[str]()
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.found.add(node.attr)
+        self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.found.add(node.name)
+        self.generic_visit(node)
+
+
+def test_this_aiohttp_has_every_name_that_is_borrowed_from_it() -> None:
+    assert lacking() == []
+
+
+def test_no_other_name_is_borrowed_than_is_said() -> None:
+    names = _Names()
+    names.visit(ast.parse(inspect.getsource(WholeRequestHandler)))
+    own = {name for name in vars(WholeRequestHandler) if not hasattr(web.RequestHandler, name)}
+    private = {name for name in names.found if re.match(r"_[a-z]", name)}
+    said = frozenset[str]().union(*BORROWED.values())
+    assert private - own == {name for name in said if name.startswith("_")}
+    assert said <= names.found
+
+
+async def test_without_one_of_them_aiohttp_answers_turns_by_itself(
+    stage: Staging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = {web.RequestHandler: frozenset({"_no_name_of_aiohttps"})}
+    monkeypatch.setattr(whole_requests, "BORROWED", later)
+    async with stage() as s:
+        assert "has no RequestHandler._no_name_of_aiohttps" in caplog.text
+        await s.engine()
+        body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}}
+        said = await ask(s, body, whole=True)
+    assert b" 200 OK" in said
 
 
 # --- the router's own turns

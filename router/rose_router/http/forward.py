@@ -147,7 +147,10 @@ async def _answer_everywhere(
         for peer in peers.others
     )
     told = asyncio.gather(*calls)
-    ours, theirs = await handler(request), await told
+    try:
+        ours = await handler(request)
+    finally:  # also where it is refused here: nobody else would see how telling them ends
+        theirs = await told
     if request.path == "/trajectories" and isinstance(ours, web.Response) and ours.status == 200:
         return _unknown_everywhere(ours, theirs)
     return ours

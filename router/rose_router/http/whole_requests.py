@@ -20,23 +20,44 @@ chain. Everything is read by the same parser and answered by the same handlers.
 | busy | answers | the answer: idle, over |
 | over | is cancelled | |
 
+Much of it is no interface of aiohttp's (``BORROWED``). Where an aiohttp lacks one of these names,
+it answers all requests by itself, as ``choose_protocol`` says.
+
 Next step: ``app`` names the routes, ``listener`` passes on what arrives.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import aiohttp
 from aiohttp import hdrs, web
+from aiohttp.http import HttpRequestParser
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.http_writer import StreamWriter
 from aiohttp.streams import StreamReader
 
+LOG = logging.getLogger(__name__)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+BORROWED: Mapping[type, frozenset[str]] = {
+    web.RequestHandler: frozenset(
+        {"_buffer_paused", "_close", "_current_request", "_force_close", "_handle_request"}
+        | {"_handler_waiter", "_keepalive", "_keepalive_handle", "_keepalive_timeout", "_loop"}
+        | {"_manager", "_messages", "_next_keepalive_close_time", "_parser", "_process_keepalive"}
+        | {"_reading_paused", "_request_factory", "_request_in_progress", "_task_handler"}
+        | {"_upgraded", "_waiter"}
+    ),
+    HttpRequestParser: frozenset({"message_consumed"}),
+    web.Request: frozenset({"_match_info"}),
+}
+"""What is used here of aiohttp that is not its interface, by class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +232,40 @@ class WholeRequestHandler(web.RequestHandler):
         waiter = self._waiter
         if self._messages and waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+def lacking() -> list[str]:
+    """Names of ``BORROWED`` that this aiohttp has not."""
+    return [
+        f"{kind.__name__}.{name}"
+        for kind, names in BORROWED.items()
+        for name in sorted(names)
+        if not hasattr(kind, name)
+    ]
+
+
+def choose_protocol(
+    manager: web.Server,
+    routes: Mapping[str, WholeRoute],
+    **settings: Any,  # noqa: ANN401  # aiohttp's, which checks them
+) -> Callable[[], web.RequestHandler]:
+    """What makes connections: those above, or aiohttp's own where it lacks what they need.
+
+    Args:
+        manager: of all connections.
+        routes: whose whole requests are answered past aiohttp's task, by path.
+        settings: of aiohttp's connections.
+    """
+    lacks = lacking()
+    if not lacks:
+        return partial(WholeRequestHandler, manager, routes, **settings)
+    LOG.warning(
+        "aiohttp %s has no %s, by which turns are answered past its task; it answers all requests "
+        "by itself, and a turn costs about a fifth more. Install the version that ROSE is "
+        "tested with (constraints.txt)",
+        *(aiohttp.__version__, ", ".join(lacks)),
+    )
+    return partial(web.RequestHandler, manager, **settings)
 
 
 async def _fail(error: Exception, _: web.BaseRequest) -> web.StreamResponse:
