@@ -128,7 +128,9 @@ def age(began_with: WeightVersion, head: WeightVersion) -> int | None:
     The same as ``lag``, but for version 0: however its weights relate to those of the first
     publisher, that one's first publish came one publish later. Before it there was none.
     """
-    if began_with is head or not began_with.is_base:
+    if began_with is head:
+        return 0  # the usual case
+    if not began_with.is_base:
         return lag(began_with, head)
     if began_with.run != head.run:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from rose_core.rollouts.placement.dispatch import (
     at_once,
     next_turn,
 )
-from rose_core.rollouts.placement.guards import RolloutOutlook
+from rose_core.rollouts.placement.guards import NOTHING_KNOWN, RolloutOutlook
 from rose_core.rollouts.placement.residency import IDLE_SECONDS, Residents
 from rose_core.rollouts.placement.selection import EngineView, Policy, TurnView
 from rose_core.wire.routing import EngineKind
@@ -171,13 +172,15 @@ def drawn_scene(draw: random.Random) -> tuple[TurnView, DispatchState]:
         begins=draw.random() < 0.3,
         alone=draw.random() < 0.1,
         asked=draw.choice([frozenset(), frozenset({"regex"})]),
+        from_version=draw.choice([None, HEAD]),
     )
     residents = Residents()
     for engine in engines:
         residents.set_pool(engine.name, draw.choice([0, 11_000, 100_000]))
         residents.begin_turn(engine.name, "another", draw.choice([1, 9_000]))
     policy = draw.choice([POLICY, dataclasses.replace(POLICY, explore=0.5)])
-    outlook = RolloutOutlook(dice=draw.random())
+    swapping = draw.choice([frozenset[str](), frozenset({HEAD.run})])
+    outlook = RolloutOutlook(dice=draw.random(), safe=draw.random() < 0.5, swapping=swapping)
     return turn, DispatchState(engines, HEAD, policy, NOW, outlook, residents)
 
 
@@ -186,7 +189,9 @@ def test_a_turn_that_comes_alone_is_placed_as_the_queue_would() -> None:
     for _ in range(5000):
         turn, state = drawn_scene(draw)
         chosen, _ = next_turn([Waiter(turn)], state)
-        assert at_once(turn, state) == (None if chosen is None else chosen[1]), (turn, state)
+        bare = replace(state, outlook=NOTHING_KNOWN)
+        found = at_once(turn, bare, functools.partial(getattr, state, "outlook"))
+        assert found == (None if chosen is None else chosen[1]), (turn, state)
         placed += chosen is not None
     assert 400 < placed < 4000
 

@@ -176,7 +176,7 @@ def test_folding_keeps_what_is_placed_and_forgets_the_rest() -> None:
     first.take(event([1, 2, 3], 3))
     assert turn.fold(first) == Folded(kept=2, dropped=1)
     assert turn.tokens == [1, 2]
-    assert turn.context == [9, 9, 1, 2]
+    assert turn.context == (9, 9, 1, 2)
     assert not turn.exact_text
     second = leg(offset=2, version=V1)
     second.take(event([5], 1, spans=[(V1, 0, 1)], finish={"type": "stop"}))

@@ -76,7 +76,7 @@ async def test_the_second_leg_asks_for_what_is_missing_under_another_id() -> Non
         second = next(e for e in w.engines.values() if e is not first)
         held = turn.moves[0].at_token
         body = second.seen[0]
-        assert body["input_ids"] == [*turn.request.prompt, *turn.transcript.tokens[:held]]
+        assert [*body["input_ids"]] == [*turn.request.prompt, *turn.transcript.tokens[:held]]
         assert body["sampling_params"] == {
             "max_new_tokens": 20 - held,
             "min_new_tokens": 12 - held,

@@ -328,7 +328,10 @@ async def test_without_one_of_them_aiohttp_answers_turns_by_itself(
     async with stage() as s:
         assert "has no RequestHandler._no_name_of_aiohttps" in caplog.text
         await s.engine()
-        body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}}
+        body: dict[str, object] = {
+            "input_ids": [1, 2, 3],
+            "sampling_params": {"max_new_tokens": 5},
+        }
         said = await ask(s, body, whole=True)
     assert b" 200 OK" in said
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 BLOCK = 16  # tokens; a trajectory whose output is shorter is not recognized
 _SIZE = 8  # bytes of a key that say how many tokens it stands for
 _ID = array("I").itemsize
+_DIGEST = 16  # bytes
 
 
 class Prefixes:
@@ -37,9 +38,12 @@ class Prefixes:
         whole = (len(prompt) + len(output)) // BLOCK * BLOCK
         if whole <= len(prompt):
             return
-        key = next(_hashes([*prompt, *output], (whole,)), None)
-        if key is None:
+        try:
+            raw = array("I", (*prompt, *output)[:whole])
+        except OverflowError:  # no ids of any model
             return
+        # Every turn without a key comes here, and ``_hashes`` would take twice as long.
+        key = _key(whole, hashlib.blake2b(raw, digest_size=_DIGEST))
         names = self._names
         if key in names:
             names.move_to_end(key)
@@ -82,9 +86,13 @@ def _hashes(tokens: Sequence[int], sizes: Sequence[int]) -> Iterator[bytes]:
         raw = memoryview(array("I", tokens)).cast("B")  # made at a quarter of what signed ones cost
     except OverflowError:
         return
-    running = hashlib.blake2b(digest_size=16)
+    running = hashlib.blake2b(digest_size=_DIGEST)
     start = 0
     for size in sizes:
         running.update(raw[start : size * _ID])
         start = size * _ID
-        yield size.to_bytes(_SIZE) + running.copy().digest()
+        yield _key(size, running.copy())
+
+
+def _key(size: int, digest: hashlib.blake2b) -> bytes:
+    return size.to_bytes(_SIZE) + digest.digest()

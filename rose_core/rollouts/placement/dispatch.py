@@ -22,13 +22,13 @@ context for ever.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.placement.guards import NOTHING_KNOWN
+from rose_core.rollouts.placement.guards import NOTHING_KNOWN, only_choice
 from rose_core.rollouts.placement.residency import IDLE_SECONDS, Residents
 from rose_core.rollouts.placement.selection import (
     EngineView,
@@ -130,17 +130,31 @@ def next_turn(
     return None, again
 
 
-def at_once(turn: TurnView, scene: DispatchState) -> Placement | None:
+def at_once(
+    turn: TurnView, scene: DispatchState, outlook: Callable[[], RolloutOutlook]
+) -> Placement | None:
     """The placement of a turn that comes while none waits; ``next_turn`` would say the same.
 
-    ``None`` where it must wait, for its home or for any engine.
+    Args:
+        turn: what is to be placed, by the joint rule.
+        scene: what the choice is made from.
+        outlook: instead of the scene's; not asked where there is no choice.
+
+    Returns:
+        ``None`` where it must wait, for its home or for any engine.
     """
     if turn.cached:
         able = [engine for engine in scene.engines if _has_room(engine, scene.now)]
         if not able or _patience(turn, scene.now, able, scene) is not None:
             return None
     found = sort_out(turn, scene.engines, scene.head, scene.policy, scene.now)
-    answer = anywhere(turn, found, scene)
+    found = _uncrowded(turn, found, scene)
+    if not found.able:
+        return None
+    alone = only_choice(turn, found.able, found.full)
+    if alone is not None:
+        return Placement(alone.name)
+    answer = among(turn, found, scene.policy, outlook())
     return answer if isinstance(answer, Placement) else None
 
 
@@ -161,13 +175,18 @@ def anywhere(turn: TurnView, found: SortedEngines, scene: DispatchState) -> Plac
     """The turn's placement; ``Wait(FULL)`` also where its context would push out others."""
     if not found.able:
         return Wait(found.nearest)
+    answer = among(turn, _uncrowded(turn, found, scene), scene.policy, scene.outlook)
+    return answer if isinstance(answer, Placement) else Wait(Obstacle.FULL)
+
+
+def _uncrowded(turn: TurnView, found: SortedEngines, scene: DispatchState) -> SortedEngines:
+    """Without engines where the turn's context would push out others."""
     if scene.residents is not None:
         crowded = scene.residents.without_room(turn, found.able, scene.now)
         if crowded:
             room = [engine for engine in found.able if engine.name not in crowded]
-            found = SortedEngines(room, found.full, found.nearest)
-    answer = among(turn, found, scene.policy, scene.outlook)
-    return answer if isinstance(answer, Placement) else Wait(Obstacle.FULL)
+            return SortedEngines(room, found.full, found.nearest)
+    return found
 
 
 def _has_room(engine: EngineView, now: float) -> bool:

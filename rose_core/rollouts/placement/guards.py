@@ -106,6 +106,19 @@ def narrowed(case: PlacementCase) -> Sequence[EngineView]:
     return _reserve(case, able) or able
 
 
+def only_choice(
+    turn: TurnView, able: Sequence[EngineView], full: Sequence[EngineView]
+) -> EngineView | None:
+    """The engine of a turn that guards and score have no choice about, whatever else is known.
+
+    ``None`` where they have one, or might have the turn wait for younger weights.
+    """
+    if len(able) != 1 or full:
+        return None
+    alone = able[0]
+    return alone if turn.from_version is None or turn.from_version is alone.version else None
+
+
 def _young(case: PlacementCase) -> Sequence[EngineView]:
     """Engines whose weights do not age the trajectory."""
     least = case.turn.from_version

@@ -45,6 +45,9 @@ __all__ = [
     "stall",
 ]
 
+# Named once: an enum's member is slow to find.
+_NO_ENGINE, _FULL = Obstacle.NO_ENGINE, Obstacle.FULL
+
 
 def obstacle(
     turn: TurnView, engine: EngineView, head: WeightVersion | None, policy: Policy, now: float
@@ -151,7 +154,7 @@ def sort_out(
     now: float,
 ) -> SortedEngines:
     """Apply the filters; the answer is the same for turns of one ``filters.filter_key``."""
-    nearest = Obstacle.NO_ENGINE
+    nearest = _NO_ENGINE
     able: list[EngineView] = []
     full: list[EngineView] = []
     for engine in engines:
@@ -160,7 +163,7 @@ def sort_out(
             able.append(engine)
         else:
             nearest = max(nearest, word)
-            if word is Obstacle.FULL:
+            if word is _FULL:
                 full.append(engine)
     return SortedEngines(able, full, nearest)
 

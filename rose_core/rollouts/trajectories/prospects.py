@@ -46,6 +46,9 @@ _SAFE_SECONDS = 1.0  # how long an answer of ``survives`` is good for
 _INFER_SECONDS = 1.0  # between two looks for trajectories that are over
 _SWAP_SECONDS = 10.0  # after a publish, engines with the new weights are worth waiting for so long
 
+# Named once: an enum's member is slow to find.
+_BORROWED, _CONTROL = EngineKind.BORROWED, Arm.CONTROL
+
 
 @dataclass(frozen=True, slots=True)
 class RemainingWork:
@@ -270,8 +273,11 @@ class Prospects:
             deadline = hint.deadline or self.deadline
             self._born += 1
             run = self._known_as(run)
-            group = hint.group or self._inferred_group(prompt, (job, run), deadline, now)
-            began_with = self._of(run).cadence.head
+            seen = self._published.get(run, _UNSEEN)
+            group = hint.group or self._inferred_group(
+                prompt, (job, run), deadline, seen.count, now
+            )
+            began_with = seen.cadence.head
             known = Trajectory(group, self._born, now, began_with, deadline, now, run=run)
             if self._control:  # a draw by the name, which a hash makes
                 known.arm = assigned(group or name, self._control)
@@ -303,7 +309,8 @@ class Prospects:
         if known is None:
             return view
         rest = self.lengths.rest(known.group, known.tokens)
-        budget = self._budget(known, now)
+        cadence = self._of(known.run).cadence
+        budget = self._budget(known, cadence, now)
         return replace(
             view,
             begins=known.turns <= 1 and not known.tokens,
@@ -311,10 +318,10 @@ class Prospects:
             rest_tokens=max(rest.median, float(view.expected)),
             tail_tokens=rest.tail,
             budget_seconds=budget,
-            stratum=self._stratum(known),
+            stratum=self._stratum(known, cadence.head),
             tail=rest.in_tail,
             from_version=None if known.deadline.publishes is None else known.began_with,
-            control=known.arm is Arm.CONTROL,
+            control=known.arm is _CONTROL,
         )
 
     def note_placement(
@@ -331,8 +338,8 @@ class Prospects:
         known = self._trajectories.get(name)
         if known is None:
             return
-        self.shares.record(stratum or self._stratum(known), kind)
-        known.borrowed = known.borrowed or kind is EngineKind.BORROWED
+        self.shares.record(stratum or self._stratum(known, self._of(known.run).cadence.head), kind)
+        known.borrowed = known.borrowed or kind is _BORROWED
         known.since_move = 0 if left_home else known.since_move + 1
 
     def end_turn(self, name: str, tokens: int, context: int, now: float, *, moves: int = 0) -> None:
@@ -463,31 +470,33 @@ class Prospects:
             known.tokens,
             known.borrowed,
             reward,
-            self._stale(known),
+            _stale(known, self._of(known.run).cadence.head),
             known.moves,
         )
-
-    def _stale(self, known: Trajectory) -> int | None:
-        head, began = self._of(known.run).cadence.head, known.began_with
-        return age(began, head) if began and head else None
 
     def _in_time(self, known: Trajectory) -> Fate:
         """Whether its last turn ended before its deadline, as far as publishes tell."""
         most = known.deadline.publishes
         if most is None or known.began_with is None:
             return Fate.TRAINED
-        stale = self._stale(known)
-        since = self._of(known.run).count - known.ended_at  # that came when it was over already
+        seen = self._of(known.run)
+        stale = _stale(known, seen.cadence.head)
+        since = seen.count - known.ended_at  # that came when it was over already
         return Fate.TRAINED if stale is not None and stale - since <= most else Fate.DROPPED
 
     def _inferred_group(
-        self, prompt: Sequence[int] | None, whose: tuple[str, str], deadline: Deadline, now: float
+        self,
+        prompt: Sequence[int] | None,
+        whose: tuple[str, str],
+        deadline: Deadline,
+        publishes: int,
+        now: float,
     ) -> str:
         if prompt is None:
             return ""
         most = 1 if deadline.publishes is None else deadline.publishes
         job, run = whose
-        return self.groups.of(prompt, job, self._of(run).count, now, most, run=run)
+        return self.groups.of(prompt, job, publishes, now, most, run=run)
 
     def _disprove_end(self, known: Trajectory, now: float) -> None:
         self._pauses.record(now - known.ended)
@@ -505,27 +514,35 @@ class Prospects:
             self._stir(name, known)
         return known
 
-    def _budget(self, known: Trajectory, now: float) -> float:
+    @staticmethod
+    def _budget(known: Trajectory, cadence: Cadence, now: float) -> float:
         deadline = known.deadline
         left = known.began + deadline.seconds - now
         if deadline.publishes is None:
             return left
-        cadence = self._of(known.run).cadence
         return min(budget_seconds(known.began_with, deadline.publishes, cadence, now), left)
 
-    def _stratum(self, known: Trajectory) -> str:
+    def _stratum(self, known: Trajectory, head: WeightVersion | None) -> str:
         # By what it began with: a trajectory must not drift into another stratum as it is counted.
         rest, left = self.lengths.rest(known.group, 0), math.inf
         most = known.deadline.publishes
-        if most is not None and (behind := self._stale(known)) is not None:
+        if most is not None and (behind := _stale(known, head)) is not None:
             left = float(most + 1 - behind)
         return stratum(rest.median, left)
 
     def _work(self, now: float) -> list[RemainingWork]:
         """What is in flight and has a deadline: the rest comes after it, and is never too late."""
-        live = [(one, self._budget(one, now)) for one in self._live.values()]
+        live = [
+            (one, self._budget(one, self._of(one.run).cadence, now)) for one in self._live.values()
+        ]
         return [
             RemainingWork(one.context, self.lengths.rest(one.group, one.tokens).median, budget)
             for one, budget in live
             if budget < math.inf
         ]
+
+
+def _stale(known: Trajectory, head: WeightVersion | None) -> int | None:
+    """Publishes up to this head since it began."""
+    began = known.began_with
+    return age(began, head) if began and head else None

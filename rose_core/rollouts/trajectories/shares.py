@@ -13,6 +13,7 @@ from rose_core.wire.routing import EngineKind
 _LEAST = 8.0  # a share of fewer turns says nothing
 _MOST_WEIGHT = 1e100  # far from where floats end
 _LENGTHS = (1_000, 4_000, 16_000)
+_BORROWED = EngineKind.BORROWED  # named once: an enum's member is slow to find
 _BUCKETS = ("<1k", "<4k", "<16k", "16k+")
 
 
@@ -61,7 +62,7 @@ class ContactShares:
                     counts[key] /= self._weight
             self._weight = 1.0
         self._all[name] = self._all.get(name, 0.0) + self._weight
-        if kind is EngineKind.BORROWED:
+        if kind is _BORROWED:
             self._borrowed[name] = self._borrowed.get(name, 0.0) + self._weight
 
     @property

@@ -27,13 +27,16 @@ class Kv(StrEnum):
     MIXED = "mixed"
 
 
+_OWN, _MIXED = Kv  # named once: an enum's member is slow to find
+
+
 class TokenSpan(msgspec.Struct, frozen=True, gc=False):
     """Output tokens ``start`` to ``end`` (exclusive) were sampled by ``version``."""
 
     version: str
     start: int
     end: int
-    kv: Kv = Kv.OWN
+    kv: Kv = _OWN
 
     @property
     def length(self) -> int:
@@ -107,4 +110,4 @@ def normal(
 
 
 def _provenance(version: str, cache_key: str, reused: bool) -> Kv:
-    return Kv.OWN if version == cache_key and not reused else Kv.MIXED
+    return _OWN if version == cache_key and not reused else _MIXED

@@ -34,6 +34,8 @@ PER_TOKEN = (
     *("output_token_sampling_mask", "output_token_sampling_logprobs"),
 )
 
+_BORROWED = EngineKind.BORROWED  # named once: an enum's member is slow to find
+
 
 class StreamEvent(msgspec.Struct, frozen=True, gc=False):
     """One event of an engine's stream, cumulative or incremental.
@@ -201,9 +203,10 @@ class Leg:
 
     def _place(self, event: StreamEvent) -> None:
         spans, label = event.spans, event.label
-        if self._base:
-            label = self._base if label == BASE_LABEL else label
-            spans = spans and [(self._base, *s[1:]) if s[0] == BASE_LABEL else s for s in spans]
+        run, base = self._run, self._base
+        if base:
+            label = base if label == BASE_LABEL else label
+            spans = spans and [(base, *s[1:]) if s[0] == BASE_LABEL else s for s in spans]
         if spans is None and event.finish is not None and label == self.version:
             # Labels only grow: one that is the same at both ends held all the time between.
             spans = [(self.version, 0, event.count)]
@@ -214,7 +217,7 @@ class Leg:
             if span[0] == version:
                 continue
             labelled = parse(span[0])
-            if labelled is None or (self._run and labelled.run != self._run):
+            if labelled is None or (run and labelled.run != run):
                 return  # a label that is no version of our run was attested by nobody
         count = len(self.ids)
         found = normal(spans, version, count, reused=self.reused)
@@ -254,21 +257,24 @@ class Folded(msgspec.Struct, frozen=True, gc=False):
     dropped: int
 
 
-class Transcript:
-    """The turn so far: its prompt and everything held of its legs."""
+class Transcript(msgspec.Struct, eq=False):
+    """The turn so far: its prompt and everything held of its legs.
 
-    __slots__ = ("borrowed", "exact_text", "legs", "per_token", "prompt", "spans", "text", "tokens")
+    Attributes:
+        prompt: answers to the same prompt share it.
+        exact_text: false once a leg was cut: an engine's text leaves out characters that are not
+            whole yet.
+        borrowed: a borrowed engine gave at least one token.
+    """
 
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.prompt = prompt  # answers to the same prompt share it
-        self.tokens: list[int] = []
-        self.per_token: dict[str, list[Any]] = {}
-        self.spans: tuple[TokenSpan, ...] = ()
-        self.text = ""
-        # False once a leg was cut: an engine's text leaves out characters that are not whole yet.
-        self.exact_text = True
-        self.legs: list[Leg] = []
-        self.borrowed = False  # a borrowed engine gave at least one token
+    prompt: Sequence[int]
+    tokens: list[int] = msgspec.field(default_factory=list)
+    per_token: dict[str, list[Any]] = msgspec.field(default_factory=dict)
+    spans: tuple[TokenSpan, ...] = ()
+    text: str = ""
+    exact_text: bool = True
+    legs: list[Leg] = msgspec.field(default_factory=list)
+    borrowed: bool = False
 
     def fold(self, leg: Leg, exact: str = "") -> Folded:
         """Hold what is placed of a leg and forget the rest of it.
@@ -297,14 +303,14 @@ class Transcript:
         if count and not (keep == count and leg.complete):
             self.exact_text = False
         self.legs.append(leg)
-        if placed and leg.kind is EngineKind.BORROWED:
+        if placed and leg.kind is _BORROWED:
             self.borrowed = True
         return Folded(keep, count - keep)
 
     @property
-    def context(self) -> list[int]:
+    def context(self) -> Sequence[int]:
         """The prompt of the next leg."""
-        return [*self.prompt, *self.tokens]
+        return (*self.prompt, *self.tokens) if self.tokens else self.prompt
 
     @property
     def kinds(self) -> tuple[EngineKind, ...]:

@@ -63,6 +63,11 @@ class Stage(StrEnum):
     LOST = "lost"
 
 
+# Named once: to ask an enum for a member takes Python 3.11 as long as five calls of methods, and a
+# turn did so a dozen times.
+_ASKING, _ANSWERING, _ENDING, _IDLE, _LOST = Stage
+
+
 @functools.lru_cache(maxsize=4096)
 def place_of(url: str) -> tuple[str, int, bool, str]:
     """Host, port, whether it is TLS, and what comes before every path."""
@@ -84,7 +89,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, pool: Connections, place: Place) -> None:
         self._pool = pool
         self.place = place
-        self.stage = Stage.IDLE
+        self.stage = _IDLE
         self.status = 0
         self.silent = True
         self.asked_at = 0.0
@@ -99,14 +104,15 @@ class Connection(asyncio.Protocol):
         self._take: Take | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._until: float | None = None
+        self._loop = asyncio.get_running_loop()  # which is a system call to ask for up to 3.11
 
     # --- the caller's side
 
     def ask(self, request: bytes) -> None:
         """Send a request, head and body at once."""
-        self.stage, self._until = Stage.ASKING, None
+        self.stage, self._until = _ASKING, None
         self.status, self.silent, self._whole = 0, True, False
-        self.asked_at = asyncio.get_running_loop().time()
+        self.asked_at = self._loop.time()
         self._chunks.clear()
         self._size = 0
         if self._transport is not None:
@@ -154,17 +160,17 @@ class Connection(asyncio.Protocol):
 
         Hanging up earlier would look to the engine like a caller that is lost.
         """
-        if self.stage is Stage.LOST:
+        if self.stage is _LOST:
             return
         if self._whole:
             self._finish_answer()
         else:
-            self._set_timer(END_SECONDS, Stage.ENDING)
+            self._set_timer(END_SECONDS, _ENDING)
 
     def hang_up(self) -> None:
         """End the connection, and with it the request."""
-        if self.stage is not Stage.LOST:
-            self._set_timer(0, Stage.LOST)
+        if self.stage is not _LOST:
+            self._set_timer(0, _LOST)
             if self._transport is not None:
                 self._transport.abort()
 
@@ -182,13 +188,13 @@ class Connection(asyncio.Protocol):
             Unreachable: the host is gone.
             ConnectionResetError: the connection ended before the message did.
         """
-        if self.stage is Stage.LOST:
+        if self.stage is _LOST:
             if self._gone:
                 message = f"{self.place[0]}:{self.place[1]} has gone silent"
                 raise Unreachable(message)
             message = "the connection ended before the answer did"
             raise ConnectionResetError(message)
-        self._waiter, self._take = asyncio.get_running_loop().create_future(), take
+        self._waiter, self._take = self._loop.create_future(), take
         try:
             return await self._waiter
         finally:
@@ -199,7 +205,7 @@ class Connection(asyncio.Protocol):
         if waiter is None or waiter.done():
             return
         try:
-            if take is None or self.stage is Stage.LOST:
+            if take is None or self.stage is _LOST:
                 waiter.set_result(True)
             elif self.status == 200:
                 if not self._hand_over(take):
@@ -214,7 +220,7 @@ class Connection(asyncio.Protocol):
             self.hang_up()
             return
         pinned = bool(self.place[3])
-        self._set_timer(PINNED_IDLE_SECONDS if pinned else IDLE_SECONDS, Stage.IDLE)
+        self._set_timer(PINNED_IDLE_SECONDS if pinned else IDLE_SECONDS, _IDLE)
         self._pool.give_back(self)
 
     def _set_timer(self, seconds: float, stage: Stage) -> None:
@@ -226,25 +232,23 @@ class Connection(asyncio.Protocol):
         self.stage = stage
         if not seconds:
             self._until = None
-            if stage is Stage.LOST and self._timer is not None:
+            if stage is _LOST and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
             return
-        loop = asyncio.get_running_loop()
-        self._until = loop.time() + seconds
+        self._until = self._loop.time() + seconds
         if self._timer is not None and self._timer.when() > self._until:
             self._timer.cancel()
             self._timer = None
         if self._timer is None:
-            self._timer = loop.call_at(self._until, self._look)
+            self._timer = self._loop.call_at(self._until, self._look)
 
     def _look(self) -> None:
         self._timer = None
         if self._until is None:
             return
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._until:
-            self._timer = loop.call_at(self._until, self._look)
+        if self._loop.time() < self._until:
+            self._timer = self._loop.call_at(self._until, self._look)
         else:
             self.hang_up()
 
@@ -260,7 +264,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes of the engine."""
         self.silent = False
-        if self.stage is Stage.IDLE:
+        if self.stage is _IDLE:
             self.hang_up()  # nobody has asked anything
             return
         try:
@@ -272,7 +276,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It has ended."""
         self._gone = isinstance(exc, OSError) and exc.errno in _GONE
-        self._set_timer(0, Stage.LOST)
+        self._set_timer(0, _LOST)
         self._pool.forget(self)
         self._wake()
 
@@ -283,11 +287,11 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status >= 200:
             self.status = status
-            self.stage = Stage.ANSWERING if self.stage is Stage.ASKING else self.stage
+            self.stage = _ANSWERING if self.stage is _ASKING else self.stage
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
-        if self.stage is Stage.ENDING:
+        if self.stage is _ENDING:
             return
         self._chunks.append(body)
         self._size += len(body)
@@ -300,7 +304,7 @@ class Connection(asyncio.Protocol):
             return  # an interim answer
         self._whole = True
         self._reusable = self._parser.should_keep_alive()
-        if self.stage is Stage.ENDING:
+        if self.stage is _ENDING:
             self._finish_answer()
 
 
@@ -364,7 +368,7 @@ class Connections:
         connections = self._idle.get(place, [])
         while connections:
             connection = connections.pop()
-            if connection.stage is Stage.IDLE:
+            if connection.stage is _IDLE:
                 return connection
         return None
 

@@ -246,6 +246,6 @@ def _outermost(doors: ConnectionLimiter, service: Service) -> Middleware:
                 response.force_close()  # the caller's next connection is another router's
             return response if content.is_eof() else await pass_by(request, response)
         finally:
-            doors.note_answered(request.transport)
+            doors.note_answered(transport)
 
     return answer

@@ -25,6 +25,7 @@ from rose_router.turns.turn import Turn, TurnState
 
 RECENT = 256
 REPLAYABLE = 4096
+_BORROWED = EngineKind.BORROWED  # named once: an enum's member is slow to find
 
 
 @dataclass
@@ -127,7 +128,7 @@ class Ledger:
         if run:
             _run_tokens(run).inc(count)
         self.totals.tokens += count
-        self.totals.borrowed_tokens += count if kind is EngineKind.BORROWED else 0
+        self.totals.borrowed_tokens += count if kind is _BORROWED else 0
 
     def count_outcome(self, outcome: TrajectoryOutcome, *, correct: bool, reasoning: int) -> None:
         """The trainer has said what became of it; ``reasoning``: tokens before its answers."""
@@ -197,6 +198,6 @@ def summary(turn: Turn) -> dict[str, Any]:
         "redone_tokens": turn.redone_tokens,
         "finish": turn.finish["type"] if turn.finish else None,
         "error": str(turn.error) if turn.error else "",
-        "queue_seconds": round(turn.queue_seconds, 4),
+        "queue_seconds": turn.queue_seconds and round(turn.queue_seconds, 4),
         "seconds": round(turn.ended - turn.began, 4) if turn.ended else None,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -66,7 +66,6 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
         hint: what the caller says of the trajectory.
         expected: output tokens the caller expects; 0 = no idea.
         priority: higher first while waiting.
-        interval: tokens per event of the engine's stream; more than one where nobody watches it.
         dedicated_because: parameters that cannot move between engines, with the reason.
         stops: strings that end the turn, to be looked for across a move; ``None`` = nothing to do.
         traceparent: of the caller's span, where turns are traced; empty = it has none.
@@ -86,7 +85,6 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
     pin: Pin = NO_PIN
     expected: int = 0
     priority: int = 0
-    interval: int = 1
     dedicated_because: tuple[str, ...] = ()
     stops: Stops | None = None
     traceparent: str = ""
@@ -134,7 +132,9 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
             msgspec.json.encode(body, order="sorted"), digest_size=16
         ).hexdigest()
 
-    def leg_body(self, context: list[int], held: int, rid: str, cache_key: str) -> dict[str, Any]:
+    def leg_body(
+        self, context: Sequence[int], held: int, rid: str, cache_key: str, interval: int = 1
+    ) -> dict[str, Any]:
         """The request of one leg, for SGLang's ``/generate``.
 
         Args:
@@ -142,14 +142,15 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
             held: how many of them are output.
             rid: the leg's own id.
             cache_key: keeps prefix caches of different weight versions apart.
+            interval: tokens per event of its stream.
         """
         body = dict(self.passed)
         if held:
             # What the first leg said about the prompt is kept; held tokens are not prompt.
             body.pop("logprob_start_len", None)
         sampling = splice.remaining(self.sampling, held)
-        if self.interval > 1:
-            sampling.setdefault("stream_interval", self.interval)
+        if interval > 1:
+            sampling.setdefault("stream_interval", interval)
         key = (
             f"{cache_key}/{self.passed['extra_key']}" if self.passed.get("extra_key") else cache_key
         )

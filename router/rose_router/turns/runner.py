@@ -38,7 +38,9 @@ _LAST_WORD_SECONDS = 2.0  # for an engine to say what it knows of a turn that is
 _MOST_MOVES = 64
 CANARY_SECONDS = 2.0
 """An engine that computes answers one token sooner, and whoever waits for it waits for this."""
-# Looked up once: finding a metric by its labels costs more than counting.
+# Looked up once: finding a metric by its labels costs more than counting, and an enum's member
+# more than comparing it.
+_WAITING, _RUNNING, _DONE, _FAILED = TurnState
 _COMPUTED, _CACHED, _FETCHED = map(metrics.PROMPT_TOKENS.tally, ("computed", "cached", "fetched"))
 _PROMPT_META = ("prompt_tokens", "cached_tokens", "input_token_logprobs", "input_top_logprobs")
 
@@ -60,15 +62,16 @@ class TurnRunner:
     def next_view(self, turn: Turn) -> TurnView:
         """What would come after a turn that has ended, were it to come now with no new prompt."""
         expected = max(1, round(self._ledger.totals.usual_tokens))
-        return replace(self.view(turn), expected=expected, losses=0, begins=False)
+        view = self.view(turn, self._clock())
+        return replace(view, expected=expected, losses=0, begins=False)
 
     async def run(self, turn: Turn) -> None:
         """Bring the turn to its end, whatever that is; never raises."""
         try:
-            while turn.state is TurnState.WAITING or turn.state is TurnState.RUNNING:
+            while turn.state is _WAITING or turn.state is _RUNNING:
                 await self._advance(turn)
         except asyncio.CancelledError:
-            self._abort(turn, "Aborted", turn.abort_message or "the router stops")
+            self._abort(turn, "Aborted", turn.abort_message or "the caller hung up")
         except (RouterError, RolloutError, EngineRefused) as error:
             self._fail(turn, error)
         except Exception as error:  # a bug must end this turn only, and be heard of
@@ -91,12 +94,12 @@ class TurnRunner:
 
     async def _advance(self, turn: Turn) -> None:
         began, request, transcript = self._clock(), turn.request, turn.transcript
-        held, turn.state = len(transcript.tokens), TurnState.WAITING
+        held, turn.state = len(transcript.tokens), _WAITING
         engine: Engine | None
         if turn.reserved is not None:
             (engine, view), turn.reserved = turn.reserved, None
         else:
-            view = self.view(turn)
+            view = self.view(turn, began)
             engine = self._queue.place_at_once(view, request.session, request.job, began)
         if engine is None:
             try:
@@ -123,8 +126,8 @@ class TurnRunner:
             self._queue.leave(engine, request.session, context, request.job, more)
         self._conclude_leg(turn, engine, move)
 
-    def view(self, turn: Turn) -> TurnView:
-        """A turn as placement sees it now."""
+    def view(self, turn: Turn, now: float) -> TurnView:
+        """A turn as placement sees it at that time."""
         name = turn.request.trajectory
         home = self._sessions.home(name)
         usual = self._ledger.totals.usual_tokens
@@ -134,7 +137,7 @@ class TurnRunner:
             engine = self._fleet.get(home.engine)
             same = engine is not None and str(engine.version) == home.version
             view = turn.view(home.engine, home.tokens if same else 0, usual)
-        view = self._prospects.with_expectation(name, view, self._clock())
+        view = self._prospects.with_expectation(name, view, now)
         if view.begins and turn.transcript.tokens:
             return replace(view, begins=False)
         return view
@@ -160,7 +163,7 @@ class TurnRunner:
         engine.turns += 1
         if update.device_class:
             metrics.CLASS_TURNS.labels(update.device_class).inc()
-        turn.state, turn.leg = TurnState.RUNNING, leg
+        turn.state, turn.leg = _RUNNING, leg
         if turn.trace is not None:
             turn.trace.begin_leg(leg)
         try:
@@ -177,7 +180,9 @@ class TurnRunner:
         """Read the leg; why that ended, if it was not by its last event."""
         trace = turn.trace.traceparent if turn.trace is not None else ""
         target = Target.of(engine.update, trace)
-        body = turn.request.leg_body(turn.transcript.context, leg.offset, leg.rid, leg.version)
+        body = turn.request.leg_body(
+            turn.transcript.context, leg.offset, leg.rid, leg.version, turn.interval
+        )
         reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
         try:
             try:
@@ -325,7 +330,7 @@ class TurnRunner:
             raise TurnLost("EnginesLost", message, retry_after=5)
 
     def _can_move(self, turn: Turn, engine: Engine) -> bool:
-        view = self.view(turn)
+        view = self.view(turn, self._clock())
         others = frozenset({engine.name})
         return not turn.request.dedicated_because and self._queue.is_possible(view, others)
 
@@ -334,7 +339,7 @@ class TurnRunner:
         request, leg = turn.request, turn.leg
         if leg is None or request.dedicated_because or self._queue.has_queued(handle.rid):
             return
-        view, written = self.view(turn), leg.placed
+        view, written = self.view(turn, self._clock()), leg.placed
         context = view.context + written
         view = replace(
             view,
@@ -364,13 +369,13 @@ class TurnRunner:
     @staticmethod
     def _finish(turn: Turn, finish: Any) -> None:  # noqa: ANN401  # SGLang's JSON
         turn.check()
-        turn.state, turn.finish = TurnState.DONE, finish
+        turn.state, turn.finish = _DONE, finish
         if finish["type"] == "length":  # the engine counted its own leg only
             turn.finish = {**finish, "length": len(turn.transcript.tokens)}
 
     @staticmethod
     def _abort(turn: Turn, err_type: str, message: str, status: int | None = None) -> None:
-        turn.state = TurnState.DONE
+        turn.state = _DONE
         turn.finish = {
             "type": "abort",
             "message": message,
@@ -385,7 +390,7 @@ class TurnRunner:
             status = error.status if isinstance(error, RouterError) else 400
             self._abort(turn, reason, str(error), status)
         else:
-            turn.state, turn.error = TurnState.FAILED, error
+            turn.state, turn.error = _FAILED, error
 
 
 def _keep_place(turn: Turn, engine: Engine, view: TurnView) -> None:

@@ -135,7 +135,7 @@ class Service:
         turns = list(self.ledger)
         for turn in turns:
             self._end(turn, "the router stops")
-        await asyncio.gather(*(turn.task for turn in turns if turn.task), return_exceptions=True)
+        await asyncio.gather(*(turn.ended_event.wait() for turn in turns))
         for loop in self.loops:
             loop.cancel()
         await asyncio.gather(*self.loops, return_exceptions=True)
@@ -155,15 +155,25 @@ class Service:
         while (left := leaves_at(began, self.asked_at, quiet) - self.clock()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left)
         self.draining = True
-        tasks = [turn.task for turn in self.ledger if turn.task is not None]
-        elsewhere = [asyncio.ensure_future(passed_on())] if passed_on else []
-        if tasks or elsewhere:
-            await asyncio.wait([*tasks, *elsewhere], timeout=self.settings.drain_seconds)
-        for one in elsewhere:
-            one.cancel()
+        waits: list[Awaitable[None]] = [turn.ended_event.wait() for turn in self.ledger]
+        waits += [passed_on()] if passed_on else []
+        if waits:
+            tasks = [asyncio.ensure_future(one) for one in waits]
+            try:
+                await asyncio.wait(tasks, timeout=self.settings.drain_seconds)
+            finally:
+                for one in tasks:
+                    one.cancel()
 
-    def submit(self, request: TurnRequest) -> Turn:
+    def submit(self, request: TurnRequest, *, interval: int = 1, alone: bool = False) -> Turn:
         """Begin a turn, or join the one that the request is a duplicate of.
+
+        Args:
+            request: what is asked.
+            interval: tokens per event of the engine's stream; more than one where nobody watches.
+            alone: the caller waits for nothing else, and does so by ``until_ended`` at once. Where
+                nobody can join the turn, it then runs in the caller's task: one of its own, and
+                being woken by it, are a thirtieth of what the router does for a turn.
 
         Returns:
             The turn; the caller counts as a listener and must ``leave``.
@@ -176,13 +186,15 @@ class Service:
         """
         if self.draining:
             raise draining()
-        turn = self.ledger.find(request, self.clock())
+        now = self.clock()
+        turn = self.ledger.find(request, now)
         if turn is None:
             if not request.session and (found := self._recognized(request)):
                 request = request.but(session=found)
             if request.pin is not NO_PIN:
                 self._check(request)
-            turn = Turn(request, self.clock(), Transcript(request.prompt), labels=self.labels)
+            transcript = Transcript(request.prompt)
+            turn = Turn(request, now, transcript, interval, labels=self.labels)
             turn.check_bounds(self.bounds())
             self.ledger.open(turn)
             self.on_turn()
@@ -202,10 +214,38 @@ class Service:
             self.sandboxes.begin_turn(turn)
             if self.tracing is not None:
                 self.tracing.begin_turn(turn)
-            turn.task = asyncio.get_running_loop().create_task(self._runner.run(turn))
-            turn.task.add_done_callback(lambda _: self._note_end(turn))
+            if not alone or request.own_rid:
+                self._begin(turn)
         turn.listeners += 1
         return turn
+
+    def _begin(self, turn: Turn) -> None:
+        turn.task = asyncio.get_running_loop().create_task(self._run(turn))
+
+    async def _run(self, turn: Turn) -> None:
+        await self._runner.run(turn)
+        self._note_end(turn)
+
+    async def until_ended(self, turn: Turn) -> None:
+        """Wait for the end of a turn, for its caller.
+
+        Raises:
+            CancelledError: the caller has hung up.
+        """
+        if turn.task is not None:
+            await turn.ended_event.wait()
+            return
+        task = turn.task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a turn is waited for in a task")
+        await self._runner.run(turn)  # which takes whoever cancels the task for the turn's
+        if turn.cancelled:
+            task.uncancel()
+        gone = task.cancelling() > 0
+        turn.abandoned = turn.abandoned or gone
+        self._note_end(turn)
+        if gone:
+            raise asyncio.CancelledError
 
     def admit(self, requests: Sequence[TurnRequest]) -> None:
         """Refuse a request's turns before anything is made for them.
@@ -268,7 +308,7 @@ class Service:
         if able and not any(one.gate_open for one in able):
             shut = min(now - one.gate_since for one in able)
         queue = Queue(len(self.queue), self._state.finished.per_second(), shut)
-        return reply_seconds(self._runner.view(turn), self.fleet.views(), queue)
+        return reply_seconds(self._runner.view(turn, now), self.fleet.views(), queue)
 
     def home_of(self, trajectory: str) -> Home | None:
         """Where the keys of a trajectory are."""
@@ -291,9 +331,8 @@ class Service:
 
     async def until_idle(self) -> None:
         """Wait until the turns that run now have ended; those that only wait may go on waiting."""
-        running = [turn.task for turn in self.ledger if turn.task and turn.leg is not None]
-        if running:
-            await asyncio.wait(running)
+        running = [turn for turn in self.ledger if turn.leg is not None]
+        await asyncio.gather(*(turn.ended_event.wait() for turn in running))
 
     def unready(self) -> str:
         """Why no turn could run now, or an empty string."""
@@ -318,16 +357,24 @@ class Service:
         except UnknownVersion as error:
             raise Conflict("UnknownVersion", str(error), retry_after=1) from error
 
-    @staticmethod
-    def _end(turn: Turn, message: str) -> None:
+    def _end(self, turn: Turn, message: str) -> None:
         turn.abort_message = turn.abort_message or message
-        if turn.task is not None:
-            # A task that is cancelled before its first step never runs, and the turn would stay
-            # live for ever; this comes after that step.
-            asyncio.get_running_loop().call_soon(turn.task.cancel)
+        if turn.task is None:
+            self._begin(turn)  # whoever was to run it does not
+        # A task that is cancelled before its first step never runs, and the turn would stay live
+        # for ever; this comes after that step.
+        asyncio.get_running_loop().call_soon(self._cancel, turn)
+
+    @staticmethod
+    def _cancel(turn: Turn) -> None:
+        # Once: what cancels a caller's task a second time is the caller's own end. Nor after the
+        # end, when the caller is being answered.
+        if turn.task is not None and not turn.is_over and not turn.cancelled:
+            turn.cancelled = True
+            turn.task.cancel()
 
     def _note_end(self, turn: Turn) -> None:
-        self._state.finished.note_end()
+        self._state.finished.note_end(turn.ended)
         self._warmer.end_turn(turn)
         if self.drafter is not None:
             self.drafter.end_turn(turn)

@@ -34,9 +34,9 @@ class FinishRate:
         self._clock = clock
         self._ends: deque[float] = deque(maxlen=_MOST_ENDS)
 
-    def note_end(self) -> None:
+    def note_end(self, now: float) -> None:
         """A turn has ended."""
-        self._ends.append(self._clock())
+        self._ends.append(now)
 
     def per_second(self) -> float:
         """Over the last of them; 0 before there are two."""

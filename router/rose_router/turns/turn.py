@@ -38,6 +38,10 @@ class TurnState(StrEnum):
     FAILED = "Failed"
 
 
+# Named once: an enum's member is slow to find.
+_WAITING, _, _DONE, _FAILED = TurnState
+
+
 @dataclass(frozen=True, slots=True)
 class TurnMove:
     """The turn left an engine; ``at_token`` output tokens were held then."""
@@ -114,6 +118,7 @@ class Turn(msgspec.Struct, eq=False):
 
     Attributes:
         began: seconds of the router's clock.
+        interval: tokens per event of engines' streams; more than one where nobody watches it.
         born: what it ranks by among turns of its job; smaller goes first.
         finish: SGLang's finish reason once it is done.
         error: why it failed.
@@ -124,15 +129,18 @@ class Turn(msgspec.Struct, eq=False):
         changed: fires whenever there is more to show.
         listeners: callers waiting for it; when the last one leaves, it is aborted.
         abandoned: the last one left before its end.
+        cancelled: its task was, since somebody ended it.
         reserved: where a place is kept for it, since it is to leave a closed gate, and the view
             that its job was charged by.
+        task: runs it; its caller's where nobody else can listen.
         trace: its spans; ``None`` = turns are not traced.
     """
 
     request: TurnRequest
     began: float
     transcript: Transcript
-    state: TurnState = TurnState.WAITING
+    interval: int = 1
+    state: TurnState = _WAITING
     leg: Leg | None = None
     handle: LiveLeg | None = None
     finish: Mapping[str, Any] | None = None
@@ -154,6 +162,7 @@ class Turn(msgspec.Struct, eq=False):
     abandoned: bool = False
     reserved: tuple[Engine, TurnView] | None = None
     abort_message: str = ""
+    cancelled: bool = False
     changed: Signal = msgspec.field(default_factory=Signal)
     ended_event: TurnEnd = msgspec.field(default_factory=TurnEnd)
     task: asyncio.Task[None] | None = None
@@ -162,7 +171,7 @@ class Turn(msgspec.Struct, eq=False):
     @property
     def is_over(self) -> bool:
         """Nothing more will come."""
-        return self.state is TurnState.DONE or self.state is TurnState.FAILED
+        return self.state is _DONE or self.state is _FAILED
 
     def version_label(self, spans: Sequence[TokenSpan]) -> str | None:
         """The newest version of the spans, by the trainer's own name where it gave one."""
@@ -264,7 +273,7 @@ class Turn(msgspec.Struct, eq=False):
 
 def typed_abort(turn: Turn) -> None:
     """A turn that failed beside others that did not: an abort that says so, never just empty."""
-    if turn.state is TurnState.FAILED and turn.finish is None:
+    if turn.state is _FAILED and turn.finish is None:
         turn.finish = {
             "type": "abort",
             "message": str(turn.error),

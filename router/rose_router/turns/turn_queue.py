@@ -45,6 +45,9 @@ engines were there when it came or not: they come one after the other, each with
 after a 422 no client asks again."""
 
 
+_JOINT = PolicyName.JOINT  # named once: an enum's member is slow to find
+
+
 @dataclass(eq=False)
 class Waiter:
     """A turn that waits.
@@ -292,9 +295,9 @@ class TurnQueue:
             return None
         if view.alone or self._keeps:
             return None
-        if self._policy.name is not PolicyName.JOINT or not self._fleet.has_room():
+        if self._policy.name is not _JOINT:
             return None
-        chosen = at_once(view, self._scene(now))
+        chosen = at_once(view, self._scene(now, NOTHING_KNOWN), self._outlook)
         if chosen is None:
             return None
         self._shares.join(job)
@@ -370,7 +373,7 @@ class TurnQueue:
             return
         self._forget_moved()
         self._keep_one_free()
-        if self._policy.name is PolicyName.JOINT:
+        if self._policy.name is _JOINT:
             self._dispatch()
         else:
             self.look()
@@ -381,7 +384,7 @@ class TurnQueue:
             return
         self._forget_moved()
         self._keep_one_free()
-        if self._policy.name is PolicyName.JOINT:
+        if self._policy.name is _JOINT:
             self._dispatch()
         blocked: dict[tuple[object, ...], Obstacle] = {}
         for one in list(self._shares.order(self._everybody())):
@@ -392,7 +395,7 @@ class TurnQueue:
                 if isinstance(one, Waiter):
                     one.obstacle = chosen.obstacle
                     self._fail_if_gone(one)
-            elif self._policy.name is not PolicyName.JOINT:
+            elif self._policy.name is not _JOINT:
                 self._give(one, chosen)
             elif isinstance(one, Waiter):
                 one.obstacle = Obstacle.FULL  # its home, or a KV pool, and it is waited for
@@ -435,7 +438,7 @@ class TurnQueue:
         everybody = self._everybody()
         while everybody:
             order = self._shares.order(everybody)
-            chosen, again = next_turn(order, self._scene(self._clock()))
+            chosen, again = next_turn(order, self._scene(self._clock(), self._outlook()))
             if chosen is None:
                 break
             one = order[chosen[0]]
@@ -457,11 +460,9 @@ class TurnQueue:
             everybody.sort(key=lambda one: one.key)
         return everybody
 
-    def _scene(self, now: float) -> DispatchState:
+    def _scene(self, now: float, outlook: RolloutOutlook) -> DispatchState:
         fleet = self._fleet
-        return DispatchState(
-            fleet.views(), fleet.head, self._policy, now, self._outlook(), fleet.residents
-        )
+        return DispatchState(fleet.views(), fleet.head, self._policy, now, outlook, fleet.residents)
 
     def _pump_at(self, moment: float) -> None:
         if self._again is not None:

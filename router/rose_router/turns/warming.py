@@ -37,6 +37,9 @@ from rose_router.turns.turn import Turn, TurnState
 _MOST_ASKED = 256  # trajectories looked at in one go, the newest; a look must not hold up streams
 
 
+_JOINT = PolicyName.JOINT  # named once: an enum's member is slow to find
+
+
 @dataclass(eq=False)
 class _Rest:
     """A trajectory between two turns; ``turn`` is the one that ended."""
@@ -87,7 +90,7 @@ class Warmer:
         if warm:
             used = bool(legs) and legs[0].engine == warm
             metrics.WARMED.labels(WarmOutcome.USED if used else WarmOutcome.ELSEWHERE).inc()
-        if self._policy.name is not PolicyName.JOINT or not _comes_back(turn):
+        if self._policy.name is not _JOINT or not _comes_back(turn):
             return
         name, context = turn.request.trajectory, len(turn.transcript.prompt) + turn.held
         self._drop(self._resting.pop(name, None))  # of another turn of it, beside this one
@@ -248,7 +251,5 @@ def _prefill(turn: Turn, rid: str, version: str) -> dict[str, object]:
     kept = {
         name: turn.request.passed[name] for name in ("extra_key",) if name in turn.request.passed
     }
-    asked = turn.request.but(
-        passed=kept, sampling={"max_new_tokens": 1, "temperature": 0}, interval=1
-    )
+    asked = turn.request.but(passed=kept, sampling={"max_new_tokens": 1, "temperature": 0})
     return asked.leg_body(turn.transcript.context, 0, rid, version)

@@ -24,6 +24,7 @@ import resource
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -111,7 +112,15 @@ class MemoryLimiter:
 
     def take(self, more: int, whole: int) -> None:
         """Count bytes more as taken by a request that then holds ``whole``; see ``room_for``."""
+        now, taken = time.monotonic(), self.taken + more
+        if now - self._looked > _LOOK_SECONDS:
+            self._seen, self._looked = self._resident(), now
         most = self.budget if whole <= self._small else self._of_large
+        if taken > most or self._seen > self._full:
+            self._refuse(whole, most)
+        self.taken = taken
+
+    def _refuse(self, whole: int, most: int) -> NoReturn:
         if whole > most:
             message = (
                 f"the request would take {whole // MIB} MiB of this router's memory, and all "
@@ -119,16 +128,11 @@ class MemoryLimiter:
                 "shorter prompts at a time"
             )
             raise TooLarge("TooLarge", message)
-        now = time.monotonic()
-        if now - self._looked > _LOOK_SECONDS:
-            self._seen, self._looked = self._resident(), now
-        if self.taken + more > most or self._seen > self._full:
-            message = (
-                f"requests hold {self.taken // MIB} of {most // MIB} MiB of this router's "
-                "memory already; try again later"
-            )
-            raise Overloaded("Memory", message, retry_after=_RETRY_SECONDS)
-        self.taken += more
+        message = (
+            f"requests hold {self.taken // MIB} of {most // MIB} MiB of this router's "
+            "memory already; try again later"
+        )
+        raise Overloaded("Memory", message, retry_after=_RETRY_SECONDS)
 
 
 class MemoryReservation:

@@ -209,6 +209,11 @@ def encoded(
 class Hints:
     """What a caller may tell the router beside the turn: session, pins, expected length.
 
+    Args:
+        body: of the request.
+        headers: beside it.
+        asked: what was read of the body already, where its dialect's struct is one.
+
     Attributes:
         session: key of the trajectory, or empty.
         session_by: the field or header that says it.
@@ -224,8 +229,10 @@ class Hints:
     expected: int
     trajectory: Hint
 
-    def __init__(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
-        asked = read_as(body, Hinted)
+    def __init__(
+        self, body: Mapping[str, Any], headers: Mapping[str, str], asked: Hinted | None = None
+    ) -> None:
+        asked = asked or read_as(body, Hinted)
         rose = asked.rose or _NO_ROSE
         if _ALL_HEADERS.isdisjoint(map(str.lower, headers)):
             headers = _NO_HEADERS  # as most trainers send: one look instead of eighteen

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.http.dialects.common import (
     WITHOUT_EFFECT,
+    Hinted,
     Hints,
     Rank,
     Rid,
@@ -45,7 +44,7 @@ _PER_PROMPT = frozenset(
 )
 
 
-class GenerateRequest(msgspec.Struct):
+class GenerateRequest(Hinted):
     """What of a request is read here."""
 
     input_ids: object = None
@@ -67,7 +66,8 @@ def read(
     Raises:
         InvalidTurn: something is wrong with it; names the field.
     """
-    request, hints = read_as(body, GenerateRequest), Hints(body, headers)
+    request = read_as(body, GenerateRequest)
+    hints = Hints(body, headers, request)
     prompts, batch = _prompts(request, tokenizer)
     turns: list[TurnRequest] = []
     for index, prompt in enumerate(prompts):

@@ -30,6 +30,8 @@ _OWN = frozenset(
     | {"input_token_logprobs", "input_top_logprobs", SCALE, EXPERTS, *PER_TOKEN}
 )
 
+_OWN_KV = Kv.OWN  # named once: an enum's member is slow to find
+
 
 def spans_json(spans: Sequence[TokenSpan], labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """Ordered spans as they stand in replies; ``label`` where the trainer has its own name."""
@@ -50,14 +52,14 @@ def rose_json(turn: Turn, spans: Sequence[TokenSpan]) -> dict[str, Any]:
         legs = [*legs, turn.leg]
     scales = [(leg.offset, leg.meta.get(SCALE, "")) for leg in legs if leg.placed]
     terms = turn.request.asks.logprob_terms
-    own = all([span.kv is Kv.OWN for span in spans])  # noqa: C419  # a generator costs twice that
+    own = all([span.kv is _OWN_KV for span in spans])  # noqa: C419  # a generator costs twice that
     return {
         "borrowed": turn.borrowed,
         "engines": [{"engine": leg.engine, "kind": leg.kind, "tokens": leg.placed} for leg in legs],
         "moves": turn.moves and [_move(moved) for moved in turn.moves],
         "redone_tokens": turn.redone_tokens,
-        "kv": Kv.OWN if own else Kv.MIXED,
-        "queue_seconds": round(turn.queue_seconds, 6),
+        "kv": _OWN_KV if own else Kv.MIXED,
+        "queue_seconds": turn.queue_seconds and round(turn.queue_seconds, 6),
         "exact_text": turn.transcript.exact_text,
         "logprob_semantics": semantics(scales, spans[-1].end if spans else 0, terms),
     }

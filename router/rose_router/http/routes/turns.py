@@ -56,6 +56,8 @@ _READERS = 2
 """Threads for long bodies: one that takes its template's whole budget stops no other."""
 _FIND_SECONDS = 60.0  # a loop that ends answers nobody
 
+_FAILED = TurnState.FAILED  # named once: an enum's member is slow to find
+
 Made = TypeVar("Made")
 
 
@@ -105,7 +107,7 @@ class TurnHandlers:
         with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], self._sglang_events)
-            await _wait_all(turns)
+            await self._wait_all(turns)
             _raise_if_all_failed(turns)
             answers = [self._sglang_answer(turn) for turn in turns]
         return _json(answers if ask.listed else answers[0])
@@ -122,7 +124,7 @@ class TurnHandlers:
                 voices = [(turn, answering.events(turn, n)) for n, turn in enumerate(turns)]
                 counted = partial(answering.counted, turns) if ask.usage else None
                 return await self._stream_answers(request, voices, counted)
-            await _wait_all(turns)
+            await self._wait_all(turns)
             _raise_if_all_failed(turns)
             return _json(answering.answer(turns))
 
@@ -142,7 +144,7 @@ class TurnHandlers:
                 ]
                 counted = partial(answering.counted, turns) if len(turns) > 1 else None
                 return await self._stream_answers(request, voices, counted)
-            await _wait_all(turns)
+            await self._wait_all(turns)
             _raise_if_all_failed(turns)
             for turn in turns:
                 typed_abort(turn)
@@ -239,7 +241,7 @@ class TurnHandlers:
         with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], _vllm_events)
-            await _wait_all(turns)
+            await self._wait_all(turns)
             _raise_if_all_failed(turns)
             return _json(_vllm_answer(turns))
 
@@ -347,7 +349,7 @@ class TurnHandlers:
         if ask.stream:
             noting = self._then_note(ask, turn, answering.events(), answering.message)
             return await self._stream(request, turn, lambda _: noting, NAMED)
-        await turn.ended_event.wait()  # without being woken by every token
+        await self._service.until_ended(turn)
         _raise_if_all_failed([turn])
         answer = answering.answer()
         self._note(ask, turn, answering.message())
@@ -373,25 +375,29 @@ class TurnHandlers:
     def _turns(self, request: web.Request, ask: ParsedRequest) -> HeldTurns:
         """The turns asked for, each of its job."""
         job, service = _job_of(request), self._service
-        if ROOM in request:
-            request[ROOM].resize(held_by(ask.turns))
+        if (room := request.get(ROOM)) is not None:
+            room.resize(held_by(ask.turns))
         service.admit(ask.turns)
         interval = 1 if ask.stream else service.settings.interval
+        alone = not ask.stream and len(ask.turns) == 1
         held = HeldTurns(service)
         try:
             for one in ask.turns:
-                asked = (
-                    one.but(interval=interval, job="") if one.job else one.but(interval=interval)
-                )
+                asked = one.but(job="") if one.job else one
                 if whose := one.job if job is None else job:
                     asked = asked.of_job(whose)
                 if service.tracing is not None:
                     asked = _traced(asked, request, ask)
-                held.turns.append(service.submit(asked))  # must hold those begun
+                turn = service.submit(asked, interval=interval, alone=alone)
+                held.turns.append(turn)  # must hold those begun
         except BaseException:  # also when cancelled, and raised again
             held.leave()
             raise
         return held
+
+    async def _wait_all(self, turns: list[Turn]) -> None:
+        for turn in turns:
+            await self._service.until_ended(turn)
 
     async def _stream(
         self,
@@ -540,11 +546,6 @@ def _with_last_event(events: Events, last: Callable[[], dict[str, Any]] | None) 
         yield last()
 
 
-async def _wait_all(turns: list[Turn]) -> None:
-    for turn in turns:
-        await turn.ended_event.wait()  # without being woken by every token
-
-
 def _raise_if_all_failed(turns: list[Turn]) -> None:
     """Without a single answer the reply is an error.
 
@@ -552,7 +553,7 @@ def _raise_if_all_failed(turns: list[Turn]) -> None:
         Exception: what the first turn failed with.
     """
     for turn in turns:
-        if turn.state is not TurnState.FAILED:
+        if turn.state is not _FAILED:
             return
     raise turns[0].error or TurnLost("Internal", "the turn failed without saying why")
 
