@@ -166,7 +166,7 @@ class _SessionSteps:
 
 
 def _has_answered(turn: Turn) -> bool:
-    watched = turn.request.interval == 1  # as it comes: its caller may act before its end
+    watched = turn.interval == 1  # as it comes: its caller may act before its end
     return turn.is_over or bool(watched and turn.first_token_at)
 
 
