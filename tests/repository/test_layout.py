@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 
@@ -79,10 +80,12 @@ def test_every_link_into_a_page_leads_to_a_heading(page: str) -> None:
     assert not missing, f"{page} links to {missing}"
 
 
-def test_every_decision_is_listed() -> None:
+def test_every_decision_is_listed_and_has_a_number_of_its_own() -> None:
     folder = ROOT / "docs/decisions"
     listed = (folder / "README.md").read_text()
     assert [one.name for one in folder.glob("0*.md") if f"({one.name})" not in listed] == []
+    numbers = Counter(one.name.partition("-")[0] for one in folder.glob("0*.md"))
+    assert [number for number, count in numbers.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
