@@ -6,7 +6,8 @@ as many as a burst asked for until it is done, and what comes meanwhile does not
 
 A reward that runs counts for what is left of it. Its worker finishes it also when it is told to go
 and ends then, so workers that have nothing more to do are let go while they are still busy, and
-not after they have stood idle until the next look.
+not after they have stood idle until the next look. One that runs far beyond the median keeps its
+worker while others wait: where rewards are of two lengths the few that are left may all be busy.
 
 Nobody waits for the reward of a group that still lacks others which are rolled out. It may take
 ``patience`` seconds more, or until it decides its group: then the target counts from there. So few
@@ -17,6 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+
+# Of the median. What has run for longer is of another kind, of which the median says nothing: its
+# worker does not come back for what waits. Lengths that lie within a fifth of each other have none.
+_FAR_BEYOND = 2.0
 
 
 def promised_age(age: float, complete: float | None, patience: float) -> float:
@@ -56,13 +61,13 @@ def wish(
         return 0
     if p50 is None:
         return 1
-    # One that takes longer than the median ends nobody knows when: its worker is not counted on.
     under_way = sum(max(p50 - verified, 0.0) for verified in running)
+    kept = sum(verified > _FAR_BEYOND * p50 for verified in running) if oldest else 0
     wanted = 0.0
     for number, age in enumerate((0.0, *oldest)):
         # The first so many are due by then. One that is late already still takes its own time.
         left = max(p50, target - age)
-        needed = (number * p50 + under_way) / left if left > 0 else float(number)
+        needed = kept + ((number * p50 + under_way) / left if left > 0 else float(number))
         wanted = max(wanted, min(needed, float(number + len(running))))
     # The nearest number: a fraction of a worker's work is sooner done by those that are there than
     # by one more, which takes a cold start and ends idle.

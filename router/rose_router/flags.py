@@ -135,6 +135,9 @@ def _about_placement(add: Add, defaults: Settings) -> None:
         help="how far the borrowed share of a stratum may be from that of all")  # fmt: skip
     add("--tail-reserve", type=share, default=defaults.tuning.reserve,
         help="share of dedicated places kept for the longest trajectories")  # fmt: skip
+    add("--lent-weight", type=amount, default=defaults.tuning.lent_weight,
+        help="seconds of cost per second for which a lent GPU computes more; "
+        "0 = its time has no price")  # fmt: skip
     add("--explore", type=share, default=defaults.tuning.explore,
         help="share of trajectories that begin on an engine drawn at random")  # fmt: skip
     add("--control-share", type=share, default=defaults.tuning.control,
@@ -258,6 +261,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         tuning=Policy(
             quota=flags.borrow_quota,
             reserve=flags.tail_reserve,
+            lent_weight=flags.lent_weight,
             explore=flags.explore,
             control=flags.control_share,
         ),

@@ -63,6 +63,16 @@ def test_the_list_is_one_that_a_gateway_reads(tmp_path: Path) -> None:
     assert set(functions.read(path)) == set(LIST)
 
 
+@pytest.mark.parametrize(("cooldown", "polls"), [(15, 15), (600, 30)])
+def test_keda_polls_as_often_as_a_cool_down_ends_and_no_less_than_it_does_by_itself(
+    cooldown: int, polls: int
+) -> None:
+    told = {**VALUES["rewards"], "keda": {"cooldownSeconds": cooldown}}
+    scaled = render({**VALUES, "rewards": told}, KEDA).one("ScaledObject", "rose-reward-worker-a")
+    assert scaled["spec"]["cooldownPeriod"] == cooldown
+    assert scaled["spec"]["pollingInterval"] == polls
+
+
 def test_keda_scales_each_teams_workers_from_zero_where_the_cluster_has_it() -> None:
     rendered = render(VALUES, KEDA)
     scaled = rendered.one("ScaledObject", "rose-reward-worker-a")["spec"]

@@ -73,6 +73,13 @@ def test_a_reward_that_runs_counts_for_what_is_left_of_it() -> None:
     assert wish([0.0] * 4, 10.0, 10.0, 64, []) == 4
 
 
+def test_what_has_run_far_beyond_the_median_keeps_its_worker_from_what_waits() -> None:
+    assert wish([0.0] * 8, 1.0, 10.0, 64, [30.0] * 20) == 21, "twenty do not come back in time"
+    assert wish([0.0] * 8, 1.0, 10.0, 64, [1.5] * 20) == 1, "these do"
+    assert wish([0.0] * 8, 1.0, 10.0, 16, [30.0] * 20) == 16
+    assert wish([], 1.0, 10.0, 64, [30.0] * 20) == 1, "nothing waits for them"
+
+
 def test_a_fraction_of_a_worker_brings_none_while_others_can_do_it() -> None:
     assert wish([0.0] * 7, 1.0, 5.0, 64) == 1, "seven seconds within five are 1.4 workers"
     assert wish([0.0] * 8, 1.0, 5.0, 64) == 2

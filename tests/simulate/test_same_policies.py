@@ -21,7 +21,7 @@ from rose_router.flags import parser, settings
 from rose_router.turns.service import Service
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.routing.router import Router
-from rose_simulate.model.scenarios.scenario import Regime
+from rose_simulate.model.scenarios.scenario import Placement, Regime
 from rose_simulate.model.simulation import Simulation
 from tests.router.world import SimClient
 from tests.simulate.worlds import MATERIAL, scenario
@@ -83,6 +83,18 @@ def test_a_lease_may_ask_for_every_rule_that_does_not_bias_training_and_for_no_o
     for name in BIASED:
         with pytest.raises(SystemExit):
             parser().parse_args(["--lease=a/b", f"--policy={name.value}"])
+
+
+@pytest.mark.parametrize("weight", [None, 0.0, 0.5])
+def test_the_price_of_a_lent_gpus_time_is_one_in_the_router_and_in_scenarios(
+    weight: float | None,
+) -> None:
+    given = [] if weight is None else [f"--lent-weight={weight}"]
+    flags = parser().parse_args(["--lease=a/b", *given])
+    written = {} if weight is None else {"lent_weight": weight}
+    simulated = Placement.model_validate(written).lent_weight
+    assert settings(flags).policies.placement.lent_weight == simulated
+    assert weight is None or simulated == weight
 
 
 def test_rule_and_staleness_are_the_leases_whatever_the_platform_tunes() -> None:
