@@ -88,11 +88,6 @@ def test_every_decision_is_listed_and_has_a_number_of_its_own() -> None:
     assert [number for number, count in numbers.items() if count > 1] == []
 
 
-def test_every_decision_has_a_number_of_its_own() -> None:
-    taken = Counter(one.name[:4] for one in (ROOT / "docs/decisions").glob("0*.md"))
-    assert [number for number, times in taken.items() if times > 1] == []
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_every_make_target_a_page_names_exists(page: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
