@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import random
 from dataclasses import dataclass
 
@@ -172,7 +173,13 @@ def drawn_scene(draw: random.Random) -> tuple[TurnView, DispatchState]:
         begins=draw.random() < 0.3,
         alone=draw.random() < 0.1,
         asked=draw.choice([frozenset(), frozenset({"regex"})]),
-        from_version=draw.choice([None, HEAD]),
+        from_version=draw.choice([None, HEAD, WeightVersion("run", 0, 1)]),
+        control=draw.random() < 0.2,
+        losses=draw.choice([0, 9]),
+        budget_seconds=draw.choice([math.inf, 1.0, 0.0]),
+        since_move=draw.choice([0, 9]),
+        stratum="long",
+        tail=draw.random() < 0.5,
     )
     residents = Residents()
     for engine in engines:
@@ -180,7 +187,13 @@ def drawn_scene(draw: random.Random) -> tuple[TurnView, DispatchState]:
         residents.begin_turn(engine.name, "another", draw.choice([1, 9_000]))
     policy = draw.choice([POLICY, dataclasses.replace(POLICY, explore=0.5)])
     swapping = draw.choice([frozenset[str](), frozenset({HEAD.run})])
-    outlook = RolloutOutlook(dice=draw.random(), safe=draw.random() < 0.5, swapping=swapping)
+    outlook = RolloutOutlook(
+        borrowed_share=0.5,
+        stratum_share=draw.choice([{}, {"long": 0.1}, {"long": 0.9}]),
+        dice=draw.random(),
+        safe=draw.random() < 0.5,
+        swapping=swapping,
+    )
     return turn, DispatchState(engines, HEAD, policy, NOW, outlook, residents)
 
 

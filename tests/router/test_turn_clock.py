@@ -157,6 +157,18 @@ async def test_a_turn_whose_reply_was_there_before_its_host_named_a_moment_is_no
         assert counted("late") - late == 1 + watched
 
 
+async def test_one_that_somebody_joins_to_watch_is_watched() -> None:
+    heard, late = Heard(naming=1.0), counted("late")
+    async with telling(heard, SimEngine("a")) as (w, _):
+        asked: dict[str, Any] = {"prompt": (1, 2, 3), "rid": "r", "own_rid": True, "session": "s"}
+        slow = w.ask(200, interval=8, **asked)
+        assert w.ask(200, **asked) is slow
+        await over(slow)
+        await asyncio.sleep(2)
+        assert heard.told() == []
+        assert counted("late") - late == 1
+
+
 async def test_a_turn_beside_which_another_was_answered_is_not_told() -> None:
     heard = Heard(naming=1.0)
     async with telling(heard, SimEngine("a")) as (w, _):

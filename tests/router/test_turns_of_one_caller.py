@@ -6,9 +6,12 @@ Virtual time throughout.
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
+from rose_core.rollouts.placement.watch import MoveReason
 from rose_core.rollouts.transcripts.transcript import Leg
 from rose_router import metrics
 from rose_router.turns.request import TurnRequest
@@ -19,8 +22,8 @@ from tests.router.world import SimEngine, World, over, until, world
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
 
 
-def submitted(w: World, *, own_rid: bool = False) -> Turn:
-    request = TurnRequest("r", (1, 2, 3), {"max_new_tokens": 20}, own_rid=own_rid)
+def submitted(w: World, *, own_rid: bool = False, session: str = "") -> Turn:
+    request = TurnRequest("r", (1, 2, 3), {"max_new_tokens": 20}, own_rid=own_rid, session=session)
     return w.service.submit(request, alone=True)
 
 
@@ -48,6 +51,33 @@ async def test_it_has_no_task_beside_its_callers() -> None:
         await caller
         assert finish(turn) == "length"
         assert turn.held == 20
+
+
+class Answer:
+    """What its caller's task returns, with the request and its body."""
+
+
+async def test_one_that_is_kept_for_the_next_keeps_nothing_of_its_callers() -> None:
+    async with world(SimEngine("a")) as w:
+        turn = submitted(w, session="s")
+
+        async def call() -> Answer:
+            await w.service.until_ended(turn)
+            return Answer()
+
+        answer = weakref.ref(await asyncio.create_task(call()))
+        await asyncio.sleep(0.01)  # the loop still has the task in hand that has just ended
+        gc.collect()
+        assert turn.is_over
+        assert answer() is None
+
+
+async def test_its_end_comes_once_however_often_it_is_waited_for() -> None:
+    async with world(SimEngine("a")) as w:
+        turn = submitted(w)
+        for _ in range(2):
+            await w.service.until_ended(turn)
+        assert w.service.ledger.totals.turns == 1
 
 
 async def test_one_with_an_id_outlives_its_first_caller() -> None:
@@ -160,6 +190,32 @@ async def test_one_that_loses_its_engine_goes_on_elsewhere(*, killed: bool) -> N
         assert len(turn.moves) == 1
         assert turn.held == 20
         assert caller.cancelling() == 0
+
+
+async def test_time_that_runs_out_as_its_leg_moves_is_its_callers_to_hear_of() -> None:
+    async with world(SimEngine("a"), SimEngine("b")) as w:
+        turn = submitted(w)
+
+        async def call() -> None:
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(0.5) as limit:
+                due = limit.when()
+                assert due is not None
+                loop.call_at(due, move)  # in the same round of the loop
+                await w.service.until_ended(turn)
+
+        def move() -> None:
+            for engine in w.service.fleet:
+                for leg in engine.legs.values():
+                    leg.end(MoveReason.PAUSED)
+
+        caller = asyncio.create_task(call())
+        with pytest.raises(TimeoutError):
+            await caller
+        assert caller.cancelling() == 0
+        assert turn.abandoned
+        assert finish(turn) == "abort"
+        assert [engine.reserved for engine in w.service.fleet] == [0, 0]
 
 
 async def test_a_router_that_stops_answers_its_caller() -> None:

@@ -19,7 +19,7 @@ from aiohttp import web, web_protocol
 from rose_dev.waiting import until
 from rose_router.http import whole_requests
 from rose_router.http.whole_requests import (
-    BORROWED,
+    PRIVATE_NAMES,
     WholeRequestHandler,
     WholeRoute,
     lacking,
@@ -306,16 +306,16 @@ class _Names(ast.NodeVisitor):
         self.generic_visit(node)
 
 
-def test_this_aiohttp_has_every_name_that_is_borrowed_from_it() -> None:
+def test_this_aiohttp_has_every_private_name_that_is_used() -> None:
     assert lacking() == []
 
 
-def test_no_other_name_is_borrowed_than_is_said() -> None:
+def test_no_other_private_name_is_used_than_is_said() -> None:
     names = _Names()
     names.visit(ast.parse(inspect.getsource(WholeRequestHandler)))
     own = {name for name in vars(WholeRequestHandler) if not hasattr(web.RequestHandler, name)}
     private = {name for name in names.found if re.match(r"_[a-z]", name)}
-    said = frozenset[str]().union(*BORROWED.values())
+    said = frozenset[str]().union(*PRIVATE_NAMES.values())
     assert private - own == {name for name in said if name.startswith("_")}
     assert said <= names.found
 
@@ -324,7 +324,7 @@ async def test_without_one_of_them_aiohttp_answers_turns_by_itself(
     stage: Staging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     later = {web.RequestHandler: frozenset({"_no_name_of_aiohttps"})}
-    monkeypatch.setattr(whole_requests, "BORROWED", later)
+    monkeypatch.setattr(whole_requests, "PRIVATE_NAMES", later)
     async with stage() as s:
         assert "has no RequestHandler._no_name_of_aiohttps" in caplog.text
         await s.engine()

@@ -20,8 +20,8 @@ chain. Everything is read by the same parser and answered by the same handlers.
 | busy | answers | the answer: idle, over |
 | over | is cancelled | |
 
-Much of it is no interface of aiohttp's (``BORROWED``). Where an aiohttp lacks one of these names,
-it answers all requests by itself, as ``choose_protocol`` says.
+Much of it is no interface of aiohttp's (``PRIVATE_NAMES``). Where an aiohttp lacks one of these
+names, it answers all requests by itself, as ``choose_protocol`` says.
 
 Next step: ``app`` names the routes, ``listener`` passes on what arrives.
 """
@@ -46,7 +46,7 @@ LOG = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-BORROWED: Mapping[type, frozenset[str]] = {
+PRIVATE_NAMES: Mapping[type, frozenset[str]] = {
     web.RequestHandler: frozenset(
         {"_buffer_paused", "_close", "_current_request", "_force_close", "_handle_request"}
         | {"_handler_waiter", "_keepalive", "_keepalive_handle", "_keepalive_timeout", "_loop"}
@@ -235,10 +235,10 @@ class WholeRequestHandler(web.RequestHandler):
 
 
 def lacking() -> list[str]:
-    """Names of ``BORROWED`` that this aiohttp has not."""
+    """Names of ``PRIVATE_NAMES`` that this aiohttp has not."""
     return [
         f"{kind.__name__}.{name}"
-        for kind, names in BORROWED.items()
+        for kind, names in PRIVATE_NAMES.items()
         for name in sorted(names)
         if not hasattr(kind, name)
     ]

@@ -216,6 +216,8 @@ class Service:
                 self.tracing.begin_turn(turn)
             if not alone or request.own_rid:
                 self._begin(turn)
+        elif interval < turn.interval:
+            turn.interval = interval  # somebody watches it now
         turn.listeners += 1
         return turn
 
@@ -232,13 +234,14 @@ class Service:
         Raises:
             CancelledError: the caller has hung up.
         """
-        if turn.task is not None:
+        if turn.task is not None or turn.is_over:
             await turn.ended_event.wait()
             return
         task = turn.task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a turn is waited for in a task")
         await self._runner.run(turn)  # which takes whoever cancels the task for the turn's
+        turn.task = None  # turns are kept: each would keep what its caller was answered
         if turn.cancelled:
             task.uncancel()
         gone = task.cancelling() > 0
@@ -379,5 +382,5 @@ class Service:
         if self.drafter is not None:
             self.drafter.end_turn(turn)
         self.sandboxes.end_turn(turn)
-        if turn.abandoned:  # one that is answered has no listener any more when this is called
+        if turn.abandoned:
             metrics.UNDELIVERED.inc(turn.held)

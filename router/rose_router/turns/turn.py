@@ -132,7 +132,7 @@ class Turn(msgspec.Struct, eq=False):
         cancelled: its task was, since somebody ended it.
         reserved: where a place is kept for it, since it is to leave a closed gate, and the view
             that its job was charged by.
-        task: runs it; its caller's where nobody else can listen.
+        task: runs it; its caller's where nobody else can listen, up to its end.
         trace: its spans; ``None`` = turns are not traced.
     """
 
