@@ -127,6 +127,19 @@ class Box:
                 "model was asked: what its agent did since is saved with the next turn"
             )
 
+    async def wait_for_record(self, within: float | None = None) -> None:
+        """Wait for the last boundary, for this many seconds at most; None: to its end.
+
+        Raises:
+            Fenced: another host has the session.
+        """
+        if self.boundary is None:
+            return
+        done, _ = await asyncio.wait({self.boundary}, timeout=within)
+        for boundary in done:
+            if not boundary.cancelled():  # one was, whose place another save took
+                boundary.result()
+
     @contextmanager
     def tunneled(self, limits: TunnelLimits) -> Iterator[None]:
         """Count one more connection into it, while the block lasts.

@@ -341,14 +341,12 @@ class Host:
             Fenced: another host has the session; this answer belongs to nobody here.
         """
         box = self._box(session)
-        if box.boundary is not None and not box.boundary.done():
-            # Held, but not for ever: the caller sees in recoverable_to that it was let go.
-            asked = self._now()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(box.boundary), HOLD_SECONDS)
+        asked = self._now()
+        try:  # held, but not for ever: the caller sees in recoverable_to that it was let go
+            await box.wait_for_record(HOLD_SECONDS)
+        finally:
             metrics.HELD_SECONDS.inc(self._now() - asked)
-        if box.boundary is not None and box.boundary.done():
-            box.boundary.result()
+        self._box(session)  # it may have ended meanwhile
         if box.clock.phase is not SandboxPhase.ACTING:
             box.clock = box.clock.ready(self._now())
         await self._awake(box)
@@ -364,10 +362,8 @@ class Host:
         """
         await self.turn_began(session, ids or None)
         box = self._box(session)
-        if box.boundary is not None:
-            await asyncio.wait({box.boundary})
-            self._box(session)  # who ends a sandbox cancels its boundary
-            box.boundary.result()
+        await box.wait_for_record()
+        self._box(session)  # it may have ended meanwhile
         if box.clock.phase is not SandboxPhase.ACTING:
             box.clock = box.clock.ready(self._now())
         if box.unsaved:
@@ -726,10 +722,12 @@ class Host:
         return box
 
     async def _reached(self, session: str) -> Box:
-        """The box of a sandbox that is connected to: an act, which waits for its turn's record."""
-        boundary = self._box(session).boundary
-        if boundary is not None and not boundary.done():
-            await asyncio.wait({boundary}, timeout=HOLD_SECONDS)
+        """The box of a sandbox that is connected to: an act, as ``_acting``, but beside others."""
+        box = self._box(session)
+        if box.clock.phase is not SandboxPhase.ACTING:
+            await self.tokens_ready(session)
+        if box.clock.phase is SandboxPhase.SAVING:  # a command waits for its lock
+            await box.wait_for_record()
         return await self._running(session)
 
     async def _awake(self, box: Box) -> None:

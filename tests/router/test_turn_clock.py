@@ -12,6 +12,7 @@ import pytest
 from rose_core.rollouts.capacity.reply_time import ENOUGH
 from rose_router.metrics import REGISTRY
 from rose_router.turns import turn_clock
+from rose_router.turns.turn import TurnState
 from rose_router.turns.turn_clock import MOST_LINES, Body, IsLate, StepOutcome, TurnClock
 from tests.router.world import SimEngine, V, World, judge_whole, over, until, world
 
@@ -193,6 +194,22 @@ async def test_the_end_of_a_session_is_told_with_all_its_tokens() -> None:
         w.service.end_trajectory("s")  # who knows nothing says nothing
         await until(lambda: len(heard.steps) == 4)
         assert heard.steps[-1][2] == {}
+        assert clock._held == 0
+
+
+async def test_the_end_after_a_turn_that_failed_goes_with_its_prompt() -> None:
+    """It went with the tokens of the turn before, on whose reply the agent had acted."""
+    heard = Heard()
+    async with telling(heard, SimEngine("a", fails_at=9999)) as (w, clock):
+        first = await over(w.ask(4, prompt=(1, 2), session="s"))
+        await until(lambda: heard.told() == ["turn", "ready"])
+        heard.naming = 3600.0  # the host hears of no other turn
+        prompt = (1, 2, *first.transcript.tokens, 9999)
+        assert (await over(w.ask(4, prompt=prompt, session="s"))).state is TurnState.FAILED
+        await asyncio.sleep(1)
+        clock.end_session("s")
+        await until(lambda: heard.told() == ["turn", "ready", "ended"])
+        assert heard.steps[-1][2]["ids"] == list(prompt)
         assert clock._held == 0
 
 

@@ -11,13 +11,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from rose_core.sandboxes.policy import HostPressure
+from rose_core.sandboxes.turns import SandboxPhase
 from rose_dev.waiting import until
 from rose_sandbox import host as host_module
 from rose_sandbox.box import BoundTokens
-from rose_sandbox.errors import HeardLate, NotListening
+from rose_sandbox.errors import CannotCheckpoint, HeardLate, NotListening
 from rose_sandbox.http import ServingTraffic, application
 from rose_sandbox.inspector.inspector import Effects
-from rose_sandbox.runtimes.runtime import Facts
+from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind
 from tests.sandbox.test_host import World
 
 Act = Callable[[World], Awaitable[None]]
@@ -117,9 +119,28 @@ async def test_a_connection_that_begins_before_the_record_of_its_turn_is_not_in_
     boundary = host._box("s").boundary
     assert boundary is not None
     await boundary
-    told = await host.tokens_ready("s")
-    assert (told.recoverable_to, told.unsaved) == ((2, "") if patient else (1, "a connection"))
+    assert (await host.tokens_ready("s")).recoverable_to == 1 + patient
     assert (await host.checkpoint("s", [1, 2, 3])).recoverable_to == 3
+    assert world.records.turns("s") == ((0, 1, 2, 3) if patient else (0, 1, 3))
+
+
+async def test_what_is_acted_in_during_its_save_is_of_no_record(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acts wait for a save. Whatever comes through all the same costs the record, not its truth."""
+    host, cut = world.host, world.runtime.checkpoint
+    await host.create("s")
+
+    async def acting(handle: Handle, kind: Kind, folder: Path) -> CheckpointParts:
+        host._box("s").acts += 1
+        return await cut(handle, kind, folder)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.runtime, "checkpoint", acting)
+        with pytest.raises(CannotCheckpoint, match="a connection"):
+            await host.checkpoint("s", [1])
+    assert world.records.turns("s") == (0,)
+    assert (await host.checkpoint("s", [1, 2])).recoverable_to == 2
 
 
 @pytest.mark.parametrize(
@@ -197,3 +218,50 @@ async def test_over_http_the_moment_is_an_etag_and_a_late_turn_a_failed_precondi
             assert answer.status == 200
     assert world.records.ids(world.records.read("s")) == (1, 2, 3)
     await world.host.close()
+
+
+async def test_a_grader_comes_after_a_session_that_ended_before_its_turn_had_a_place(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its boundary was cancelled for the end's, and every command was cancelled with it."""
+    host = world.host
+    monkeypatch.setattr(host_module, "HOLD_SECONDS", 0.01)
+    await host.create("s")
+    world.traffic = HostPressure(serving_burns=True)
+    await host.turn_began("s", [1, 2])
+    assert (await host.tokens_ready("s")).recoverable_to == 0
+    assert (await host.ended("s", BoundTokens((1, 2, 3)))).phase == "suspended"
+    assert await world.said("s", "echo graded") == "graded"
+
+
+async def test_a_connection_waits_for_a_save_as_a_command_does(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that acts by a port and whose saves take longer than a reply is held had none."""
+    host, cut = world.host, world.runtime.checkpoint
+    await host.create("s")
+    monkeypatch.setattr(host_module, "HOLD_SECONDS", 0.02)
+
+    async def slow(handle: Handle, kind: Kind, folder: Path) -> CheckpointParts:
+        await asyncio.sleep(0.1)
+        return await cut(handle, kind, folder)
+
+    monkeypatch.setattr(world.runtime, "checkpoint", slow)
+    await host.turn_began("s", [1])
+    await until(lambda: host._box("s").clock.phase is SandboxPhase.SAVING)
+    await connects(world)
+    assert (await host.state("s")).recoverable_to == 1
+
+
+@pytest.mark.parametrize("act", [runs, connects, tunnels])
+async def test_an_act_says_that_the_reply_has_come_where_nobody_else_does(
+    world: World, act: Act
+) -> None:
+    """Of a session whose router died before it said so, every later turn was refused."""
+    host = world.host
+    await host.create("s")
+    for turn in (1, 2, 3):
+        await host.turn_began("s", [turn], if_match=await host.etag("s"))
+        await act(world)
+        assert (await host.state("s")).recoverable_to == turn
+    assert (await host.ended("s")).phase == "suspended"

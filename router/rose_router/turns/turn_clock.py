@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rose_core.rollouts.capacity.reply_time import Trust
 from rose_router import metrics
 from rose_router.turns.request import named
-from rose_router.turns.turn import Turn, TurnState
+from rose_router.turns.turn import Turn
 
 if TYPE_CHECKING:
     from rose_router.turns.tracing import Tracing
@@ -223,8 +223,8 @@ class TurnClock:
             self.trust.note(expected, self._clock() - turn.began)
         self._note_versions(name, turn)
         line = self._lines[name]
-        if turn.state is TurnState.DONE and (line.begun or name in self._whole):
-            self._note_tokens(name, turn)
+        if line.begun or name in self._whole:
+            self._note_tokens(name, turn)  # of one that failed: its prompt
         del line.live[turn]
         line.replies += 1
         if line.live:

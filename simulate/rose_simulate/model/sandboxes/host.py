@@ -4,6 +4,7 @@
 |---|---|
 | what a boundary saves, and whether the sandbox is suspended | ``policy.decide`` |
 | which boundary is saved however long its look takes | ``policy.is_starved`` |
+| what a host counts with after each | ``policy.learn_from``, ``policy.SaveCosts`` |
 | which boundaries save now | ``traffic.admit`` |
 | the states of a sandbox | ``turns.SandboxClock`` |
 
