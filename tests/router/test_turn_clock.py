@@ -203,7 +203,7 @@ async def test_the_end_after_a_turn_that_failed_goes_with_its_prompt() -> None:
     async with telling(heard, SimEngine("a", fails_at=9999)) as (w, clock):
         first = await over(w.ask(4, prompt=(1, 2), session="s"))
         await until(lambda: heard.told() == ["turn", "ready"])
-        heard.naming = 3600.0  # the host hears of no other turn
+        heard.naming = 5.0  # the host hears of no other turn
         prompt = (1, 2, *first.transcript.tokens, 9999)
         assert (await over(w.ask(4, prompt=prompt, session="s"))).state is TurnState.FAILED
         await asyncio.sleep(1)

@@ -11,12 +11,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from rose_core.sandboxes.policy import HostPressure
+from rose_core.sandboxes.policy import HostPressure, ModelWait
 from rose_core.sandboxes.turns import SandboxPhase
 from rose_dev.waiting import until
 from rose_sandbox import host as host_module
 from rose_sandbox.box import BoundTokens
-from rose_sandbox.errors import CannotCheckpoint, HeardLate, NotListening
+from rose_sandbox.errors import HeardLate, NotListening
 from rose_sandbox.http import ServingTraffic, application
 from rose_sandbox.inspector.inspector import Effects
 from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind
@@ -94,6 +94,22 @@ async def test_an_act_that_waits_for_another_is_of_no_turn_that_began_in_between
     assert (await host.exec("s", "cat /home/a", 5)).exit_code == 1
 
 
+async def test_a_turn_that_waits_for_acts_to_end_is_late_by_what_they_did(world: World) -> None:
+    """Its moment had not passed as it came, and had when it was its turn."""
+    host = world.host
+    await host.create("s")
+    box = host._box("s")
+    running = asyncio.create_task(host.exec("s", "sleep 0.2", 5))
+    await until(box.lock.locked)
+    act = asyncio.create_task(host.exec("s", "echo 1 > /home/a", 5))
+    await asyncio.sleep(0)
+    asked = await host.etag("s")
+    with pytest.raises(HeardLate):
+        await host.turn_began("s", [1], if_match=asked)
+    await asyncio.gather(running, act)
+    assert (await host.state("s")).turn == 0
+
+
 @pytest.mark.parametrize("patient", [True, False], ids=["waits", "has waited long enough"])
 async def test_a_connection_that_begins_before_the_record_of_its_turn_is_not_in_it(
     world: World, monkeypatch: pytest.MonkeyPatch, *, patient: bool
@@ -124,21 +140,23 @@ async def test_a_connection_that_begins_before_the_record_of_its_turn_is_not_in_
     assert world.records.turns("s") == ((0, 1, 2, 3) if patient else (0, 1, 3))
 
 
+@pytest.mark.parametrize("step", ["facts", "checkpoint"], ids=["a suspend's look", "a cut"])
 async def test_what_is_acted_in_during_its_save_is_of_no_record(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """Acts wait for a save. Whatever comes through all the same costs the record, not its truth."""
-    host, cut = world.host, world.runtime.checkpoint
+    host, through = world.host, getattr(world.runtime, step)
     await host.create("s")
 
-    async def acting(handle: Handle, kind: Kind, folder: Path) -> CheckpointParts:
+    async def acting(*asked: object) -> object:
         host._box("s").acts += 1
-        return await cut(handle, kind, folder)
+        return await through(*asked)
 
     with monkeypatch.context() as patched:
-        patched.setattr(world.runtime, "checkpoint", acting)
-        with pytest.raises(CannotCheckpoint, match="a connection"):
-            await host.checkpoint("s", [1])
+        patched.setattr(world.runtime, step, acting)
+        await host.turn_began("s", [1], wait=ModelWait(1e4 if step == "facts" else 0.0, 1.0))
+        told = await host.tokens_ready("s")
+        assert (told.phase, told.unsaved) == ("acting", "a connection")
     assert world.records.turns("s") == (0,)
     assert (await host.checkpoint("s", [1, 2])).recoverable_to == 2
 

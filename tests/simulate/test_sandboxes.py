@@ -76,6 +76,8 @@ class Stage:
 
 def test_the_simulator_holds_the_sandbox_hosts_own_functions() -> None:
     assert vars(simulated)["decide"] is rose_core.sandboxes.policy.decide
+    assert vars(simulated)["is_starved"] is rose_core.sandboxes.policy.is_starved
+    assert vars(simulated)["learn_from"] is rose_core.sandboxes.policy.learn_from
     assert vars(simulated)["admit"] is rose_core.sandboxes.traffic.admit
     assert vars(simulated)["SandboxClock"] is rose_core.sandboxes.turns.SandboxClock
 
@@ -134,6 +136,32 @@ def test_looks_that_outlast_every_reply_do_not_keep_all_turns_from_being_saved()
         )
     # A save is taken for 0.6 s before the first one: 6 s after the first turn without a record.
     assert saved == [0, 2, 2, 4, 4, 6, 6]
+
+
+def test_a_host_whose_saves_take_long_makes_an_agent_wait_for_one_less_often() -> None:
+    stage = Stage(replace(SETTING, saving=dict.fromkeys(SAVING, 6.0), looking=HOLD_SECONDS + 1))
+    box = stage.host.create("box")
+    saved = []
+    for turn in range(1, 6):
+        stage.again(box, 0.5, TurnChanges(files=True))
+        stage.until(12.0 * turn)
+        saved.append(box.clock.saved)
+    # Taken for 0.6 s before the first, and for 1.68 s after it: 16.8 s are two turns and not one.
+    assert saved == [0, 2, 2, 2, 5]
+
+
+def test_a_turn_that_had_no_place_asks_for_the_next_since_it_began() -> None:
+    stage = Stage(replace(SETTING, saving=dict.fromkeys(SAVING, 6.0)))
+    for key in ("a", "b"):
+        stage.turn(key, 9.0, TurnChanges(), ModelWait(1.0, 0.5))
+    old = stage.turn("old", 0.5, TurnChanges(), ModelWait(60.0, 0.5))
+    stage.until(3)
+    assert (old.clock.phase, old.clock.saved) == (SandboxPhase.ACTING, 0)
+    stage.again(old, 60.0, TurnChanges(), ModelWait(60.0, 0.5))
+    young = [stage.turn(key, 9.0, TurnChanges(), ModelWait(3.0, 0.5)) for key in ("c", "d")]
+    stage.until(6.1)
+    phases = [box.clock.phase for box in (old, *young)]
+    assert phases == [SandboxPhase.SAVING, SandboxPhase.SAVING, SandboxPhase.WAITING]
 
 
 def test_a_host_that_found_resuming_slow_suspends_again() -> None:
