@@ -15,6 +15,7 @@ import yaml
 
 from rose_core.api.common import DNS_NAME
 from rose_core.lending import PlannerPolicy
+from rose_core.rollouts.placement.views import Policy
 from rose_operator import own_secrets, weight_stores
 from rose_operator.errors import ConfigurationError
 from rose_operator.kube.leader import RENEWALS
@@ -59,6 +60,7 @@ class Settings:
         router_authority: what signs routers' certificates, with ``router_certificate_hours``.
         operator_authority: PEM of what signed ``tls_dir``, which routers believe; empty = none.
         turn_secrets: each router takes its callers' tokens from a Secret of its own.
+        lent_weight: what routers' placement counts per second for which a lent GPU computes more.
         router_user: whom routers run as; None where the cluster chooses (OpenShift).
         tenancy: leases get only what a TenantPolicy allows their namespace.
         engine_classes: engine builds the installation offers.
@@ -99,6 +101,7 @@ class Settings:
     turn_secrets: bool = False
     router_authentication: bool = True
     router_service_account: str = "rose-router"
+    lent_weight: float = Policy().lent_weight
     router_user: int | None = 65532
     router_template: dict[str, Any] = field(default_factory=dict)
     plan_seconds: float = 5.0
@@ -169,6 +172,7 @@ def parse(argv: list[str]) -> Settings:
         operator_authority=_authority_of(found.tls_dir),
         own_secrets=own_secrets.options(argv),
         router_service_account=found.router_service_account,
+        lent_weight=found.lent_weight,
         router_user=None if found.router_user == "any" else int(found.router_user),
         router_template=_template(found.router_template) if found.router_template else {},
         plan_seconds=found.plan_seconds,
@@ -210,6 +214,9 @@ def _parser() -> argparse.ArgumentParser:
         help="routers take tokens of service accounts of the lease's namespace, and nobody without "
         "a token; off: anybody, where no other tokens are given",
     )
+    add("--lent-weight", type=flags.amount, default=Policy().lent_weight,
+        help="of routers: seconds of cost per second for which a lent GPU computes more; "
+        "0 = its time has no price")  # fmt: skip
     add("--router-service-account", default="rose-router")
     add(
         "--router-user",

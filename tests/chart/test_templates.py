@@ -488,14 +488,15 @@ def test_runs_of_teams_are_kept_apart_by_the_list_of_stores() -> None:
         {
             "stores": [store],
             "relay": relay,
-            "router": {"turnSecrets": True},
+            "router": {"turnSecrets": True, "lentWeight": 0.5},
         }
     )
     found = yaml.safe_load(rendered.one("ConfigMap", "rose-config")["data"]["stores.yaml"])
     assert found["main"] == {"address": "a:1", "runs": runs}
     assert found["relay"]["runs"] == runs
     arguments = rendered.container("Deployment", "rose-operator", "operator")["args"]
-    assert {"--router-authentication=enforced", "--turn-secrets"} <= set(arguments)
+    told = {"--router-authentication=enforced", "--turn-secrets", "--lent-weight=0.5"}
+    assert told <= set(arguments)
 
 
 def test_a_cluster_of_one_team_may_let_anybody_call() -> None:

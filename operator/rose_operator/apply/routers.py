@@ -408,6 +408,7 @@ def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
         f"--queue-limit={lease.spec.router.queue_limit}",
         f"--queue-seconds={lease.spec.router.queue_timeout_seconds}",
         f"--policy={lease.spec.router.policy.value}",
+        f"--lent-weight={settings.lent_weight:g}",
         *(f"--dedicated={name}" for name in lease.spec.dedicated_engines),
         *(["--routed-experts"] if ROUTED_EXPERTS in lease.spec.engine_arguments else []),
     ]
