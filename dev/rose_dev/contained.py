@@ -83,13 +83,16 @@ def _say_what_runs(notes: Path) -> None:
 def end_children() -> None:
     """Kill every descendant; the killed ones' children become ours, so look until none is left."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
+    ended = set[psutil.Process]()
     while time.monotonic() < deadline:
         _reap()
         left = [p for p in psutil.Process().children(recursive=True) if p.is_running()]
         if not left:
             return
         for process in left:
-            _end(process)
+            if process not in ended:  # on a busy machine a killed one is there for a while
+                _end(process)
+                ended.add(process)
         time.sleep(0.05)
 
 

@@ -141,6 +141,7 @@ class Service:
         await asyncio.gather(*self.loops, return_exceptions=True)
         await self._warmer.close()
         await self._state.fences.close()
+        self.queue.close()
 
     async def drain(self, passed_on: Callable[[], Awaitable[None]] | None = None) -> None:
         """Send callers elsewhere; return when every live turn has ended or the time is over.

@@ -365,6 +365,11 @@ class TurnQueue:
         self._fleet.residents.end_turn(engine.name, session, tokens, self._clock())
         self.pump()
 
+    def close(self) -> None:
+        """Try nobody any more: a timer of many seconds would keep all of the router till then."""
+        if self._again is not None:
+            self._again.cancel()
+
     def pump(self) -> None:
         """Try those who wait; returns at once while every engine is full."""
         if self._held_at is not None or not (self._waiting or self._paused):
