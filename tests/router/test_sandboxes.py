@@ -73,6 +73,11 @@ def generate(session: str, ids: list[int]) -> Json:
     return {"input_ids": ids, "session_id": session, "sampling_params": {"max_new_tokens": 4}}
 
 
+def knowing(*urls: str) -> Json:
+    """Settings of a router that knows these hosts."""
+    return {"sandbox_hosts": {"": urls}, "sandbox_token": "word", "tokenizer": folder()}
+
+
 def idle(service: Service) -> bool:
     clock = service.sandboxes
     assert isinstance(clock, TurnClock)
@@ -332,8 +337,7 @@ async def test_children_that_other_hosts_made_are_told_of_their_turns_there(
 ) -> None:
     """All were looked for where the fork was answered, which has only those that it made."""
     one, two = await host_at("one"), await host_at("two")
-    given = {"sandbox_hosts": {"": (one.url, two.url)}, "sandbox_token": "word"}
-    async with stage(**given, tokenizer=folder()) as s:
+    async with stage(**knowing(one.url, two.url)) as s:
         await s.engine("a")
         talk = await play(s, one, 2)
         # Of a router that was lost before it heard so.
@@ -358,8 +362,7 @@ async def test_a_session_that_moved_is_told_of_its_next_turn_where_it_is(
 ) -> None:
     """Whoever restores at a host tells no router of it; that turn was missed."""
     one, two = await host_at("one"), await host_at("two")
-    given = {"sandbox_hosts": {"": (one.url, two.url)}, "sandbox_token": "word"}
-    async with stage(**given, tokenizer=folder()) as s:
+    async with stage(**knowing(one.url, two.url)) as s:
         await s.engine("a")
         talk = await play(s, one, 2)
         await two.world.host.restore("s", 2)
@@ -373,7 +376,7 @@ async def test_a_child_that_comes_back_at_another_router_does_not_learn_its_pare
     stage: Staging, host_at: Callable[[str], Any], own: int
 ) -> None:
     one = await host_at("one")
-    given = {"sandbox_token": "word", "tokenizer": folder(), "sandbox_hosts": {"": (one.url,)}}
+    given = knowing(one.url)
     async with stage(**given) as first, stage(**given) as second:
         await first.engine("a")
         await second.engine("b")

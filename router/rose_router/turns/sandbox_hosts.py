@@ -126,19 +126,7 @@ class SandboxHosts:
         body: Body,
         is_late: IsLate | None = None,
     ) -> StepOutcome | None:
-        """Tell the session's host a step. Never raises.
-
-        Args:
-            job: of the session.
-            session: whose.
-            step: what is told.
-            body: of the step.
-            is_late: asked when the host has named its present moment, in which alone it then takes
-                the step; None: the moment does not matter.
-
-        Returns:
-            Whether it took it; None: no host has the session.
-        """
+        """Tell the session's host a step, as ``turn_clock.Hosts`` says. Never raises."""
         moment = ""
         if is_late is not None:
             seen = await self._ask_it(job, session, (), None)
