@@ -69,6 +69,11 @@ async def host_at(tmp_path: Path) -> AsyncIterator[Callable[[str], Any]]:
         yield start
 
 
+SLOWER = 0.03
+"""Seconds a token: a reply of nine comes when the sandbox's host has heard of the turn. One that is
+sooner there is a late turn, which has no record (``test_late_turns``)."""
+
+
 def generate(session: str, ids: list[int]) -> Json:
     return {"input_ids": ids, "session_id": session, "sampling_params": {"max_new_tokens": 4}}
 
@@ -272,7 +277,7 @@ async def test_a_fork_is_sandboxes_and_sessions_where_the_prefix_is(
     given["terms"] = LeaseTerms(placement=PolicyName.CACHE_AWARE)
     async with stage(**given) as first, stage(**given) as second:
         for s in (first, second):
-            await s.engine("c")
+            await s.engine("c", token_seconds=SLOWER)
         talk = await play(first, two)
         for s in (first, second):
             for name in ("a", "b"):  # where a child would go that has no home
@@ -316,8 +321,8 @@ async def test_a_restore_gives_sandbox_and_session_back_at_another_host_and_rout
         stage(sandbox_hosts={"": (one.url,)}, **given) as first,
         stage(sandbox_hosts={"": (two.url,)}, **given) as second,
     ):
-        await first.engine("a")
-        await second.engine("b")
+        await first.engine("a", token_seconds=SLOWER)
+        await second.engine("b", token_seconds=SLOWER)
         talk = await play(first, one)
         before = (await first.get("/sessions/s/rows"))["rows"]
         back = await ask(second, "/sessions/s/restore", {"turn": 3}, 200)
@@ -338,7 +343,7 @@ async def test_children_that_other_hosts_made_are_told_of_their_turns_there(
     """All were looked for where the fork was answered, which has only those that it made."""
     one, two = await host_at("one"), await host_at("two")
     async with stage(**knowing(one.url, two.url)) as s:
-        await s.engine("a")
+        await s.engine("a", token_seconds=SLOWER)
         talk = await play(s, one, 2)
         # Of a router that was lost before it heard so.
         (first,) = (await one.world.host.fork("s", 1, 2, name="group")).sessions
@@ -363,7 +368,7 @@ async def test_a_session_that_moved_is_told_of_its_next_turn_where_it_is(
     """Whoever restores at a host tells no router of it; that turn was missed."""
     one, two = await host_at("one"), await host_at("two")
     async with stage(**knowing(one.url, two.url)) as s:
-        await s.engine("a")
+        await s.engine("a", token_seconds=SLOWER)
         talk = await play(s, one, 2)
         await two.world.host.restore("s", 2)
         await one.world.host.renew()
@@ -378,8 +383,8 @@ async def test_a_child_that_comes_back_at_another_router_does_not_learn_its_pare
     one = await host_at("one")
     given = knowing(one.url)
     async with stage(**given) as first, stage(**given) as second:
-        await first.engine("a")
-        await second.engine("b")
+        await first.engine("a", token_seconds=SLOWER)
+        await second.engine("b", token_seconds=SLOWER)
         talk = (await play(first, one))[:5]
         (child,) = (await ask(first, "/sessions/s/fork", {"turn": 3, "n": 1}, 201))["sessions"]
         await say(first, child, talk)
@@ -441,7 +446,7 @@ async def test_bad_forks_and_restores_are_refused_by_name(
 ) -> None:
     one = await host_at("one")
     async with stage(sandbox_hosts={"": (one.url,)}, sandbox_token="word", tokenizer=folder()) as s:
-        await s.engine("a")
+        await s.engine("a", token_seconds=SLOWER)
         await play(s, one, 1)
         for path, body, status, word in (
             ("/sessions/s/fork", {"turn": 7, "n": 2}, 404, "there are: 0, 1"),
@@ -471,7 +476,7 @@ async def test_a_box_with_a_router_forks_sandbox_and_session(
 ) -> None:
     one = await host_at("one")
     async with stage(sandbox_hosts={"": (one.url,)}, sandbox_token="word", tokenizer=folder()) as s:
-        await s.engine("a")
+        await s.engine("a", token_seconds=SLOWER)
         async with Sandbox(session="s", url=one.url, token="word", router=s.url) as box:
             await box.write("/home/a", b"1")
             talk: list[Json] = [{"role": "user", "content": "go"}]
