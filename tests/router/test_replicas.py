@@ -363,7 +363,7 @@ async def test_all_replicas_know_the_sessions_that_one_has_forked(
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     given = {"sandbox_hosts": {"": (url,)}, "sandbox_token": "word", "tokenizer": folder()}
     async with pair(**given) as (one, two):
-        await one.engine("e", cap=8)
+        await one.engine("e", cap=8, token_seconds=0.05)  # the host hears of a turn first
         await known(two, "e", 4)
         parent, talk = key_of("two"), [{"role": "user", "content": "go"}]
         await host.host.create(parent)

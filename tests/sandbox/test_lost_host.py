@@ -116,7 +116,7 @@ async def test_agents_end_as_if_no_host_had_been_killed(
     given = {"sandbox_hosts": {"": urls}, "sandbox_token": "word", "tokenizer": folder()}
     far = {url: RemoteHost(url, "word") for url in urls}
     async with stage(**given) as s:
-        await s.engine("a")
+        await s.engine("a", token_seconds=0.05)  # the host hears of a turn first
         agents = [Agent(s, f"agent-{n}", far, urls[n % 2]) for n in range(3)]
         for agent in agents:
             await agent.host.create(
