@@ -76,7 +76,7 @@ def _can_move() -> bool:
     return True
 
 
-def _stay() -> None:
+def _stay(_: LiveLeg) -> None:
     pass
 
 
@@ -85,7 +85,8 @@ class LiveLeg(msgspec.Struct, eq=False):
 
     Attributes:
         can_move: some other engine could take its turn now.
-        queue: has its turn wait for another engine, if it may move, while it stands here.
+        queue: given this leg, has its turn wait for another engine, if it may move, while it stands
+            here. What held the leg itself would be a cycle, and keep all of its turn.
     """
 
     rid: str
@@ -95,7 +96,7 @@ class LiveLeg(msgspec.Struct, eq=False):
     verdict: MoveReason | None = None
     task: asyncio.Task[None] | None = None
     can_move: Callable[[], bool] = _can_move
-    queue: Callable[[], None] = _stay
+    queue: Callable[[LiveLeg], None] = _stay
 
     def end(self, verdict: MoveReason) -> None:
         """Stop reading; the turn decides what follows."""

@@ -157,8 +157,8 @@ class TurnRunner:
         version = str(engine.version)
         leg = Leg(engine.name, update.kind, rid, version, held, reused=update.reuses_kv)
         can_move = partial(self._can_move, turn, engine)
-        handle = LiveLeg(rid, now, now, task=turn.task, can_move=can_move)
-        handle.queue = partial(self._queue_paused, turn, engine, handle)
+        queue = partial(self._queue_paused, turn, engine)
+        handle = LiveLeg(rid, now, now, task=turn.task, can_move=can_move, queue=queue)
         engine.legs[rid] = handle
         engine.turns += 1
         if update.device_class:

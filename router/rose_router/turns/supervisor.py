@@ -77,7 +77,7 @@ class Supervisor:
                 leg.end(verdict)
                 used += verdict is MoveReason.CAP_CUT  # takes one place elsewhere
             elif leg.verdict is None and queues(view, self._patience, now):
-                leg.queue()
+                leg.queue(leg)
         return used
 
     def _show(self) -> None:
