@@ -123,7 +123,7 @@ TROUBLE = frozenset(
 )
 """Why an engine cannot start or go on: words that the owner of its lease hears as well."""
 
-TOLD_IN_FULL = frozenset(
+SHOWN_IN_FULL = frozenset(
     {
         HostReason.START_FAILED,
         HostReason.BAD_ENGINE,

@@ -131,10 +131,10 @@ def mixture_sequence(hits: int, count: int, alpha: float = 0.05) -> Share:
     def believable(value: float) -> bool:
         if (value <= 0 and hits) or (value >= 1 and misses):
             return False
-        said = hits * math.log(value) if hits else 0.0
-        said += misses * math.log1p(-value) if misses else 0.0
+        log_likelihood = hits * math.log(value) if hits else 0.0
+        log_likelihood += misses * math.log1p(-value) if misses else 0.0
         mixed = _log_beta(hits + 0.5, misses + 0.5) - _log_beta(0.5, 0.5)
-        return mixed - said < -math.log(alpha)
+        return mixed - log_likelihood < -math.log(alpha)
 
     return Share(share, _edge(believable, share, 0.0), _edge(believable, share, 1.0))
 

@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
         _log.warning("nothing is baked: %s; engines compile at their first start", error)
         return 0
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    wanted = [int(word) for word in arguments.architectures.split(",")]
+    wanted = [int(text) for text in arguments.architectures.split(",")]
     for one in wanted:
         command = [sys.executable, "-m", "rose_engines.bake", str(arguments.folder)]
         if subprocess.run([*command, "--one", str(one)], check=False).returncode:

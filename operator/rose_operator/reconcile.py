@@ -167,7 +167,7 @@ class Reconciler:
         self.memory = plan.memory
         run = self._writer.run
         await run(list(self._slot_writes.writes(world, plan)))
-        await self._tell_releases(world, plan)
+        await self._emit_releases(world, plan)
         with self._working():
             wanted = list(self._router_writes.writes(self._needs(world, plan)))
         await run(wanted, self._is_hurried)
@@ -242,7 +242,7 @@ class Reconciler:
         self._writer.keep(keys)
         self._router_writes.keep(self._leases.read().good)
 
-    async def _tell_releases(self, world: ClusterState, plan: lending.LendingPlan) -> None:
+    async def _emit_releases(self, world: ClusterState, plan: lending.LendingPlan) -> None:
         """One Event per lease and reason."""
         lost: dict[tuple[str, Reason], list[lending.SlotRelease]] = defaultdict(list)
         owners = {slot.metadata.name: slot.spec.lease_ref for slot in world.slots.good.values()}

@@ -352,8 +352,8 @@ def _gateway(found: argparse.Namespace) -> GatewaySettings | None:
     if not found.gateway and not found.gateway_domain:
         return None
     namespace, name, section = (*found.gateway.split("/"), "", "")[:3]
-    words = (namespace, name, *([section] if found.gateway.count("/") > 1 else []))
-    if found.gateway.count("/") not in {1, 2} or not all(re.fullmatch(DNS_NAME, w) for w in words):
+    parts = (namespace, name, *([section] if found.gateway.count("/") > 1 else []))
+    if found.gateway.count("/") not in {1, 2} or not all(re.fullmatch(DNS_NAME, w) for w in parts):
         message = f"--gateway {found.gateway!r}: expected NAMESPACE/NAME or NAMESPACE/NAME/LISTENER"
         raise ConfigurationError(message)
     if len(found.gateway_domain) > _LONGEST_DOMAIN or not re.fullmatch(

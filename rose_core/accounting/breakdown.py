@@ -117,9 +117,9 @@ def breakdown(
 
 def figures(found: CostBreakdown) -> dict[str, float | None]:
     """The same as numbers, money in units of the currency."""
-    parts, told = found.factors, dict[str, float | None]()
+    parts, fields = found.factors, dict[str, float | None]()
     if parts is not None:
-        told = {
+        fields = {
             "cost_per_correct": parts.total / MICRO,
             "per_million_tokens": parts.blended / MICRO,
             "answer_tokens": parts.answer_tokens,
@@ -128,7 +128,7 @@ def figures(found: CostBreakdown) -> dict[str, float | None]:
             "accept_rate": parts.accept_rate,
         }
         for tier, price in _by_tier(parts, found.bill).items():
-            told[f"per_million_{tier.lower()}_tokens"] = None if price is None else price / MICRO
+            fields[f"per_million_{tier.lower()}_tokens"] = None if price is None else price / MICRO
     micros = {
         "bill": found.bill.total,
         "reserve": found.bill.reserve,
@@ -138,8 +138,8 @@ def figures(found: CostBreakdown) -> dict[str, float | None]:
         "late_request": found.violation,
         "reserve_hour": found.reserve,
     }
-    told |= {name: None if one is None else one / MICRO for name, one in micros.items()}
-    return told | {
+    fields |= {name: None if one is None else one / MICRO for name, one in micros.items()}
+    return fields | {
         "reserved_gpu_hours": found.reserved_hours,
         "unlent_reserved_gpu_hours": found.unlent_hours,
         "dedicated_hours_per_lent_hour": found.slot,
@@ -153,7 +153,7 @@ def lines(found: CostBreakdown) -> list[Line]:
     bill, parts = found.bill, found.factors
     made = [
         ("bill", money(bill.total), f"of which the next {'six' if found.unlent_hours else 'five'}"),
-        ("dedicated GPUs", _told(bill.dedicated), "the trainer's too"),
+        ("dedicated GPUs", _amount(bill.dedicated), "the trainer's too"),
         ("lent time", money(bill.borrowed), "while the gate was open"),
         ("requests made late", money(bill.violations), f"{found.late} of them at most"),
         (
@@ -250,7 +250,7 @@ def money(micros: float | None) -> str:
     return "unknown" if micros is None else f"{micros / MICRO:.4g}"
 
 
-def _told(micros: float) -> str:
+def _amount(micros: float) -> str:
     return money(micros or None)
 
 

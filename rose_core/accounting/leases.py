@@ -53,12 +53,12 @@ def ledger_of(
     reserved_ms: int = 0,
 ) -> Ledger:
     """The ledger of one lease; open time beyond the granted is a counter's skew and left out."""
-    told = beside or OutsideLeases()
+    outside = beside or OutsideLeases()
     return Ledger(
-        dedicated=GpuTime(told.dedicated_ms, told.dedicated_ms),
+        dedicated=GpuTime(outside.dedicated_ms, outside.dedicated_ms),
         borrowed=GpuTime(lent_ms, min(lent_ms, open_ms)),
         tokens=OutputTokens(tokens),
-        trajectories=Trajectories(None, None, told.accepted, told.correct),
+        trajectories=Trajectories(None, None, outside.accepted, outside.correct),
         serving=serving or ServingImpact(),
         weight_bytes=weight_bytes,
         reserved_milliseconds=reserved_ms,

@@ -39,8 +39,8 @@ def _whole(low: int, high: int, vllm: str = "") -> Argument:
     return Argument(f"{low} to {high}", check, vllm)
 
 
-def _words(*words: str, vllm: str = "") -> Argument:
-    return Argument(", ".join(words), lambda text: text in words, vllm)
+def _one_of(*values: str, vllm: str = "") -> Argument:
+    return Argument(", ".join(values), lambda text: text in values, vllm)
 
 
 def _name(what: str) -> Argument:
@@ -59,29 +59,29 @@ def _switch(vllm: str = "") -> Argument:
 ROUTED_EXPERTS = "enable-return-routed-experts"
 
 ALLOWED: Mapping[str, Argument] = {
-    "attention-backend": _words("torch_native", "triton", "flashinfer", "fa3", "intel_amx"),
+    "attention-backend": _one_of("torch_native", "triton", "flashinfer", "fa3", "intel_amx"),
     # A chunk is the longest that serving waits for: 512 tokens take an H200 28 to 60 ms with an 8B.
     "chunked-prefill-size": _whole(16, 512, vllm="max-num-batched-tokens"),
     "disable-cuda-graph": _switch(),
     "disable-radix-cache": _switch(vllm="no-enable-prefix-caching"),
     # No 32 bits: an engine's size is told from the files of its weights.
-    "dtype": _words("auto", "bfloat16", "float16", vllm="dtype"),
+    "dtype": _one_of("auto", "bfloat16", "float16", vllm="dtype"),
     "enable-deterministic-inference": _switch(),
     "enable-fp32-lm-head": _switch(),
     "enable-mixed-chunk": _switch(),
     # Routing replay: a mixture of experts says which experts each token went through.
     ROUTED_EXPERTS: _switch(),
-    "grammar-backend": _words("xgrammar", "outlines", "llguidance", "none"),
+    "grammar-backend": _one_of("xgrammar", "outlines", "llguidance", "none"),
     # The KV pool's size is told from 16 bits, and computed anew with other keys it samples others.
-    "kv-cache-dtype": _words("auto", "bf16", "bfloat16"),
+    "kv-cache-dtype": _one_of("auto", "bf16", "bfloat16"),
     "max-prefill-tokens": _whole(16, 1 << 20),
     "max-queued-requests": _whole(1, 1 << 20),
     "random-seed": _whole(0, 1 << 31, vllm="seed"),
     "reasoning-parser": _name("a parser's name"),
-    "sampling-backend": _words("pytorch", "flashinfer"),
+    "sampling-backend": _one_of("pytorch", "flashinfer"),
     # Above 1 is slower and safer, below 1 the other way; what ROSE sizes holds for up to 1.
     "schedule-conservativeness": Argument("0 to 1", _share),
-    "schedule-policy": _words("lpm", "fcfs", "lof", "random", "dfs-weight"),
+    "schedule-policy": _one_of("lpm", "fcfs", "lof", "random", "dfs-weight"),
     "stream-interval": _whole(1, 64, vllm="stream-interval"),
     "tool-call-parser": _name("a parser's name"),
     "triton-attention-num-kv-splits": _whole(1, 64),

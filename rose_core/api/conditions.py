@@ -52,14 +52,14 @@ def merge(
     )
 
 
-def _one(old: Condition | None, said: Statement, generation: int, now: datetime) -> Condition:
-    same = old is not None and old.status == said.status
-    keep = said.moving and same and old is not None and old.reason == said.reason
+def _one(old: Condition | None, statement: Statement, generation: int, now: datetime) -> Condition:
+    same = old is not None and old.status == statement.status
+    keep = statement.moving and same and old is not None and old.reason == statement.reason
     return Condition(
-        type=said.type,
-        status=said.status,
-        reason=said.reason,
-        message=old.message if keep and old else said.message[:_MESSAGE_LIMIT],
+        type=statement.type,
+        status=statement.status,
+        reason=statement.reason,
+        message=old.message if keep and old else statement.message[:_MESSAGE_LIMIT],
         last_transition_time=old.last_transition_time if same and old else timestamp(now),
         observed_generation=generation,
     )

@@ -362,11 +362,11 @@ REPLICA_REFUSALS = frozenset(
 )
 
 
-def replica_refusal(word: str) -> Reason | None:
+def replica_refusal(text: str) -> Reason | None:
     """The agent's word as a reason; ``None`` for no refusal, a catch-all for an unknown word."""
-    if not word:
+    if not text:
         return None
     try:
-        return Reason(word)
+        return Reason(text)
     except ValueError:
         return Reason.OTHER

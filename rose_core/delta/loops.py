@@ -334,7 +334,7 @@ def resolve(  # noqa: C901, PLR0912, PLR0915, PLR0917  # compiled as it stands, 
         # the processor to look ahead, and none has a branch that it would guess wrong.
         for first in range(0, count, GATHERED):
             end = min(first + GATHERED, count)
-            told, size = np.uint64(entry + first), end - first
+            entry_at, size = np.uint64(entry + first), end - first
             begin = np.uint64(place + first) if place >= 0 else ZERO
             first_line, first_column = line, column
             if place >= 0:
@@ -343,27 +343,27 @@ def resolve(  # noqa: C901, PLR0912, PLR0915, PLR0917  # compiled as it stands, 
                     at = start + np.uint64(places[begin + here])
                     if at >= limit:
                         return row + 1
-                    old[told + here] = memory[base + at * stride]
+                    old[entry_at + here] = memory[base + at * stride]
             else:
                 for number in range(size):
                     at = line + np.uint64(column)
                     if at >= limit:
                         return row + 1
-                    old[told + np.uint64(number)] = memory[base + at * stride]
+                    old[entry_at + np.uint64(number)] = memory[base + at * stride]
                     column += 1
                     if column == columns:
                         column = 0
                         line += apart
             if steps and signed:
                 for number in range(size):
-                    here = told + np.uint64(number)
+                    here = entry_at + np.uint64(number)
                     value = np.uint64(old[here])
                     value = value ^ (((ZERO - (value >> sign)) & mask) | top)
                     value = (value + np.uint64(given[here])) & mask
                     given[here] = value ^ ((((value >> sign) - ONE) & mask) | top)
             elif steps:
                 for number in range(size):
-                    here = told + np.uint64(number)
+                    here = entry_at + np.uint64(number)
                     given[here] = (np.uint64(old[here]) + np.uint64(given[here])) & mask
             if name >= 0:
                 for number in range(size):
@@ -380,7 +380,7 @@ def resolve(  # noqa: C901, PLR0912, PLR0915, PLR0917  # compiled as it stands, 
                         column = 0
                         line += apart
             for number in range(size):
-                here = told + np.uint64(number)
+                here = entry_at + np.uint64(number)
                 before, after = np.uint64(old[here]), np.uint64(given[here])
                 mixed = key + (indices[np.uint64(number)] + ONE) * GOLDEN
                 mixed = (mixed ^ (mixed >> S30)) * MIX1
@@ -421,7 +421,7 @@ def swap(  # noqa: C901  # compiled as it stands, without helpers
         first_line, first_column = start, 0
         for first in range(0, count, SWAPPED):
             end = min(first + SWAPPED, count)
-            told, size = np.uint64(entry + first), end - first
+            entry_at, size = np.uint64(entry + first), end - first
             if place >= 0:
                 begin, last = np.uint64(place + first), np.uint64(place + count - 1)
                 for number in range(size):
@@ -429,16 +429,16 @@ def swap(  # noqa: C901  # compiled as it stands, without helpers
                     coming = min(begin + here + np.uint64(AHEAD), last)
                     fetch(memory, base + (start + np.uint64(places[coming])) * stride)
                     at = start + np.uint64(places[begin + here])
-                    memory[base + at * stride] = bits[told + here]
+                    memory[base + at * stride] = bits[entry_at + here]
                 for number in range(size):
                     here = np.uint64(number)
                     at = start + np.uint64(places[begin + here])
-                    differing += np.uint64(memory[base + at * stride] != bits[told + here])
+                    differing += np.uint64(memory[base + at * stride] != bits[entry_at + here])
                 continue
             line, column = first_line, first_column
             for number in range(size):
                 at = line + np.uint64(column)
-                memory[base + at * stride] = bits[told + np.uint64(number)]
+                memory[base + at * stride] = bits[entry_at + np.uint64(number)]
                 column += 1
                 if column == columns:
                     column = 0
@@ -446,7 +446,9 @@ def swap(  # noqa: C901  # compiled as it stands, without helpers
             line, column = first_line, first_column
             for number in range(size):
                 at = line + np.uint64(column)
-                differing += np.uint64(memory[base + at * stride] != bits[told + np.uint64(number)])
+                differing += np.uint64(
+                    memory[base + at * stride] != bits[entry_at + np.uint64(number)]
+                )
                 column += 1
                 if column == columns:
                     column = 0

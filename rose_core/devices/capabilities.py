@@ -46,12 +46,12 @@ class MissingCapability:
     """A capability that a node lacks.
 
     Attributes:
-        word: closed word.
+        reason: closed word.
         text: why, and what to do.
     """
 
     capability: Capability
-    word: str
+    reason: str
     text: str
 
 
@@ -72,16 +72,18 @@ def gpu_key(capability: Capability, uuid: str) -> str:
 
 
 def first_missing(
-    said: Mapping[str, str], wanted: Iterable[Capability], gpu_uuids: Iterable[str]
+    reported: Mapping[str, str], wanted: Iterable[Capability], gpu_uuids: Iterable[str]
 ) -> MissingCapability | None:
     """The first capability that a replica's node or one of its GPUs lacks."""
     gpus = tuple(gpu_uuids)
     for capability in (Capability.DEVICE_ACCESS, *wanted):
-        own = [said[key] for key in (gpu_key(capability, uuid) for uuid in gpus) if key in said]
-        told = next(filter(None, own), "") if own else said.get(capability.value)
-        if told is None and capability in _UNSPOKEN:
+        own = [
+            reported[key] for key in (gpu_key(capability, uuid) for uuid in gpus) if key in reported
+        ]
+        lack = next(filter(None, own), "") if own else reported.get(capability.value)
+        if lack is None and capability in _UNSPOKEN:
             return MissingCapability(capability, _UNSPOKEN[capability], _SILENT)
-        if told:
-            word, _, text = told.partition(": ")
-            return MissingCapability(capability, word, text)
+        if lack:
+            reason, _, text = lack.partition(": ")
+            return MissingCapability(capability, reason, text)
     return None

@@ -19,8 +19,8 @@ MIXED = "mixed"
 
 def device_class(product: str) -> str:
     """The class of a GPU by its product name; empty when it has none."""
-    word = _OTHER.sub("-", product.lower()).strip("-")
-    return word.removeprefix(_MAKER)[:_LONGEST].strip("-")
+    slug = _OTHER.sub("-", product.lower()).strip("-")
+    return slug.removeprefix(_MAKER)[:_LONGEST].strip("-")
 
 
 def class_of_all(products: Iterable[str]) -> str:

@@ -147,7 +147,7 @@ def _lasting(vitals: Vitals, limits: FitnessLimits, now_s: float) -> Fitness | N
             "memory rows wait to be replaced; reset the GPU",
         ),
     )
-    return next((Fitness(word, text, now_s) for applies, word, text in rules if applies), None)
+    return next((Fitness(reason, text, now_s) for applies, reason, text in rules if applies), None)
 
 
 def _passing(

@@ -336,7 +336,7 @@ class _Fields:
             return default
         raise Unsizable(f"{self.prefix}{names[0]} is missing")
 
-    def words(self, name: str) -> list[str]:
+    def strings(self, name: str) -> list[str]:
         """A list with a word for each layer.
 
         Raises:
@@ -345,7 +345,7 @@ class _Fields:
         value = self.config.get(name)
         if isinstance(value, str) or not isinstance(value, Sequence) or not value:
             raise Unsizable(f"{self.prefix}{name} is missing: it says what each layer is")
-        return [str(word) for word in value]
+        return [str(item) for item in value]
 
     def refuse_if_set(self, name: str) -> None:
         """Refuse a field that means a cache which is not known here.
@@ -455,7 +455,7 @@ def _mamba(fields: _Fields) -> CacheShape:
         if name == "FalconH1ForCausalLM":
             linear = full = fields.number("num_hidden_layers")
         else:
-            kinds = fields.words("layer_types")
+            kinds = fields.strings("layer_types")
             linear, full = kinds.count("mamba"), kinds.count("attention")
         heads, head = fields.number("mamba_n_heads"), fields.number("mamba_d_head")
         groups, size = fields.number("mamba_n_groups"), fields.number("mamba_d_state")
@@ -472,10 +472,10 @@ def _windowed(fields: _Fields, image: int) -> CacheShape:
         full = layers // 4
         window = layers - full
     elif fields.architecture.startswith("MiMoV2"):
-        pattern = fields.words("hybrid_layer_pattern")[:layers]
+        pattern = fields.strings("hybrid_layer_pattern")[:layers]
         window, full = pattern.count("1"), pattern.count("0")
     else:
-        kinds = fields.words("layer_types")[:layers]
+        kinds = fields.strings("layer_types")[:layers]
         window, full = kinds.count("sliding_attention"), kinds.count("full_attention")
     plain, head = _pair(fields), _head(fields)
     heads = fields.split(fields.number("swa_num_key_value_heads", default=_kv_heads(fields)))

@@ -103,7 +103,7 @@ class AllocatedGpu:
 
     uuid: GpuUuid
     part: AllocatedShare
-    said: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -194,17 +194,17 @@ def _refused(
     for one in mine:
         if one.part is AllocatedShare.SLICE:
             text = (
-                f"the kubelet has allocated {one.said}, a slice of a GPU; only whole GPUs are lent"
+                f"the kubelet has allocated {one.name}, a slice of a GPU; only whole GPUs are lent"
             )
             return SLICED, text
         if not one.uuid:
             text = (
-                f"the kubelet has allocated {one.said}; the driver lists {known} GPUs, none of it"
+                f"the kubelet has allocated {one.name}; the driver lists {known} GPUs, none of it"
             )
             return UNKNOWN_GPU, text
     uuids = {one.uuid for one in mine}
     sharing = sorted({owner for owner, found in others if found.uuid in uuids})
-    shares = [one.said for one in mine if one.part is AllocatedShare.SHARE]
+    shares = [one.name for one in mine if one.part is AllocatedShare.SHARE]
     if not sharing and not shares:
         return "", ""
     named = ", ".join(sharing[:_MOST_NAMED])

@@ -219,12 +219,12 @@ class Envelope:
         self._nexts.append(seconds)
         self._known.clear()
 
-    def note_refused(self, told: TtftCertificate) -> None:
+    def note_refused(self, certificate: TtftCertificate) -> None:
         """A request has met a gate that this shut, or opened for short chunks alone."""
-        if told.holds:
-            refused = [divisor for divisor in CHUNK_DIVISORS if divisor < told.chunk_divisor]
+        if certificate.holds:
+            refused = [divisor for divisor in CHUNK_DIVISORS if divisor < certificate.chunk_divisor]
         else:  # one size at a time: nine requests are without a promise then, and not eighteen
-            refused = [told.chunk_divisor] if told.next_s <= told.slo_s else []
+            refused = [certificate.chunk_divisor] if certificate.next_s <= certificate.slo_s else []
         for divisor in refused:
             self._refused[divisor] += 1
             if self._refused[divisor] >= RELEARN:
@@ -265,11 +265,11 @@ class Envelope:
         found = []
         for divisor in CHUNK_DIVISORS[:1] if whole else CHUNK_DIVISORS:
             stops = self._stops[divisor]
-            told = certify(
+            certificate = certify(
                 self._nexts, stops, slo_s, percentile, alone_s=alone_s, chunk_divisor=divisor
             )
-            found.append(told)
+            found.append(certificate)
             # A request that would miss its SLO alone is no reason to try shorter chunks.
-            if told.holds or told.next_s >= slo_s:
+            if certificate.holds or certificate.next_s >= slo_s:
                 break
         return found[-1]

@@ -134,11 +134,13 @@ class Experience:
         if not self._marks:
             self._leader, self._led_ns = mark, now_ns
             mark.leads, mark.met_open = True, self.open_time.is_open(now_ns)
-            told = self._certificate
-            if mark.met_open and told is not None and told.learned:
-                mark.promised = told
-            if told is not None and (told.chunk_divisor > 1 if mark.met_open else not told.holds):
-                mark.refused = told
+            certificate = self._certificate
+            if mark.met_open and certificate is not None and certificate.learned:
+                mark.promised = certificate
+            if certificate is not None and (
+                certificate.chunk_divisor > 1 if mark.met_open else not certificate.holds
+            ):
+                mark.refused = certificate
         self._marks[number] = mark
 
     def note_size(self, number: int, size: int, now_ns: int) -> None:
@@ -166,12 +168,14 @@ class Experience:
             whole: an engine beside this replica cannot shorten its prefill chunks.
         """
         ask = self.lessons.envelope.certificate
-        told = ask(goals.ttft_s, percentile, goals.alone_s, whole=whole) if goals.ttft_s else None
-        self._certificate = told
-        return told
+        certificate = (
+            ask(goals.ttft_s, percentile, goals.alone_s, whole=whole) if goals.ttft_s else None
+        )
+        self._certificate = certificate
+        return certificate
 
     @property
-    def told(self) -> TtftCertificate | None:
+    def last_certificate(self) -> TtftCertificate | None:
         """The certificate that the gate was judged by last."""
         return self._certificate
 

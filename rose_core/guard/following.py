@@ -1,9 +1,9 @@
-"""A replica over several nodes: a follower's gate opens only on the leader's word.
+"""A replica over several nodes: a follower's gate opens only under the leader's lease.
 
-Only the leader's node sees the replica's requests. Its guard gives its word to the guards of the
+Only the leader's node sees the replica's requests. Its guard sends updates to the guards of the
 other nodes, one hop, and each of them opens its own permits only while it holds one:
 
-| word of the leader | then the follower's gate |
+| update of the leader | then the follower's gate |
 |---|---|
 | open, answers a question of ours, newer than the last | open until that was *sent* + lease |
 | closed, whenever it comes | closed, for the leader's reason |
@@ -12,10 +12,10 @@ other nodes, one hop, and each of them opens its own permits only while it holds
 | open, sequence not above the last of its boot, or a lower term | as it was |
 | none until the last one's end | closed, ``LeaderSilent`` |
 
-So whatever delays, loses, doubles or reorders words, or stops the leader's guard, no permit of a
-follower outlasts by more than ``WORD_NS`` the moment at which the word that opened it was given:
-the leader answers after the question was sent. Words between other processes than those two are
-refused by the connection's certificates. Clocks are the nodes' own monotonic ones, and are not
+So whatever delays, loses, doubles or reorders updates, or stops the leader's guard, no permit of a
+follower outlasts by more than ``MAX_LEASE_NS`` the moment at which the update that opened it was
+sent: the leader answers after the question was sent. Words between other processes than those two
+are refused by the connection's certificates. Clocks are the nodes' own monotonic ones, and are not
 compared with each other.
 
 The state is kept by the follower, ``answer`` is the leader's half. ``GroupStop`` is how long such a
@@ -28,13 +28,13 @@ from dataclasses import dataclass, field, replace
 
 from rose_core.guard.ladder import LadderLimits
 from rose_core.guard.reasons import GateReason
-from rose_core.wire.leading import Word
+from rose_core.wire.leading import LeaderUpdate
 
 ASK_NS = 60_000_000
 """Between two questions; with a round trip of up to 75 ms a gate that is open stays open."""
 
-WORD_NS = LadderLimits().permit_ns
-"""Longest lease of a word: what an open permit of the leader's own node may last."""
+MAX_LEASE_NS = LadderLimits().permit_ns
+"""Longest lease: what an open permit of the leader's own node may last."""
 
 STOP_WAIT_NS = 1_000_000_000
 """So long followers are waited for that shall say that their engines stand."""
@@ -43,20 +43,20 @@ LOST_STOP_NS = 250_000_000
 """What a follower that did not say so counts as: its engines stand within it, whoever is dead."""
 
 # Questions that still may be answered; an older one's lease would be over.
-_OPEN_QUESTIONS = WORD_NS // ASK_NS + 2
+_OPEN_QUESTIONS = MAX_LEASE_NS // ASK_NS + 2
 
 
 @dataclass(frozen=True)
-class HeldWord:
-    """What a follower's guard holds of the leader's words.
+class LeaderLease:
+    """What a follower's guard holds: the leader's last update, and how long it counts.
 
     Attributes:
         next_number: of the next question; begins at a chance number, so that no answer to an
             earlier process is taken for ours.
         asked: (number, when sent) of questions that may still be answered.
-        boot, term, sequence: of the newest word that was taken.
+        boot, term, sequence: of the newest update that was taken.
         answered: the newest question that was.
-        is_open: what that word says of the gate; ``reason`` why.
+        is_open: whether that update opens the gate; ``reason`` why.
         sent_ns: from when its age counts.
         until_ns: its end.
         eager: the leader's gate has opened since we asked.
@@ -75,91 +75,91 @@ class HeldWord:
     eager: bool = False
 
     def holds(self, now_ns: int) -> bool:
-        """Whether there is a word; a clock that has gone backwards has none."""
+        """Whether the lease holds; on a clock that has gone backwards it does not."""
         return self.sent_ns <= now_ns < self.until_ns
 
-    def ask(self, now_ns: int) -> tuple[HeldWord, int]:
+    def ask(self, now_ns: int) -> tuple[LeaderLease, int]:
         """With one question more, sent now; and its number."""
         number = self.next_number
         asked = (*self.asked, (number, now_ns))[-_OPEN_QUESTIONS:]
         return replace(self, next_number=number + 1, asked=asked, eager=False), number
 
-    def hear(self, word: Word, now_ns: int) -> HeldWord:
-        """After a word of the leader's guard."""
-        if not word.open:
-            return self._close(word, now_ns)
-        if not word.number:
+    def apply(self, update: LeaderUpdate, now_ns: int) -> LeaderLease:
+        """The lease after an update of the leader's guard."""
+        if not update.open:
+            return self._close(update, now_ns)
+        if not update.number:
             return replace(self, eager=True)
-        sent_ns = dict(self.asked).get(word.number)
-        if sent_ns is None or not self._is_newer(word):
+        sent_ns = dict(self.asked).get(update.number)
+        if sent_ns is None or not self._is_newer(update):
             return self
         return replace(
-            self._took(word),
+            self._with(update),
             is_open=True,
-            reason=_reason(word),
+            reason=_reason(update),
             sent_ns=sent_ns,
-            until_ns=sent_ns + max(0, min(word.lease_ns, WORD_NS)),
+            until_ns=sent_ns + max(0, min(update.lease_ns, MAX_LEASE_NS)),
         )
 
-    def _close(self, word: Word, now_ns: int) -> HeldWord:
-        """Any closing word closes; only one that is newer than all others is remembered as such."""
-        state = self._took(word) if self._is_newer(word) else self
-        sent_ns = dict(self.asked).get(word.number, now_ns)
+    def _close(self, update: LeaderUpdate, now_ns: int) -> LeaderLease:
+        """Any closing update closes; only one newer than all others is remembered as such."""
+        state = self._with(update) if self._is_newer(update) else self
+        sent_ns = dict(self.asked).get(update.number, now_ns)
         return replace(
             state,
             is_open=False,
-            reason=_reason(word),
+            reason=_reason(update),
             sent_ns=sent_ns,
-            until_ns=sent_ns + WORD_NS,
+            until_ns=sent_ns + MAX_LEASE_NS,
         )
 
-    def _is_newer(self, word: Word) -> bool:
-        if word.term < self.term:
+    def _is_newer(self, update: LeaderUpdate) -> bool:
+        if update.term < self.term:
             return False
-        if word.boot == self.boot:
-            return word.sequence > self.sequence
-        return word.number > self.answered  # of another process: by what it answers
+        if update.boot == self.boot:
+            return update.sequence > self.sequence
+        return update.number > self.answered  # of another process: by what it answers
 
-    def _took(self, word: Word) -> HeldWord:
-        done = max(self.answered, word.number)
+    def _with(self, update: LeaderUpdate) -> LeaderLease:
+        done = max(self.answered, update.number)
         return replace(
             self,
-            boot=word.boot,
-            term=word.term,
-            sequence=word.sequence,
+            boot=update.boot,
+            term=update.term,
+            sequence=update.sequence,
             answered=done,
             asked=tuple((number, sent) for number, sent in self.asked if number > done),
         )
 
 
-def _reason(word: Word) -> GateReason:
+def _reason(update: LeaderUpdate) -> GateReason:
     try:
-        return GateReason(word.reason)
+        return GateReason(update.reason)
     except ValueError:  # of another version's guard
         return GateReason.LEADER_SILENT
 
 
-def answer(*, is_open: bool, reason: GateReason, until_ns: int, now_ns: int) -> Word:
+def answer(*, is_open: bool, reason: GateReason, until_ns: int, now_ns: int) -> LeaderUpdate:
     """What the leader's verdict of this moment lets followers do; the caller numbers it.
 
     Args:
         is_open: its gate.
-        reason: its word.
+        reason: why.
         until_ns: how far the leader's own permit may reach; 0 = no bound of its own.
         now_ns: the leader's clock.
     """
-    lease_ns = WORD_NS if not until_ns else min(WORD_NS, until_ns - now_ns)
+    lease_ns = MAX_LEASE_NS if not until_ns else min(MAX_LEASE_NS, until_ns - now_ns)
     still = is_open and lease_ns > 0
-    return Word("", 0, 0, 0, still, reason.value, lease_ns if still else 0)
+    return LeaderUpdate("", 0, 0, 0, still, reason.value, lease_ns if still else 0)
 
 
 @dataclass
 class GroupStop:
     """How long after a request's arrival the last engine of a replica over several nodes stood.
 
-    All of it is measured by the leader's clock, from the arrival until the follower's word that its
-    engines stand has come back. So both ways of the hop are in it: of engines that the leader knew
-    to compute, what the certificate's D takes may be too large, and is never too small.
+    All of it is measured by the leader's clock, from the arrival until the follower's report that
+    its engines stand has come back. So both ways of the hop are in it: of engines that the leader
+    knew to compute, what the certificate's D takes may be too large, and is never too small.
 
     Attributes:
         arrival_ns: the request's.

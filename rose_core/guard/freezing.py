@@ -31,7 +31,7 @@ from enum import IntEnum, StrEnum
 class Activity(IntEnum):
     """What an engine says it is doing; the numbers of ``rose_engines.node.activity``."""
 
-    UNTOLD = 0
+    UNREPORTED = 0
     STARTING = 1
     ITERATING = 2
     RESTING = 3

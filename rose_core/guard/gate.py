@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from rose_core.guard.certificate import TtftCertificate
 from rose_core.guard.compute import ComputeWindow
-from rose_core.guard.following import HeldWord
+from rose_core.guard.following import LeaderLease
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import LatencyObjective, Slack, measure
@@ -78,7 +78,7 @@ class ReplicaFacts:
     cool_down_ns: int | None = None
     compute: ComputeWindow = field(default_factory=ComputeWindow)
     certificate: TtftCertificate | None = None
-    following: HeldWord | None = None
+    following: LeaderLease | None = None
     objective: LatencyObjective = field(default_factory=LatencyObjective)
     predictor: Predictor = field(default_factory=Predictor)
 
@@ -158,12 +158,12 @@ def _barred(facts: ReplicaFacts) -> GateReason | None:
     return next((reason for applies, reason in rules if applies), None)
 
 
-def _followed(word: HeldWord, now_ns: int) -> GateVerdict:
-    if not word.holds(now_ns):
+def _followed(lease: LeaderLease, now_ns: int) -> GateVerdict:
+    if not lease.holds(now_ns):
         return closed(GateReason.LEADER_SILENT)
-    if not word.is_open:
-        return closed(word.reason)
-    return GateVerdict(True, word.reason, word.until_ns, 1.0)
+    if not lease.is_open:
+        return closed(lease.reason)
+    return GateVerdict(True, lease.reason, lease.until_ns, 1.0)
 
 
 def _idle(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
@@ -189,7 +189,7 @@ def _busy(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
         predictor=facts.predictor,
         now_ns=now_ns,
         period_s=limits.period_ns / 1e9,
-        told_ns=facts.signal.told_ns,
+        tokens_until_ns=facts.signal.tokens_until_ns,
     )
     # 3. A waiting request would miss its TTFT: nothing can earn that back.
     if slack.prefill_s is not None and slack.prefill_s <= 0:

@@ -46,16 +46,16 @@ class GateReason(StrEnum):
     LEADER_SILENT = "LeaderSilent"
 
 
-def slot_word(word: str) -> str:
+def slot_reason(reason: str) -> str:
     """A slot's word as a condition may repeat it: the guard's or the host's.
 
     Returns:
         ``Other`` for what another version's node calls it.
     """
-    return word if word in _GATE_WORDS else HostReason(word).value
+    return reason if reason in _GATE_REASONS else HostReason(reason).value
 
 
-_GATE_WORDS = frozenset(reason.value for reason in GateReason)
+_GATE_REASONS = frozenset(reason.value for reason in GateReason)
 
 PACED = frozenset({GateReason.SLACK, GateReason.COMPUTE_LIMIT})
 """Closed with these the gate only pauses for a moment: the permit alone stops the engine, routers

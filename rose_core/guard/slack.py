@@ -83,10 +83,10 @@ def measure(
     now_ns: int,
     period_s: float = PERIOD_S,
     *,
-    told_ns: int = 0,
+    tokens_until_ns: int = 0,
 ) -> Slack:
-    """Slack and duty for the requests under way, whose tokens were told at ``told_ns`` (0: now)."""
-    known_ns = told_ns if now_ns - told_ns < period_s * 1e9 else now_ns
+    """Slack and duty for requests under way; tokens known until ``tokens_until_ns`` (0: now)."""
+    known_ns = tokens_until_ns if now_ns - tokens_until_ns < period_s * 1e9 else now_ns
     waiting = sorted((r for r in requests if not r.first_ns), key=lambda r: r.arrived_ns)
     streaming = [r for r in requests if r.first_ns]
     sizes = {r.size for r in requests}

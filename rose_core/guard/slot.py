@@ -88,7 +88,7 @@ class SlotSeen:
         heartbeat_ns: age of the host's heartbeat beside the permit; None = no permit.
         processes: the guard still sees processes of the engine.
         can_dormant: the engine can release weights and KV.
-        weights_told: the host was last told to follow what the grant says; runs of a lease come
+        weights_sent: the host was last told to follow what the grant says; runs of a lease come
             and go under one generation.
     """
 
@@ -100,7 +100,7 @@ class SlotSeen:
     heartbeat_ns: int | None = None
     processes: bool = False
     can_dormant: bool = False
-    weights_told: bool = True
+    weights_sent: bool = True
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class SlotMachine:
         late_cpu_ns: the tree's processor time when it was first found late in standing still.
         unready_ns: since when serving has been unready.
         stale_ns: since when the host's heartbeat has been stale.
-        told_ns: when the host was last told other weights under the same generation.
+        weights_sent_ns: when the host was last told other weights under the same generation.
         cordon_until_ns: no new engine before.
     """
 
@@ -129,7 +129,7 @@ class SlotMachine:
     late_cpu_ns: int | None = None
     unready_ns: int = 0
     stale_ns: int = 0
-    told_ns: int = 0
+    weights_sent_ns: int = 0
     failures: int = 0
     cordon_until_ns: int = 0
 
@@ -265,18 +265,18 @@ def _with_engine(state: SlotMachine, now: _Now) -> Step:
             return (state, (SlotAction(SlotOrder.CLOSE, reason),))
         state = replace(state, ordered_ns=now.ns)
         return (state, (SlotAction(SlotOrder.CLOSE, reason), SlotAction(SlotOrder.ENSURE, reason)))
-    state, told = _tell_weights(state, now)
+    state, sent = _send_weights(state, now)
     state, actions = _at_gate(state, now)
-    return (state, (*actions, *told))
+    return (state, (*actions, *sent))
 
 
-def _tell_weights(state: SlotMachine, now: _Now) -> Step:
+def _send_weights(state: SlotMachine, now: _Now) -> Step:
     """The engine goes on as it is; what it follows has changed."""
-    if now.seen.weights_told or not now.seen.granted:
-        return (replace(state, told_ns=0) if state.told_ns else state, ())
-    if state.told_ns and now.ns - state.told_ns < now.limits.ensure_repeat_ns:
+    if now.seen.weights_sent or not now.seen.granted:
+        return (replace(state, weights_sent_ns=0) if state.weights_sent_ns else state, ())
+    if state.weights_sent_ns and now.ns - state.weights_sent_ns < now.limits.ensure_repeat_ns:
         return (state, ())
-    return (replace(state, told_ns=now.ns), (SlotAction(SlotOrder.ENSURE, now.reason),))
+    return (replace(state, weights_sent_ns=now.ns), (SlotAction(SlotOrder.ENSURE, now.reason),))
 
 
 def _at_gate(state: SlotMachine, now: _Now) -> Step:

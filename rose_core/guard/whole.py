@@ -56,14 +56,14 @@ class WholeSeen:
 
     Attributes:
         granted: a whole slot is granted and nothing forbids it; None = not heard yet.
-        told: where serving stands, as the sleeper says; None = it does not answer.
+        stage: where serving stands, as the sleeper says; None = it does not answer.
         ready: the serving pod is Ready.
         quiet: it has had no request for a while; None = unknown.
         busy: it has a request.
     """
 
     granted: bool | None
-    told: SleepStage | None = None
+    stage: SleepStage | None = None
     ready: bool = True
     quiet: bool | None = None
     busy: bool = False
@@ -75,13 +75,13 @@ class Whole:
 
     Attributes:
         since_s: when the phase was entered.
-        word: why the last loan failed; None = it did not.
+        failure: why the last loan failed; None = it did not.
         failed_s: when.
     """
 
     phase: WholePhase = WholePhase.OFF
     since_s: float = 0.0
-    word: Reason | None = None
+    failure: Reason | None = None
     failed_s: float = 0.0
 
     @property
@@ -97,12 +97,12 @@ class Whole:
     def refusal(self, limits: WholeLimits, now_s: float) -> Reason | None:
         """Why the replica cannot be lent whole, for the operator; None = it can."""
         if self.phase is WholePhase.RETURNING:
-            return self.word or Reason.SERVING_WAKING
-        return self.word if self.phase is WholePhase.OFF and self.rests(limits, now_s) else None
+            return self.failure or Reason.SERVING_WAKING
+        return self.failure if self.phase is WholePhase.OFF and self.rests(limits, now_s) else None
 
     def rests(self, limits: WholeLimits, now_s: float) -> bool:
         """Whether a loan failed lately, so that serving is left alone."""
-        return self.word is not None and now_s - self.failed_s < limits.rest_s
+        return self.failure is not None and now_s - self.failed_s < limits.rest_s
 
 
 def decide(state: Whole, seen: WholeSeen, limits: WholeLimits, now_s: float) -> Whole:
@@ -113,7 +113,7 @@ def decide(state: Whole, seen: WholeSeen, limits: WholeLimits, now_s: float) -> 
         return _returning(state, seen, now_s)
     if seen.granted is False:
         return _to(state, WholePhase.RETURNING, now_s)
-    if seen.told is None:
+    if seen.stage is None:
         return _failed(state, Reason.SLEEPER_UNAVAILABLE, now_s)
     if state.phase is WholePhase.ASLEEP:
         return _asleep(state, seen, now_s)
@@ -121,47 +121,47 @@ def decide(state: Whole, seen: WholeSeen, limits: WholeLimits, now_s: float) -> 
 
 
 def _off(state: Whole, seen: WholeSeen, limits: WholeLimits, now_s: float) -> Whole:
-    if seen.told is SleepStage.ASLEEP and seen.granted:
+    if seen.stage is SleepStage.ASLEEP and seen.granted:
         return _to(state, WholePhase.ASLEEP, now_s)
-    if seen.told not in {None, SleepStage.AWAKE}:
+    if seen.stage not in {None, SleepStage.AWAKE}:
         # Not heard of a grant yet: the permit of the guard before this one runs for seconds.
         return state if seen.granted is None else _to(state, WholePhase.RETURNING, now_s)
-    if not seen.granted or seen.told is None or state.rests(limits, now_s):
+    if not seen.granted or seen.stage is None or state.rests(limits, now_s):
         return state
-    return _to(replace(state, word=None), WholePhase.DRAINING, now_s)
+    return _to(replace(state, failure=None), WholePhase.DRAINING, now_s)
 
 
 def _falling(state: Whole, seen: WholeSeen, limits: WholeLimits, now_s: float) -> Whole:
     """Draining or Drained."""
     if state.phase is WholePhase.DRAINED:
-        if seen.told is SleepStage.ASLEEP:
+        if seen.stage is SleepStage.ASLEEP:
             return _to(state, WholePhase.ASLEEP, now_s)
-        if seen.told not in {SleepStage.AWAKE, SleepStage.FALLING}:
+        if seen.stage not in {SleepStage.AWAKE, SleepStage.FALLING}:
             return _failed(state, Reason.SLEEP_REFUSED, now_s)
         if seen.ready:
             return _failed(state, Reason.NOT_DRAINED, now_s)
-    elif not seen.ready and seen.quiet and seen.told is SleepStage.AWAKE:
+    elif not seen.ready and seen.quiet and seen.stage is SleepStage.AWAKE:
         return _to(state, WholePhase.DRAINED, now_s)
-    overdue = now_s - state.since_s >= limits.drain_s and seen.told is not SleepStage.FALLING
+    overdue = now_s - state.since_s >= limits.drain_s and seen.stage is not SleepStage.FALLING
     return _failed(state, Reason.NOT_DRAINED, now_s) if overdue else state
 
 
 def _asleep(state: Whole, seen: WholeSeen, now_s: float) -> Whole:
-    if seen.told is not SleepStage.ASLEEP:
+    if seen.stage is not SleepStage.ASLEEP:
         return _to(state, WholePhase.RETURNING, now_s)
     return _failed(state, Reason.REQUEST_WHILE_ASLEEP, now_s) if seen.busy else state
 
 
 def _returning(state: Whole, seen: WholeSeen, now_s: float) -> Whole:
-    if seen.told is SleepStage.AWAKE and seen.ready:
+    if seen.stage is SleepStage.AWAKE and seen.ready:
         return _to(state, WholePhase.OFF, now_s)
-    if seen.told is SleepStage.BROKEN and state.word is not Reason.WAKE_OVERDUE:
-        return replace(state, word=Reason.WAKE_OVERDUE, failed_s=now_s)
+    if seen.stage is SleepStage.BROKEN and state.failure is not Reason.WAKE_OVERDUE:
+        return replace(state, failure=Reason.WAKE_OVERDUE, failed_s=now_s)
     return state
 
 
-def _failed(state: Whole, word: Reason, now_s: float) -> Whole:
-    return _to(replace(state, word=word, failed_s=now_s), WholePhase.RETURNING, now_s)
+def _failed(state: Whole, failure: Reason, now_s: float) -> Whole:
+    return _to(replace(state, failure=failure, failed_s=now_s), WholePhase.RETURNING, now_s)
 
 
 def _to(state: Whole, phase: WholePhase, now_s: float) -> Whole:

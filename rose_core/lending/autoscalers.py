@@ -58,7 +58,7 @@ def conflicting(raws: Iterable[Raw]) -> tuple[Autoscaler, ...]:
 def _read(raw: Raw) -> Autoscaler | None:
     spec = raw.get("spec") or {}
     target = (spec.get("scaleTargetRef") or {}).get("name")
-    metrics = sorted({word for text in _texts(spec) for word in _named(text)})
+    metrics = sorted({metric for text in _texts(spec) for metric in _named(text)})
     if not target or not metrics:
         return None
     metadata = raw["metadata"]
@@ -89,4 +89,6 @@ def _field(kind: str) -> str:
 
 def _named(text: str) -> Iterable[str]:
     """The metric names in a text or query that speak of the whole GPU."""
-    return (word for word in re.findall(r"[A-Za-z_:][\w:]*", text) if _OF_THE_GPU.search(word))
+    return (
+        metric for metric in re.findall(r"[A-Za-z_:][\w:]*", text) if _OF_THE_GPU.search(metric)
+    )

@@ -136,11 +136,11 @@ def _at_most(lease: Lease, slots: int, why: str) -> WantedSlots:
     return WantedSlots(slots, Reason.FEWER_WANTED, why)
 
 
-def together(heard: Sequence[ReceivedNote], now: float) -> Demand | None:
+def together(received: Sequence[ReceivedNote], now: float) -> Demand | None:
     """What several replicas say, as if one had all turns; None for none."""
-    if not heard:
+    if not received:
         return None
-    aged = [(one.note, now - one.at) for one in heard]
+    aged = [(one.note, now - one.at) for one in received]
     return Demand(
         turns=sum(note.peak_turns for note, _ in aged),
         usual_turns=sum(note.usual_turns for note, _ in aged),

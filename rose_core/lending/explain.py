@@ -83,14 +83,14 @@ def outcomes(world: PlanningPass, members: Members) -> dict[str, LeaseDecision]:
     traits = {key: frozenset(one.traits for one in found) for key, found in world.members.items()}
     found: dict[str, LeaseDecision] = {}
     for lease in world.snapshot.leases:
-        told: list[ReplicaDecision] = []
+        decisions: list[ReplicaDecision] = []
         texts: list[str] = []
         for key in lease.pools:
             mine = _for(world, lease, members, key, traits.get(key, frozenset()))
             shared = mine is members.get(key, mine)
-            told += mine
+            decisions += mine
             texts.append(counted.get(key, _NONE) if shared else _counted(mine))
-        found[lease.key] = _outcome(world, lease, tuple(told), "; ".join(texts), shares)
+        found[lease.key] = _outcome(world, lease, tuple(decisions), "; ".join(texts), shares)
     return found
 
 
@@ -198,4 +198,4 @@ def _counted(verdicts: tuple[ReplicaDecision, ...]) -> str:
     if not counts:
         return _NONE
     ranked = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
-    return f"{len(verdicts)} replicas: " + ", ".join(f"{count} {word}" for word, count in ranked)
+    return f"{len(verdicts)} replicas: " + ", ".join(f"{count} {label}" for label, count in ranked)

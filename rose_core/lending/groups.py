@@ -31,12 +31,12 @@ class ReportedGroup:
     Attributes:
         pods: (node, report) by place, its leader first.
         refusal: why nothing of it is lent; empty = it may be.
-        told: what the guards of its nodes hear; None with a refusal: nobody follows anybody.
+        formed: what the guards of its nodes hear; None with a refusal: nobody follows anybody.
     """
 
     pods: tuple[tuple[str, ReplicaReport], ...]
     refusal: str = ""
-    told: ReplicaGroup | None = None
+    formed: ReplicaGroup | None = None
 
 
 def unit(report: ReplicaReport) -> str:
@@ -66,8 +66,8 @@ def _group(found: list[tuple[SyncRequest, ReplicaReport]]) -> ReportedGroup:
         return ReportedGroup(pods, refusal)
     (request, leader), *rest = found
     followers = tuple(FollowerPod(report.pod_uid, other.node) for other, report in rest)
-    told = ReplicaGroup(leader.pod_uid, request.node, request.guard, followers)
-    return ReportedGroup(pods, told=told)
+    formed = ReplicaGroup(leader.pod_uid, request.node, request.guard, followers)
+    return ReportedGroup(pods, formed=formed)
 
 
 def _refusal(found: list[tuple[SyncRequest, ReplicaReport]]) -> str:

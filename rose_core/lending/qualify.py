@@ -160,11 +160,11 @@ def contests(replicas: tuple[Replica, ...]) -> dict[PodUid, ReplicaDecision]:
     found: dict[PodUid, ReplicaDecision] = {}
     for claimants in claims.values():
         if len(claimants) > 1:
-            for one, word in _contest(claimants):
+            for one, decision in _contest(claimants):
                 # Of several contests the one that takes slots back counts.
                 before = found.get(one.uid)
-                if word is not None and (before is None or still_fit(before)):
-                    found[one.uid] = word
+                if decision is not None and (before is None or still_fit(before)):
+                    found[one.uid] = decision
     return found
 
 

@@ -111,7 +111,7 @@ def _of_no_class(lease: Lease, classes: Counter[str]) -> Cause | None:
     if "" in classes:
         return None
     text = f"it takes {_listed(sorted(lease.device_classes))}, the pool's replicas have " + _listed(
-        [f"{count} {word}" for word, count in sorted(classes.items())]
+        [f"{count} {kind}" for kind, count in sorted(classes.items())]
     )
     return Reason.OTHER_DEVICE_CLASS, text
 
@@ -125,6 +125,6 @@ def _too_few(lease: Lease, replicas: Sequence[Replica]) -> Cause | None:
     return Reason.TOO_FEW_GPUS, text
 
 
-def _listed(words: Sequence[str]) -> str:
-    more = f" and {len(words) - _MOST_NAMED} more" if len(words) > _MOST_NAMED else ""
-    return ", ".join(words[:_MOST_NAMED]) + more
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -65,9 +65,9 @@ def _excess(world: PlanningPass, pool: PoolTerms, held: list[Slot]) -> tuple[Cau
     above = len(held) - pool.whole.max_asleep
     returning = len(world.sleepers(pool.key)) - len(held)
     # What agents have not reported yet since the operator started is not taken for lost.
-    unheard = max(0, pool.remembered_replicas - world.size(pool.key))
+    unreported = max(0, pool.remembered_replicas - world.size(pool.key))
     awake, needed = world.awake(pool.key), _needed(world, pool, 1.0)
-    missing = needed - awake - returning - unheard
+    missing = needed - awake - returning - unreported
     if missing > above:
         return (Reason.PEAK_EXPECTED, _figures(pool, awake, needed)), missing
     text = f"{len(held)} replicas sleep, wholeReplica.maxReplicas {pool.whole.max_asleep}"

@@ -48,22 +48,22 @@ Result = Scored | Masked | Lost
 _MOST = sys.float_info.max  # whole numbers beyond it are no floats, and NaN is not below it
 
 
-def result_of(said: object, correct_from: float, seconds: float) -> Result:
+def result_of(returned: object, correct_from: float, seconds: float) -> Result:
     """What a function's answer means.
 
     Args:
-        said: a number, an object with ``reward`` and perhaps ``correct``, or None for no verdict.
+        returned: a number, an object with ``reward`` and perhaps ``correct``; None = no verdict.
         correct_from: rewards from here on are of correct answers, where the function does not say.
         seconds: that it took.
     """
-    if said is None:
+    if returned is None:
         return Masked("NoVerdict: the function gave none", seconds)
-    fields = said if isinstance(said, dict) else {"reward": said}
+    fields = returned if isinstance(returned, dict) else {"reward": returned}
     reward = fields.get("reward")
     if isinstance(reward, bool):
         reward = float(reward)
     if not isinstance(reward, int | float) or not -_MOST <= reward <= _MOST:
-        return Lost(f"NoNumber: the function gave {said!r:.80}; expected a finite number")
+        return Lost(f"NoNumber: the function gave {returned!r:.80}; expected a finite number")
     correct = fields.get("correct", reward >= correct_from)
     if not isinstance(correct, bool):
         return Lost(f"NoNumber: correct is {correct!r:.80}; expected true or false")

@@ -50,7 +50,7 @@ class Outside:
     given: int
 
 
-def said_again(outside: Outside, inside: Inside) -> int:
+def count_resent(outside: Outside, inside: Inside) -> int:
     """How many of the caller's last messages are said again.
 
     Raises:

@@ -52,7 +52,7 @@ class LiveRequest:
     doubtful: bool = False
 
     @property
-    def heard_ns(self) -> int:
+    def last_seen_ns(self) -> int:
         """When it last showed life."""
         return max(self.arrived_ns, self.last_ns)
 
@@ -97,7 +97,7 @@ class Book:
         self.health: Health | None = None
         self._beats: deque[Health] = deque(maxlen=_BEATS)
         self.began_ns = now_ns
-        self.heard_ns = 0
+        self.last_seen_ns = 0
         self.mismatch_ns = 0
         self.mismatched_since_ns = 0
         self.blind_ns = now_ns
@@ -167,7 +167,7 @@ class Book:
         elif event.lost_ns > self.health.lost_ns:
             for request in self.live.values():
                 request.doubtful = True
-        self.health, self.heard_ns = event, now_ns
+        self.health, self.last_seen_ns = event, now_ns
         self._beats.append(event)
         if event.problem:
             self._account(now_ns)

@@ -58,7 +58,7 @@ class FrameReader:
         self._left = 0
         self._kept = b""
         self._kind = self._flags = self._stream = 0
-        self._told = False
+        self._emitted = False
         self.lost = False
 
     def feed(self, data: bytes) -> list[Http2Frame]:
@@ -70,8 +70,8 @@ class FrameReader:
                 position = self._take_head(data, position, frames)
             else:
                 position = self._take_payload(data, position, frames)
-        if len(self._head) == _HEAD and self._kind == FrameType.HEADERS and not self._told:
-            self._told = True
+        if len(self._head) == _HEAD and self._kind == FrameType.HEADERS and not self._emitted:
+            self._emitted = True
             frames.append(
                 Http2Frame(FrameType.HEADERS, self._flags, self._stream, b"", whole=False)
             )
@@ -93,7 +93,7 @@ class FrameReader:
             self._left = int.from_bytes(self._head[:3])
             self._kind, self._flags = self._head[3], self._head[4]
             self._stream = int.from_bytes(self._head[5:]) & 0x7FFFFFFF
-            self._kept, self._told = b"", False
+            self._kept, self._emitted = b"", False
             self.lost = self._left > _LARGEST_FRAME
             if not self._left and not self.lost:
                 self._emit(frames, self._finish(b""))

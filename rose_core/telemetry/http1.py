@@ -146,8 +146,8 @@ def decimal(text: str) -> int | None:
 def parse_head(block: bytes) -> MessageHead | None:
     """Read start line and headers (without the empty line); None when it is no HTTP/1 head."""
     lines = block.split(b"\r\n")
-    words = lines[0].split(b" ", 2)
-    if len(words) < 2 or not (words[0].startswith(b"HTTP/1.") or lines[0][-8:-1] == b"HTTP/1."):
+    fields = lines[0].split(b" ", 2)
+    if len(fields) < 2 or not (fields[0].startswith(b"HTTP/1.") or lines[0][-8:-1] == b"HTTP/1."):
         return None
     length: int | None = None
     chunked = stream = False
@@ -163,7 +163,7 @@ def parse_head(block: bytes) -> MessageHead | None:
         elif key == b"content-type":
             stream = b"text/event-stream" in value.lower()
     return MessageHead(
-        words[0].decode("latin-1"), words[1].decode("latin-1"), length, chunked, stream
+        fields[0].decode("latin-1"), fields[1].decode("latin-1"), length, chunked, stream
     )
 
 

@@ -54,7 +54,7 @@ class Request:
     opaque: bool = False
     status: int = 0
     first_ns: int = 0
-    told_ns: int = 0
+    reported_ns: int = 0
     events: int = 0
     event_bytes: float = 0.0
     unseen_bytes: int = 0
@@ -98,7 +98,7 @@ class RequestLedger:
 
     def arrive(self, time_ns: int, *, opaque: bool = False) -> Request:
         """A request begins."""
-        request = Request(self._number(), time_ns, opaque=opaque, told_ns=time_ns)
+        request = Request(self._number(), time_ns, opaque=opaque, reported_ns=time_ns)
         self._events.append(self.arrival(request))
         return request
 
@@ -155,9 +155,9 @@ class RequestLedger:
         """Take a message of a gRPC response; a single one is an answer, from two on it streams."""
         request.events += 1
         if request.events == 1:
-            request.told_ns = time_ns
+            request.reported_ns = time_ns
         elif request.events == 2 and not request.quiet:
-            request.first_ns = request.told_ns
+            request.first_ns = request.reported_ns
             self._events.append(FirstToken(self.replica, request.number, request.first_ns))
         self.touch(request, time_ns)
 
@@ -167,13 +167,13 @@ class RequestLedger:
         if request.first_ns:
             self.touch(request, time_ns)
             return
-        request.first_ns = request.told_ns = time_ns
+        request.first_ns = request.reported_ns = time_ns
         self._events.append(FirstToken(self.replica, request.number, time_ns))
 
     def touch(self, request: Request, time_ns: int) -> None:
         """The request is alive; the tap gathers what is told here."""
-        if not request.quiet and time_ns - request.told_ns >= _PROGRESS_EVERY_NS:
-            request.told_ns = time_ns
+        if not request.quiet and time_ns - request.reported_ns >= _PROGRESS_EVERY_NS:
+            request.reported_ns = time_ns
             self._events.append(Progress(self.replica, request.number, time_ns, request.tokens()))
 
     def end(self, request: Request, time_ns: int, how: EndKind) -> None:

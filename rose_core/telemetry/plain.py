@@ -37,7 +37,7 @@ class Plain:
         self._asked = Http1Reader(response=False)
         self._answered = Http1Reader(response=True)
         self._open: deque[Request] = deque()
-        self._heard_client = self._heard_server = not joined
+        self._client_seen = self._server_seen = not joined
         self.garbled = False
 
     def requests(self) -> Iterator[Request]:
@@ -58,8 +58,8 @@ class Plain:
     def countable(self) -> bool:
         """Nothing but whole chunks of tokens has to follow: somebody else may count those."""
         under_way = self._open[0] if self._open else None
-        told = under_way is not None and under_way.first_ns and not under_way.unseen_bytes
-        return bool(told) and self._answered.between_events and not self.garbled
+        first_token = under_way is not None and under_way.first_ns and not under_way.unseen_bytes
+        return bool(first_token) and self._answered.between_events and not self.garbled
 
     def take_counted(self, tokens: int, each: float, time_ns: int) -> None:
         """Take whole chunks that somebody else has counted; the newest token is of that time."""
@@ -70,7 +70,7 @@ class Plain:
 
     def feed_client(self, piece: SegmentPiece, time_ns: int) -> None:
         """Take bytes of the client."""
-        first, self._heard_client = not self._heard_client, True
+        first, self._client_seen = not self._client_seen, True
         if first and not piece.data.startswith(METHODS):
             self._open.append(self._ledger.arrive(time_ns))  # middle of a request body
             return
@@ -88,7 +88,7 @@ class Plain:
 
     def feed_server(self, piece: SegmentPiece, time_ns: int) -> None:
         """Take bytes of the server."""
-        first, self._heard_server = not self._heard_server, True
+        first, self._server_seen = not self._server_seen, True
         reader = self._answered
         starts = piece.data.startswith(b"HTTP/1.")
         if starts and (piece.hole or reader.lost):

@@ -157,7 +157,7 @@ class ServingSignal:
         doubt: why ``running`` is unknown.
         believed_until_ns: when the source has to be heard of again; no permit outlasts that, so a
             source that dies is acted upon at its deadline and not a step later. 0 = no such moment.
-        told_ns: until when ``requests`` have their tokens; 0 = until now.
+        tokens_until_ns: until when ``requests`` have their tokens; 0 = until now.
     """
 
     source: SignalSource | None
@@ -166,7 +166,7 @@ class ServingSignal:
     empty_since_ns: int | None = None
     doubt: Doubt | None = None
     believed_until_ns: int = 0
-    told_ns: int = 0
+    tokens_until_ns: int = 0
 
 
 def unknown(doubt: Doubt) -> ServingSignal:
@@ -197,7 +197,7 @@ def merge(
         trouble = _tap_doubt(book, verified, limits, now_ns)
         if trouble is None:
             return _with_tap(book, fresh, limits, now_ns)
-        silent_ns = now_ns - max(book.heard_ns, book.began_ns)
+        silent_ns = now_ns - max(book.last_seen_ns, book.began_ns)
         absent = trouble in {Doubt.NO_SIGNAL, Doubt.STALE} and silent_ns > limits.fallback_ns
         if not absent and trouble is not Doubt.OPAQUE:
             return unknown(trouble)
@@ -214,7 +214,7 @@ def _tap_doubt(
     lost = now_ns - max(health.lost_ns, book.blind_ns) < limits.after_loss_ns
     differs = book.mismatch_ns and now_ns - book.mismatch_ns < limits.tap_stale_ns
     rules = (
-        (now_ns - book.heard_ns > limits.tap_stale_ns, Doubt.STALE),
+        (now_ns - book.last_seen_ns > limits.tap_stale_ns, Doubt.STALE),
         (health.problem or lost or differs, Doubt.LOST),
         # A verified tap counted as many requests in clear text as the engine counted at all: what
         # is encrypted (the outside of a mesh) was no more than that.
@@ -229,7 +229,7 @@ def _with_tap(book: Book, fresh: list[Reading], limits: SignalLimits, now_ns: in
     empty = book.empty_since_ns()
     if empty is None and not requests:
         # Every request left is outstanding only; empty since they last showed life.
-        empty = max(r.heard_ns for r in book.live.values())
+        empty = max(r.last_seen_ns for r in book.live.values())
     busy = [
         r.busy_since_ns
         for r in fresh
@@ -240,11 +240,11 @@ def _with_tap(book: Book, fresh: list[Reading], limits: SignalLimits, now_ns: in
     )
     if contradicted:
         return unknown(Doubt.CONTRADICTED)
-    until = book.heard_ns + limits.tap_stale_ns
+    until = book.last_seen_ns + limits.tap_stale_ns
     return ServingSignal(
         *(SignalSource.WIRE_TAP, len(requests), requests, empty),
         believed_until_ns=until,
-        told_ns=book.health.time_ns if book.health is not None else 0,
+        tokens_until_ns=book.health.time_ns if book.health is not None else 0,
     )
 
 
@@ -258,7 +258,7 @@ def _under_way(
     quiet_ns = now_ns - max(since for since in idle if since is not None)
 
     def counts(request: LiveRequest) -> bool:
-        silent_ns = min(quiet_ns, now_ns - request.heard_ns)
+        silent_ns = min(quiet_ns, now_ns - request.last_seen_ns)
         if request.opaque or request.doubtful:
             return silent_ns < limits.outstanding_ns
         return not request.first_ns or silent_ns < limits.stalled_ns

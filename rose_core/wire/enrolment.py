@@ -125,9 +125,9 @@ def named_for(text: str, namespace: str, name: str) -> str:
         namespace: the lease's.
         name: the lease's.
     """
-    words = {"namespace": namespace, "lease": name, "digest": lease_digest(namespace, name)}
-    for word, meant in words.items():
-        text = text.replace(f"{{{word}}}", meant)
+    values = {"namespace": namespace, "lease": name, "digest": lease_digest(namespace, name)}
+    for key, meant in values.items():
+        text = text.replace(f"{{{key}}}", meant)
     return text
 
 

@@ -1,8 +1,8 @@
 """Guard -> leader's guard ``Follow``: what the guards of one replica's nodes say to each other.
 
 The follower asks; each answer repeats the question's number, so its age counts from the moment at
-which *the follower* asked, on the follower's own clock. A word that nobody asked for can only close
-a gate. Nothing here is compared with another machine's clock.
+which *the follower* asked, on the follower's own clock. An update that nobody asked for can only
+close a gate. Nothing here is compared with another machine's clock.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from rose_core.identity import PodUid
 
 
 class LeaderQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A follower's guard asks for the leader's word, every ``following.ASK_NS``.
+    """A follower's guard asks for the leader's lease, every ``following.ASK_NS``.
 
     Attributes:
         leader, follower: pods of the replica: whose gate is asked for, and who follows it.
         number: of this question; grows, and begins anywhere.
         computing: the permit of an engine beside the follower is open.
         lent: an engine serves beside the follower.
-        stopped: sequence of the closing word since which all engines there stand still; 0 = none.
+        stopped: sequence of the closing update since which all engines there stand still; 0 = none.
     """
 
     leader: PodUid
@@ -31,13 +31,13 @@ class LeaderQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
     stopped: int = 0
 
 
-class Word(msgspec.Struct, frozen=True, omit_defaults=True):
+class LeaderUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the leader's gate stands.
 
     Attributes:
         boot: which process says so; another one begins its sequence anew.
         term: highest leader term of the operator that it has obeyed.
-        sequence: grows with every word of that process.
+        sequence: grows with every update of that process.
         number: of the question that this answers; 0 = nobody asked.
         open: followers may open.
         reason: a ``GateReason``.

@@ -436,7 +436,7 @@ async def test_the_router_hears_whether_keys_are_reused(
     slot = made.slots[KEY.uid]
     engine = msgspec.structs.replace(GRANT.engine, kv_policy=policy)
     slot.grant = msgspec.structs.replace(GRANT, engine=engine, router="127.0.0.1:1")
-    slot._tell_router()
+    slot._update_router()
     assert slot._router.last_update is not None
     assert slot._router.last_update.reuses_kv is reuses
     await slot.detach()

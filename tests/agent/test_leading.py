@@ -22,7 +22,7 @@ from rose_core.guard.gate import GateVerdict
 from rose_core.guard.reasons import GateReason
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived
-from rose_core.wire.leading import LeaderQuestion, Word
+from rose_core.wire.leading import LeaderQuestion, LeaderUpdate
 from rose_core.wire.sync import FollowerPod, ReplicaGroup, SyncReply
 from rose_dev.pki import Authority
 from rose_dev.waiting import until
@@ -81,7 +81,7 @@ class Town:
         finally:
             await server.stop(0)
 
-    async def ask(self, node: str, question: LeaderQuestion, token: str = TOKEN) -> Word:
+    async def ask(self, node: str, question: LeaderQuestion, token: str = TOKEN) -> LeaderUpdate:
         folder = self.of(node)
         credentials = tls.client_credentials(folder / tls.BUNDLE, folder)
         channel = rpc.connect(self.address, credentials=credentials, name="leader", own=True)
@@ -108,7 +108,7 @@ class Town:
             told.followers[0].pod,
             name="pod",
             load=load,
-            on_word=lambda _: None,
+            on_update=lambda _: None,
             token=TOKEN,
             identity=self.of("follower"),
         )

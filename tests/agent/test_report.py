@@ -17,7 +17,7 @@ from rose_agent.metrics import REGISTRY
 from rose_agent.pods.model import ServingPod
 from rose_agent.signals.reader import DirectReaders
 from rose_core.guard.crossover import Schedule
-from rose_core.guard.following import HeldWord
+from rose_core.guard.following import LeaderLease
 from rose_core.guard.gate import GateLimits, closed
 from rose_core.guard.reasons import GateReason
 from rose_core.identity import PodUid
@@ -112,7 +112,7 @@ async def test_a_follower_withholds_nothing_by_its_own_nodes_clock(replica: Guar
     replica.schedule, replica.lent = Schedule(10.0), True
     withheld = [
         replica.facts(15 * S, stop_pressed=False, following=words).withheld
-        for words in (None, HeldWord())
+        for words in (None, LeaderLease())
     ]
     assert withheld == [True, False]
 

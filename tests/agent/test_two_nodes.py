@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_core.guard.following import WORD_NS
+from rose_core.guard.following import MAX_LEASE_NS
 from tests.agent.node import tap_refusal
 from tests.agent.pair import MS, Pair, pair
 from tests.tap.net import link_refusal
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(bool(_REFUSAL), reason=_REFUSAL or "-"),
 ]
 
-PROMISE_NS = WORD_NS + 10 * MS  # a signal arrives a moment after it was sent
+PROMISE_NS = MAX_LEASE_NS + 10 * MS  # a signal arrives a moment after it was sent
 # From a request until its guards have heard, on a busy test machine.
 GRACE_NS = 500 * MS
 IDLE_CPU_SECONDS = 0.05

@@ -23,7 +23,7 @@ def test_time_slicing_of_reserved_memory_needs_nothing() -> None:
 def test_what_an_engine_host_does_not_speak_of_is_missing() -> None:
     missing = first_missing({}, MPS, GPUS)
     assert missing is not None
-    assert (missing.capability, missing.word) == (Capability.MPS, "MpsUnavailable")
+    assert (missing.capability, missing.reason) == (Capability.MPS, "MpsUnavailable")
 
 
 def test_the_gpus_own_word_comes_before_the_nodes() -> None:
@@ -51,4 +51,4 @@ def test_each_memory_choice_needs_its_own_capability() -> None:
     said = {"ElasticMemory": "", "DriverMemoryLimit": "DriverLimitUnavailable: old driver"}
     missing = first_missing(said, wanted, GPUS)
     assert missing is not None
-    assert missing.word == "DriverLimitUnavailable"
+    assert missing.reason == "DriverLimitUnavailable"

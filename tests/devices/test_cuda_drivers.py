@@ -72,7 +72,7 @@ async def test_a_driver_that_is_too_old_keeps_the_planner_from_lending_and_says_
     await host.refresh()
     missing = first_missing(host.texts, (), ("GPU-a",))
     assert missing is not None
-    assert missing.word == Reason.DRIVER_TOO_OLD
+    assert missing.reason == Reason.DRIVER_TOO_OLD
     assert "needs driver 580 or later" in missing.text
     host.compat = tmp_path / "torch/version.py"
     await host.refresh()

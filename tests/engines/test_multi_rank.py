@@ -281,14 +281,14 @@ def test_a_rank_that_votes_late_makes_all_undo_and_comes_back(
     engine.hurry(vote_seconds=0.05)
     may_vote = threading.Event()
     member = engine.ranks[1].session
-    say = member._say
+    post = member._post
 
-    def late(word: RankState) -> None:
-        if word is RankState.SCATTERED:
+    def late(vote: RankState) -> None:
+        if vote is RankState.SCATTERED:
             may_vote.wait(60)
-        say(word)
+        post(vote)
 
-    monkeypatch.setattr(member, "_say", late)
+    monkeypatch.setattr(member, "_post", late)
     threading.Timer(0.5, may_vote.set).start()
     refused = engine.commit(bundle, V1)
     assert isinstance(refused, Refused)

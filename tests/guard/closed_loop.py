@@ -267,7 +267,7 @@ class Guarded:
             self.goals.ttft_s, self.goals.tpot_s, self.goals.max_increase, margin
         )
         predictor = self.experience.predictor
-        signal = replace(busy(*requests), told_ns=self._told_ns)
+        signal = replace(busy(*requests), tokens_until_ns=self._told_ns)
         return facts(signal, idle_share=0.0, objective=goals, predictor=predictor)
 
     def _live(self, asked: Asked) -> LiveRequest:

@@ -12,36 +12,36 @@ from hypothesis import strategies as st
 from rose_core.guard.following import (
     ASK_NS,
     LOST_STOP_NS,
+    MAX_LEASE_NS,
     STOP_WAIT_NS,
-    WORD_NS,
     GroupStop,
-    HeldWord,
+    LeaderLease,
     answer,
 )
 from rose_core.guard.gate import GateLimits, judge
 from rose_core.guard.reasons import GateReason
 from rose_core.telemetry.signal import ServingSignal
-from rose_core.wire.leading import Word
+from rose_core.wire.leading import LeaderUpdate
 from tests.guard.worlds import MS, NOW, S, facts
 
 UNSEEN = ServingSignal(None, None)  # what a follower's own node sees of requests
 
 
-def word(
+def update(
     number: int, sequence: int, *, is_open: bool = True, boot: str = "a", term: int = 1
-) -> Word:
+) -> LeaderUpdate:
     reason = GateReason.IDLE if is_open else GateReason.SERVING_BUSY
-    lease = WORD_NS if is_open else 0
-    return Word(boot, term, sequence, number, is_open, reason.value, lease)
+    lease = MAX_LEASE_NS if is_open else 0
+    return LeaderUpdate(boot, term, sequence, number, is_open, reason.value, lease)
 
 
-def opened(now_ns: int = NOW) -> HeldWord:
+def opened(now_ns: int = NOW) -> LeaderLease:
     """A follower that asked at NOW and was answered at once."""
-    state, number = HeldWord(next_number=7).ask(NOW)
-    return state.hear(word(number, 1), now_ns)
+    state, number = LeaderLease(next_number=7).ask(NOW)
+    return state.apply(update(number, 1), now_ns)
 
 
-def gate(state: HeldWord, now_ns: int) -> tuple[bool, GateReason]:
+def gate(state: LeaderLease, now_ns: int) -> tuple[bool, GateReason]:
     verdict = judge(facts(UNSEEN, following=state), GateLimits(), now_ns)
     return verdict.open, verdict.reason
 
@@ -52,54 +52,60 @@ def test_a_word_counts_from_the_question_and_not_from_when_it_came() -> None:
     assert (verdict.open, verdict.reason, verdict.until_ns) == (
         True,
         GateReason.IDLE,
-        NOW + WORD_NS,
+        NOW + MAX_LEASE_NS,
     )
-    assert gate(state, NOW + WORD_NS - 1)[0]
-    assert gate(state, NOW + WORD_NS) == (False, GateReason.LEADER_SILENT)
-    assert gate(opened(now_ns=NOW + WORD_NS), NOW + WORD_NS) == (False, GateReason.LEADER_SILENT)
+    assert gate(state, NOW + MAX_LEASE_NS - 1)[0]
+    assert gate(state, NOW + MAX_LEASE_NS) == (False, GateReason.LEADER_SILENT)
+    assert gate(opened(now_ns=NOW + MAX_LEASE_NS), NOW + MAX_LEASE_NS) == (
+        False,
+        GateReason.LEADER_SILENT,
+    )
 
 
 def test_nobody_has_spoken_yet() -> None:
-    assert gate(HeldWord(), NOW) == (False, GateReason.LEADER_SILENT)
+    assert gate(LeaderLease(), NOW) == (False, GateReason.LEADER_SILENT)
 
 
 def test_a_closing_word_closes_at_once_for_the_leaders_reason() -> None:
-    shut = opened().hear(word(0, 2, is_open=False), NOW + 10 * MS)
+    shut = opened().apply(update(0, 2, is_open=False), NOW + 10 * MS)
     assert gate(shut, NOW + 10 * MS) == (False, GateReason.SERVING_BUSY)
-    assert gate(shut, NOW + 10 * MS + WORD_NS) == (False, GateReason.LEADER_SILENT)
+    assert gate(shut, NOW + 10 * MS + MAX_LEASE_NS) == (False, GateReason.LEADER_SILENT)
 
 
 def test_what_was_answered_before_it_closed_opens_nothing_afterwards() -> None:
     state, number = opened().ask(NOW + ASK_NS)
-    shut = state.hear(word(0, 3, is_open=False), NOW + ASK_NS + MS)
-    late = shut.hear(word(number, 2), NOW + ASK_NS + 2 * MS)
+    shut = state.apply(update(0, 3, is_open=False), NOW + ASK_NS + MS)
+    late = shut.apply(update(number, 2), NOW + ASK_NS + 2 * MS)
     assert gate(late, NOW + ASK_NS + 2 * MS) == (False, GateReason.SERVING_BUSY)
 
 
 @pytest.mark.parametrize(
     "late",
     [
-        word(0, 9),  # nobody asked
-        word(99, 9),  # no question of ours
-        word(7, 9),  # answered already
-        word(8, 1),  # an old sequence
-        word(8, 9, term=0),  # an operator that was deposed
-        word(7, 1, boot="b"),  # another process, which answers an old question
+        update(0, 9),  # nobody asked
+        update(99, 9),  # no question of ours
+        update(7, 9),  # answered already
+        update(8, 1),  # an old sequence
+        update(8, 9, term=0),  # an operator that was deposed
+        update(7, 1, boot="b"),  # another process, which answers an old question
     ],
 )
-def test_other_words_extend_nothing(late: Word) -> None:
+def test_other_words_extend_nothing(late: LeaderUpdate) -> None:
     state, _ = opened().ask(NOW + ASK_NS)
-    assert state.hear(late, NOW + ASK_NS).until_ns == NOW + WORD_NS
+    assert state.apply(late, NOW + ASK_NS).until_ns == NOW + MAX_LEASE_NS
 
 
 def test_a_restarted_leader_is_heard_once_it_answers() -> None:
     state, number = opened().ask(NOW + ASK_NS)
-    assert state.hear(word(number, 1, boot="b"), NOW + ASK_NS).until_ns == NOW + ASK_NS + WORD_NS
+    assert (
+        state.apply(update(number, 1, boot="b"), NOW + ASK_NS).until_ns
+        == NOW + ASK_NS + MAX_LEASE_NS
+    )
 
 
 def test_an_opened_gate_is_asked_for_at_once() -> None:
-    assert opened().hear(word(0, 2), NOW).eager
-    assert not opened().hear(word(0, 2), NOW).ask(NOW)[0].eager
+    assert opened().apply(update(0, 2), NOW).eager
+    assert not opened().apply(update(0, 2), NOW).ask(NOW)[0].eager
 
 
 def test_a_clock_that_went_backwards_holds_no_word() -> None:
@@ -112,17 +118,17 @@ def test_the_followers_own_bars_come_first() -> None:
 
 
 def test_no_lease_is_longer_than_a_permit_or_than_the_leaders_own() -> None:
-    def told(until_ns: int, *, is_open: bool = True) -> Word:
+    def told(until_ns: int, *, is_open: bool = True) -> LeaderUpdate:
         return answer(is_open=is_open, reason=GateReason.SLACK, until_ns=until_ns, now_ns=NOW)
 
-    assert told(0).lease_ns == WORD_NS
+    assert told(0).lease_ns == MAX_LEASE_NS
     assert told(NOW + 10 * MS).lease_ns == 10 * MS
-    assert told(NOW + S).lease_ns == WORD_NS
+    assert told(NOW + S).lease_ns == MAX_LEASE_NS
     assert (told(NOW).open, told(NOW).lease_ns) == (False, 0)
     assert (told(0, is_open=False).open, told(0, is_open=False).lease_ns) == (False, 0)
-    longer = msgspec.structs.replace(word(7, 1), lease_ns=S)
-    state, _ = HeldWord(next_number=7).ask(NOW)
-    assert state.hear(longer, NOW).until_ns == NOW + WORD_NS
+    longer = msgspec.structs.replace(update(7, 1), lease_ns=S)
+    state, _ = LeaderLease(next_number=7).ask(NOW)
+    assert state.apply(longer, NOW).until_ns == NOW + MAX_LEASE_NS
 
 
 # --- any network: words and questions are lost, doubled, late, out of order; processes restart
@@ -146,12 +152,12 @@ class Network:
     def __init__(self, offset_ns: int) -> None:
         self.offset_ns = offset_ns  # of the leader's clock
         self.now_ns = NOW
-        self.state = HeldWord(next_number=1000)
+        self.state = LeaderLease(next_number=1000)
         self.leader_open, self.boot, self.sequence, self.starts = True, "boot0", 0, 0
         self.given_ns: list[int] = []  # when the leader gave an open word
-        self.flying: list[tuple[int, Word | tuple[int, list[int]]]] = []
+        self.flying: list[tuple[int, LeaderUpdate | tuple[int, list[int]]]] = []
 
-    def send(self, thing: Word | tuple[int, list[int]], fates: list[int]) -> None:
+    def send(self, thing: LeaderUpdate | tuple[int, list[int]], fates: list[int]) -> None:
         self.flying += [(self.now_ns + late * MS, thing) for late in fates]
 
     def speak(self, number: int, fates: list[int]) -> None:
@@ -179,7 +185,7 @@ class Network:
             self.starts += 1
             self.boot, self.sequence = f"boot{self.starts}", 0
         else:
-            self.state = HeldWord(next_number=1000 * (len(self.given_ns) + 2) + self.now_ns)
+            self.state = LeaderLease(next_number=1000 * (len(self.given_ns) + 2) + self.now_ns)
 
     def until(self, then_ns: int) -> None:
         while due := sorted((one for one in self.flying if one[0] <= then_ns), key=lambda x: x[0]):
@@ -189,7 +195,7 @@ class Network:
             if isinstance(thing, tuple):
                 self.speak(*thing)
             else:
-                self.state = self.state.hear(thing, self.now_ns)
+                self.state = self.state.apply(thing, self.now_ns)
                 if not thing.open:
                     assert not gate(self.state, self.now_ns)[0]
             self.check()
@@ -199,8 +205,8 @@ class Network:
     def check(self) -> None:
         verdict = judge(facts(UNSEEN, following=self.state), GateLimits(), self.now_ns)
         if verdict.open:
-            assert verdict.until_ns <= max(self.given_ns) + WORD_NS
-            assert verdict.until_ns <= self.now_ns + WORD_NS
+            assert verdict.until_ns <= max(self.given_ns) + MAX_LEASE_NS
+            assert verdict.until_ns <= self.now_ns + MAX_LEASE_NS
 
 
 @given(events=EVENTS, offset_s=st.integers(-500, 500))
@@ -218,13 +224,13 @@ def test_no_permit_outlasts_the_last_open_word_in_any_network(
 
 @given(st.lists(st.integers(0, 70), min_size=10, max_size=40))
 def test_a_gate_that_is_open_stays_open_over_any_round_trip_within_75_ms(late: list[int]) -> None:
-    state, heard_ns = HeldWord(), 0
+    state, heard_ns = LeaderLease(), 0
     for turn, millis in enumerate(late):
         asked_ns = NOW + turn * ASK_NS
         state, number = state.ask(asked_ns)
         heard_ns = max(heard_ns, asked_ns + millis * MS)  # a stream keeps the order
         assert turn == 0 or gate(state, heard_ns)[0]
-        state = state.hear(word(number, turn + 1), heard_ns)
+        state = state.apply(update(number, turn + 1), heard_ns)
 
 
 # --- how long such a replica takes to stop

@@ -13,7 +13,7 @@ GRACE = Grace(iteration_ns=100, start_ns=1000)
 @pytest.mark.parametrize(
     ("activity", "stopped_ns", "hurried", "expected"),
     [
-        (Activity.UNTOLD, 0, False, FreezeStep.FREEZE),
+        (Activity.UNREPORTED, 0, False, FreezeStep.FREEZE),
         (Activity.RESTING, 0, False, FreezeStep.FREEZE),
         (Activity.ITERATING, 99, False, FreezeStep.WAIT),
         (Activity.ITERATING, 100, False, FreezeStep.FREEZE),

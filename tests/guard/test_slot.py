@@ -78,18 +78,18 @@ def test_other_weights_are_told_beside_everything_else_until_the_host_has_them()
         (OPEN, PRESENT, SlotOrder.EXTEND),
         (shut(), STOPPED, SlotOrder.CLOSE),
     ):
-        news = replace(seen(verdict, engine(held=not verdict.open)), weights_told=False)
+        news = replace(seen(verdict, engine(held=not verdict.open)), weights_sent=False)
         state, done = orders(before, news)
         assert done == [beside, SlotOrder.ENSURE]
         state, done = orders(state, news, NOW + S)
         assert done == [beside]
         state, done = orders(state, news, NOW + 2 * S)
         assert done == [beside, SlotOrder.ENSURE]
-        state, done = orders(state, replace(news, weights_told=True), NOW + 3 * S)
+        state, done = orders(state, replace(news, weights_sent=True), NOW + 3 * S)
         assert done == [beside]
         _, done = orders(state, news, NOW + 3 * S + MS)  # other news wait for nothing
         assert done == [beside, SlotOrder.ENSURE]
-    lost = replace(seen(OPEN, engine(), granted=False), weights_told=False)
+    lost = replace(seen(OPEN, engine(), granted=False), weights_sent=False)
     assert SlotOrder.ENSURE not in orders(PRESENT, lost)[1]
 
 

@@ -14,9 +14,9 @@ from rose_core.wire.sync import SignalSource
 
 LIMITS = WholeLimits(drain_s=30.0)
 NOW = 1000.0
-AWAKE = WholeSeen(granted=True, told=SleepStage.AWAKE, quiet=True)
+AWAKE = WholeSeen(granted=True, stage=SleepStage.AWAKE, quiet=True)
 DRAINED = replace(AWAKE, ready=False)
-SLEEPS = replace(DRAINED, told=SleepStage.ASLEEP)
+SLEEPS = replace(DRAINED, stage=SleepStage.ASLEEP)
 
 
 def at(phase: WholePhase) -> Whole:
@@ -34,11 +34,11 @@ def test_it_is_drained_first_then_asleep_then_back() -> None:
         (replace(DRAINED, quiet=False), WholePhase.DRAINING),
         (replace(DRAINED, quiet=None), WholePhase.DRAINING),
         (DRAINED, WholePhase.DRAINED),
-        (replace(DRAINED, told=SleepStage.FALLING), WholePhase.DRAINED),
+        (replace(DRAINED, stage=SleepStage.FALLING), WholePhase.DRAINED),
         (SLEEPS, WholePhase.ASLEEP),
         (replace(SLEEPS, granted=None), WholePhase.ASLEEP),
         (replace(SLEEPS, granted=False), WholePhase.RETURNING),
-        (replace(SLEEPS, granted=False, told=SleepStage.WAKING), WholePhase.RETURNING),
+        (replace(SLEEPS, granted=False, stage=SleepStage.WAKING), WholePhase.RETURNING),
         (replace(DRAINED, granted=False), WholePhase.RETURNING),
         (replace(AWAKE, granted=False), WholePhase.OFF),
     )
@@ -47,46 +47,51 @@ def test_it_is_drained_first_then_asleep_then_back() -> None:
         state = decide(state, seen, LIMITS, NOW + number)
         assert state.phase is phase, number
         assert state.asks == (phase in {WholePhase.DRAINING, WholePhase.DRAINED, WholePhase.ASLEEP})
-    assert state.word is None
+    assert state.failure is None
 
 
 @pytest.mark.parametrize(
-    ("phase", "seen", "later_s", "word"),
+    ("phase", "seen", "later_s", "failure"),
     [
         (WholePhase.DRAINING, AWAKE, 30.0, Reason.NOT_DRAINED),
         (WholePhase.DRAINING, replace(DRAINED, quiet=False), 30.0, Reason.NOT_DRAINED),
         (WholePhase.DRAINED, AWAKE, 1.0, Reason.NOT_DRAINED),
         (WholePhase.DRAINED, DRAINED, 30.0, Reason.NOT_DRAINED),
-        (WholePhase.DRAINED, replace(DRAINED, told=SleepStage.RECALLED), 1.0, Reason.SLEEP_REFUSED),
-        (WholePhase.DRAINED, replace(DRAINED, told=SleepStage.WAKING), 1.0, Reason.SLEEP_REFUSED),
-        (WholePhase.DRAINING, replace(AWAKE, told=None), 1.0, Reason.SLEEPER_UNAVAILABLE),
-        (WholePhase.ASLEEP, replace(SLEEPS, told=None), 1.0, Reason.SLEEPER_UNAVAILABLE),
+        (
+            WholePhase.DRAINED,
+            replace(DRAINED, stage=SleepStage.RECALLED),
+            1.0,
+            Reason.SLEEP_REFUSED,
+        ),
+        (WholePhase.DRAINED, replace(DRAINED, stage=SleepStage.WAKING), 1.0, Reason.SLEEP_REFUSED),
+        (WholePhase.DRAINING, replace(AWAKE, stage=None), 1.0, Reason.SLEEPER_UNAVAILABLE),
+        (WholePhase.ASLEEP, replace(SLEEPS, stage=None), 1.0, Reason.SLEEPER_UNAVAILABLE),
         (WholePhase.ASLEEP, replace(SLEEPS, busy=True), 1.0, Reason.REQUEST_WHILE_ASLEEP),
     ],
 )
 def test_a_failure_ends_it_with_its_word_and_serving_rests(
-    phase: WholePhase, seen: WholeSeen, later_s: float, word: Reason
+    phase: WholePhase, seen: WholeSeen, later_s: float, failure: Reason
 ) -> None:
     failed = after(at(phase), seen, later_s)
-    assert (failed.phase, failed.word, failed.asks) == (WholePhase.RETURNING, word, False)
+    assert (failed.phase, failed.failure, failed.asks) == (WholePhase.RETURNING, failure, False)
     off = after(failed, AWAKE, later_s + 1)
     assert off.phase is WholePhase.OFF
-    assert off.refusal(LIMITS, NOW + 40) is word
+    assert off.refusal(LIMITS, NOW + 40) is failure
     assert after(off, AWAKE, later_s + 2).phase is WholePhase.OFF
     again = after(off, AWAKE, later_s + LIMITS.rest_s)
-    assert (again.phase, again.word) == (WholePhase.DRAINING, None)
+    assert (again.phase, again.failure) == (WholePhase.DRAINING, None)
 
 
 def test_a_release_under_way_is_not_called_late() -> None:
-    falling = replace(DRAINED, told=SleepStage.FALLING)
+    falling = replace(DRAINED, stage=SleepStage.FALLING)
     assert after(at(WholePhase.DRAINED), falling, 31.0).phase is WholePhase.DRAINED
 
 
 def test_serving_that_does_not_wake_is_told_until_it_does() -> None:
     state = at(WholePhase.RETURNING)
     assert state.refusal(LIMITS, NOW) is Reason.SERVING_WAKING
-    broken = after(state, replace(DRAINED, granted=False, told=SleepStage.BROKEN))
-    assert (broken.phase, broken.word) == (WholePhase.RETURNING, Reason.WAKE_OVERDUE)
+    broken = after(state, replace(DRAINED, granted=False, stage=SleepStage.BROKEN))
+    assert (broken.phase, broken.failure) == (WholePhase.RETURNING, Reason.WAKE_OVERDUE)
     assert after(broken, replace(DRAINED, granted=False)).phase is WholePhase.RETURNING, (
         "not Ready yet"
     )
@@ -104,7 +109,7 @@ def test_a_guard_that_finds_serving_asleep_goes_by_its_grant(
 
 
 def test_without_a_sleeper_nothing_begins() -> None:
-    assert after(Whole(), replace(AWAKE, told=None)) == Whole()
+    assert after(Whole(), replace(AWAKE, stage=None)) == Whole()
 
 
 QUIET = ServingSignal(running=0, source=SignalSource.WIRE_TAP)

@@ -11,8 +11,8 @@ import pytest
 from rose_agent.host.enforcement.tree import RunConditions
 from rose_core.api.reasons import Reason
 from rose_core.devices.mps import MpsRefusal
-from rose_core.guard.reasons import GateReason, slot_word
-from rose_core.host_reasons import HOST_MEANING, TOLD_IN_FULL, TROUBLE, HostReason
+from rose_core.guard.reasons import GateReason, slot_reason
+from rose_core.host_reasons import HOST_MEANING, SHOWN_IN_FULL, TROUBLE, HostReason
 from rose_core.wire.host import EngineStatus, Holder
 
 ROOT = Path(__file__).parents[2]
@@ -62,14 +62,14 @@ def test_a_word_of_guard_host_and_operator_means_one_thing() -> None:
     """A word that two of the lists have is the same fact: leases repeat their hosts' trouble."""
     shared = {word.value for word in HostReason} & {reason.value for reason in Reason}
     assert shared == {"Other"} | {word.value for word in TROUBLE}
-    assert TOLD_IN_FULL < TROUBLE
+    assert SHOWN_IN_FULL < TROUBLE
     assert not {word.value for word in HostReason} & {reason.value for reason in GateReason}
 
 
 def test_a_condition_repeats_known_words_only() -> None:
     for word in (*GateReason, *HostReason):
-        assert slot_word(word.value) == word.value
-    assert slot_word("InventedLater") == "Other"
+        assert slot_reason(word.value) == word.value
+    assert slot_reason("InventedLater") == "Other"
 
 
 def test_every_word_is_explained_and_the_page_says_so() -> None:

@@ -27,10 +27,10 @@ def at(index: int, size: int = 2, group: str = "llama/0") -> GroupPlace:
 def test_a_whole_group_tells_its_guards_who_leads() -> None:
     found = form([node("b", at(1)), node("a", at(0), guard="a:1"), node("c", at(0, 1, "x/0"))])
     assert found["s/chat/llama/0"].refusal == ""
-    assert found["s/chat/llama/0"].told == ReplicaGroup(
+    assert found["s/chat/llama/0"].formed == ReplicaGroup(
         PodUid("a-0"), "a", "a:1", (FollowerPod(PodUid("b-1"), "b"),)
     )
-    assert found["s/chat/x/0"].told is not None
+    assert found["s/chat/x/0"].formed is not None
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_whole_group_tells_its_guards_who_leads() -> None:
 def test_a_group_that_is_not_whole_is_refused_in_words(nodes: list[SyncRequest], said: str) -> None:
     (found,) = form(nodes).values()
     assert said in found.refusal
-    assert found.told is None
+    assert found.formed is None
 
 
 def group(name: str, pods: int = 2) -> list[Replica]:

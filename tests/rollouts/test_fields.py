@@ -9,7 +9,7 @@ import pytest
 from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
 from rose_core.rollouts.requests.fields import (
     MOST_TOP,
-    NOTHING_SAID,
+    NO_BOUNDS,
     Bounds,
     admitted,
     asked_with,
@@ -132,14 +132,14 @@ def test_the_last_token_and_the_last_place_are_within_the_model() -> None:
 
 
 def test_where_nobody_has_said_the_vocabulary_only_few_alternatives_are_asked_for() -> None:
-    check_within([2**30], {}, {"top_logprobs_num": 128}, NOTHING_SAID)
+    check_within([2**30], {}, {"top_logprobs_num": 128}, NO_BOUNDS)
     with pytest.raises(UnsafeTurn, match="top_logprobs_num"):
-        check_within([1], {}, {"top_logprobs_num": 129}, NOTHING_SAID)
+        check_within([1], {}, {"top_logprobs_num": 129}, NO_BOUNDS)
 
 
 def test_bounds_of_several_engines_are_those_that_hold_on_all() -> None:
     assert least([Bounds(0, 64), Bounds(500, 0), Bounds(400, 128)]) == Bounds(400, 64)
-    assert least([]) == NOTHING_SAID
+    assert least([]) == NO_BOUNDS
 
 
 @pytest.mark.parametrize(

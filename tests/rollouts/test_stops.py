@@ -16,17 +16,17 @@ def decode(ids: Sequence[int]) -> str:
     return "".join(PIECES[number] for number in ids)
 
 
-def stops(*words: str, window: int) -> Stops:
-    return Stops(words, window, decode)
+def stops(*strings: str, window: int) -> Stops:
+    return Stops(strings, window, decode)
 
 
 def undisturbed(tokens: Sequence[int], rule: Stops) -> StopMatch | None:
     """What SGLang does after each token: the tail's text is searched, word by word."""
     for count in range(1, len(tokens) + 1):
         tail = decode(tokens[:count][-rule.window :])
-        for word in rule.words:
-            if word in tail:
-                return StopMatch(count, word)
+        for string in rule.strings:
+            if string in tail:
+                return StopMatch(count, string)
     return None
 
 
@@ -49,8 +49,8 @@ def test_of_several_strings_the_callers_order_counts() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_wherever_a_turn_is_cut_it_ends_as_if_it_had_not_been(seed: int) -> None:
     chance = random.Random(seed)
-    words = tuple(chance.sample(["ab", "</end>", "b</", "\n ", "endab"], 2))
-    rule = stops(*words, window=chance.randint(2, 6))
+    strings = tuple(chance.sample(["ab", "</end>", "b</", "\n ", "endab"], 2))
+    rule = stops(*strings, window=chance.randint(2, 6))
     tokens = chance.choices(range(len(PIECES)), k=60)
     whole = undisturbed(tokens, rule)
     for cut in range(1, whole.count if whole else len(tokens)):
@@ -65,7 +65,7 @@ def test_wherever_a_turn_is_cut_it_ends_as_if_it_had_not_been(seed: int) -> None
         )
         assert (first.count + cut if first else None) == (whole.count if whole else None)
         if found and whole:
-            assert found.word == whole.word
+            assert found.string == whole.string
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
-from rose_core.rollouts.requests.fields import NOTHING_SAID, Bounds
+from rose_core.rollouts.requests.fields import NO_BOUNDS, Bounds
 from rose_router.engines.engine_client import _encoded
 from rose_router.errors import TooLarge
 from rose_router.http.admission import bodies
@@ -57,7 +57,7 @@ def unpaced() -> LargeBodies:
     return made
 
 
-def shape_of(raw: bytes, width: int = 1 << 16, bounds: Bounds = NOTHING_SAID) -> BodyShape:
+def shape_of(raw: bytes, width: int = 1 << 16, bounds: Bounds = NO_BOUNDS) -> BodyShape:
     """Of a body that comes in pieces of so many bytes."""
     shape = BodyShape(lambda: bounds)
     for place in range(0, len(raw), width):

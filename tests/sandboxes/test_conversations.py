@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rose_core.sandboxes.conversations import ConversationLost, Inside, Outside, said_again
+from rose_core.sandboxes.conversations import ConversationLost, Inside, Outside, count_resent
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from rose_core.sandboxes.conversations import ConversationLost, Inside, Outside,
 def test_what_nobody_has_answered_is_said_again(
     outside: Outside, inside: Inside, again: int
 ) -> None:
-    assert said_again(outside, inside) == again
+    assert count_resent(outside, inside) == again
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_a_world_that_its_caller_was_told_other_things_of_is_not_gone_on_with(
     outside: Outside, inside: Inside, why: str
 ) -> None:
     with pytest.raises(ConversationLost, match=why):
-        said_again(outside, inside)
+        count_resent(outside, inside)

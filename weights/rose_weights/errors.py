@@ -74,7 +74,7 @@ class Damaged(WeightsError):
     """Bytes on disk or from the wire are not what their name says."""
 
 
-_BY_WORD: dict[str, type[WeightsError]] = {
+_BY_NAME: dict[str, type[WeightsError]] = {
     kind.__name__: kind
     for kind in (
         UnknownRun,
@@ -97,7 +97,7 @@ def as_text(error: WeightsError) -> str:
 
 def from_text(text: str) -> WeightsError | None:
     """The error that ``as_text`` wrote, wherever it stands in the text; None when there is none."""
-    for code, kind in _BY_WORD.items():
+    for code, kind in _BY_NAME.items():
         found = text.find(f"[{code}] ")
         if found >= 0:
             return kind(text[found + len(code) + 3 :])

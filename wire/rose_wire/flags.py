@@ -239,8 +239,8 @@ def complaint(error: Exception, argv: Sequence[str]) -> str:
 
 
 def _flag_of(value: str, argv: Sequence[str]) -> str:
-    for number, word in enumerate(argv):
-        flag, _, given = word.partition("=")
+    for number, argument in enumerate(argv):
+        flag, _, given = argument.partition("=")
         if not given and number + 1 < len(argv):
             given = argv[number + 1]
         if flag.startswith("--") and given and (value == given or value.startswith(f"{given}/")):

@@ -22,7 +22,7 @@ from rose_core.unreadable import UNREADABLE
 _ALGORITHMS = ("RS256", "ES256", "ES384", "ES512")
 _ACCOUNT = "system:serviceaccount:"
 # Of what a caller showed, this much is told back.
-_MOST_SAID = 200
+_MOST_SHOWN = 200
 # What anybody may send as a token: also numbers of any length, and lists as deep as a head is long.
 _UNREADABLE = (jwt.InvalidTokenError, TypeError, ValueError, OverflowError, RecursionError)
 
@@ -117,11 +117,11 @@ class ServiceAccounts:
         named = [audiences] if isinstance(audiences, str) else [str(one) for one in audiences]
         where = subject.removeprefix(_ACCOUNT).partition(":")[0]
         if audience not in named:
-            said = ", ".join(named)[:_MOST_SAID] or "nobody"
-            return f"the bearer token is for the audience {said}, not for {audience}"
+            shown = ", ".join(named)[:_MOST_SHOWN] or "nobody"
+            return f"the bearer token is for the audience {shown}, not for {audience}"
         if not subject.startswith(_ACCOUNT) or where != namespace:
-            said = subject[:_MOST_SAID]
-            return f"the bearer token is of {said}, not of a service account in {namespace}"
+            shown = subject[:_MOST_SHOWN]
+            return f"the bearer token is of {shown}, not of a service account in {namespace}"
         return "the bearer token is not signed with a key of this cluster"
 
 

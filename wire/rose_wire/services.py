@@ -31,7 +31,7 @@ from rose_core.wire.host import (
     SetDormant,
     StopEngine,
 )
-from rose_core.wire.leading import LeaderQuestion, Word
+from rose_core.wire.leading import LeaderQuestion, LeaderUpdate
 from rose_core.wire.routing import DemandNote, DemandRequest, EngineUpdate, RouterNote
 from rose_core.wire.sync import Notice, NoticeRequest, SyncReply, SyncRequest
 from rose_wire.rpc import Method
@@ -48,7 +48,7 @@ DORMANT = Method("rose.v1.EngineHost", "Dormant", SetDormant, EngineStatus)
 LIMIT = Method("rose.v1.EngineHost", "Limit", LimitMemory, EngineStatus)
 STATUS = Method("rose.v1.EngineHost", "Status", HostStatusRequest, HostStatus)
 
-FOLLOW = Method("rose.v1.Guard", "Follow", LeaderQuestion, Word)
+FOLLOW = Method("rose.v1.Guard", "Follow", LeaderQuestion, LeaderUpdate)
 
 ATTACH = Method("rose.v1.Router", "Attach", EngineUpdate, RouterNote)
 DEMAND = Method("rose.v1.Router", "Demand", DemandRequest, DemandNote)

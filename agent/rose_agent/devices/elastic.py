@@ -29,7 +29,7 @@ from rose_agent.errors import QueryFailed
 from rose_core.devices.elastic import PoolSeen
 
 SHM = Path("/dev/shm")  # noqa: S108  # kvcached's place
-_WORDS = struct.Struct("=qqq")
+_COUNTERS = struct.Struct("=qqq")
 _LIMIT = struct.Struct("=q")
 
 
@@ -75,7 +75,7 @@ class KvcachedSegment:
             return None
         try:
             with self._opened(os.O_RDONLY) as file:
-                limit, used, spare = _WORDS.unpack(os.pread(file, _WORDS.size, 0))
+                limit, used, spare = _COUNTERS.unpack(os.pread(file, _COUNTERS.size, 0))
         except (OSError, QueryFailed, struct.error):
             return None
         return PoolSeen(limit, used, spare) if limit > 0 and min(used, spare) >= 0 else None
@@ -116,7 +116,7 @@ class KvcachedSegment:
         try:
             seen = os.fstat(file)
             plain = stat.S_ISREG(seen.st_mode) and seen.st_nlink == 1
-            if not plain or seen.st_uid != self._owner or seen.st_size < _WORDS.size:
+            if not plain or seen.st_uid != self._owner or seen.st_size < _COUNTERS.size:
                 raise QueryFailed(f"{self._path} is no segment of user {self._owner}")
             yield file
         finally:

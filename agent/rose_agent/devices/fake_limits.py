@@ -38,20 +38,20 @@ def main(argv: list[str]) -> int:
     Returns:
         Exit code.
     """
-    words = _parser().parse_args(argv)
+    arguments = _parser().parse_args(argv)
     store = Path(os.environ["ROSE_FAKE_LIMITS"])
-    if not words.namespace.is_dir():
-        sys.stdout.write(f"No such namespace: {words.namespace}\n")
+    if not arguments.namespace.is_dir():
+        sys.stdout.write(f"No such namespace: {arguments.namespace}\n")
         return 6
     known = json.loads(store.read_text()) if store.exists() else {}
-    if words.set and not os.environ.get("ROSE_FAKE_LIMITS_DEAF"):
-        own = known.setdefault(str(words.namespace), {})
-        own[words.id] = [words.soft_limit, words.hard_limit]
+    if arguments.set and not os.environ.get("ROSE_FAKE_LIMITS_DEAF"):
+        own = known.setdefault(str(arguments.namespace), {})
+        own[arguments.id] = [arguments.soft_limit, arguments.hard_limit]
         store.write_text(json.dumps(known))
-    if words.get:
-        soft, hard = known.get(str(words.namespace), {}).get(words.id, (0, WHOLE_MIB))
+    if arguments.get:
+        soft, hard = known.get(str(arguments.namespace), {}).get(arguments.id, (0, WHOLE_MIB))
         sys.stdout.write(
-            f"namespace: {words.namespace}\nsoft limit: {soft} MiB\n"
+            f"namespace: {arguments.namespace}\nsoft limit: {soft} MiB\n"
             f"hard limit: {hard} MiB\ncurrent used: 0 MiB\n"
         )
     return 0

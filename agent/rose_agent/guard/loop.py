@@ -299,7 +299,7 @@ class Guard:
             time.monotonic_ns,
         )
         self.groups = Groups(
-            self.leading, self.slots, settings.token, settings.identity, self._on_word
+            self.leading, self.slots, settings.token, settings.identity, self._on_update
         )
 
     # --- events
@@ -462,7 +462,7 @@ class Guard:
         if (replica := self.replicas.get(uid)) is not None:
             replica.outcomes.note_stop(after_ns, 1)
 
-    def _on_word(self, uid: PodUid, arrived_ns: int) -> None:
+    def _on_update(self, uid: PodUid, arrived_ns: int) -> None:
         if uid in self.replicas:
             self._step_replica(uid, time.monotonic_ns(), arrived_ns)
 
@@ -485,8 +485,8 @@ class Guard:
         if slot.grant is not None and self.grants.is_alive(slot.uid, now_s):
             return True
         young = now_s - self._started_s < _ORPHAN_SECONDS
-        unheard = not self.grants.complete_replies and slot.uid not in self.grants.held
-        return None if young and unheard else False
+        unconfirmed = not self.grants.complete_replies and slot.uid not in self.grants.held
+        return None if young and unconfirmed else False
 
     def _tick(self) -> bool:
         began = time.monotonic()

@@ -40,7 +40,7 @@ RUNGS = Counter(
     "rose_guard_rungs", "Rungs of the reclaim ladder entered.", ["rung"], registry=REGISTRY
 )
 ORDERS = Counter("rose_guard_orders", "Orders carried out by kind.", ["order"], registry=REGISTRY)
-LEADER_WORD_AGE = Gauge(
+LEADER_LEASE_AGE = Gauge(
     "rose_guard_leader_word_age_seconds",
     "Age of the last word of the guard whose gate this follower's gate follows.",
     ["replica"],

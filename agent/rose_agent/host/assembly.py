@@ -124,8 +124,8 @@ class HostPrivileges:
             NoLimits: a limit that was asked for cannot be set.
         """
         arguments, rundir, freezer = facts.arguments, facts.rundir, facts.freezer
-        first, *words = arguments.mps_program.split()
-        mps = MpsNode(arguments.mps_root, facts.devices, [located(first), *words])
+        first, *rest = arguments.mps_program.split()
+        mps = MpsNode(arguments.mps_root, facts.devices, [located(first), *rest])
         limits = SmiLimits(lambda: own_base(2), freezer.prefix) if facts.on_gpus else None
         ways = SharingMeans(mps, limits)
         await asyncio.to_thread(free_leftovers, ways, rundir)

@@ -234,10 +234,10 @@ class V2Group(_Cgroup):
 
     def cpu_ns(self) -> int | None:
         """``cpu.stat``, which the unified hierarchy keeps with or without the controller."""
-        words = self._read("cpu.stat").split()
-        if "usage_usec" not in words:
+        parts = self._read("cpu.stat").split()
+        if "usage_usec" not in parts:
             return None
-        return int(words[words.index("usage_usec") + 1]) * 1000
+        return int(parts[parts.index("usage_usec") + 1]) * 1000
 
     def kill(self) -> None:
         """``cgroup.kill`` where the kernel has it (5.14), else SIGKILL to every task."""

@@ -190,8 +190,8 @@ class Limiter:
             text = (base.folder / f"{self._prefix}{uid}" / file).read_text()
         except OSError:
             return 0
-        words = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
-        return int(words.get(event, 0))
+        fields = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
+        return int(fields.get(event, 0))
 
 
 def _find(name: str, v2_base: Path | None, v1: Callable[[str], Path | None]) -> CgroupBase | None:

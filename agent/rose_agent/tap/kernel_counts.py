@@ -166,8 +166,8 @@ class KernelCounts:
         if value is None:
             self.doubtful = True
             return []
-        word, last_ns, size, of_tokens = _VALUE.unpack(value)
-        until, tokens = word >> 32, word & _TOKENS
+        packed, last_ns, size, of_tokens = _VALUE.unpack(value)
+        until, tokens = packed >> 32, packed & _TOKENS
         if until == stream.position:
             return []
         events = self._tracker.count(

@@ -126,13 +126,13 @@ class Parser:
             return
         if known is not None and known.watch.same_sockets(command) and not known.problem:
             known.watch = command
-            self._tell([*known.tracker.open_requests(), *known.beat()])
+            self._emit([*known.tracker.open_requests(), *known.beat()])
             return
         if known is not None:
             self._drop(known)
         self._ask(command)
 
-    def _tell(self, events: list[TapEvent]) -> None:
+    def _emit(self, events: list[TapEvent]) -> None:
         guard = self._guard
         if guard is None or not events:
             return
@@ -147,12 +147,12 @@ class Parser:
         own = socket_of(self._rundir, watch.replica)
         if own is not None:
             self._failed.pop(watch.replica, None)
-            self._relays[watch.replica] = Relay(own, watch, self._tell, self._unheard)
+            self._relays[watch.replica] = Relay(own, watch, self._emit, self._note_silent)
             return
         self._pending[watch.replica] = watch
         self._channel.send(msgspec.msgpack.encode(watch))
 
-    def _unheard(self, watch: Watch, reason: str) -> None:
+    def _note_silent(self, watch: Watch, reason: str) -> None:
         self._relays.pop(watch.replica, None)
         self._failed[watch.replica] = (watch, reason, _REOPEN_BEATS)
 
@@ -184,7 +184,7 @@ class Parser:
         )
         self._replicas[watch.replica] = replica
         self._gauge()
-        replica.start(self._tell)
+        replica.start(self._emit)
 
     @staticmethod
     def _usable(watch: Watch, streams: list[HashMap], reason: str) -> HashMap | None:
@@ -226,7 +226,7 @@ class Parser:
         return before(_STEP_NS, time.monotonic_ns()) / 1e9 if restless else _CALM_SECONDS
 
     def _beat_all(self) -> None:
-        self._tell([event for replica in self._replicas.values() for event in replica.beat()])
+        self._emit([event for replica in self._replicas.values() for event in replica.beat()])
         sampled = 0
         for replica in list(self._replicas.values()):
             sampled += replica.sampled
@@ -241,7 +241,7 @@ class Parser:
 
     def _beat_failed(self) -> None:
         for name, (watch, error, beats) in list(self._failed.items()):
-            self._tell([unhealthy(name, error)])
+            self._emit([unhealthy(name, error)])
             if beats > 1:
                 self._failed[name] = (watch, error, beats - 1)
             else:

@@ -104,14 +104,14 @@ class Heads:
                 description = await store.describe(self._source.run)
                 if description.head is None:
                     self.none_published = self.head is None
-                    self._tell(f"run {self._source.run} has no published version yet")
+                    self._set_error(f"run {self._source.run} has no published version yet")
                 if not await self._follow(store):
                     break
-            self._tell("the store ended the watch")
+            self._set_error("the store ended the watch")
         except (WeightsError, WireError) as error:
             if isinstance(error, UnknownRun):  # no publisher has opened it
                 self.none_published = self.head is None
-            self._tell(f"weight store {self._source.endpoint}: {error}")
+            self._set_error(f"weight store {self._source.endpoint}: {error}")
         await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _follow(self, store: WeightsClient) -> bool:
@@ -128,9 +128,9 @@ class Heads:
                 self.none_published = False
                 self.head = Head(info.version, info.digest)
                 self._encoded = (str(info.version), info.encode_seconds)
-                self._tell("")
+                self._set_error("")
 
-    def _tell(self, error: str) -> None:
+    def _set_error(self, error: str) -> None:
         self.error = error
         self._on_change()
 

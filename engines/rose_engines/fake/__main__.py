@@ -201,7 +201,7 @@ async def serve(flags: argparse.Namespace) -> None:
     for one in weights:
         one.permit_open = permit_open
     control = ControlServer(flags.plugin_socket, session.handle) if flags.plugin_socket else None
-    stop = _told_to_end(loop, flags.end_with)
+    stop = _stop_event(loop, flags.end_with)
     key = os.environ.pop(KEY_VARIABLE, "")
     application = FakeServer(scheduler, str(flags.model or "fake"), key).application()
     if pool is not None:
@@ -227,15 +227,15 @@ async def serve(flags: argparse.Namespace) -> None:
         await runner.cleanup()
 
 
-def _told_to_end(loop: asyncio.AbstractEventLoop, process: int) -> asyncio.Event:
+def _stop_event(loop: asyncio.AbstractEventLoop, process: int) -> asyncio.Event:
     """Set by SIGTERM or SIGINT; with this process, where one is given, we end at once."""
     if process:
         # Not the parent: an engine outlives its host, and must not outlive the host's test.
         loop.add_reader(os.pidfd_open(process), os._exit, 1)
-    told = asyncio.Event()
+    stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
-    return told
+        loop.add_signal_handler(number, stop.set)
+    return stop
 
 
 def _discard(_: object) -> None:

@@ -34,14 +34,14 @@ def connect(multiprocessors: int, memory_bytes: int, environment: Mapping[str, s
     control = Path(environment.get("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")) / "control"
     if not control.exists():
         return Device(multiprocessors, memory)
-    refusal = _tell(control, f"fake_connect {os.getpid()} {percent}")
+    refusal = _send(control, f"fake_connect {os.getpid()} {percent}")
     if refusal:
         raise ConnectionRefusedError(refusal)
     share = math.ceil(multiprocessors * float(percent) / 100 / _STEP) * _STEP
     return Device(min(multiprocessors, share), memory)
 
 
-def _tell(control: Path, line: str) -> str:
+def _send(control: Path, line: str) -> str:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_SECONDS)
         connection.connect(str(control))

@@ -27,7 +27,7 @@ from pathlib import Path
 
 PAGE = 2 << 20
 SHM = Path("/dev/shm")  # noqa: S108  # kvcached's place
-_WORDS = struct.Struct("=qqq")
+_COUNTERS = struct.Struct("=qqq")
 _SPARES = 1
 
 
@@ -88,16 +88,18 @@ class FakePool:
         self._write(None)
 
     def _limit(self) -> int:
-        return int(_WORDS.unpack(self.path.read_bytes())[0])
+        return int(_COUNTERS.unpack(self.path.read_bytes())[0])
 
     def _write(self, limit: int | None) -> None:
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             if limit is None:
-                limit = _WORDS.unpack(os.pread(file, _WORDS.size, 0).ljust(_WORDS.size, b"\0"))[0]
+                limit = _COUNTERS.unpack(
+                    os.pread(file, _COUNTERS.size, 0).ljust(_COUNTERS.size, b"\0")
+                )[0]
             held = (self._used * self.bundle, self._spare * self.bundle)
-            os.pwrite(file, _WORDS.pack(limit, *held), 0)
+            os.pwrite(file, _COUNTERS.pack(limit, *held), 0)
         finally:
             os.close(file)
 
@@ -173,23 +175,23 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rose_engines.fake.kvcached")
     parser.add_argument("--name", required=True)
     parser.add_argument("--bundles", type=int, default=64)
-    words = parser.parse_args(argv)
-    pool = FakePool(words.name, words.bundles)
+    arguments = parser.parse_args(argv)
+    pool = FakePool(arguments.name, arguments.bundles)
 
-    def say(answer: object) -> None:
+    def reply(answer: object) -> None:
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
-    say({"bundle": pool.bundle, "bundles": words.bundles})
+    reply({"bundle": pool.bundle, "bundles": arguments.bundles})
     for line in sys.stdin:
         order, _, count = line.strip().partition(" ")
         if order == "quit":
             break
         if order == "alloc":
-            say(pool.alloc(int(count)))
+            reply(pool.alloc(int(count)))
         elif order == "free":
             pool.free(int(count))
-            say(True)
+            reply(True)
     pool.close()
     return 0
 

@@ -86,13 +86,13 @@ class _Http:
             async with self._session.request(
                 method, self._url + path, json=body, timeout=allowed
             ) as reply:
-                told = await reply.read()
+                payload = await reply.read()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"{path}: {error or type(error).__name__}") from error
         if reply.status != 200:
-            text = told[:200].decode("utf-8", "replace")
+            text = payload[:200].decode("utf-8", "replace")
             raise SleepRefused(f"{path} answered {reply.status}: {text}")
-        return told
+        return payload
 
     async def ask(self, method: str, path: str, kind: type[T], body: object = None) -> T:
         """The answer's JSON, as far as it is of this kind.

@@ -31,7 +31,7 @@ from rose_engines.weights.adapters import BaseDigest, scale_tensor
 from rose_engines.weights.live import digest_live, zero
 
 _WRAPPED = ".base_layer."
-_WORDS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 class AdapterPool(NamedTuple):
@@ -219,8 +219,8 @@ def _placed(
         rows = tensor.shape[0] * part.number if side == "A" else part.first
         first = slot * whole[0].numel() + rows * tensor.shape[1]
         flat = parameters.flat_of(name, whole)[first : first + tensor.numel()]
-        shape, word = tuple(tensor.shape), _WORDS[tensor.dtype]
-        live = parameters.storage(name, word, shape, flat)
+        shape, dtype_name = tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype]
+        live = parameters.storage(name, dtype_name, shape, flat)
         if not np.array_equal(live.all_bits(), _bits(tensor)):
             raise UnsupportedEngine(f"SGLang does not keep {name!r} where it should be")
         yield name, live

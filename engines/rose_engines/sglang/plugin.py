@@ -212,7 +212,7 @@ class SchedulerPlugin:
             if session.broken:
                 raise BrokenWeights("an undo failed; this engine ends so that it starts afresh")
         elif self._leader and self._gate is not None:
-            self._gate.wait(resting=self._say)
+            self._gate.wait(resting=self._report)
         self._checkpoints.mark_iterating()
 
     def _size_chunks(self, scheduler: Any) -> None:  # noqa: ANN401
@@ -224,7 +224,7 @@ class SchedulerPlugin:
         size = self._own_chunk // self._gate.chunk_divisor // step * step
         scheduler.chunked_prefill_size = max(size, step)
 
-    def _say(self, resting: bool) -> None:
+    def _report(self, resting: bool) -> None:
         """Report to its freezers; where it looks after orders it may work in the driver."""
         (self._checkpoints.mark_resting if resting else self._checkpoints.mark_iterating)()
 
@@ -232,7 +232,7 @@ class SchedulerPlugin:
         """Rest while the permit is closed; behind it, a boundary."""
         session.on_rest()
         if self._gate is not None:
-            self._gate.wait(session.on_rest, resting=self._say)
+            self._gate.wait(session.on_rest, resting=self._report)
         self._checkpoints.mark_iterating()
         session.on_boundary()
 

@@ -60,7 +60,7 @@ class BaseDigest(WholeTensor):
         self.name, self.dtype = BASE, "I64"
         self.shape: tuple[int, ...] = (2,)
         self._measure = measure
-        self._bits = _words(measure())
+        self._bits = _bits_of(measure())
 
     @property
     def measured(self) -> Digest:
@@ -84,11 +84,11 @@ class BaseDigest(WholeTensor):
 
     def digest(self) -> Digest:
         """Digest of the words, measured anew: who attests an adapter attests its base."""
-        self._bits = _words(self._measure())
+        self._bits = _bits_of(self._measure())
         return digest_run(self.name, 0, self._bits)
 
 
-def _words(digest: Digest) -> Bits:
+def _bits_of(digest: Digest) -> Bits:
     return np.array([digest.low, digest.high], "<u8")
 
 
@@ -270,10 +270,10 @@ class AdapterSlots:
         session = self._of(call.run)
         if session is None:
             if isinstance(call, Unbind):
-                return self._told(self._sessions[0].status())
+                return self._with_runs(self._sessions[0].status())
             return Refused("UnknownRun", f"no adapter of run {call.run!r} is here; bind it first")
         answer = session.handle(call)
-        return self._told(answer) if isinstance(answer, Status) else answer
+        return self._with_runs(answer) if isinstance(answer, Status) else answer
 
     def _bind(self, run: str, *, first: bool) -> Answer:
         if not self.shared:
@@ -286,13 +286,13 @@ class AdapterSlots:
             held = ", ".join(one.run for one in room)
             return Refused("Full", f"no slot is left for run {run}: adapters of {held} are here")
         session.bind(run)
-        return self._told(session.status())
+        return self._with_runs(session.status())
 
     def _of(self, run: str) -> AdapterSession | None:
         if not run:
             return self._sessions[0]
         return next((session for session in self._sessions if session.run == run), None)
 
-    def _told(self, status: Status) -> Status:
+    def _with_runs(self, status: Status) -> Status:
         runs = tuple(session.run for session in self._sessions if session.run)
         return msgspec.structs.replace(status, runs=runs, adapter_bytes=self._bytes)

@@ -96,17 +96,17 @@ class RankSession(WeightSession):
     def _scatter(self, update: StagedUpdate | None) -> None:
         """This rank's part of the swap, and its vote."""
         if update is None:
-            self._say(RankState.FAILED)
+            self._post(RankState.FAILED)
             return
         try:
             wrong = scatter(update, self._live)
             found = self._moved(update)
         except Exception:  # a vote, so that the others undo too
             log.exception("rank %d could not swap its weights", self._ranks.rank)
-            self._say(RankState.FAILED)
+            self._post(RankState.FAILED)
             return
         self._board.write(self._ranks.rank, found)
-        self._say(RankState.FAILED if wrong else RankState.SCATTERED)
+        self._post(RankState.FAILED if wrong else RankState.SCATTERED)
 
     def _moved(self, update: StagedUpdate) -> dict[str, Digest]:
         """Digests of this rank's parts of the touched tensors once the changes are in."""
@@ -117,9 +117,9 @@ class RankSession(WeightSession):
         if update is not None:
             put_back(update, self._live)
             if any(self._parts[name] != self._live[name].digest() for name in update.wanted):
-                self._say(RankState.BROKEN)
+                self._post(RankState.BROKEN)
                 return False
-        self._say(RankState.UNDONE)
+        self._post(RankState.UNDONE)
         return True
 
     def _keep(self, update: StagedUpdate) -> Digest:
@@ -128,7 +128,7 @@ class RankSession(WeightSession):
             self._parts[name] = self._board.read(self._ranks.rank, name)
         return Digest.parse(update.outline.digest)
 
-    def _say(self, state: RankState) -> None:
+    def _post(self, state: RankState) -> None:
         self._board.post(self._ranks.rank, self._number, state)
 
 
@@ -157,7 +157,7 @@ class LeaderSession(RankSession):
     def _settled(self) -> bool:
         """Every rank has read how the last commit ended; the leader may run ahead of them."""
         _, state = self._board.announced()
-        return state is not RankState.COMMIT or self._all_said({RankState.KEPT}, 0.0)
+        return state is not RankState.COMMIT or self._all_posted({RankState.KEPT}, 0.0)
 
     def _swap(self, update: StagedUpdate) -> Digest:
         self._board.announce(self._number, RankState.GO)
@@ -170,7 +170,7 @@ class LeaderSession(RankSession):
         log.warning("all ranks undo: %s", problem)
         self._board.announce(self._number, RankState.UNDO)
         restored = self._put_back(update)
-        if not restored or not self._all_said({RankState.UNDONE}, self._ranks.undo_seconds):
+        if not restored or not self._all_posted({RankState.UNDONE}, self._ranks.undo_seconds):
             raise BrokenWeights(f"{update.version}: {problem}; not every rank could undo")
         raise CommitRefused(problem.reason, f"{problem.message}; the old weights are back")
 
@@ -188,10 +188,10 @@ class LeaderSession(RankSession):
         """Why the new weights may not stay, None = they may."""
         version = update.version
         voted = {RankState.SCATTERED, RankState.FAILED}
-        if not self._all_said(voted, self._ranks.vote_seconds):
-            late = [rank for rank in self._ranks.others if self._word(rank) not in voted]
+        if not self._all_posted(voted, self._ranks.vote_seconds):
+            late = [rank for rank in self._ranks.others if self._posted(rank) not in voted]
             return CommitRefused("RankLate", f"{version}: no vote from ranks {late}")
-        failed = [r for r in range(len(self._ranks.parts)) if self._word(r) is RankState.FAILED]
+        failed = [r for r in range(len(self._ranks.parts)) if self._posted(r) is RankState.FAILED]
         if failed:
             return CommitRefused("RankFailed", f"{version}: ranks {failed} could not swap")
         try:
@@ -200,13 +200,13 @@ class LeaderSession(RankSession):
             return refused
         return CommitRefused("DigestMismatch", f"{version}: {wrong}") if wrong else None
 
-    def _word(self, rank: int) -> RankState:
+    def _posted(self, rank: int) -> RankState:
         number, state = self._board.posted(rank)
         return state if number == self._number else RankState.QUIET
 
-    def _all_said(self, states: set[RankState], seconds: float) -> bool:
+    def _all_posted(self, states: set[RankState], seconds: float) -> bool:
         return self._board.wait(
-            lambda: all(self._word(rank) in states for rank in self._ranks.others), seconds
+            lambda: all(self._posted(rank) in states for rank in self._ranks.others), seconds
         )
 
     def _stage(self, bundle: Path) -> Staged:
@@ -285,7 +285,7 @@ class MemberSession(RankSession):
             self._commits += 1
             self._set_label(update.version)
             self._forget()
-            self._say(RankState.KEPT)
+            self._post(RankState.KEPT)
 
     def _led(self) -> RankState:
         """The leader's word on this commit; it has withdrawn one when it speaks of the next."""

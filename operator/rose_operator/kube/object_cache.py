@@ -35,7 +35,7 @@ class ObjectCache:
     ) -> None:
         self._objects: dict[str, Raw] = {}
         self._graves: OrderedDict[str, int] = OrderedDict()
-        self._tell, self._ask = on_change, on_request
+        self._on_change, self._on_request = on_change, on_request
         self.complete = False
         self.revision = 0
 
@@ -60,7 +60,7 @@ class ObjectCache:
             return
         self._objects[key] = raw
         if known is None or _generation(known) != _generation(raw):
-            self._ask()
+            self._on_request()
         self._changed()
 
     def remove(self, raw: Raw) -> None:
@@ -93,7 +93,7 @@ class ObjectCache:
 
     def _changed(self) -> None:
         self.revision += 1
-        self._tell()
+        self._on_change()
 
     def _bury(self, key: str, version: int) -> None:
         self._graves[key] = max(version, self._graves.pop(key, -1))

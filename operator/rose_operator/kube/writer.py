@@ -116,7 +116,7 @@ class Writer:
     def status(self, kind: ObjectKind, manifest: Raw, run: Callable[[], Awaitable[None]]) -> Write:
         """Write a status; ``run`` does it."""
         key = f"{kind.value} {key_of(manifest)} status"
-        return Write(key, self._attempt(kind, manifest, _said(manifest)), run)
+        return Write(key, self._attempt(kind, manifest, _essence(manifest)), run)
 
     def _attempt(self, kind: ObjectKind, manifest: Raw, content: object = None) -> str:
         live = self._stores[kind].get(key_of(manifest))
@@ -190,7 +190,9 @@ class Writer:
         self._backoff.keep(lambda key: " ".join(key.split(" ")[:2]) in objects)
 
 
-def _said(manifest: Raw) -> object:
+def _essence(manifest: Raw) -> object:
     """What a status says, without times and counts: they move all the time and are no new try."""
-    words = ("type", "status", "reason")
-    return [[one.get(word) for word in words] for one in manifest["status"].get("conditions", ())]
+    fields = ("type", "status", "reason")
+    return [
+        [one.get(field) for field in fields] for one in manifest["status"].get("conditions", ())
+    ]

@@ -130,7 +130,7 @@ def lease_refusal(
         labels: of the lease's namespace; None where nobody reads them.
     """
     reasons = [
-        _pool_says_no(lease, ref.key, pools.get(ref.key), refused.get(ref.key), labels)
+        _pool_refusal(lease, ref.key, pools.get(ref.key), refused.get(ref.key), labels)
         for ref in lease.spec.pools
     ]
     return (
@@ -151,7 +151,7 @@ def lending_pools(
     return tuple(
         ref.key
         for ref in lease.spec.pools
-        if _pool_says_no(lease, ref.key, pools.get(ref.key), refused.get(ref.key), labels) is None
+        if _pool_refusal(lease, ref.key, pools.get(ref.key), refused.get(ref.key), labels) is None
     )
 
 
@@ -231,7 +231,7 @@ def runs_left_out(
     )
 
 
-def _pool_says_no(
+def _pool_refusal(
     lease: RolloutLease,
     key: str,
     pool: ServingPool | None,
@@ -282,5 +282,5 @@ def _lends_to_others(
     return Refusal(Reason.NAMESPACE_NOT_ALLOWED, text)
 
 
-def _names(words: Iterable[str]) -> str:
-    return ", ".join(sorted(words)) or "none"
+def _names(items: Iterable[str]) -> str:
+    return ", ".join(sorted(items)) or "none"

@@ -112,7 +112,7 @@ def _unfit(
 ) -> tuple[Reason, str] | None:
     """What speaks against lending the replica's GPUs to any lease."""
     lacks = _missing(world, node, report, ())
-    reason = replica_refusal(lacks.word if lacks else report.refusal)
+    reason = replica_refusal(lacks.reason if lacks else report.refusal)
     if reason is None or reason not in bad:
         return None
     return reason, (lacks.text if lacks else report.refusal_text) or MEANING[reason]
@@ -171,7 +171,7 @@ def _statement(
     first = found[min(found)]
     names = ", ".join(sorted(found)[:_MOST_NAMED])
     text = f"{len(found)} nodes lack it ({names}): {first.text}"
-    return Statement(kind, False, replica_refusal(first.word) or Reason.OTHER, text)
+    return Statement(kind, False, replica_refusal(first.reason) or Reason.OTHER, text)
 
 
 def _seen(world: ClusterState, reports: Sequence[tuple[str, ReplicaReport]]) -> str:

@@ -439,7 +439,7 @@ def _replica(
         signal=report.signal,
         verified=report.verified,
         kv_permille=used,
-        refusal=replica_refusal(lacks.word if lacks else report.refusal),
+        refusal=replica_refusal(lacks.reason if lacks else report.refusal),
         refusal_text=lacks.text if lacks else report.refusal_text or report.refusal,
         proven=report.gpu_proof == Proof.ALLOCATED,
         memory=report.lendable_text,

@@ -34,7 +34,7 @@ class NodeReport:
     """
 
     request: SyncRequest
-    heard_at: float
+    received_at: float
     kv: dict[str, float] = field(default_factory=dict)
     essence: object = None
     _lacks: dict[tuple[tuple[Capability, ...], tuple[str, ...]], MissingCapability | None] = field(
@@ -90,7 +90,7 @@ class NodeTelemetry:
         self._stopped_since: dict[str, float] = {}
         self._placed: dict[str, SyncRequest] = {}  # nodes with pods of groups, which few have
         self._groups: dict[str, ReportedGroup] | None = {}
-        self._told: dict[str, tuple[ReplicaGroup, ...]] = {}
+        self._formed: dict[str, tuple[ReplicaGroup, ...]] = {}
 
     @property
     def groups(self) -> dict[str, ReportedGroup]:
@@ -99,15 +99,15 @@ class NodeTelemetry:
             self._groups = form(self._placed.values())
             by_leader: dict[str, list[ReplicaGroup]] = defaultdict(list)
             for group in self._groups.values():
-                if group.told is not None:
+                if group.formed is not None:
                     for node in {node for node, _ in group.pods}:
-                        by_leader[node].append(group.told)
-            self._told = {node: tuple(found) for node, found in by_leader.items()}
+                        by_leader[node].append(group.formed)
+            self._formed = {node: tuple(found) for node, found in by_leader.items()}
         return self._groups
 
     def groups_on(self, node: str) -> tuple[ReplicaGroup, ...]:
         """What a node's guard hears of those that have a pod there."""
-        return self._told.get(node, ()) if self.groups else ()
+        return self._formed.get(node, ()) if self.groups else ()
 
     def record(self, request: SyncRequest, now: float) -> bool:
         """Take a report in.
@@ -142,7 +142,7 @@ class NodeTelemetry:
     def silence(self, node: str, now: float) -> float:
         """Seconds since the node was heard."""
         known = self.nodes.get(node)
-        return now - (known.heard_at if known else self.started)
+        return now - (known.received_at if known else self.started)
 
     def forget(self, now: float, after_seconds: float) -> list[str]:
         """Drop nodes that have been silent for too long; their names."""

@@ -92,7 +92,7 @@ def lent_replicas(pool: ServingPool, world: ClusterState) -> int:
 
 def _classes(reports: Reports) -> tuple[str, ...]:
     found = {report.device_class for _, report in reports if report.device_class}
-    return tuple(sorted(word[:63] for word in found)[:64])
+    return tuple(sorted(text[:63] for text in found)[:64])
 
 
 def _models(world: ClusterState, nodes: Collection[str]) -> tuple[PoolModel, ...]:

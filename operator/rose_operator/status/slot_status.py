@@ -5,8 +5,8 @@ from __future__ import annotations
 from rose_core.api import ConditionType, Desired, Reason, RolloutSlot, SlotStatus
 from rose_core.api.conditions import Statement
 from rose_core.api.rolloutslot import AdapterStatus
-from rose_core.guard.reasons import slot_word
-from rose_core.host_reasons import HOST_MEANING, TOLD_IN_FULL, TROUBLE, HostReason
+from rose_core.guard.reasons import slot_reason
+from rose_core.host_reasons import HOST_MEANING, SHOWN_IN_FULL, TROUBLE, HostReason
 from rose_core.identity import is_base
 from rose_core.lending import PlannerPolicy
 from rose_core.wire.sync import SlotReport, SlotState
@@ -75,11 +75,11 @@ def slot_trouble(slot: RolloutSlot, world: ClusterState) -> tuple[Reason, str] |
         return None
     if report.state not in {SlotState.FAILED, SlotState.STARTING}:
         return None
-    word = HostReason(report.reason)
-    if word not in TROUBLE:
+    host_reason = HostReason(report.reason)
+    if host_reason not in TROUBLE:
         return (_R.ENGINE_FAILED, "") if report.state is SlotState.FAILED else None
-    text = report.message if word in TOLD_IN_FULL else HOST_MEANING[word]
-    return Reason(word.value), _shortened(text)
+    text = report.message if host_reason in SHOWN_IN_FULL else HOST_MEANING[host_reason]
+    return Reason(host_reason.value), _shortened(text)
 
 
 def _shortened(text: str) -> str:
@@ -136,7 +136,7 @@ def _slot_ready(
             bool(report.version),
             _R.ENGINE_RUNNING if report.version else _R.NO_VERSION_YET,
         )
-    text = ": ".join(filter(None, (slot_word(report.reason), report.message)))
+    text = ": ".join(filter(None, (slot_reason(report.reason), report.message)))
     reason = _NOT_RUNNING.get(state, _R.ENGINE_STARTING) if state else _R.ENGINE_STARTING
     return Statement(_C.READY, False, reason, text, moving=True)
 

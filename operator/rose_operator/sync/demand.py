@@ -78,18 +78,20 @@ class Demands:
         self._settings, self._leases = settings, leases
         self._clock, self._wake = clock, wake
         self._dial = dial
-        self._heard: dict[RouterAddress, ReceivedNote] = {}
+        self._received: dict[RouterAddress, ReceivedNote] = {}
         self._streams: dict[RouterAddress, asyncio.Task[None]] = {}
         self._found: dict[str, tuple[float, tuple[RouterAddress, ...]]] = {}
 
     def total(self, lease: str) -> lending.Demand | None:
         """What all replicas of the lease's router say together; None before one was heard."""
         now = self._clock()
-        return together([h for router, h in self._heard.items() if router.lease == lease], now)
+        return together([h for router, h in self._received.items() if router.lease == lease], now)
 
     def notes(self, lease: str) -> list[DemandNote]:
         """The last note of each replica of the lease's router."""
-        return [heard.note for router, heard in self._heard.items() if router.lease == lease]
+        return [
+            received.note for router, received in self._received.items() if router.lease == lease
+        ]
 
     async def run(self) -> None:
         """Ask the routers that there are, until cancelled."""
@@ -108,7 +110,7 @@ class Demands:
         wanted = {router for lease in self._leases() for router in await self._routers(lease)}
         for router in self._streams.keys() - wanted:
             self._streams.pop(router).cancel()
-            self._heard.pop(router, None)
+            self._received.pop(router, None)
         for router in wanted - self._streams.keys():
             self._streams[router] = asyncio.create_task(self._follow(router))
 
@@ -150,8 +152,8 @@ class Demands:
             await asyncio.sleep(rest.next())
 
     def _take(self, router: RouterAddress, note: DemandNote) -> None:
-        before = self._heard.get(router)
-        self._heard[router] = ReceivedNote(note, self._clock())
+        before = self._received.get(router)
+        self._received[router] = ReceivedNote(note, self._clock())
         if before is None or bool(before.note.peak_turns) != bool(note.peak_turns):
             self._wake()
 

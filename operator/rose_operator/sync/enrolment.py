@@ -157,7 +157,7 @@ class NodeEnrolment:
 
     def _check(self, status: dict[str, object], node: str) -> None:
         user = _user(status, AUDIENCE, self._account, "agents")
-        where = _words((user.get("extra") or {}).get(_NODE))
+        where = _strings((user.get("extra") or {}).get(_NODE))
         if not where:
             message = (
                 "the API server does not say which node the token's pod is on; Kubernetes 1.30 or "
@@ -294,12 +294,12 @@ def _user(status: dict[str, object], audience: str, account: str, whose: str) ->
     user = status.get("user")
     if not status.get("authenticated") or not isinstance(user, dict):
         raise Refused(f"the token is not good: {status.get('error', 'not authenticated')}")
-    if audience not in _words(status.get("audiences")):
+    if audience not in _strings(status.get("audiences")):
         raise Refused(f"the token is not for {audience}")
     if user.get("username") != account:
         raise Refused(f"{user.get('username')} is not the {whose}' account {account}")
     return user
 
 
-def _words(found: object) -> list[str]:
-    return [str(word) for word in found] if isinstance(found, list) else []
+def _strings(found: object) -> list[str]:
+    return [str(item) for item in found] if isinstance(found, list) else []

@@ -267,7 +267,7 @@ class MessageTree:
         digests = tuple(digests) or digests_of(root, messages)
         answers = [n for n, one in enumerate(messages) if one.get("role") == "assistant"]
         for index in reversed(answers):
-            node = self._said(job, digests[index], session, messages[index])
+            node = self._find_turn(job, digests[index], session, messages[index])
             if node is not None:
                 self._sessions.move_to_end(node.owner)
                 altered = self._altered(node.owner, root, digests, answers, index + 1)
@@ -275,7 +275,7 @@ class MessageTree:
         altered = self._altered((job, session), root, digests, answers, 0) if session else None
         return PrefixMatch(None, 0, digests, root, altered)
 
-    def _said(
+    def _find_turn(
         self, job: str, digest: Digest, session: str, answer: Mapping[str, Any]
     ) -> TurnNode | None:
         """The turn that said so; of several the one that the answer's calls name."""
@@ -517,8 +517,8 @@ def fingerprint(message: Mapping[str, Any]) -> bytes:
     if role == "assistant":
         content = _THOUGHT.sub("", content)
     calls = [_call(one) for one in message.get("tool_calls") or ()]
-    said = [role, content.strip(), calls]
-    return json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
+    parts = [role, content.strip(), calls]
+    return json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _call(call: object) -> object:
@@ -568,8 +568,8 @@ def _chain(
         yield digest
 
 
-def _linked(before: Digest, said: bytes) -> Digest:
-    return hashlib.blake2b(before + said, digest_size=16).digest()
+def _linked(before: Digest, content: bytes) -> Digest:
+    return hashlib.blake2b(before + content, digest_size=16).digest()
 
 
 def _upwards(node: TurnNode | None) -> Iterator[TurnNode]:

@@ -158,12 +158,12 @@ def sort_out(
     able: list[EngineView] = []
     full: list[EngineView] = []
     for engine in engines:
-        word = obstacle(turn, engine, head, policy, now)
-        if word is None:
+        reason = obstacle(turn, engine, head, policy, now)
+        if reason is None:
             able.append(engine)
         else:
-            nearest = max(nearest, word)
-            if word is _FULL:
+            nearest = max(nearest, reason)
+            if reason is _FULL:
                 full.append(engine)
     return SortedEngines(able, full, nearest)
 

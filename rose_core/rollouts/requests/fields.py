@@ -40,7 +40,7 @@ UNKNOWN_TOP = 128
 """The same where nobody has said the vocabulary's size: no model's is smaller than its bytes'."""
 _MOST_IDS = 4096  # stop ids, biases: SGLang pads them to a rectangle of the batch
 _MOST_TEXT = 65536  # a grammar; longer ones keep the engine's compiler busy for minutes
-_MOST_WORDS = 64  # stop strings and patterns, each looked for at every token
+_MOST_TEXTS = 64  # stop strings and patterns, each looked for at every token
 _INT64 = 2**63
 
 
@@ -58,7 +58,7 @@ class Bounds(msgspec.Struct, frozen=True, gc=False):
     drafts: bool = False
 
 
-NOTHING_SAID = Bounds()
+NO_BOUNDS = Bounds()
 
 
 def least(known: Iterable[Bounds]) -> Bounds:
@@ -90,16 +90,16 @@ def _text(most: int) -> Check:
     return lambda value: isinstance(value, str) and len(value) <= most
 
 
-def _words(value: object) -> bool:
+def _texts(value: object) -> bool:
     few = _text(4096)
     return few(value) or (
-        isinstance(value, list) and len(value) <= _MOST_WORDS and all(map(few, value))
+        isinstance(value, list) and len(value) <= _MOST_TEXTS and all(map(few, value))
     )
 
 
 def _patterns(value: object) -> bool:
     """Patterns that compile: SGLang does so in the engine, and answers 500 where it cannot."""
-    if not _words(value):
+    if not _texts(value):
         return False
     try:
         for one in [value] if isinstance(value, str) else cast("list[str]", value):
@@ -131,7 +131,7 @@ def _small(value: object) -> bool:
     plain = (str, int, float, bool, type(None))
     return (
         isinstance(value, dict)
-        and len(value) <= _MOST_WORDS
+        and len(value) <= _MOST_TEXTS
         and all(isinstance(one, plain) for one in value.values())
     )
 
@@ -140,7 +140,7 @@ _COUNT = (_whole(0, 2**31 - 1), "a whole number of at least 0")
 _SWITCH = (_flag, "true or false")
 _NUMBER = (_number, "a number")
 _GRAMMAR = (_text(_MOST_TEXT), f"text of at most {_MOST_TEXT} characters")
-_STRINGS = (_words, f"text or a list of at most {_MOST_WORDS} texts")
+_STRINGS = (_texts, f"text or a list of at most {_MOST_TEXTS} texts")
 _IDS = (_ids, f"a list of at most {_MOST_IDS} token ids")
 
 _SAMPLING: Mapping[str, tuple[Check, str]] = {
@@ -168,7 +168,7 @@ _SAMPLING: Mapping[str, tuple[Check, str]] = {
     "stop": _STRINGS,
     "stop_regex": (
         _patterns,
-        f"a pattern or a list of at most {_MOST_WORDS}, as Python's re reads",
+        f"a pattern or a list of at most {_MOST_TEXTS}, as Python's re reads",
     ),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), _GRAMMAR),
     "watermark": (_small, "an object of plain values"),

@@ -32,27 +32,27 @@ class Stops:
     """What ends a turn.
 
     Attributes:
-        words: the strings, in the caller's order.
+        strings: the strings, in the caller's order.
         window: tokens in whose text they are looked for.
         decode: token ids to text.
     """
 
-    words: tuple[str, ...]
+    strings: tuple[str, ...]
     window: int
     decode: Decode = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """The turn ends with the ``count``-th token of the leg, where ``word`` is complete."""
+    """The turn ends with the ``count``-th token of the leg, where ``string`` is complete."""
 
     count: int
-    word: str
+    string: str
 
     @property
     def finish(self) -> dict[str, Any]:
         """The finish reason, as the engine would have said it."""
-        return {"type": "stop", "matched": self.word}
+        return {"type": "stop", "matched": self.string}
 
 
 class CutStops:
@@ -84,11 +84,11 @@ class CutStops:
     def _at(self, new: Sequence[int]) -> StopMatch | None:
         before = self._stops.window - len(new)
         text = self._stops.decode([*self._held[-before:], *new])
-        word = next((word for word in self._stops.words if word in text), None)
-        return StopMatch(len(new), word) if word is not None else None
+        string = next((string for string in self._stops.strings if string in text), None)
+        return StopMatch(len(new), string) if string is not None else None
 
 
-def sure(text: str, words: Sequence[str]) -> str:
+def sure(text: str, strings: Sequence[str]) -> str:
     """The text of a turn that goes on, without an end that may become one of the strings.
 
     An engine does so for what it wrote itself; after a move its text begins in the middle.
@@ -96,9 +96,9 @@ def sure(text: str, words: Sequence[str]) -> str:
     most = max(
         (
             length
-            for word in words
-            for length in range(1, min(len(word), len(text)) + 1)
-            if text.endswith(word[:length])
+            for string in strings
+            for length in range(1, min(len(string), len(text)) + 1)
+            if text.endswith(string[:length])
         ),
         default=0,
     )
@@ -113,8 +113,8 @@ def trimmed(text: str, finish: Mapping[str, Any] | None, *, keep: bool) -> str:
         finish: its finish reason; ``None`` = it goes on.
         keep: the string itself was asked for too (``no_stop_trim``).
     """
-    word = finish.get("matched") if finish else None
-    at = text.find(word) if isinstance(word, str) else -1
+    string = finish.get("matched") if finish else None
+    at = text.find(string) if isinstance(string, str) else -1
     if at < 0:
         return text
-    return text[: at + len(word)] if keep and isinstance(word, str) else text[:at]
+    return text[: at + len(string)] if keep and isinstance(string, str) else text[:at]

@@ -30,7 +30,7 @@ from rose_core.wire.routing import DemandNote, EngineKind
 
 LOOK_SECONDS = 1.0
 """Between two looks at the queue; the planner's passes are about as far apart."""
-SAY_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 """An unchanged note is repeated so often; the planner takes a router for deaf after a minute."""
 PAUSE_SECONDS = 15.0
 """A pause between two tool calls is shorter; a training step is rarely."""

@@ -17,7 +17,7 @@ import msgspec
 
 from rose_core.rollouts.training.rhythm import (
     LOOK_SECONDS,
-    SAY_SECONDS,
+    REPORT_SECONDS,
     Rhythm,
     TrainerPhase,
     TurnTraffic,
@@ -104,7 +104,7 @@ class DemandFeed:
         while True:
             said, at = self._key(), self._service.clock()
             yield self.note()
-            while self._key() == said and self._service.clock() - at < SAY_SECONDS:
+            while self._key() == said and self._service.clock() - at < REPORT_SECONDS:
                 await self._until_look()
 
     def _key(self) -> object:

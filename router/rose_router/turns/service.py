@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rose_core.rollouts.capacity.reply_time import Queue, reply_seconds
 from rose_core.rollouts.errors import UnknownVersion, VersionGone
 from rose_core.rollouts.requests.fields import (
-    NOTHING_SAID,
+    NO_BOUNDS,
     Bounds,
     check_within,
     least,
@@ -117,7 +117,7 @@ class Service:
         self.leaving = False
         self.draining = False
         self.asked_at = 0.0
-        self._bounds: tuple[Bounds | None, Bounds] = None, NOTHING_SAID
+        self._bounds: tuple[Bounds | None, Bounds] = None, NO_BOUNDS
         self.labels: dict[str, str] = {}
         self.on_turn: Callable[[], None] = _nothing
         self.sandboxes: Listener = Nobody()

@@ -34,7 +34,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.frames import CloseCode
 
-from rose_core.sandboxes.conversations import ConversationLost, Inside, Outside, said_again
+from rose_core.sandboxes.conversations import ConversationLost, Inside, Outside, count_resent
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_core.unreadable import UNREADABLE
 from rose_sandbox.errors import SandboxError
@@ -265,7 +265,7 @@ class Conversation:
         if told.unknown:
             raise ConversationLost("the sandbox was given back as it was before it began")
         outside = Outside(self.sent, len(self._kept), self.given)
-        return said_again(outside, Inside(told.took, told.made))
+        return count_resent(outside, Inside(told.took, told.made))
 
     async def _lose(self, *, close: bool = False) -> None:
         far, self._far = self._far, None

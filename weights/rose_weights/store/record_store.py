@@ -139,15 +139,15 @@ class StoredRecords:
 
         def as_seen(state: RunState) -> None:
             if expected_fence is not None:
-                check_fence(_said(state), session, expected_fence)
+                check_fence(_session_state(state), session, expected_fence)
 
-        return _said(self._store.open_incarnation(place_of(run, session), owner, as_seen))
+        return _session_state(self._store.open_incarnation(place_of(run, session), owner, as_seen))
 
     def session_state(self, run: str, session: str) -> SessionState:
         """See ``RecordStore``."""
         place = place_of(run, session)
         try:
-            return _said(self._store.state(place))
+            return _session_state(self._store.state(place))
         except UnknownRun:
             return SessionState()
 
@@ -180,27 +180,27 @@ class StoredRecords:
         listed = ListedRecord(record.turn, hashlib.sha256(data).hexdigest())
 
         def list_(state: RunState) -> RunState:
-            check_fence(_said(state), session, fence)
+            check_fence(_session_state(state), session, fence)
             kept = tuple(one for one in state.recorded if one.turn < record.turn)
             return msgspec.structs.replace(state, records=(*kept, listed))
 
         place = place_of(run, session)
-        return _said(self._store.commit_record(run, place, data, record.blocks(), list_))
+        return _session_state(self._store.commit_record(run, place, data, record.blocks(), list_))
 
     def forget(self, run: str, session: str, fence: int) -> SessionState:
         """See ``RecordStore``."""
 
         def empty(state: RunState) -> RunState:
-            check_fence(_said(state), session, fence)
+            check_fence(_session_state(state), session, fence)
             return msgspec.structs.replace(state, records=())
 
-        return _said(self._store.change(place_of(run, session), empty, "forget"))
+        return _session_state(self._store.change(place_of(run, session), empty, "forget"))
 
     def close(self) -> None:
         """See ``RecordStore``; a store of this process needs none."""
 
 
-def _said(state: RunState) -> SessionState:
+def _session_state(state: RunState) -> SessionState:
     turns = tuple((one.turn, one.manifest) for one in state.recorded)
     return SessionState(state.fence, state.publisher, turns)
 

@@ -132,9 +132,9 @@ class MpsControl:
     @property
     def protocol(self) -> int:
         """2 or 3, as the daemon was started; 2 when that cannot be seen."""
-        words = _daemon_file(self._pipes.pipe, "cmdline") or ()
+        argv = _daemon_file(self._pipes.pipe, "cmdline") or ()
         given = _daemon_file(self._pipes.pipe, "environ") or ()
-        return 3 if mps3.speaks_protocol3(words, given) else 2
+        return 3 if mps3.speaks_protocol3(argv, given) else 2
 
     def ask(self, command: str) -> tuple[str, ...]:
         """Send one command in the grammar of protocol 2.
@@ -167,7 +167,7 @@ class MpsControl:
             raise MpsError(f"MPS at {self._pipes.pipe}: {asked}: {error}") from error
         lines = tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
         output = " ".join((*lines, done.stderr.strip())).strip()
-        refused = any(word in output.lower() for word in _REFUSALS)
+        refused = any(piece in output.lower() for piece in _REFUSALS)
         if done.returncode != 0 or refused:
             raise MpsError(f"MPS at {self._pipes.pipe}: {asked}: {output or 'no answer'}")
         return lines
@@ -247,10 +247,10 @@ class MpsControl:
 
 def _multi_user(pipe: Path) -> bool | None:
     """Whether the daemon's servers take every user; None when its command line cannot be seen."""
-    words = _daemon_file(pipe, "cmdline")
-    if words is None:
+    argv = _daemon_file(pipe, "cmdline")
+    if argv is None:
         return None
-    return MULTI_USER in words or any(flag in words for flag in mps3.MULTI_USER)
+    return MULTI_USER in argv or any(flag in argv for flag in mps3.MULTI_USER)
 
 
 def _daemon_file(pipe: Path, name: str) -> tuple[str, ...] | None:
@@ -262,7 +262,7 @@ def _daemon_file(pipe: Path, name: str) -> tuple[str, ...] | None:
         text = Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return None
-    return tuple(word.decode(errors="replace") for word in text.split(b"\0"))
+    return tuple(piece.decode(errors="replace") for piece in text.split(b"\0"))
 
 
 def _daemon_pid(control: Path) -> int | None:

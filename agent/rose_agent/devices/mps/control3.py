@@ -33,14 +33,14 @@ _VARIABLE = "CUDA_MPS_PROTOCOL_VERSION"
 Run = Callable[[Sequence[str]], tuple[str, ...]]
 
 
-def speaks_protocol3(words: Sequence[str], environment: Sequence[str] = ()) -> bool:
+def speaks_protocol3(argv: Sequence[str], environment: Sequence[str] = ()) -> bool:
     """Whether a daemon with this command line and environment speaks protocol 3."""
     values = [entry.partition("=")[2] for entry in environment if entry.startswith(f"{_VARIABLE}=")]
     if values:
         return values[-1] == "3"
-    pairs = itertools.pairwise(words)
+    pairs = itertools.pairwise(argv)
     by_flag = any(flag in {"-p", "--protocol"} and value == "3" for flag, value in pairs)
-    return by_flag or "--protocol=3" in words or "-p3" in words
+    return by_flag or "--protocol=3" in argv or "-p3" in argv
 
 
 def servers(run: Run, *, multi_user: bool | None) -> tuple[MpsServer, ...]:

@@ -71,14 +71,14 @@ class FakeDaemon:
         for pid in [pid for pid in self.real if not _lives(pid)]:
             self.real.discard(pid)
             self.do_fake_leave(str(pid))
-        command, *words = line.split() or [""]
+        command, *operands = line.split() or [""]
         if self.protocol == 3 and not command.startswith("fake_") and command != "quit":
-            return f"{_answer3(self, [command, *words])}\n"
+            return f"{_answer3(self, [command, *operands])}\n"
         handler = getattr(self, f"do_{command}", None)
         if handler is None:
             return f'Unknown command "{command}"\n'
         try:
-            text: str = handler(*words)
+            text: str = handler(*operands)
         except (TypeError, ValueError):
             return f"Invalid argument of {command}\n"
         return f"{text}\n" if text else ""
@@ -125,7 +125,7 @@ class FakeDaemon:
         self._recover()
         return ""
 
-    def do_quit(self, *_words: str) -> str:
+    def do_quit(self, *_operands: str) -> str:
         """End."""
         self.ended = True
         return ""
@@ -206,13 +206,13 @@ def serve(place: Path, *, multi_user: bool, protocol: int = 2) -> int:
     return 0
 
 
-def _answer3(daemon: FakeDaemon, words: list[str]) -> str:
+def _answer3(daemon: FakeDaemon, operands: list[str]) -> str:
     """Carry out ``MODULE VERB ...`` of protocol 3; returns what is printed.
 
     One server named ``default``. As NVIDIA's, ``namespace set`` is refused while clients are
     attached.
     """
-    match words:
+    match operands:
         case ["server", "list", *flags]:
             return _table("NAME UID PID STATUS PIPE-DIRECTORY", flags, _servers(daemon))
         case ["client", "list", *flags]:
@@ -222,7 +222,7 @@ def _answer3(daemon: FakeDaemon, words: list[str]) -> str:
         case ["namespace", "set", *_]:
             return "Failed: the server has active clients" if daemon.clients else ""
         case _:
-            return f"Invalid command: {' '.join(words)}"
+            return f"Invalid command: {' '.join(operands)}"
 
 
 def _servers(daemon: FakeDaemon) -> list[str]:
@@ -272,8 +272,8 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["-f"]:
         multi_user = MULTI_USER in argv or any(flag in argv for flag in mps3.MULTI_USER)
         return serve(place, multi_user=multi_user, protocol=3 if mps3.speaks_protocol3(argv) else 2)
-    words = ["quit"] if argv == ["-q"] else argv
-    given = [" ".join(words)] if words else sys.stdin
+    operands = ["quit"] if argv == ["-q"] else argv
+    given = [" ".join(operands)] if operands else sys.stdin
     for line in filter(None, map(str.strip, given)):
         try:
             sys.stdout.write(send(place, line))

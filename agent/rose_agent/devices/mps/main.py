@@ -151,8 +151,8 @@ def main(argv: list[str]) -> int:
     """
     arguments = parser().parse_args(argv)
     logging.basicConfig(level=arguments.log_level, format="%(levelname)s %(name)s %(message)s")
-    first, *words = arguments.program.split()
-    program = [located(first), *words]
+    first, *rest = arguments.program.split()
+    program = [located(first), *rest]
     try:
         pipes = Pipes(arguments.root)
         control = MpsControl(pipes, program, arguments.answer_seconds)

@@ -56,9 +56,9 @@ def _seen(driver: DeviceDriver) -> str:
     return f"{count} GPUs{through}, driver {version.driver if version else 'unknown'}"
 
 
-async def _until_a_driver_appears(tell: Callable[[str], None], found: access.Diagnosis) -> None:
+async def _until_a_driver_appears(report: Callable[[str], None], found: access.Diagnosis) -> None:
     """The reason may become another one meanwhile: a kernel driver is loaded, without a library."""
-    _announce(tell, found)
+    _announce(report, found)
     while True:
         await asyncio.sleep(PERIOD_SECONDS)
         try:
@@ -68,15 +68,15 @@ async def _until_a_driver_appears(tell: Callable[[str], None], found: access.Dia
             if now != found:
                 DEVICE_ACCESS.remove(found.state.value)
                 found = now
-                _announce(tell, found)
+                _announce(report, found)
             continue
         driver.close()
         raise AccessChanged("a driver has appeared on this node; starting anew with it")
 
 
-def _announce(tell: Callable[[str], None], found: access.Diagnosis) -> None:
+def _announce(report: Callable[[str], None], found: access.Diagnosis) -> None:
     text = f"{found.state.value}: {found.text}"
-    tell(text)
+    report(text)
     DEVICE_ACCESS.labels(state=found.state.value).set(1)
     _log.warning("idle, no GPU is watched: %s", text)
 

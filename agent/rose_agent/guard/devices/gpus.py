@@ -62,7 +62,7 @@ def update_views(
         )
         replica.view = devices.view(claim, party, terms, lent, kv_permille)
         for slot in neighbours:
-            _tell(slot, replica.view)
+            _apply(slot, replica.view)
             slot.reserve = _reserve(slot, replica.view, terms)
         _note_unlent(replica, neighbours, now_ns)
 
@@ -96,7 +96,7 @@ def _note_unlent(replica: GuardedReplica, neighbours: Sequence[GuardedSlot], now
     replica.outcomes.pool.unlent_reserved_ns += gpu_ns * parts.kept_for_lending // parts.total
 
 
-def _tell(slot: GuardedSlot, view: ReplicaGpus) -> None:
+def _apply(slot: GuardedSlot, view: ReplicaGpus) -> None:
     slot.budget, slot.room = view.budget, view.lendable
     slot.device_class = view.device_class
     status = slot.status

@@ -24,15 +24,15 @@ from rose_agent.guard import metrics
 from rose_agent.guard.groups.leading import Leading
 from rose_agent.guard.replicas.replica import GuardedReplica
 from rose_agent.guard.slots.slot import GuardedSlot
-from rose_core.guard.following import ASK_NS, HeldWord
+from rose_core.guard.following import ASK_NS, LeaderLease
 from rose_core.identity import PodUid, SlotUid
-from rose_core.wire.leading import LeaderQuestion, Word
+from rose_core.wire.leading import LeaderQuestion, LeaderUpdate
 from rose_core.wire.sync import ReplicaGroup
 from rose_wire import rpc, tls
 from rose_wire.errors import WireError
 from rose_wire.services import FOLLOW
 
-_SILENT = HeldWord()
+_SILENT = LeaderLease()
 
 _log = logging.getLogger(__name__)
 _SILENT_SECONDS = 1.0
@@ -59,12 +59,12 @@ class FollowerLink:
         pod: of this node.
         name: the pod's, for people.
         load: asked with every question.
-        on_word: called after each word, with when a request has closed the leader's gate, or 0.
+        on_update: called after each update, with when a request has closed the leader's gate, or 0.
         token: the installation's.
         identity: folder with this node's certificate, and the authority of nodes' certificates.
 
     Attributes:
-        state: what is held of the leader's words.
+        state: the lease that the leader's updates gave.
     """
 
     def __init__(
@@ -74,18 +74,18 @@ class FollowerLink:
         *,
         name: str,
         load: Callable[[], FollowerLoad],
-        on_word: Callable[[int], None],
+        on_update: Callable[[int], None],
         token: str,
         identity: Path,
     ) -> None:
         self.group, self.pod = group, pod
-        self.state = HeldWord(next_number=1 + secrets.randbits(62))
-        self._name, self._load, self._on_word = name, load, on_word
+        self.state = LeaderLease(next_number=1 + secrets.randbits(62))
+        self._name, self._load, self._on_update = name, load, on_update
         self._token, self._identity = token, identity
         self._soon = asyncio.Event()
         self._closing, self._stopped = 0, 0
         self._complaint = ""
-        self._heard_s = 0.0
+        self._received_s = 0.0
         self._conversation: object = None
 
     def note_stopped(self) -> None:
@@ -94,15 +94,15 @@ class FollowerLink:
         self._soon.set()
 
     def show_age(self, now_ns: int) -> None:
-        """Show in the metrics how old the leader's word is."""
+        """Show in the metrics how old the leader's lease is."""
         if self.state.sent_ns:
-            age = metrics.LEADER_WORD_AGE.labels(self._name)
+            age = metrics.LEADER_LEASE_AGE.labels(self._name)
             age.set((now_ns - self.state.sent_ns) / 1e9)
 
     def forget(self) -> None:
         """Show nothing any more."""
         with contextlib.suppress(KeyError):
-            metrics.LEADER_WORD_AGE.remove(self._name)
+            metrics.LEADER_LEASE_AGE.remove(self._name)
 
     async def run(self) -> None:
         """Ask until cancelled."""
@@ -117,11 +117,11 @@ class FollowerLink:
 
     async def _follow(self, channel: grpc.aio.Channel) -> None:
         """Converse until the stream ends, or brings nothing that is of use for too long."""
-        self._heard_s = time.monotonic()
+        self._received_s = time.monotonic()
         conversation = asyncio.create_task(self._converse(channel))
         conversation.add_done_callback(_look_at)
         try:
-            while (left := self._heard_s + _SILENT_SECONDS - time.monotonic()) > 0:
+            while (left := self._received_s + _SILENT_SECONDS - time.monotonic()) > 0:
                 await asyncio.wait({conversation}, timeout=left)
                 if conversation.done():
                     break
@@ -143,20 +143,20 @@ class FollowerLink:
         async for answer in rpc.converse(channel, FOLLOW, self._questions(), token=self._token):
             self._receive(answer)
 
-    def _receive(self, word: Word) -> None:
+    def _receive(self, update: LeaderUpdate) -> None:
         now_ns = time.monotonic_ns()
-        before, self.state = self.state, self.state.hear(word, now_ns)
+        before, self.state = self.state, self.state.apply(update, now_ns)
         if self.state.sent_ns != before.sent_ns:
             # Answers that come too late for their question are as good as silence: a new
             # connection has no backlog.
-            self._heard_s = time.monotonic()
+            self._received_s = time.monotonic()
             self._complain("")
-        arrived = word.arrived and before.is_open and before.holds(now_ns)
+        arrived = update.arrived and before.is_open and before.holds(now_ns)
         if arrived:
-            self._closing = word.sequence
+            self._closing = update.sequence
         if self.state.eager or (self.state.is_open and not before.is_open):
             self._soon.set()  # opened: the leader hears at once that engines compute here
-        self._on_word(now_ns if arrived else 0)
+        self._on_update(now_ns if arrived else 0)
 
     async def _questions(self) -> AsyncIterator[LeaderQuestion]:
         self._conversation = own = object()
@@ -216,7 +216,7 @@ class Groups:
         slots: of the node.
         token: the installation's.
         identity: folder with the node's certificate; None = it has none and follows nobody.
-        on_word: called with a follower's pod after each word of its leader (``FollowerLink``).
+        on_update: called with a follower's pod after each update of its leader (``FollowerLink``).
     """
 
     def __init__(
@@ -225,16 +225,16 @@ class Groups:
         slots: Mapping[SlotUid, GuardedSlot],
         token: str,
         identity: Path | None,
-        on_word: Callable[[PodUid, int], None],
+        on_update: Callable[[PodUid, int], None],
     ) -> None:
         self.leading = leading
         self._slots, self._token, self._identity = slots, token, identity
-        self._on_word = on_word
+        self._on_update = on_update
         self._groups: Mapping[PodUid, ReplicaGroup] = {}
         self._links: dict[PodUid, _Link] = {}
 
     def take(self, groups: tuple[ReplicaGroup, ...]) -> None:
-        """Take the operator's word for which replicas are several pods."""
+        """Set which replicas are several pods, as the operator reports."""
         self.leading.match(groups)
         self._groups = {follower.pod: group for group in groups for follower in group.followers}
 
@@ -266,7 +266,7 @@ class Groups:
             uid,
             name=replica.pod.name,
             load=lambda: self._load_of(uid),
-            on_word=lambda arrived_ns: self._on_word(uid, arrived_ns),
+            on_update=lambda arrived_ns: self._on_update(uid, arrived_ns),
             token=self._token,
             identity=identity,
         )
@@ -280,8 +280,8 @@ class Groups:
             computing=any(slot.is_computing(now_ns) for slot in here),
         )
 
-    def following(self, replica: GuardedReplica, now_ns: int) -> HeldWord | None:
-        """What is held of the words of its leader; None = it leads, or is one pod by itself."""
+    def following(self, replica: GuardedReplica, now_ns: int) -> LeaderLease | None:
+        """The lease of its leader; None = it leads, or is one pod by itself."""
         if not replica.pod.follows:
             return None
         held = self._links.get(replica.pod.uid)

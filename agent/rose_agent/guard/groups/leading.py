@@ -19,7 +19,7 @@ import msgspec
 from rose_core.guard.following import GroupStop, answer
 from rose_core.guard.gate import GateVerdict
 from rose_core.identity import PodUid
-from rose_core.wire.leading import LeaderQuestion, Word
+from rose_core.wire.leading import LeaderQuestion, LeaderUpdate
 from rose_core.wire.sync import ReplicaGroup
 from rose_wire.certificates import names_node
 from rose_wire.errors import Refused, WireError
@@ -37,7 +37,7 @@ class _Stream:
 
     Attributes:
         computing_until_ns: how far its engines may compute, by what it was sent; 0 = they do not.
-        closed: sequence of the closing word that they have not confirmed yet; 0 = none.
+        closed: sequence of the closing update that they have not confirmed yet; 0 = none.
     """
 
     leader: PodUid = PodUid("")
@@ -45,11 +45,13 @@ class _Stream:
     lent: bool = False
     computing_until_ns: int = 0
     closed: int = 0
-    unsent: deque[Word | WireError] = field(default_factory=lambda: deque(maxlen=_MOST_UNSENT))
+    unsent: deque[LeaderUpdate | WireError] = field(
+        default_factory=lambda: deque(maxlen=_MOST_UNSENT)
+    )
     more: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def send(self, word: Word | WireError) -> None:
-        self.unsent.append(word)
+    def send(self, update: LeaderUpdate | WireError) -> None:
+        self.unsent.append(update)
         self.more.set()
 
 
@@ -86,14 +88,14 @@ class Leading:
         server.bidirectional(FOLLOW, self.follow)
 
     def match(self, groups: Iterable[ReplicaGroup]) -> None:
-        """Take the operator's word for who follows whom."""
+        """Set who follows whom, as the operator reports."""
         led = {group.leader: group for group in groups if group.node == self._node}
         self._groups = led
         for uid in set(self._open) - set(led):
             del self._open[uid]
             self._stops.pop(uid, None)
 
-    async def follow(self, questions: AsyncIterator[LeaderQuestion]) -> AsyncIterator[Word]:
+    async def follow(self, questions: AsyncIterator[LeaderQuestion]) -> AsyncIterator[LeaderUpdate]:
         """Answer one follower until it goes.
 
         Raises:
@@ -106,10 +108,10 @@ class Leading:
             while not (reading.done() and not stream.unsent):
                 stream.more.clear()
                 while stream.unsent:
-                    word = stream.unsent.popleft()
-                    if isinstance(word, WireError):
-                        raise word
-                    yield word
+                    update = stream.unsent.popleft()
+                    if isinstance(update, WireError):
+                        raise update
+                    yield update
                 if not reading.done():
                     await stream.more.wait()
         finally:
@@ -145,28 +147,28 @@ class Leading:
         now_ns = self._clock()
         stream.leader, stream.follower = question.leader, question.follower
         stream.lent = question.lent
-        word = self._word(stream, now_ns, question.number)
-        stream.computing_until_ns = now_ns + word.lease_ns if question.computing else 0
+        update = self._update(stream, now_ns, question.number)
+        stream.computing_until_ns = now_ns + update.lease_ns if question.computing else 0
         stop = self._stops.get(stream.leader)
         if stop is not None and stream.closed and question.stopped >= stream.closed:
             stop.note(stream.follower, now_ns - stop.arrival_ns)
             stream.closed = 0
             self._finish(stream.leader, now_ns)
-        stream.send(word)
+        stream.send(update)
 
-    def _word(self, stream: _Stream, now_ns: int, number: int = 0) -> Word:
+    def _update(self, stream: _Stream, now_ns: int, number: int = 0) -> LeaderUpdate:
         verdict = self._verdict(stream.leader, now_ns)
         self._sequence += 1  # over all streams: one that a follower opens anew goes on from there
         if verdict is None:
-            return Word(self._boot, self._term(), self._sequence, number)
-        word = answer(
+            return LeaderUpdate(self._boot, self._term(), self._sequence, number)
+        update = answer(
             is_open=verdict.open,
             reason=verdict.reason,
             until_ns=verdict.until_ns,
             now_ns=now_ns,
         )
         return msgspec.structs.replace(
-            word, boot=self._boot, term=self._term(), sequence=self._sequence, number=number
+            update, boot=self._boot, term=self._term(), sequence=self._sequence, number=number
         )
 
     # --- what the loop tells and asks
@@ -186,10 +188,10 @@ class Leading:
         turned = self._open.get(uid) is not verdict.open
         self._open[uid] = verdict.open
         if turned:
-            self._tell(uid, verdict, arrival_ns, now_ns, own=own)
+            self._push(uid, verdict, arrival_ns, now_ns, own=own)
         self._finish(uid, now_ns)
 
-    def _tell(
+    def _push(
         self, uid: PodUid, verdict: GateVerdict, arrival_ns: int, now_ns: int, *, own: bool
     ) -> None:
         streams = [one for one in self._streams if one.leader == uid]
@@ -199,12 +201,12 @@ class Leading:
             awaited = {str(one.follower) for one in computing} | ({_OWN} if own else set())
             self._stops[uid] = GroupStop(arrival_ns, awaited)
         for stream in streams:
-            word = self._word(stream, now_ns)
-            stream.send(msgspec.structs.replace(word, arrived=arrived))
+            update = self._update(stream, now_ns)
+            stream.send(msgspec.structs.replace(update, arrived=arrived))
             if not verdict.open:
                 stream.computing_until_ns = 0
             if stream in computing:
-                stream.closed = word.sequence
+                stream.closed = update.sequence
 
     def takes_stop(self, uid: PodUid, after_ns: int) -> bool:
         """The leader's own engine stood so long after an arrival; whether others are awaited."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import aiohttp
 
 _log = logging.getLogger(__name__)
-SAY_SECONDS = 1.0
+REPORT_SECONDS = 1.0
 GOOD_SECONDS = 5.0
 CALL_SECONDS = 2.0
 
@@ -40,7 +40,7 @@ class SandboxLink:
         async with aiohttp.ClientSession(timeout=limit) as http:
             while True:
                 await self.report(http)
-                await asyncio.sleep(SAY_SECONDS)
+                await asyncio.sleep(REPORT_SECONDS)
 
     def _headers(self) -> dict[str, str]:
         token = self._token()

@@ -21,7 +21,7 @@ from rose_agent.tap.frames import Watch
 from rose_core.devices.memory import LEAST_ENGINE_BYTES
 from rose_core.guard.compute import ComputeWindow
 from rose_core.guard.crossover import RELATIVE, Schedule
-from rose_core.guard.following import HeldWord
+from rose_core.guard.following import LeaderLease
 from rose_core.guard.gate import GateLimits, ReplicaFacts
 from rose_core.guard.regime import Gaps
 from rose_core.telemetry import signal as signals
@@ -188,7 +188,7 @@ class GuardedReplica:
         *,
         stop_pressed: bool,
         whole_chunks: bool = False,
-        following: HeldWord | None = None,
+        following: LeaderLease | None = None,
     ) -> ReplicaFacts:
         """What the gate needs to know.
 

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _GRANT_NS = 5_000_000_000
 _ALIVE_NS = 5_000_000_000
 _QUIET_NS = 2_000_000_000
-_HEARD_SECONDS = 15.0
+_FIRST_SYNC_SECONDS = 15.0
 
 
 @dataclass
@@ -69,7 +69,7 @@ class WholeReplicas:
         """Take one step with every replica that may sleep."""
         now_s = time.monotonic()
         whole = {grant.pod_uid for grant in grants.alive(now_s).values() if grant.whole}
-        unheard = not grants.complete_replies and now_s - self._started_s < _HEARD_SECONDS
+        unconfirmed = not grants.complete_replies and now_s - self._started_s < _FIRST_SYNC_SECONDS
         for folder in self._dirs.ordered():  # a guard before this one left it
             left = PodUid(folder.uid)
             if left not in replicas and left not in self._known:
@@ -82,7 +82,7 @@ class WholeReplicas:
                 uid, _SleepyReplica(self._dirs.of(uid), replica.pod.name)
             )
             granted: bool | None = uid in whole and _allowed(replica, stop=stop)
-            if not granted and unheard:
+            if not granted and unconfirmed:
                 granted = None
             try:
                 self._step(sleepy, replica, granted, now_s)
@@ -127,18 +127,18 @@ class WholeReplicas:
         since = signal.empty_since_ns
         seen = WholeSeen(
             granted=granted,
-            told=self._reported_stage(sleepy),
+            stage=self._reported_stage(sleepy),
             ready=replica.pod.ready,
             quiet=signal.running == 0 and since is not None and now_ns - since >= _QUIET_NS,
             busy=bool(signal.running),
         )
         limits = _limits(replica.policy.sleep)
         before, sleepy.whole = sleepy.whole, decide(sleepy.whole, seen, limits, now_s)
-        if sleepy.whole.phase is not before.phase or sleepy.whole.word is not before.word:
+        if sleepy.whole.phase is not before.phase or sleepy.whole.failure is not before.failure:
             self._note(sleepy, replica, now_ns)
         self._order(sleepy, replica)
         self._extend(sleepy, now_ns)
-        finished = sleepy.whole.phase is WholePhase.OFF and seen.told is SleepStage.AWAKE
+        finished = sleepy.whole.phase is WholePhase.OFF and seen.stage is SleepStage.AWAKE
         if finished and granted is False:
             sleepy.folder.order.unlink(missing_ok=True)
             sleepy.order = None
@@ -193,11 +193,11 @@ class WholeReplicas:
 
     def _note(self, sleepy: _SleepyReplica, replica: GuardedReplica, now_ns: int) -> None:
         whole, name = sleepy.whole, replica.pod.name
-        _log.info("%s, lent whole: %s %s", name, whole.phase, whole.word or "")
-        self._recorder.note(now_ns, name, "whole", phase=whole.phase, word=whole.word or "")
+        _log.info("%s, lent whole: %s %s", name, whole.phase, whole.failure or "")
+        self._recorder.note(now_ns, name, "whole", phase=whole.phase, word=whole.failure or "")
         metrics.SERVING_ASLEEP.labels(name).set(whole.phase is WholePhase.ASLEEP)
         metrics.SERVING_WAKING.labels(name).set(whole.phase is WholePhase.RETURNING)
-        metrics.WHOLE_PHASES.labels(whole.phase.value, whole.word or "").inc()
+        metrics.WHOLE_PHASES.labels(whole.phase.value, whole.failure or "").inc()
 
 
 def _allowed(replica: GuardedReplica, *, stop: bool) -> bool:

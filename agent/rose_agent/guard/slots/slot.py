@@ -363,7 +363,7 @@ class GuardedSlot:
             return False
         if self.status is None or self.status.state is EngineState.GONE:
             return machine.phase is SlotPhase.ABSENT  # no engine is there that needs weights
-        if not self._weights_told:
+        if not self._weights_sent:
             return False
         held = self._hold.confirmed is True and not machine.self_frozen
         return held and machine.phase is SlotPhase.PRESENT
@@ -412,7 +412,7 @@ class GuardedSlot:
             self._note_rung(now_ns)
         if self._permit.mapped is not None:
             self._permit.mapped.beat_guard(now_ns)
-        self._tell_router()
+        self._update_router()
 
     def _see(self, verdict: GateVerdict, now_ns: int, granted: bool | None) -> SlotSeen:
         status, permit = self.status, self._permit.mapped
@@ -426,11 +426,11 @@ class GuardedSlot:
             heartbeat_ns=permit.host_age_ns(now_ns) if permit else None,
             processes=not alive and status is None and freezer.exists(self.folder),
             can_dormant=status is not None and status.can_dormant,
-            weights_told=self._weights_told,
+            weights_sent=self._weights_sent,
         )
 
     @property
-    def _weights_told(self) -> bool:
+    def _weights_sent(self) -> bool:
         """The host has taken over what the grant says about weights; true without a grant."""
         return self.grant is None or self.grant.weights == self._ordered_weights
 
@@ -505,9 +505,9 @@ class GuardedSlot:
             return
         if self.status is None or self.status.slot != grant.key.slot:
             self._hold.forget()  # another engine
-        await self._tell_host(grant)
+        await self._send_order(grant)
 
-    async def _tell_host(self, grant: Grant) -> None:
+    async def _send_order(self, grant: Grant) -> None:
         await self._host.ensure(self._order(grant))
         self._ordered_weights = grant.weights
 
@@ -530,7 +530,7 @@ class GuardedSlot:
         """The engine was refused for its size: tell when there is another room."""
         grant = self.grant
         if grant is not None and self.room.bytes != self._ordered_room.bytes:
-            self._calls.start("room", lambda: self._tell_host(grant))
+            self._calls.start("room", lambda: self._send_order(grant))
 
     def limit_memory(self, permille: int, held: int | None) -> None:
         """Tell the engine's budget, and what the driver says that it holds."""
@@ -585,7 +585,7 @@ class GuardedSlot:
         position = self.verdict.open or reason in PACED
         return position and self.machine.rung is Rung.NONE
 
-    def _tell_router(self) -> None:
+    def _update_router(self) -> None:
         grant = self.grant
         if grant is None:
             self._router.leave()

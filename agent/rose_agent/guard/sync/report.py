@@ -202,7 +202,7 @@ def replica_report(
 
 
 def _certificate(replica: GuardedReplica) -> CertificateReport | None:
-    certificate, count = replica.outcomes.experience.told, replica.outcomes.certified
+    certificate, count = replica.outcomes.experience.last_certificate, replica.outcomes.certified
     if certificate is None:
         return None
     return CertificateReport(

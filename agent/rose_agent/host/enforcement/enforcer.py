@@ -70,7 +70,7 @@ class EnforcedEngine:
         permit: Permit,
         *,
         own_permit: bool = False,
-        activity: Callable[[], Activity] = lambda: Activity.UNTOLD,
+        activity: Callable[[], Activity] = lambda: Activity.UNREPORTED,
     ) -> None:
         self.name = name
         self._activity = activity
@@ -193,7 +193,7 @@ class EnforcedEngine:
             now_ns=now_ns,
             patience=PATIENCE,
             cpu_ns=cpu_ns,
-            activity=Activity.UNTOLD if may_run else self._activity(),
+            activity=Activity.UNREPORTED if may_run else self._activity(),
         )
         stopping = {TreeState.ASKED, TreeState.STOPPING}
         if tree.state in stopping and self._tree.state not in stopping:

@@ -108,7 +108,7 @@ def decide(
     now_ns: int,
     patience: StandstillPatience,
     cpu_ns: int | None = None,
-    activity: Activity = Activity.UNTOLD,
+    activity: Activity = Activity.UNREPORTED,
 ) -> tuple[EngineTree, Action]:
     """One step of the table.
 

@@ -59,21 +59,21 @@ class EngineSizing:
     kind: str
 
 
-class _Words(msgspec.Struct):
+class _ModelConfig(msgspec.Struct):
     """The part of ``config.json`` that the embedding is made of."""
 
     vocab_size: int | None = None
-    text_config: _Words | None = None
+    text_config: _ModelConfig | None = None
 
 
 def vocabulary(model: Path) -> int:
     """Rows of the model's embedding: ids of tokens are below it; 0 = its folder does not say."""
     try:
-        words = msgspec.json.decode((model / "config.json").read_bytes(), type=_Words)
+        known = msgspec.json.decode((model / "config.json").read_bytes(), type=_ModelConfig)
     except (OSError, *UNREADABLE):
         return 0
-    inner = words.text_config.vocab_size if words.text_config is not None else None
-    return words.vocab_size or inner or 0
+    inner = known.text_config.vocab_size if known.text_config is not None else None
+    return known.vocab_size or inner or 0
 
 
 def engine_size(

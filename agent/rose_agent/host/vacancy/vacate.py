@@ -177,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
         absent_passes=arguments.absent == "pass",
     )
 
-    def say(text: str) -> None:
+    def show(text: str) -> None:
         sys.stderr.write(f"rose vacate: {text}\n")
 
-    return 0 if wait(wish, say) else 1
+    return 0 if wait(wish, show) else 1

@@ -115,7 +115,7 @@ def text_of(turn: Turn, shown: VisibleOutput, tokenizer: Tokenizer | None) -> st
     else:
         text = _decoded(turn, shown, tokenizer)
     stops = turn.request.stops
-    return text if stops is None or turn.is_over else sure(text, stops.words)
+    return text if stops is None or turn.is_over else sure(text, stops.strings)
 
 
 def _decoded(turn: Turn, shown: VisibleOutput, tokenizer: Tokenizer) -> str:

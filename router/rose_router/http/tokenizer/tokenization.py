@@ -95,11 +95,11 @@ class Tokenizer:
         """The text of one token, special ones included; a part of a character is U+FFFD."""
         return self._word(token)
 
-    def stops(self, words: Sequence[str]) -> Stops | None:
+    def stops(self, strings: Sequence[str]) -> Stops | None:
         """What ends a turn at these strings; ``None`` when they are too long to be looked for."""
-        longest = max(len(self.encode(word, special=False)) for word in words)
+        longest = max(len(self.encode(string, special=False)) for string in strings)
         decode = partial(self.decode, skip_special=False)
-        return Stops(tuple(words), longest + 1, decode) if longest < MOST_WINDOW else None
+        return Stops(tuple(strings), longest + 1, decode) if longest < MOST_WINDOW else None
 
     def chat(
         self, messages: Sequence[Any], tools: Sequence[Any], more: Mapping[str, Any]

@@ -15,7 +15,7 @@ from rose_core.lending import Demand
 from rose_core.lending.demand import ReceivedNote, together
 from rose_core.rollouts.training.rhythm import (
     LOOK_SECONDS,
-    SAY_SECONDS,
+    REPORT_SECONDS,
     Rhythm,
     TurnTraffic,
     half_full,
@@ -64,7 +64,7 @@ class SimulatedDemands:
         now, seen = self._clock.now_s, traffic(router)
         line.rhythm = observe(line.rhythm, seen.turns, router.newest, now)
         worth, before = key(line.rhythm, seen.turns), line.heard
-        if before is not None and worth == line.said and now - before.at < SAY_SECONDS:
+        if before is not None and worth == line.said and now - before.at < REPORT_SECONDS:
             return False
         line.said = worth
         line.heard = ReceivedNote(note(line.rhythm, seen, now, now), now)
