@@ -19,7 +19,7 @@ from rose_core.sandboxes import policy
 from rose_core.sandboxes.outside import EgressEffect
 from rose_core.sandboxes.policy import BoundaryAction, Decision
 from rose_core.sandboxes.tunnels import TunnelLimits, may_open
-from rose_core.sandboxes.turns import SandboxClock
+from rose_core.sandboxes.turns import SandboxClock, SandboxPhase
 from rose_sandbox import metrics
 from rose_sandbox.answers import Told
 from rose_sandbox.egress import Egress
@@ -36,11 +36,13 @@ class BoundTokens:
         ids: of the session so far.
         versions: weight versions that sampled them.
         history: the router's session, which a restore gives back to it.
+        prompt: how many of the ids the model was last given; None: whoever says them does not say.
     """
 
     ids: tuple[int, ...] = ()
     versions: tuple[str, ...] = ()
     history: bytes = b""
+    prompt: int | None = None
 
 
 @dataclass
@@ -59,7 +61,10 @@ class Box:
         boundary: the task of the last boundary.
         egress: its proxy.
         acts: commands, files and connections of its agent that have begun, and turns.
+        acted_at: when the last of them began that is no turn, or its life here.
         bound_at: ``acts`` when the turn that ``ids`` are of began, or the record was made.
+        heard: what the model was given at the newest turn that the host has heard of, also late.
+        closing: the last turn, where nobody asked the model for it.
         lock: whoever changes it.
         waking: whoever brings it back.
         tunnels: connections into it.
@@ -82,7 +87,10 @@ class Box:
     boundary: asyncio.Task[None] | None = None
     egress: Egress | None = None
     acts: int = 0
+    acted_at: float = 0.0
     bound_at: int = 0
+    heard: tuple[int, ...] = ()
+    closing: int | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waking: asyncio.Lock = field(default_factory=asyncio.Lock)
     tunnels: int = 0
@@ -93,12 +101,51 @@ class Box:
         """This moment: of no other act, turn or life of the sandbox."""
         return f"{self.owned.fence}.{self.acts}"
 
-    def begin_turn(self, now: float, wait: policy.ModelWait | None, tokens: BoundTokens) -> None:
-        """The agent waits for the model, which these tokens were given to."""
+    def begin_turn(
+        self,
+        now: float,
+        wait: policy.ModelWait | None,
+        tokens: BoundTokens,
+        *,
+        is_asked: bool = True,
+    ) -> None:
+        """The agent waits for the model, which these tokens were given to.
+
+        Args:
+            now: of the host's clock.
+            wait: until the reply.
+            tokens: of the turn.
+            is_asked: the model was; else this is a moment that somebody wants saved.
+
+        Raises:
+            OutOfTurn: it waits already; the turn counts as heard of.
+        """
+        if is_asked:
+            self.heard = tokens.ids
         self.clock = self.clock.begin_wait(now, wait)
+        self.closing = None if is_asked else self.clock.turn
         self.acts += 1
+        self.bind(tokens)
+
+    def bind(self, tokens: BoundTokens) -> None:
+        """What is saved now goes with these tokens."""
         self.ids, self.versions, self.history = tokens.ids, tokens.versions, tokens.history
         self.bound_at = self.acts
+
+    def act(self, now: float) -> None:
+        """Note that its agent does something."""
+        self.acts += 1
+        self.acted_at = now
+
+    def are_all(self, whole: BoundTokens) -> bool:
+        """Whether these are all tokens of the session, as far as the host has heard of turns.
+
+        Of several replicas of a router each says what it knows. One that missed the newest turn
+        knows another prompt than that turn's, and so does one from before a step back.
+        """
+        if whole.prompt is None:  # a router from before: what goes on from the newest turn
+            return whole.ids[: len(self.heard)] == self.heard
+        return whole.ids[: whole.prompt] == self.heard
 
     def go_with(self, whole: BoundTokens) -> BoundTokens:
         """What this moment goes with, where no turn is asked for: all tokens of the session.
@@ -106,22 +153,29 @@ class Box:
         Where the agent has acted since its last turn, that turn's go with older files. So what is
         saved is bound to none if nobody knows them all.
         """
-        if whole.ids[: len(self.ids)] == self.ids:
+        if self.are_all(whole):
             return whole
         return BoundTokens() if self.has_acted else self.tokens
+
+    def closes_without(self, whole: BoundTokens) -> bool:
+        """Whether it was suspended at the session's end by somebody who did not know its tokens."""
+        closed = self.clock.phase is SandboxPhase.SUSPENDED and self.closing == self.clock.turn
+        return closed and not self.has_acted and self.ids != whole.ids and self.are_all(whole)
 
     @property
     def tokens(self) -> BoundTokens:
         """Of the turn that began last."""
         return BoundTokens(self.ids, self.versions, self.history)
 
-    def check_moment(self, if_match: str) -> None:
+    def check_moment(self, if_match: str, ids: tuple[int, ...]) -> None:
         """Check that nothing has happened since a moment; empty: whoever asks knows of none.
 
         Raises:
-            HeardLate: the agent has acted, or another turn has begun.
+            HeardLate: the agent has acted, or another turn has begun. The turn of these tokens has
+                no record, and is the newest that the host has heard of.
         """
         if if_match not in {"", self.etag}:
+            self.heard = ids
             raise HeardLate(
                 f"session {self.owned.session} is at {self.etag} and was at {if_match} when the "
                 "model was asked: what its agent did since is saved with the next turn"
@@ -141,7 +195,7 @@ class Box:
                 boundary.result()
 
     @contextmanager
-    def tunneled(self, limits: TunnelLimits) -> Iterator[None]:
+    def tunneled(self, limits: TunnelLimits, now: float) -> Iterator[None]:
         """Count one more connection into it, while the block lasts.
 
         Raises:
@@ -153,7 +207,7 @@ class Box:
                 "allowed: close one"
             )
         self.tunnels += 1
-        self.acts += 1
+        self.act(now)
         metrics.TUNNELS.inc()
         try:
             yield

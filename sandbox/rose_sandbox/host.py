@@ -233,7 +233,7 @@ class Host:
     async def connect(self, session: str, port: int) -> socket.socket:
         """A TCP connection to a server in the sandbox; a non-blocking socket."""
         box = await self._reached(session)
-        box.acts += 1
+        box.act(self._now())
         return await self._runtime.connect(box.handle, port)
 
     @asynccontextmanager
@@ -244,16 +244,17 @@ class Host:
             TooManyTunnels: the sandbox has as many as are allowed.
         """
         box = await self._reached(session)
-        with box.tunneled(self.tunnel_limits):
+        with box.tunneled(self.tunnel_limits, self._now()):
             yield Tunnel(await self._runtime.connect(box.handle, port), box.gone)
 
     async def state(self, session: str) -> Told:
         """Where a session stands."""
         return self._box(session).tell(session)
 
-    async def etag(self, session: str) -> str:
-        """The present moment of a session, for ``turn_began``."""
-        return self._box(session).etag
+    async def moment(self, session: str) -> tuple[str, float]:
+        """The ``etag`` for ``turn_began``, and seconds since the last act of its agent began."""
+        box = self._box(session)
+        return box.etag, self._now() - box.acted_at
 
     def sessions(self) -> tuple[str, ...]:
         """Those with a sandbox here."""
@@ -305,6 +306,7 @@ class Host:
         wait: ModelWait | None = None,
         history: bytes = b"",
         if_match: str = "",
+        is_asked: bool = True,
     ) -> Told:
         """The agent asks the model: a boundary. Its checkpoint begins in the background.
 
@@ -316,21 +318,23 @@ class Host:
             history: the router's session up to here, which a restore gives back to it.
             if_match: the ``etag`` that the session had when no reply to this turn was there yet;
                 empty: its agent cannot have acted since.
+            is_asked: the model is; else somebody wants this moment saved.
 
         Raises:
             OutOfTurn: the session waits for the model already.
             HeardLate: the agent has acted, or another turn has begun: nothing is saved for this.
         """
         box = self._box(session)
-        box.check_moment(if_match)
+        given = BoundTokens(tuple(ids or ()), tuple(weight_versions), history)
+        box.check_moment(if_match, given.ids)
         # A boundary that nobody waited for is this one's now.
         if box.clock.phase is SandboxPhase.ACTING:
             await self._settle(box)
         async with box.lock:
             self._box(session)  # it may have ended meanwhile
-            box.check_moment(if_match)
-            given = BoundTokens(tuple(ids or ()), tuple(weight_versions), history)
-            box.begin_turn(self._now(), wait, box.go_with(given) if ids is None else given)
+            box.check_moment(if_match, given.ids)
+            bound = given if ids is not None else box.go_with(given)
+            box.begin_turn(self._now(), wait, bound, is_asked=is_asked)
             box.boundary = asyncio.create_task(self._boundary(session, box))
         return box.tell(session)
 
@@ -360,7 +364,7 @@ class Host:
         Raises:
             CannotCheckpoint: something cannot be saved; the sandbox lives on.
         """
-        await self.turn_began(session, ids or None)
+        await self.turn_began(session, ids or None, is_asked=False)
         box = self._box(session)
         await box.wait_for_record()
         self._box(session)  # it may have ended meanwhile
@@ -391,7 +395,9 @@ class Host:
         await self._settle(box)
         async with self._ended_if_fenced(session, box), box.lock:
             if box.clock.phase is SandboxPhase.ACTING:
-                box.begin_turn(self._now(), None, box.go_with(whole))
+                box.begin_turn(self._now(), None, box.go_with(whole), is_asked=False)
+            elif box.closes_without(whole):  # of several replicas any may be the first
+                await self._saver.publish_again(box, whole)
             if box.clock.phase is SandboxPhase.WAITING:
                 suspending = Decision(BoundaryAction.SUSPEND, policy.SaveReason.LONG_WAIT)
                 await self._saver.save(box, suspending)
@@ -661,6 +667,7 @@ class Host:
             raise
 
     async def _begin(self, session: str, box: Box, watching: asyncio.Task[None]) -> None:
+        box.acted_at = self._now()
         self._boxes[session] = box
         metrics.SANDBOXES.set(len(self._boxes))
         self._fenced.pop(session, None)
@@ -708,7 +715,7 @@ class Host:
                     continue  # a turn began while another command ran, and nobody has looked yet
                 # Whoever held the lock may have suspended it: a session ended, its grader comes.
                 await self._awake(box)
-                box.acts += 1
+                box.act(self._now())
                 yield box
                 return
 

@@ -3,14 +3,14 @@
 | route | body | answer |
 |---|---|---|
 | ``POST /sessions`` | ``session``, ``image``, ``limits``, ``environment``, ``folder`` | state |
-| ``GET /sessions``, ``GET /sessions/{key}`` | | keys; state, its moment as ``ETag`` |
+| ``GET /sessions``, ``GET /sessions/{key}`` | | keys; state, ``ETag``, ``Rose-Still-Seconds`` |
 | ``POST /sessions/{key}/exec`` | ``command``, ``within``, ``name``, ``shell`` | result |
 | ``GET``, ``PUT /sessions/{key}/files?path=`` | the file | the file |
 | ``* /sessions/{key}/port/{port}/{path}`` | | what the server in the sandbox says |
 | ``GET /sessions/{key}/tunnel/{port}`` | | a WebSocket that is a connection to it (``tunnel``) |
 | ``POST /sessions/{key}/turn`` | ``ids``, ``wait`` and more; ``If-Match`` | state: a turn began |
 | ``POST /sessions/{key}/ready`` | | state, once the agent may act |
-| ``POST /sessions/{key}/ended`` | ``ids`` and more | state: no more turns, memory is freed |
+| ``POST /sessions/{key}/ended`` | ``ids`` and more; ``Rose-Prompt-Tokens`` | state: it is over |
 | ``POST /sessions/{key}/checkpoint`` | ``ids`` | state, once durable |
 | ``GET /sessions/{key}/fence`` | | the fence under which its records are held, here or not |
 | ``POST /sessions/{key}/restore`` | ``turn``, ``crossing``, ``tokens``, ``over`` | state, ids |
@@ -78,6 +78,11 @@ STATUS: dict[type[Exception], int] = {
 """Of each error that has a name; the most special one counts."""
 REFUSAL = "Rose-Error"
 """Header with the error of a WebSocket that was refused, as bodies have it elsewhere."""
+STILL = "Rose-Still-Seconds"
+"""Header of a session's state: how long ago the last act of its agent began."""
+PROMPT = "Rose-Prompt-Tokens"
+"""Header of a session's end: how many of its tokens the model was last given. No field of the body,
+since hosts refuse those that they do not know."""
 MOST_HEADERS = 100
 """Of a server in a sandbox, whose word takes the host's memory: what web servers allow."""
 STATUS_CODE = re.compile("[2-5][0-9]{2}")
@@ -277,7 +282,8 @@ class _Api:
         key = _key(request)
         told = await self._host.state(key)
         answer = _json(asdict(told))
-        answer.etag = await self._host.etag(key)
+        answer.etag, still = await self._host.moment(key)
+        answer.headers[STILL] = f"{still:.6f}"
         return answer
 
     async def end(self, request: web.Request) -> web.Response:
@@ -380,7 +386,9 @@ class _Api:
 
     async def ended(self, request: web.Request) -> web.Response:
         asked = await _read(request, _Turn)
-        whole = BoundTokens(asked.ids, asked.weight_versions, asked.history)
+        prompt = request.headers.get(PROMPT)
+        given = int(prompt) if prompt is not None else None
+        whole = BoundTokens(asked.ids, asked.weight_versions, asked.history, given)
         return _json(asdict(await self._host.ended(_key(request), whole)))
 
     async def checkpoint(self, request: web.Request) -> web.Response:

@@ -25,7 +25,7 @@ from rose_core.sandboxes.policy import (
 )
 from rose_core.sandboxes.turns import SandboxPhase
 from rose_sandbox import metrics
-from rose_sandbox.box import Box
+from rose_sandbox.box import BoundTokens, Box
 from rose_sandbox.errors import CannotCheckpoint, SandboxError
 from rose_sandbox.inspector.inspector import Effects, Inspector
 from rose_sandbox.recorded import read_spec, written_effect, written_spec
@@ -187,6 +187,21 @@ class Saver:
         parts = await self._runtime.checkpoint(box.handle, Kind.FULL, folder)
         await self._inspector.saved(box.spec.key)
         return parts
+
+    async def publish_again(self, box: Box, tokens: BoundTokens) -> None:
+        """Publish the record of a suspended sandbox once more, as one that goes with these tokens.
+
+        Raises:
+            Fenced: another host has the session.
+            WeightsError: the record stands as it was.
+        """
+        before = box.tokens
+        box.bind(tokens)
+        try:
+            await self._publish(box, CheckpointParts(box.spec))
+        except BaseException:
+            box.bind(before)
+            raise
 
     async def _publish(self, box: Box, parts: CheckpointParts) -> None:
         turn = PublishedTurn(

@@ -13,7 +13,7 @@ from rose_core.rollouts.capacity.reply_time import ENOUGH
 from rose_router.metrics import REGISTRY
 from rose_router.turns import turn_clock
 from rose_router.turns.turn import TurnState
-from rose_router.turns.turn_clock import MOST_LINES, Body, IsLate, StepOutcome, TurnClock
+from rose_router.turns.turn_clock import MOST_LINES, Body, Lateness, StepOutcome, TurnClock
 from tests.router.world import SimEngine, V, World, judge_whole, over, until, world
 
 pytestmark = pytest.mark.looptime
@@ -26,25 +26,50 @@ class Heard:
         seconds: that a step is on its way.
         takes: whether hosts take it.
         naming: seconds until a host has named its moment.
+        still: for which the agent has done nothing by then.
+
+    Attributes:
+        steps: that they took.
+        missed: bodies of turns of which they heard too late.
+        prompts: how many ids of each session's end were its prompt.
     """
 
-    def __init__(self, seconds: float = 0.0, *, takes: bool = True, naming: float = 0.0) -> None:
+    def __init__(
+        self,
+        seconds: float = 0.0,
+        *,
+        takes: bool = True,
+        naming: float = 0.0,
+        still: float | None = None,
+    ) -> None:
         self.steps: list[tuple[str, str, dict[str, Any]]] = []
-        self.seconds, self.takes, self.naming = seconds, takes, naming
+        self.missed: list[dict[str, Any]] = []
+        self.prompts: list[int | None] = []
+        self.seconds, self.takes, self.naming, self.still = seconds, takes, naming, still
 
     def serve(self, job: str) -> bool:
         return job in {"", "mine"}
 
     async def tell(
-        self, job: str, session: str, step: str, body: Body, is_late: IsLate | None = None
+        self,
+        job: str,
+        session: str,
+        step: str,
+        body: Body,
+        *,
+        lateness: Lateness | None = None,
+        prompt: int | None = None,
     ) -> StepOutcome:
         del job
-        if is_late is not None:
+        if lateness is not None:
             await asyncio.sleep(self.naming)
-            if is_late():
+            if lateness.judge(self.still):
+                self.missed.append(lateness.body())
                 return StepOutcome.LATE
         await asyncio.sleep(self.seconds)
         self.steps.append((session, step, body()))
+        if step == "ended":
+            self.prompts.append(prompt)
         return StepOutcome.TOLD if self.takes else StepOutcome.UNTOLD
 
     def told(self, session: str = "s") -> list[str]:
@@ -278,3 +303,62 @@ async def test_without_an_engine_no_wait_is_named() -> None:
         assert heard.steps[0][2]["wait"] is None
         w.service.leave(turn)
         await over(turn)
+
+
+async def test_a_late_turn_is_told_where_its_agent_has_done_nothing_since() -> None:
+    """One whose reply was sooner than a small call to its host had no record."""
+    late, heard = counted("late"), Heard(naming=1.0, still=3600.0)
+    async with telling(heard, SimEngine("a")) as (w, _):
+        turn = await over(w.ask(4, prompt=(1, 2, 3), session="s"))
+        assert heard.told() == []
+        await until(lambda: heard.told() == ["turn", "ready"])
+        assert heard.steps[0][2]["ids"] == (1, 2, 3)
+        assert heard.steps[0][2]["wait"] is None, "which nobody waits for any more"
+        heard.still = 0.5  # half a second before the moment was named, after the reply
+        await over(w.ask(4, prompt=turn.request.prompt + (9,), session="s"))
+        await asyncio.sleep(2)
+        assert heard.told() == ["turn", "ready"]
+        assert heard.missed == [{"ids": (1, 2, 3, 9)}], "its host hears that it was"
+        assert counted("late") - late == 1
+
+
+async def test_a_turn_that_was_left_out_for_the_next_one_is_counted_as_late() -> None:
+    late, heard = counted("late"), Heard(10.0, still=3600.0)
+    async with telling(heard, SimEngine("a")) as (w, _):
+        for prompt in ((1,), (1, 2), (1, 2, 3)):  # the first one's beginning is on its way
+            await over(w.ask(2, prompt=prompt, session="s"))
+        await asyncio.sleep(60)
+        assert [body["ids"] for _, step, body in heard.steps if step == "turn"] == [
+            (1,),
+            (1, 2, 3),
+        ]
+        assert heard.told() == ["turn", "ready"] * 2
+        assert counted("late") - late == 1
+
+
+async def test_the_end_says_what_its_last_prompt_was_and_a_turn_that_nobody_heard_of_is_told_first(
+) -> None:
+    heard = Heard()
+    async with telling(heard, SimEngine("a")) as (w, clock):
+        await over(w.ask(4, prompt=(1, 2), session="s"))
+        await until(lambda: heard.told() == ["turn", "ready"])
+        heard.takes = False
+        await over(w.ask(4, prompt=(1, 2, 3), session="s"))
+        await asyncio.sleep(1)
+        w.service.end_trajectory("s")
+        await until(lambda: heard.told()[-1] == "ended")
+        assert heard.missed == [{"ids": [1, 2, 3]}]
+        assert heard.prompts == [3]
+        assert clock._held == 0
+
+
+async def test_a_session_that_goes_back_has_no_tokens_of_its_last_turn_any_more() -> None:
+    heard = Heard()
+    async with telling(heard, SimEngine("a")) as (w, clock):
+        await over(w.ask(4, prompt=(1, 2), session="s"))
+        await until(lambda: heard.told() == ["turn", "ready"])
+        clock.forget("s")
+        assert clock._held == 0
+        w.service.end_trajectory("s")
+        await until(lambda: heard.told() == ["turn", "ready", "ended"])
+        assert heard.steps[-1][2] == {}

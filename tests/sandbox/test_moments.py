@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from aiohttp import web
@@ -20,6 +21,7 @@ from rose_sandbox.errors import HeardLate, NotListening
 from rose_sandbox.http import ServingTraffic, application
 from rose_sandbox.inspector.inspector import Effects
 from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind
+from rose_weights.errors import StoreFailed
 from tests.sandbox.test_host import World
 
 Act = Callable[[World], Awaitable[None]]
@@ -63,13 +65,13 @@ async def test_a_turn_of_a_moment_before_the_last_act_is_saved_for_nobody(
     world: World, act: Act
 ) -> None:
     await world.host.create("s")
-    asked = await world.host.etag("s")
+    asked = (await world.host.moment("s"))[0]
     await act(world)
     before = world.records.turns("s"), (await world.host.state("s")).turn
     with pytest.raises(HeardLate, match="its agent did since is saved with the next turn"):
         await world.host.turn_began("s", [1, 2, 3], if_match=asked)
     assert (world.records.turns("s"), (await world.host.state("s")).turn) == before
-    await world.host.turn_began("s", [1, 2, 3], if_match=await world.host.etag("s"))
+    await world.host.turn_began("s", [1, 2, 3], if_match=(await world.host.moment("s"))[0])
     assert (await world.host.tokens_ready("s")).recoverable_to == before[1] + 1
     assert world.records.ids(world.records.read("s")) == (1, 2, 3)
 
@@ -103,7 +105,7 @@ async def test_a_turn_that_waits_for_acts_to_end_is_late_by_what_they_did(world:
     await until(box.lock.locked)
     act = asyncio.create_task(host.exec("s", "echo 1 > /home/a", 5))
     await asyncio.sleep(0)
-    asked = await host.etag("s")
+    asked = (await host.moment("s"))[0]
     with pytest.raises(HeardLate):
         await host.turn_began("s", [1], if_match=asked)
     await asyncio.gather(running, act)
@@ -279,7 +281,106 @@ async def test_an_act_says_that_the_reply_has_come_where_nobody_else_does(
     host = world.host
     await host.create("s")
     for turn in (1, 2, 3):
-        await host.turn_began("s", [turn], if_match=await host.etag("s"))
+        await host.turn_began("s", [turn], if_match=(await host.moment("s"))[0])
         await act(world)
         assert (await host.state("s")).recoverable_to == turn
     assert (await host.ended("s")).phase == "suspended"
+
+
+def whole(ids: tuple[int, ...], prompt: int) -> BoundTokens:
+    """All tokens of a session as a replica of its router knows them."""
+    return BoundTokens(ids, prompt=prompt)
+
+
+@pytest.mark.parametrize("first", ["missed", "knows nothing", "knows all"])
+async def test_of_replicas_that_end_a_session_the_one_that_knows_its_last_turn_is_believed(
+    world: World, first: str
+) -> None:
+    """The first one was: a record had tokens of before, and what the agent did on later ones."""
+    host = world.host
+    await host.create("s")
+    await host.turn_began("s", [1, 2])
+    await world.said("s", "echo 1 > /home/a")  # on the reply, 3
+    asked = (await host.moment("s"))[0]
+    await world.said("s", "echo 2 > /home/a")  # on the reply to the next turn, of which it is late
+    with pytest.raises(HeardLate):
+        await host.turn_began("s", [1, 2, 3, 4], if_match=asked)
+    said = [whole((1, 2, 3), 2), whole((), 0), whole((1, 2, 3, 4, 5), 4)]
+    at = ["missed", "knows nothing", "knows all"].index(first)
+    told = await host.ended("s", said[at])
+    assert told.phase == "suspended"
+    bound = (1, 2, 3, 4, 5) if first == "knows all" else ()
+    assert world.records.ids(world.records.read("s")) == bound
+    for one in said[at + 1 :] + said[:at]:
+        await host.ended("s", one)
+    newest = world.records.read("s")
+    assert (newest.turn, world.records.ids(newest)) == (2, (1, 2, 3, 4, 5))
+    assert world.records.ids(world.records.read("s", 1)) == (1, 2)
+    back = await host.restore("s")
+    assert back.ids == (1, 2, 3, 4, 5)
+    assert await world.said("s", "cat /home/a") == "2"
+
+
+async def test_tokens_from_before_a_step_back_are_of_no_record_after_it(world: World) -> None:
+    """They begin as the ones of the earlier turn do, and were taken for what came of those."""
+    host = world.host
+    await host.create("s")
+    await host.turn_began("s", [1])
+    await world.said("s", "echo 1 > /home/a")
+    await host.turn_began("s", [1, 2, 3])
+    await world.said("s", "echo 2 > /home/a")
+    await host.restore("s", 1)
+    await world.said("s", "echo other > /home/a")
+    await host.ended("s", whole((1, 2, 3, 4), 3))
+    assert world.records.ids(world.records.read("s")) == ()
+    await host.restore("s", 1)
+    await world.said("s", "echo again > /home/a")
+    await host.ended("s", whole((1, 2), 1))
+    assert world.records.ids(world.records.read("s")) == (1, 2)
+
+
+async def test_a_session_whose_grader_has_acted_since_it_ended_is_bound_to_nothing_new(
+    world: World,
+) -> None:
+    host = world.host
+    await host.create("s")
+    await host.turn_began("s", [1])
+    await world.said("s", "echo 1 > /home/a")
+    await host.ended("s")
+    await host.resume("s")
+    await world.said("s", "echo graded > /home/a")
+    assert world.records.ids(world.records.read("s", 2)) == ()
+    await host.ended("s", whole((1, 2), 1))
+    assert world.records.ids(world.records.read("s", 2)) == ()
+
+
+async def test_a_checkpoint_of_a_harness_is_no_turn_that_a_router_missed(world: World) -> None:
+    host = world.host
+    await host.create("s")
+    await host.turn_began("s", [1])
+    await world.said("s", "echo 1 > /home/a")
+    await host.checkpoint("s", [1, 2])
+    await world.said("s", "echo 2 > /home/a")
+    await host.ended("s", whole((1, 2), 1))
+    assert world.records.ids(world.records.read("s")) == (1, 2)
+
+
+async def test_a_record_that_cannot_be_bound_anew_stands_as_it_was(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = world.host
+    await host.create("s")
+    await host.turn_began("s", [1])
+    await world.said("s", "echo 1 > /home/a")
+    await host.ended("s")
+
+    def fails(*_: object) -> NoReturn:
+        raise StoreFailed("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host._records, "publish", fails)
+        with pytest.raises(StoreFailed):
+            await host.ended("s", whole((1, 2), 1))
+    assert world.records.ids(world.records.read("s")) == ()
+    await host.ended("s", whole((1, 2), 1))
+    assert world.records.ids(world.records.read("s")) == (1, 2)

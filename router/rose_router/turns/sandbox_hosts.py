@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,7 +35,7 @@ from rose_router.errors import (
     RouterError,
     Unprocessable,
 )
-from rose_router.turns.turn_clock import Body, IsLate, StepOutcome
+from rose_router.turns.turn_clock import Body, Lateness, StepOutcome
 from rose_wire.heartbeat import FellSilent, Heartbeat
 
 LOG = logging.getLogger(__name__)
@@ -53,6 +54,13 @@ _AWAY = 599
 _SAID = {400: BadRequest, 404: NotFound, 409: Unprocessable, 410: Conflict}
 """What a host's answer is to callers; of 409s none becomes another one by asking again."""
 
+_PASSED = "passed"
+"""Named instead of the moment of a turn that can have no record: no session is ever in it."""
+_STILL, _PROMPT = "Rose-Still-Seconds", "Rose-Prompt-Tokens"
+"""Headers that ``rose_sandbox.http`` describes."""
+_SECONDS = re.compile(r"[0-9]{1,12}\.[0-9]{1,9}").fullmatch
+_NO_HEADERS: Mapping[str, str] = {}
+
 Resolve = Callable[[str, int], Awaitable[tuple[str, ...]]]
 Name = tuple[str, str]
 
@@ -65,11 +73,13 @@ class _Answer:
         status: of HTTP; ``_AWAY`` where it does not answer.
         said: its body.
         moment: of the session, where the host says it.
+        still: seconds since the last act of the session's agent began, where the host says it.
     """
 
     status: int
     said: dict[str, Any]
     moment: str = ""
+    still: float | None = None
 
 
 async def addresses_of(name: str, port: int) -> tuple[str, ...]:
@@ -124,18 +134,22 @@ class SandboxHosts:
         session: str,
         step: str,
         body: Body,
-        is_late: IsLate | None = None,
+        *,
+        lateness: Lateness | None = None,
+        prompt: int | None = None,
     ) -> StepOutcome | None:
         """Tell the session's host a step, as ``turn_clock.Hosts`` says. Never raises."""
-        moment = ""
-        if is_late is not None:
+        headers: dict[str, str] = {} if prompt is None else {_PROMPT: str(prompt)}
+        if lateness is not None:
             seen = await self._ask_it(job, session, (), None)
             if seen is None or seen.status >= 400:
                 return None if seen is None else StepOutcome.UNTOLD
-            if is_late():
-                return StepOutcome.LATE
             moment = seen.moment
-        answer = await self._ask_it(job, session, (step,), body, moment)
+            if lateness.judge(seen.still):
+                body, moment = lateness.body, _PASSED
+            if moment:
+                headers["If-Match"] = f'"{moment}"'
+        answer = await self._ask_it(job, session, (step,), body, headers)
         if answer is None:
             return None
         if answer.status == 412:
@@ -151,7 +165,7 @@ class SandboxHosts:
         session: str,
         path: tuple[str, ...],
         body: Body | None,
-        moment: str = "",
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> _Answer | None:
         """The answer of the session's host, wherever it is by now; None: no host has it."""
         for _ in range(2):
@@ -160,7 +174,7 @@ class SandboxHosts:
                 if url is None:
                     return None
                 asked = None if body is None else body()
-                answer = await self._call(url, (session, *path), asked, CALL_SECONDS, moment)
+                answer = await self._call(url, (session, *path), asked, CALL_SECONDS, headers)
             except RouterError as error:
                 LOG.info("session %s: %s", session, error)
                 self._where.pop((job, session), None)
@@ -302,7 +316,7 @@ class SandboxHosts:
         path: tuple[str, ...],
         body: dict[str, Any] | None,
         seconds: float,
-        moment: str = "",
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> _Answer:
         """What a host says: to a POST where there is a body, else to a GET.
 
@@ -315,7 +329,7 @@ class SandboxHosts:
                 "GET" if body is None else "POST",
                 "/".join((url, "sessions", *(quote(one, safe="") for one in path))),
                 data=data,
-                headers=self._headers() | ({"If-Match": f'"{moment}"'} if moment else {}),
+                headers={**self._headers(), **headers},
                 timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CALL_SECONDS),
             ) as answer:
                 raw = await answer.read()
@@ -325,7 +339,8 @@ class SandboxHosts:
             said = msgspec.json.decode(raw or b"{}", type=dict[str, Any])
         except UNREADABLE:
             said = {"message": raw[:200].decode(errors="replace")}
-        return _Answer(answer.status, said, answer.headers.get("ETag", "").strip('"'))
+        moment, still = answer.headers.get("ETag", "").strip('"'), answer.headers.get(_STILL, "")
+        return _Answer(answer.status, said, moment, float(still) if _SECONDS(still) else None)
 
     def _rests(self, url: str) -> bool:
         return self._clock() < self._resting.get(url, 0.0)

@@ -7,10 +7,14 @@
 | ``ended`` | its caller or its trainer says that the session is over | all its tokens |
 
 Each session has a line of what is still to be told, in order, and one call at a time. Before a turn
-is told the host is asked for its moment (``etag``). If no reply was there yet when the answer came,
-nothing that the agent does on one is in that moment, and the host takes the turn in no other one
-(``If-Match``), however long the call is on its way. A turn whose reply was there is not told: what
-it changed is saved with the next.
+is told the host is asked for its moment (``etag``), and how long its agent has done nothing. If no
+reply was there yet when the answer came, or the agent has done nothing since the first one was
+there, nothing that it does on one is in that moment, and the host takes the turn in no other one
+(``If-Match``), however long the call is on its way. Of any other turn the host only hears that it
+was: what it changed is saved with the next, and no older tokens are those of the session any more.
+
+Several replicas of a router tell one host, each what it knows. So with the tokens of a session's
+end goes which of them were its last prompt, by which the host sees who missed a later turn.
 
 Next step: ``sandbox_hosts`` finds the host and calls it.
 """
@@ -23,7 +27,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rose_core.rollouts.capacity.reply_time import Trust
@@ -46,9 +49,26 @@ that is forgotten the record of its end is bound to no tokens."""
 History = Callable[[str, str, Sequence[int]], bytes]
 """What is known of a job's session up to these tokens, for the record of its sandbox; ``branches``
 reads it again."""
-IsLate = Callable[[], bool]
 Body = Callable[[], dict[str, Any]]
 """Of a step: made where there is a host to tell, for a session's history may have 16 MiB."""
+_RATE = 0.999
+"""Clocks of two machines run as fast as each other, to a thousandth: NTP sets them by half of it."""
+_STEP = 0.001
+"""Seconds between a reply that is there and the time that is noted for it, amply."""
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """When a turn can have no record any more.
+
+    Attributes:
+        judge: asked when the host has named its present moment, in which alone it then takes the
+            turn, with the seconds since the last act of its agent began; None: it does not say.
+        body: of the turn, if it can have none.
+    """
+
+    judge: Callable[[float | None], bool]
+    body: Body
 
 
 class StepOutcome(StrEnum):
@@ -67,7 +87,14 @@ class Hosts(Protocol):
         ...
 
     async def tell(
-        self, job: str, session: str, step: str, body: Body, is_late: IsLate | None = None
+        self,
+        job: str,
+        session: str,
+        step: str,
+        body: Body,
+        *,
+        lateness: Lateness | None = None,
+        prompt: int | None = None,
     ) -> StepOutcome | None:
         """Tell the session's host a step. Never raises.
 
@@ -76,8 +103,8 @@ class Hosts(Protocol):
             session: whose.
             step: what is told.
             body: of the step.
-            is_late: asked when the host has named its present moment, in which alone it then takes
-                the step; None: the moment does not matter.
+            lateness: of a turn; None: the moment does not matter.
+            prompt: how many of the ids of a session's end were its last prompt.
 
         Returns:
             Whether it took it; None: no host has the session.
@@ -98,6 +125,10 @@ class Listener(Protocol):
 
     def end_session(self, trajectory: str) -> None:
         """A trajectory is over: its session's name, within its job."""
+        ...
+
+    def forget(self, trajectory: str) -> None:
+        """A trajectory goes on from an earlier turn: the tokens of its last one are not its own."""
         ...
 
     def remember(self, history: History) -> None:
@@ -125,6 +156,9 @@ class Nobody:
     def end_session(self, trajectory: str) -> None:
         """See ``Listener``."""
 
+    def forget(self, trajectory: str) -> None:
+        """See ``Listener``."""
+
     def remember(self, history: History) -> None:
         """See ``Listener``."""
 
@@ -132,16 +166,35 @@ class Nobody:
         """See ``Listener``."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Began:
+    """A turn whose beginning is to be told; ``replied_at`` is when a reply was first there."""
+
     turn: Turn
     seconds: float | None
-    replies: int
+    versions: tuple[str, ...]
+    replied_at: float | None = None
 
 
 @dataclass(frozen=True)
 class _Over:
+    whole: _Whole | None
     body: Body
+
+
+@dataclass(eq=False)
+class _Whole:
+    """All tokens of a session, as its last turn here left them.
+
+    Attributes:
+        ids: of the turn's prompt and what it made.
+        prompt: how many of them are its prompt.
+        is_heard: a host has heard of the turn.
+    """
+
+    ids: array[int]
+    prompt: int
+    is_heard: bool = True
 
 
 @dataclass(eq=False)
@@ -150,24 +203,38 @@ class _SessionSteps:
 
     Attributes:
         live: turns that run.
-        replies: turns that have ended.
         begun: the host has taken the beginning of the turn that runs.
+        telling: the beginning that is on its way.
+        last: as the last turn that has ended left the session.
+        is_heard: a host has heard of the turn that began last.
     """
 
     live: dict[Turn, None] = field(default_factory=dict)
-    replies: int = 0
     begun: bool = False
     steps: deque[_Began | _Over | str] = field(default_factory=deque)
+    telling: _Began | None = None
+    last: _Whole | None = None
+    is_heard: bool = False
     task: asyncio.Task[None] | None = None
 
-    def may_act_on(self, began: _Began) -> bool:
-        """Whether the agent may have a reply that was not there when the turn began."""
-        return self.replies != began.replies or any(_has_answered(turn) for turn in self.live)
+    def note_reply(self, at: float | None) -> None:
+        """A turn has ended: of all that began before, this may be the first reply."""
+        began = [self.telling, *(one for one in self.steps if isinstance(one, _Began))]
+        for one in began:
+            if one is not None and one.replied_at is None:
+                one.replied_at = at
+
+    def replied_at(self, began: _Began) -> float | None:
+        """When the agent may first have had a reply that was not there when the turn began."""
+        times = [_replied_at(turn) for turn in self.live]
+        return min((at for at in (began.replied_at, *times) if at is not None), default=None)
 
 
-def _has_answered(turn: Turn) -> bool:
-    watched = turn.interval == 1  # as it comes: its caller may act before its end
-    return turn.is_over or bool(watched and turn.first_token_at)
+def _replied_at(turn: Turn) -> float | None:
+    """When a turn's reply was there; of one that its caller reads as it comes, its beginning."""
+    if turn.interval == 1 and turn.first_token_at:
+        return turn.first_token_at
+    return turn.ended if turn.is_over else None
 
 
 class TurnClock:
@@ -194,7 +261,7 @@ class TurnClock:
         self._lines: dict[tuple[str, str], _SessionSteps] = {}
         self._turns: dict[Turn, float | None] = {}
         self._versions: OrderedDict[tuple[str, str], dict[str, None]] = OrderedDict()
-        self._whole: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        self._whole: OrderedDict[tuple[str, str], _Whole] = OrderedDict()
         self._held = 0
 
     def begin_turn(self, turn: Turn) -> None:
@@ -211,8 +278,17 @@ class TurnClock:
         line.live[turn] = None
         expected = self._turns[turn] = self._expected(turn)
         if len(line.live) == 1:  # a turn beside another is the same wait
-            line.steps.append(_Began(turn, expected, line.replies))
+            self._leave_out(line)
+            versions = tuple(self._versions.get(name, ()))  # before this turn's own
+            line.steps.append(_Began(turn, expected, versions))
             self._start_telling(name, line)
+
+    def _leave_out(self, line: _SessionSteps) -> None:
+        """A turn that nobody has heard of, when the next one comes, is saved with that."""
+        if len(line.steps) > 1 and line.steps[-1] == "ready" and isinstance(line.steps[-2], _Began):
+            line.steps.pop()
+            line.steps.pop()
+            metrics.SANDBOX_STEPS.labels("turn", StepOutcome.LATE).inc()
 
     def end_turn(self, turn: Turn) -> None:
         """See ``Listener``."""
@@ -223,17 +299,16 @@ class TurnClock:
             self.trust.note(expected, self._clock() - turn.began)
         self._note_versions(name, turn)
         line = self._lines[name]
+        ids = array("I", turn.request.prompt)
+        ids.extend(turn.shown().tokens)  # of one that failed: its prompt
+        line.last = _Whole(ids, len(turn.request.prompt), line.is_heard)
         if line.begun or name in self._whole:
-            self._note_tokens(name, turn)  # of one that failed: its prompt
+            self._note_tokens(name, line.last)
+        line.note_reply(_replied_at(turn))
         del line.live[turn]
-        line.replies += 1
         if line.live:
             return
-        if line.steps and isinstance(line.steps[-1], _Began):
-            line.steps.pop()
-            metrics.SANDBOX_STEPS.labels("turn", StepOutcome.LATE).inc()
-        else:
-            line.steps.append("ready")
+        line.steps.append("ready")
         self._start_telling(name, line)
 
     def end_session(self, trajectory: str) -> None:
@@ -247,8 +322,16 @@ class TurnClock:
             return
         if line is None:
             line = self._lines[name] = _SessionSteps()
-        line.steps.append(self._end(name))
+        line.steps.append(self._end(name, line))
         self._start_telling(name, line)
+
+    def forget(self, trajectory: str) -> None:
+        """See ``Listener``."""
+        name = self._name(trajectory)
+        if (line := self._lines.get(name)) is not None:
+            line.last = None
+        if (whole := self._whole.pop(name, None)) is not None:
+            self._held -= len(whole.ids)
 
     def remember(self, history: History) -> None:
         """See ``Listener``."""
@@ -276,11 +359,9 @@ class TurnClock:
             while line.steps:
                 step = line.steps.popleft()
                 if isinstance(step, _Began):
-                    body, is_late = self._body(name, step), partial(line.may_act_on, step)
-                    told = await self._tell_host(name, "turn", body, is_late)
-                    line.begun = told is StepOutcome.TOLD
+                    await self._tell_beginning(name, line, step)
                 elif isinstance(step, _Over):
-                    await self._tell_host(name, "ended", step.body)
+                    await self._tell_end(name, step)
                     line.begun = False
                 elif line.begun:
                     await self._tell_host(name, step, dict)
@@ -289,59 +370,97 @@ class TurnClock:
             line.task = None
             self._drop_if_idle(name, line)
 
+    async def _tell_beginning(
+        self, name: tuple[str, str], line: _SessionSteps, began: _Began
+    ) -> None:
+        def is_late(still: float | None) -> bool:
+            at = line.replied_at(began)
+            if at is None:
+                return False
+            # By durations alone: when on this clock the agent's last act began at the latest.
+            return still is None or still * _RATE - _STEP <= self._clock() - at
+
+        line.telling = began
+        prompt = began.turn.request.prompt
+        lateness = Lateness(is_late, lambda: {"ids": prompt})
+        try:
+            found = await self._tell_host(name, "turn", self._body(name, line, began), lateness)
+        finally:
+            line.telling = None
+        line.begun = found is StepOutcome.TOLD
+        line.is_heard = found in {StepOutcome.TOLD, StepOutcome.LATE}
+        if found is not None and (last := line.last or self._whole.get(name)) is not None:
+            last.is_heard = line.is_heard
+            self._note_tokens(name, last)
+
+    async def _tell_end(self, name: tuple[str, str], over: _Over) -> None:
+        whole = over.whole
+        if whole is not None and not whole.is_heard:
+            # Or the host would take these for tokens of a turn that another one came after.
+            prompt = whole.ids[: whole.prompt].tolist()
+            lateness = Lateness(lambda _: True, lambda: {"ids": prompt})
+            await self._hosts.tell(*name, "turn", dict, lateness=lateness)
+        await self._tell_host(name, "ended", over.body, prompt=whole and whole.prompt)
+
     async def _tell_host(
-        self, name: tuple[str, str], step: str, body: Body, is_late: IsLate | None = None
-    ) -> StepOutcome:
+        self,
+        name: tuple[str, str],
+        step: str,
+        body: Body,
+        lateness: Lateness | None = None,
+        prompt: int | None = None,
+    ) -> StepOutcome | None:
         tracing = self._tracing
         span = tracing.begin_step(named(*name), step) if tracing is not None else None
-        found = await self._hosts.tell(*name, step, body, is_late)
+        found = await self._hosts.tell(*name, step, body, lateness=lateness, prompt=prompt)
         if span is not None and found is not None:
             # One that is never ended is never exported: most trajectories have no sandbox.
             span.set_attribute("rose.sandbox.took", found is StepOutcome.TOLD)
             span.end()
-        outcome = found or StepOutcome.UNTOLD
-        metrics.SANDBOX_STEPS.labels(step, outcome).inc()
-        return outcome
+        metrics.SANDBOX_STEPS.labels(step, found or StepOutcome.UNTOLD).inc()
+        return found
 
     def _drop_if_idle(self, name: tuple[str, str], line: _SessionSteps) -> None:
         idle = not line.live and not line.steps and line.task is None
         if idle and self._lines.get(name) is line:
             del self._lines[name]
 
-    def _body(self, name: tuple[str, str], began: _Began) -> Body:
+    def _body(self, name: tuple[str, str], line: _SessionSteps, began: _Began) -> Body:
         seconds, wait = began.seconds, None
         if seconds is not None:
             wait = {"seconds": round(seconds, 3), "confidence": round(self.trust.confidence, 3)}
-        versions = tuple(self._versions.get(name, ()))  # before this turn's own
         return lambda: {
             "ids": began.turn.request.prompt,
-            "weight_versions": versions,
-            "wait": wait,
+            "weight_versions": began.versions,
+            "wait": wait if line.replied_at(began) is None else None,  # there is none any more
             "history": self._history(*name, began.turn.request.prompt),
         }
 
-    def _end(self, name: tuple[str, str]) -> _Over:
+    def _end(self, name: tuple[str, str], line: _SessionSteps) -> _Over:
         """Forget a session, but for what its host is told at its end."""
-        versions, ids = tuple(self._versions.pop(name, ())), self._whole.pop(name, None)
-        if ids is None:
-            return _Over(dict)
-        self._held -= len(ids)
+        versions, whole = tuple(self._versions.pop(name, ())), self._whole.pop(name, None)
+        if whole is not None:
+            self._held -= len(whole.ids)
+        whole, line.last = line.last or whole, None
+        if whole is None:
+            return _Over(None, dict)
+        ids = whole.ids
         return _Over(
+            whole,
             lambda: {
                 "ids": ids.tolist(),
                 "weight_versions": versions,
                 "history": self._history(*name, ids),
-            }
+            },
         )
 
-    def _note_tokens(self, name: tuple[str, str], turn: Turn) -> None:
-        made = array("I", turn.request.prompt)
-        made.extend(turn.shown().tokens)
-        self._held += len(made) - len(self._whole.pop(name, ()))
-        self._whole[name] = made
+    def _note_tokens(self, name: tuple[str, str], whole: _Whole) -> None:
+        before = self._whole.pop(name, None)
+        self._held += len(whole.ids) - (len(before.ids) if before is not None else 0)
+        self._whole[name] = whole
         while self._held > MOST_TOKENS:
             _, old = self._whole.popitem(last=False)
-            self._held -= len(old)
+            self._held -= len(old.ids)
 
     def _note_versions(self, name: tuple[str, str], turn: Turn) -> None:
         known = self._versions.setdefault(name, {})

@@ -170,15 +170,13 @@ class Branches:
     ) -> _Turns:
         ids: list[int] = made["ids"]
         history = _decoded(made.get("history", ""))
+        turns, roots = _read(history)
+        turns = _before(turns, ids)
         last = self.tree.last_before((job, parent), ids)
-        roots: Collection[bytes]
-        if last is not None:
+        # The record has more where another replica of this router had the last turns.
+        if last is not None and (not turns or turns[-1].total <= last.total):
             turns, roots = self.tree.turns(last), self.tree.roots((job, parent))
-            history = saved_turns.to_bytes(turns, roots)
-        else:
-            turns, roots = _read(history)
-            turns = _before(turns, ids)
-            history = saved_turns.to_bytes(turns, roots)
+        history = saved_turns.to_bytes(turns, roots)
         if _copies(turns, roots, len(sessions)) > MOST_COPIES:
             history = b""  # as of one that is too long: the sandboxes are there, and go on
         home = self.service.home_of(named(job, parent))
@@ -197,6 +195,7 @@ class Branches:
             if number:
                 await asyncio.sleep(0)  # others' turns go on between two sessions
             self.tree.adopt((job, session), turns, roots, inherited=given.inherited)
+            self.service.sandboxes.forget(named(job, session))
             if given.home is not None:
                 self.service.settle(named(job, session), Home(*given.home))
         return len(turns)
