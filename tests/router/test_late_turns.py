@@ -143,3 +143,26 @@ async def test_an_agent_that_acts_before_its_host_has_heard_of_the_turn_mixes_no
     in_time = step == "ready" or (step == "turn" and back)
     assert ((5, 6) in found) == in_time
     await world.host.close()
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["asks for the moment", "hears the moment"])
+async def test_a_late_turn_has_its_record_where_its_agent_has_not_acted_yet(
+    stage: Staging, held: Held, *, back: bool
+) -> None:
+    """One whose reply was there before its host had named a moment was saved with the next one."""
+    world = held.world
+    async with stage(sandbox_hosts={"": (held.url,)}, sandbox_token="word") as s:
+        await s.engine()
+        await world.host.create("s")
+        await world.said("s", "echo 1 >> /home/log")
+        await asyncio.sleep(0.5)  # as a model takes longer than an answer's way back
+        held.step, held.back = "s", back
+        await turn(s, [5])
+        await until(lambda: held.came > 0)
+        held.step = ""
+        held.freed.set()
+        await until(lambda: idle(s))
+        assert (await world.host.state("s")).recoverable_to == 1
+        await world.said("s", "echo acted >> /home/log")
+    assert await check_moments(world, {(): "", (5,): "1\n"}) == [(), (5,)]
+    await world.host.close()

@@ -34,6 +34,7 @@ from rose_router.engines import attach
 from rose_router.engines.fleet import Fleet
 from rose_router.errors import BadRequest
 from rose_router.http import forward
+from rose_router.http.forward import FORWARDED
 from rose_router.replicas import peers, relay
 from rose_router.replicas.peers import Peer
 from rose_sandbox.http import ServingTraffic, application
@@ -387,6 +388,40 @@ async def test_all_replicas_know_the_sessions_that_one_has_forked(
             async with two.post("/v1/chat/completions", body) as reply:
                 told = (await reply.json())["choices"][0]["rose"]["history"]
             assert told["known_messages"] == 2, "its home knows what the other replica forked"
+    await host.host.close()
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("asked", [0, 1], ids=["that missed it", "that had it"])
+async def test_a_session_ends_with_the_tokens_of_its_last_turn_whichever_replica_had_it(
+    pair: Callable[..., AbstractAsyncContextManager[list[Stage]]], tmp_path: Path, asked: int
+) -> None:
+    """The first replica to say that it was over was believed, and its tokens were older, or none."""
+    host = World(tmp_path)
+    runner = web.AppRunner(application(host.host, ServingTraffic(), lambda: "word"))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with pair(sandbox_hosts={"": (url,)}, sandbox_token="word") as both:
+        await both[0].engine("e", cap=8, token_seconds=0.05)
+        await known(both[1], "e", 4)
+        await host.host.create("s")
+        ids = [5]
+        for turn, s in enumerate(both, 1):
+            body = {"input_ids": ids, "session_id": "s", "sampling_params": {"max_new_tokens": 9}}
+            mine = {FORWARDED: "a replica that holds the other one for lost"}
+            async with s.http.post(f"{s.url}/generate", json=body, headers=mine) as reply:
+                ids = [*ids, *(await reply.json())["output_ids"], 7]
+            await until(lambda turn=turn: host.host._box("s").clock.saved == turn)
+            await host.said("s", f"echo {turn} > /home/a")
+        at = both[asked]
+        async with at.http.post(f"{at.url}/finish_session?session_id=s") as reply:
+            assert reply.status == 200
+        await until(lambda: list(host.records.ids(host.records.read("s"))) == ids[:-1])
+        assert host.records.turns("s") == (0, 1, 2, 3)
+        back = await host.host.restore("s")
+        assert list(back.ids) == ids[:-1]
+        assert await host.said("s", "cat /home/a") == "2"
     await host.host.close()
     await runner.cleanup()
 

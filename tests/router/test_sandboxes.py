@@ -30,7 +30,7 @@ from rose_router.flags import parser, settings
 from rose_router.http.routes.branches import Branches, _Turns
 from rose_router.turns.sandbox_hosts import LONG_SECONDS, SandboxHosts
 from rose_router.turns.service import Service
-from rose_router.turns.turn_clock import TurnClock
+from rose_router.turns.turn_clock import Nobody, TurnClock
 from rose_sandbox.client import Sandbox
 from rose_sandbox.errors import UnknownTurn
 from rose_sandbox.http import ServingTraffic, application
@@ -337,6 +337,32 @@ async def test_a_restore_gives_sandbox_and_session_back_at_another_host_and_rout
             await one.world.host.checkpoint("s")
 
 
+async def test_a_router_that_missed_a_sessions_last_turns_goes_on_from_the_records(
+    stage: Staging, host_at: Callable[[str], Any]
+) -> None:
+    """It took what it knew itself for all, and rendered the turns since from their messages."""
+    one = await host_at("one")
+    given = knowing(one.url)
+    async with stage(**given) as first, stage(**given) as second:
+        await first.engine("a", token_seconds=SLOWER)
+        await second.engine("b", token_seconds=SLOWER)
+        talk = await play(first, one, 2)
+        await ask(second, "/sessions/s/restore", {"turn": 2}, 200)
+        del talk[3:]
+        for turn in (2, 3, 4):
+            if turn > 2:
+                await one.world.said("s", f"echo {turn} > /home/a")
+                talk.append({"role": "user", "content": f"turn {turn}"})
+            await say(second, "s", talk)
+        theirs = (await second.get("/sessions/s/rows"))["rows"][-1]
+        back = await ask(first, "/sessions/s/restore", {"turn": 5}, 200)
+        assert back["known_turns"] == 3
+        ours = (await first.get("/sessions/s/rows"))["rows"][-1]
+        assert ours["ids"] == theirs["ids"][: len(ours["ids"])]
+        answer = await say(first, "s", talk[:7])
+        assert answer["choices"][0]["rose"]["history"]["known_messages"] == 6
+
+
 async def test_children_that_other_hosts_made_are_told_of_their_turns_there(
     stage: Staging, host_at: Callable[[str], Any]
 ) -> None:
@@ -407,6 +433,15 @@ def of_tiny_turns(sessions: int, turns: int, messages: int = 1) -> Json:
     return {"sessions": [f"t{number}" for number in range(sessions)], "history": history}
 
 
+class Homeless:
+    """As much of a router's turns as its branches need."""
+
+    sandboxes = Nobody()
+
+    def home_of(self, _session: str) -> None:
+        return None
+
+
 async def test_others_turns_go_on_while_a_large_group_gets_its_conversation() -> None:
     """The copies were made at once: 300 sessions of 1,000 turns held a router for two seconds."""
     alone = 0
@@ -417,7 +452,7 @@ async def test_others_turns_go_on_while_a_large_group_gets_its_conversation() ->
             await asyncio.sleep(0)
             alone += 1
 
-    branches = Branches(MessageTree(), cast("Service", None))
+    branches = Branches(MessageTree(), cast("Service", Homeless()))
     given = msgspec.convert(of_tiny_turns(64, 10), _Turns)
     beside = asyncio.create_task(others())
     await asyncio.sleep(0)
@@ -428,11 +463,7 @@ async def test_others_turns_go_on_while_a_large_group_gets_its_conversation() ->
 
 
 async def test_a_fork_that_would_be_too_many_copies_goes_on_without_a_conversation() -> None:
-    class Unknown:
-        def home_of(self, _session: str) -> None:
-            return None
-
-    branches = Branches(MessageTree(), cast("Service", Unknown()))
+    branches = Branches(MessageTree(), cast("Service", Homeless()))
     body = of_tiny_turns(64, 1025)
     made = {"ids": [int.from_bytes(b"abcd", "little")] * 1025, "history": body["history"]}
     one = branches._given("", "s", ("t",), made, inherited=True)
