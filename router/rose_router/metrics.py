@@ -290,7 +290,7 @@ DRAFT_CORPORA = Counter(
 SANDBOX_STEPS = Counter(
     "rose_router_sandbox_steps",
     "Steps of turns for hosts of agents' sandboxes: told, untold (no sandbox, or no host took it), "
-    "late (its reply was there first), skipped (too many wait).",
+    "late (its agent may have acted on the reply), skipped (too many wait).",
     ["step", "outcome"],
     registry=REGISTRY,
 )

@@ -336,8 +336,9 @@ async def test_a_turn_that_was_left_out_for_the_next_one_is_counted_as_late() ->
         assert counted("late") - late == 1
 
 
-async def test_the_end_says_what_its_last_prompt_was_and_a_turn_that_nobody_heard_of_is_told_first(
-) -> None:
+async def test_the_end_says_what_its_last_prompt_was_and_a_turn_that_nobody_heard_of_is_told_first() -> (
+    None
+):
     heard = Heard()
     async with telling(heard, SimEngine("a")) as (w, clock):
         await over(w.ask(4, prompt=(1, 2), session="s"))
