@@ -396,7 +396,7 @@ async def test_all_replicas_know_the_sessions_that_one_has_forked(
 async def test_a_session_ends_with_the_tokens_of_its_last_turn_whichever_replica_had_it(
     pair: Callable[..., AbstractAsyncContextManager[list[Stage]]], tmp_path: Path, asked: int
 ) -> None:
-    """The first replica to say that it was over was believed, and its tokens were older, or none."""
+    """The first replica to say that it was over was believed, with older tokens or none."""
     host = World(tmp_path)
     runner = web.AppRunner(application(host.host, ServingTraffic(), lambda: "word"))
     await runner.setup()

@@ -315,7 +315,7 @@ async def test_a_late_turn_is_told_where_its_agent_has_done_nothing_since() -> N
         assert heard.steps[0][2]["ids"] == (1, 2, 3)
         assert heard.steps[0][2]["wait"] is None, "which nobody waits for any more"
         heard.still = 0.5  # half a second before the moment was named, after the reply
-        await over(w.ask(4, prompt=turn.request.prompt + (9,), session="s"))
+        await over(w.ask(4, prompt=(*turn.request.prompt, 9), session="s"))
         await asyncio.sleep(2)
         assert heard.told() == ["turn", "ready"]
         assert heard.missed == [{"ids": (1, 2, 3, 9)}], "its host hears that it was"
@@ -336,9 +336,7 @@ async def test_a_turn_that_was_left_out_for_the_next_one_is_counted_as_late() ->
         assert counted("late") - late == 1
 
 
-async def test_the_end_says_what_its_last_prompt_was_and_a_turn_that_nobody_heard_of_is_told_first() -> (
-    None
-):
+async def test_the_end_says_its_last_prompt_after_a_turn_that_no_host_took() -> None:
     heard = Heard()
     async with telling(heard, SimEngine("a")) as (w, clock):
         await over(w.ask(4, prompt=(1, 2), session="s"))

@@ -52,7 +52,7 @@ reads it again."""
 Body = Callable[[], dict[str, Any]]
 """Of a step: made where there is a host to tell, for a session's history may have 16 MiB."""
 _RATE = 0.999
-"""Clocks of two machines run as fast as each other, to a thousandth: NTP sets them by half of it."""
+"""Clocks of two machines run as fast as each other, to a thousandth: NTP sets by half of that."""
 _STEP = 0.001
 """Seconds between a reply that is there and the time that is noted for it, amply."""
 
