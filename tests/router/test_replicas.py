@@ -392,6 +392,10 @@ async def test_all_replicas_know_the_sessions_that_one_has_forked(
     await runner.cleanup()
 
 
+def is_saved(host: World, turn: int) -> bool:
+    return host.host._box("s").clock.saved == turn
+
+
 @pytest.mark.parametrize("asked", [0, 1], ids=["that missed it", "that had it"])
 async def test_a_session_ends_with_the_tokens_of_its_last_turn_whichever_replica_had_it(
     pair: Callable[..., AbstractAsyncContextManager[list[Stage]]], tmp_path: Path, asked: int
@@ -412,7 +416,7 @@ async def test_a_session_ends_with_the_tokens_of_its_last_turn_whichever_replica
             mine = {FORWARDED: "a replica that holds the other one for lost"}
             async with s.http.post(f"{s.url}/generate", json=body, headers=mine) as reply:
                 ids = [*ids, *(await reply.json())["output_ids"], 7]
-            await until(lambda turn=turn: host.host._box("s").clock.saved == turn)
+            await until(partial(is_saved, host, turn))
             await host.said("s", f"echo {turn} > /home/a")
         at = both[asked]
         async with at.http.post(f"{at.url}/finish_session?session_id=s") as reply:

@@ -400,7 +400,8 @@ class TurnClock:
             prompt = whole.ids[: whole.prompt].tolist()
             lateness = Lateness(lambda _: True, lambda: {"ids": prompt})
             await self._hosts.tell(*name, "turn", dict, lateness=lateness)
-        await self._tell_host(name, "ended", over.body, prompt=whole and whole.prompt)
+        prompt_length = None if whole is None else whole.prompt
+        await self._tell_host(name, "ended", over.body, prompt=prompt_length)
 
     async def _tell_host(
         self,
