@@ -13,7 +13,7 @@ from rose_core.rollouts.capacity.reply_time import ENOUGH
 from rose_router.metrics import REGISTRY
 from rose_router.turns import turn_clock
 from rose_router.turns.turn import TurnState
-from rose_router.turns.turn_clock import MOST_LINES, Body, Lateness, StepOutcome, TurnClock
+from rose_router.turns.turn_clock import MOST_LINES, Body, StepOutcome, TurnClock, TurnLateness
 from tests.router.world import SimEngine, V, World, judge_whole, over, until, world
 
 pytestmark = pytest.mark.looptime
@@ -57,7 +57,7 @@ class Heard:
         step: str,
         body: Body,
         *,
-        lateness: Lateness | None = None,
+        lateness: TurnLateness | None = None,
         prompt: int | None = None,
     ) -> StepOutcome:
         del job

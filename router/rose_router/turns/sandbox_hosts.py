@@ -35,7 +35,7 @@ from rose_router.errors import (
     RouterError,
     Unprocessable,
 )
-from rose_router.turns.turn_clock import Body, Lateness, StepOutcome
+from rose_router.turns.turn_clock import Body, StepOutcome, TurnLateness
 from rose_wire.heartbeat import FellSilent, Heartbeat
 
 LOG = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class SandboxHosts:
         step: str,
         body: Body,
         *,
-        lateness: Lateness | None = None,
+        lateness: TurnLateness | None = None,
         prompt: int | None = None,
     ) -> StepOutcome | None:
         """Tell the session's host a step, as ``turn_clock.Hosts`` says. Never raises."""

@@ -58,7 +58,7 @@ _STEP = 0.001
 
 
 @dataclass(frozen=True)
-class Lateness:
+class TurnLateness:
     """When a turn can have no record any more.
 
     Attributes:
@@ -93,7 +93,7 @@ class Hosts(Protocol):
         step: str,
         body: Body,
         *,
-        lateness: Lateness | None = None,
+        lateness: TurnLateness | None = None,
         prompt: int | None = None,
     ) -> StepOutcome | None:
         """Tell the session's host a step. Never raises.
@@ -382,7 +382,7 @@ class TurnClock:
 
         line.telling = began
         prompt = began.turn.request.prompt
-        lateness = Lateness(is_late, lambda: {"ids": prompt})
+        lateness = TurnLateness(is_late, lambda: {"ids": prompt})
         try:
             found = await self._tell_host(name, "turn", self._body(name, line, began), lateness)
         finally:
@@ -398,7 +398,7 @@ class TurnClock:
         if whole is not None and not whole.is_heard:
             # Or the host would take these for tokens of a turn that another one came after.
             prompt = whole.ids[: whole.prompt].tolist()
-            lateness = Lateness(lambda _: True, lambda: {"ids": prompt})
+            lateness = TurnLateness(lambda _: True, lambda: {"ids": prompt})
             await self._hosts.tell(*name, "turn", dict, lateness=lateness)
         prompt_length = None if whole is None else whole.prompt
         await self._tell_host(name, "ended", over.body, prompt=prompt_length)
@@ -408,7 +408,7 @@ class TurnClock:
         name: tuple[str, str],
         step: str,
         body: Body,
-        lateness: Lateness | None = None,
+        lateness: TurnLateness | None = None,
         prompt: int | None = None,
     ) -> StepOutcome | None:
         tracing = self._tracing
