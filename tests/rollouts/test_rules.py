@@ -8,7 +8,7 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.capacity.admission import QueueLimits, has_room, rank, retry_after
-from rose_core.rollouts.engines.estimates import Hazard, Speed
+from rose_core.rollouts.engines.estimates import Hazard, Speed, weight_of
 from rose_core.rollouts.errors import InvalidTurn, UnknownVersion, VersionGone
 from rose_core.rollouts.placement.watch import LegPatience, LegView, MoveReason, judge, queues
 from rose_core.rollouts.requests import splice
@@ -260,6 +260,20 @@ def test_speed_follows_what_was_seen() -> None:
     assert speed.step_seconds == pytest.approx(0.1, rel=0.01)
     assert speed.prefill_seconds_per_token == pytest.approx(0.002, rel=0.01)
     assert speed.saw_first_token(5.0, 3) == speed
+
+
+def test_one_lesson_weighs_as_much_as_those_that_it_stands_for() -> None:
+    one_by_one = Speed()
+    for _ in range(7):
+        one_by_one = one_by_one.saw_step(0.1)
+    at_once = Speed().saw_step(0.1, weight_of(7))
+    assert at_once.step_seconds == pytest.approx(one_by_one.step_seconds)
+
+
+def test_turns_of_a_batch_tell_of_each_step_once() -> None:
+    speed = Speed(step_seconds=0.1)
+    assert not speed.says_more(0.004)  # as far apart as one batch's events are
+    assert speed.says_more(0.098)
 
 
 def test_hazard_grows_with_reclaims_and_is_forgotten() -> None:

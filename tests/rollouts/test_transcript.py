@@ -240,3 +240,57 @@ def test_tokens_of_a_checkpoint_that_nobody_attested_are_not_placed() -> None:
     one = leg(version=V0)
     one.take(event([1, 2], spans=[("base", 0, 2)]))
     assert (one.placed, one.spans) == (0, ())
+
+
+class _SlowLeg(Leg):
+    """Takes no event in one go."""
+
+    __slots__ = ()
+
+    def _fresh(self, event: StreamEvent, held: int) -> int:
+        return 0
+
+
+_SPANS = st.sampled_from([(V0, 0, 0), (V0, 0, 9), (V0, 1, 9), (V1, 0, 9), ("base", 0, 9)])
+_EVENTS = st.builds(
+    StreamEvent,
+    ids=st.lists(st.integers(0, 3), max_size=3),
+    count=st.integers(0, 6),
+    per_token=st.dictionaries(
+        st.sampled_from(["output_token_logprobs", "output_top_logprobs"]),
+        st.lists(st.integers(0, 3), max_size=3),
+        max_size=2,
+    ),
+    text=st.sampled_from([None, "", "a", "bc"]),
+    finish=st.sampled_from([None, None, {"type": "length"}, {"type": "abort"}]),
+    spans=st.none() | st.lists(_SPANS, max_size=2),
+    label=st.sampled_from([V0, V1, ""]),
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    events=st.lists(_EVENTS, min_size=1, max_size=6),
+    plain=st.lists(st.integers(1, 3), max_size=3),
+    version=st.sampled_from([V0, "run@0.0"]),
+    reused=st.booleans(),
+)
+def test_an_event_taken_in_one_go_is_taken_as_any_other(
+    events: list[StreamEvent], plain: list[int], version: str, reused: bool
+) -> None:
+    count, usual = 0, list[StreamEvent]()
+    for size in plain:  # what engines of ours send
+        count += size
+        usual.append(event([7] * size, count, spans=[(version, 0, count)]))
+    found = []
+    for kind in (Leg, _SlowLeg):
+        one, said = kind("e", EngineKind.BORROWED, "rid", version, 0, reused=reused), list[object]()
+        try:
+            for given_event in (*usual, *events):
+                said.append(one.take(given_event))
+        except BrokenStream as error:
+            said.append(str(error))
+        else:  # of a stream that breaks only what was placed before counts
+            said.append({name: getattr(one, name) for name in Leg.__slots__})
+        found.append(said)
+    assert found[0] == found[1]

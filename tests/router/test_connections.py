@@ -172,8 +172,42 @@ async def test_a_connection_to_an_engines_host_outlives_the_pause_that_ends_othe
         other.leave()
         await until(lambda: other.stage is Stage.LOST)
         assert await asked(connections, place) is kept
-        assert len(host.writers) == 1
+        assert len(host.writers) <= 2, "itself, and a spare"
         kept.hang_up()
+
+
+async def test_who_comes_after_the_last_idle_one_was_taken_finds_another_open(
+    tmp_path: Path,
+) -> None:
+    key, certificate = make_own("host", dt.timedelta(hours=1), dt.datetime.now(dt.UTC))
+    (tmp_path / "both.pem").write_bytes(key + certificate)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "both.pem")
+    async with engine(fine, tls) as (host, connections, made):
+        place = (*made[:2], True, (fingerprint(certificate),))
+        first = await asked(connections, place)
+        await until(lambda: bool(connections._idle.get(place)))
+        (spare,) = connections._idle[place]
+        assert len(host.writers) == 2
+        assert await asked(connections, place) is spare
+        for one in (first, spare):
+            assert await whole(one) == b"x"
+        await asyncio.sleep(0.02)  # both were given back: nobody needs a third
+        assert len(host.writers) == 2
+        assert not connections._spares
+
+
+async def test_a_spare_that_nobody_takes_is_no_error_of_a_turn(tmp_path: Path) -> None:
+    key, certificate = make_own("host", dt.timedelta(hours=1), dt.datetime.now(dt.UTC))
+    (tmp_path / "both.pem").write_bytes(key + certificate)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "both.pem")
+    async with engine(fine, tls) as (_, connections, made):
+        place = (*made[:2], True, ("0" * 64,))
+        with pytest.raises(Unreachable, match="certificate"):
+            await asked(connections, place)
+        await until(lambda: not connections._spares)
+        assert not connections._idle
 
 
 async def asked_over_one_that_closes(seconds: float) -> int:

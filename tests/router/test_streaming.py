@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from rose_dev.waiting import until
 from rose_router.engines.fleet import Signal
+from rose_router.http.replies import streaming
 from rose_router.listener import ConnectionLimits
 from tests.router.conftest import Stage
 from tests.router.test_connections import END, HEAD, asked, engine
@@ -121,3 +126,38 @@ async def test_a_caller_of_http_1_0_gets_its_stream_without_chunks(stage: Make) 
         assert all(line.startswith(b"data: ") for line in lines if line)
         assert lines[-2:] == [b"data: [DONE]", b""]
         writer.close()
+
+
+async def test_events_are_written_at_once_and_whole_where_a_socket_takes_a_part_or_nothing(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvloop keeps what its transports are given until all that has come is read."""
+    written = list[int]()
+
+    def write(socket: int, data: bytes) -> int:
+        written.append(len(data))
+        if len(written) % 3 == 0:
+            raise BlockingIOError
+        return os.write(socket, data[: len(data) // (len(written) % 3)])
+
+    monkeypatch.setattr(streaming, "os", SimpleNamespace(write=write))
+    async with stage() as s:
+        await s.engine(token_seconds=0.005)
+        body = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": 12}}
+        async with s.post("/generate", body) as reply:
+            lines = (await reply.read()).split(b"\n\n")
+        again = {**body, "stream": False}  # over the same connection
+        async with s.post("/generate", again) as reply:
+            assert len((await reply.json())["output_ids"]) == 12
+    counts = [json.loads(line[6:])["meta_info"]["completion_tokens"] for line in lines[:-2]]
+    assert counts == sorted(counts)
+    assert counts[-1] == 12
+    assert lines[-2:] == [b"data: [DONE]", b""]
+    assert len(written) >= len(counts) - 1, "the head goes with the first event"
+
+
+async def test_a_caller_by_tls_is_written_to_by_its_transport() -> None:
+    plain, tls = Mock(), Mock()
+    plain.get_extra_info = {"socket": Mock(fileno=lambda: 7)}.get
+    tls.get_extra_info = {"socket": Mock(fileno=lambda: 7), "sslcontext": object()}.get
+    assert [streaming._plain_socket(one) for one in (plain, tls, None)] == [7, -1, -1]

@@ -14,6 +14,15 @@ import msgspec
 
 _LEAST_MOVE = 0.5  # of turns in flight; a smaller change says nothing about what a turn costs
 _SLOPE_WEIGHT = 0.05
+_WEIGHT = 0.1
+_SAME_STEP = 0.5
+"""Of a step: turns of a batch end it together, and what a router hears of it is that far apart at
+most."""
+
+
+def weight_of(lessons: int) -> float:
+    """The weight of one lesson that stands for so many alike."""
+    return 1.0 - (1.0 - _WEIGHT) ** lessons
 
 
 class Speed(msgspec.Struct, frozen=True, gc=False):
@@ -45,7 +54,14 @@ class Speed(msgspec.Struct, frozen=True, gc=False):
         away = self.per_turn_seconds * (live - self.usual_live)
         return max(self.step_seconds / 4, self.step_seconds + away)
 
-    def saw_step(self, seconds_per_token: float, weight: float = 0.1, live: int = 0) -> Speed:
+    def says_more(self, since: float) -> bool:
+        """Whether a gap that is seen so long after the last one tells of another step.
+
+        All turns of a batch show each of its steps, at once: one of them says it for all.
+        """
+        return since >= _SAME_STEP * self.step_seconds
+
+    def saw_step(self, seconds_per_token: float, weight: float = _WEIGHT, live: int = 0) -> Speed:
         """Learn from the gap between two events of a stream; ``live`` 0 = not said."""
         change = seconds_per_token - self.step_seconds
         usual, spread, joint = self.usual_live, self.spread, self.joint
@@ -57,11 +73,13 @@ class Speed(msgspec.Struct, frozen=True, gc=False):
             if abs(more) >= _LEAST_MOVE:
                 spread += _SLOPE_WEIGHT * (more * more - spread)
                 joint += _SLOPE_WEIGHT * (more * change - joint)
-        # Made for every token of every turn: a dataclass would cost more than reading its event.
+        # Made for every step: a dataclass would cost more than reading an event.
         step = self.step_seconds + weight * change
         return Speed(step, self.prefill_seconds_per_token, usual, spread, joint)
 
-    def saw_first_token(self, seconds: float, uncached_tokens: int, weight: float = 0.1) -> Speed:
+    def saw_first_token(
+        self, seconds: float, uncached_tokens: int, weight: float = _WEIGHT
+    ) -> Speed:
         """Learn from the time to the first token; short prompts say little and are left out."""
         if uncached_tokens < 32:
             return self

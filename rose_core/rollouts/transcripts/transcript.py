@@ -24,7 +24,7 @@ import msgspec
 
 from rose_core.identity import BASE_LABEL
 from rose_core.rollouts.errors import BrokenStream
-from rose_core.rollouts.transcripts.spans import TokenSpan, cut, joined, normal, shifted
+from rose_core.rollouts.transcripts.spans import Kv, TokenSpan, cut, joined, normal, shifted
 from rose_core.rollouts.versions import parse
 from rose_core.wire.routing import EngineKind
 
@@ -34,7 +34,8 @@ PER_TOKEN = (
     *("output_token_sampling_mask", "output_token_sampling_logprobs"),
 )
 
-_BORROWED = EngineKind.BORROWED  # named once: an enum's member is slow to find
+# Named once: an enum's member is slow to find.
+_BORROWED, _OWN, _MIXED = EngineKind.BORROWED, Kv.OWN, Kv.MIXED
 
 
 class StreamEvent(msgspec.Struct, frozen=True, gc=False):
@@ -142,6 +143,8 @@ class Leg:
             BrokenStream: tokens are missing, or the engine counts backwards.
         """
         held, count = len(self.ids), event.count
+        if (fresh := self._fresh(event, held)) > 0:
+            return fresh
         if count < held:
             message = f"engine {self.engine} counted {held} tokens before and {count} now"
             raise BrokenStream(message)
@@ -156,6 +159,36 @@ class Leg:
         self.ended = event.finish is not None
         self._place(event)
         return count - held
+
+    def _fresh(self, event: StreamEvent, held: int) -> int:
+        """Take the usual event in one go: nothing but new tokens, all of the attested version.
+
+        Returns:
+            The number of new tokens; 0 = it is another one, and nothing of it was taken.
+        """
+        ids, spans, text, count = event.ids, event.spans, event.text, event.count
+        fresh = count - held
+        if len(ids) != fresh or (held and not self._only_new) or not spans or len(spans) > 1:
+            return 0
+        version, start, end = spans[0]
+        if version != self.version or start or end < count or text is None:
+            return 0
+        for values in event.per_token.values():
+            if len(values) != fresh:
+                return 0
+        self.ids.extend(ids)
+        kept = self.per_token
+        for name, values in event.per_token.items():
+            if name in kept:
+                kept[name].extend(values)
+            else:
+                kept[name] = list(values)
+        self._text = self.placed_text = self._text + text if held else text
+        self.meta, self.finish = event.meta, event.finish
+        self.ended = event.finish is not None
+        self.spans = (TokenSpan(version, 0, count, _MIXED if self.reused else _OWN),)
+        self.placed = count
+        return fresh
 
     def end(self, count: int, finish: Mapping[str, Any]) -> None:
         """The turn ends with the ``count``-th token, whatever the engine wrote behind it.

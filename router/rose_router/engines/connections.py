@@ -30,9 +30,12 @@ from rose_router.errors import Unreachable
 # Idle connections end before SGLang's own server closes them (5 s).
 IDLE_SECONDS = 2.0
 # At the other end of one with a pinned certificate is an engine's host, which keeps idle ones for
-# an hour. A handshake costs this process what four turns do, and tools and trainers often pause
-# turns for longer than two seconds.
-PINNED_IDLE_SECONDS = 60.0
+# an hour. A handshake costs this process what four turns do, and a trainer's step often pauses
+# turns for minutes. They are no more than the turns that ran at once.
+PINNED_IDLE_SECONDS = 600.0
+# After the last idle one to a host was taken another is opened, so long after it: the burst that
+# took it is over by then. Who comes next does not wait for a handshake.
+SPARE_SECONDS = 0.005
 # A kept connection whose other end closed it says so within a round trip of being used.
 STALE_SECONDS = 1.0
 # Without a word of the other end's kernel for so long, the host is gone or out of reach. A kept
@@ -216,9 +219,13 @@ class Connection(asyncio.Protocol):
             waiter.set_exception(error)
 
     def _finish_answer(self) -> None:
-        if not self._reusable:
+        if self._reusable:
+            self.keep()
+        else:
             self.hang_up()
-            return
+
+    def keep(self) -> None:
+        """Have it used by whoever asks next."""
         pinned = bool(self.place[3])
         self._set_timer(PINNED_IDLE_SECONDS if pinned else IDLE_SECONDS, _IDLE)
         self._pool.give_back(self)
@@ -318,6 +325,7 @@ class Connections:
     def __init__(self) -> None:
         self.open: set[Connection] = set()
         self._idle: dict[Place, list[Connection]] = {}
+        self._spares: dict[Place, asyncio.TimerHandle | asyncio.Task[None]] = {}
 
     async def ask(self, place: Place, request: bytes, take: Take | None = None) -> Connection:
         """Send a request and wait for the answer's status, or for all of it.
@@ -337,6 +345,10 @@ class Connections:
             ConnectionResetError: the connection ended before the status came, or the body had.
         """
         kept = self._take(place)
+        if place[3] and not self._idle.get(place) and place not in self._spares:
+            self._spares[place] = asyncio.get_running_loop().call_later(
+                SPARE_SECONDS, self._begin_spare, place
+            )
         if kept is not None:
             try:
                 return await _send(kept, request, take)
@@ -361,6 +373,8 @@ class Connections:
 
     def close(self) -> None:
         """End them all: also those whose answers' ends would be awaited for a second more."""
+        for spare in self._spares.values():
+            spare.cancel()
         for connection in self.open:
             connection.hang_up()
 
@@ -371,6 +385,22 @@ class Connections:
             if connection.stage is _IDLE:
                 return connection
         return None
+
+    def _begin_spare(self, place: Place) -> None:
+        if self._idle.get(place):
+            del self._spares[place]  # one was given back meanwhile
+        else:
+            self._spares[place] = asyncio.get_running_loop().create_task(self._open_spare(place))
+
+    async def _open_spare(self, place: Place) -> None:
+        try:
+            spare = await self._open(place)
+        except Unreachable:
+            return  # a turn that finds it so says so
+        finally:
+            del self._spares[place]
+        if spare.stage is not _LOST:
+            spare.keep()
 
     async def _open(self, place: Place) -> Connection:
         host, port, secure, known = place

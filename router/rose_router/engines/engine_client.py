@@ -296,13 +296,20 @@ def read_event(payload: bytes) -> StreamEvent:
             _per_token(meta),
             body.get("text"),
             meta.get("finish_reason"),
-            None if spans is None else [(s["version"], s["start"], s["end"]) for s in spans],
+            None if spans is None else _spans(spans),
             meta.get("weight_version") or "",
             meta,
         )
     except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
         message = f"not an event of SGLang: {type(error).__name__}: {error}: {payload[:200]!r}"
         raise LegLost(message) from error
+
+
+def _spans(said: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, int, int]]:
+    if len(said) == 1:  # the usual case: no call for a list
+        span = said[0]
+        return ((span["version"], span["start"], span["end"]),)
+    return [(span["version"], span["start"], span["end"]) for span in said]
 
 
 def _per_token(meta: dict[str, Any]) -> dict[str, Sequence[Any]]:

@@ -114,6 +114,8 @@ class Engine:
         stream: which ATTACH stream speaks for it.
         gate_since: when the gate last opened or closed.
         speed: as the router saw it; ``None`` before it saw any.
+        gaps: between two events of a stream that were seen since a step was learned from.
+        learned_at: when that was.
         fences: request ids whose abort the engine has not taken yet.
         reserved: turns placed here, in flight or about to be.
         part: this replica's part of a cap; ``None`` = it is alone.
@@ -132,6 +134,8 @@ class Engine:
     version: WeightVersion | None = None
     detached_at: float | None = None
     speed: Speed | None = None
+    gaps: int = 0
+    learned_at: float = 0.0
     hazard: Hazard = field(default_factory=Hazard)
     legs: dict[str, LiveLeg] = field(default_factory=dict)
     fences: set[str] = field(default_factory=set)

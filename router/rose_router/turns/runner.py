@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rose_core.rollouts.engines.estimates import weight_of
 from rose_core.rollouts.engines.suspects import GATE_SECONDS
 from rose_core.rollouts.errors import BrokenStream, RolloutError
 from rose_core.rollouts.placement.selection import TurnView
@@ -490,9 +491,9 @@ class LegReader:
         handle.last_event, handle.tokens = now, len(leg.ids)
         if leg.offset == 0:
             meta, kept = event.meta, turn.prompt_meta
-            for name in _PROMPT_META:
-                if name in meta:
-                    kept[name] = meta[name]
+            # An engine says it with its first token; what it still learns, with its last.
+            if not kept or event.finish is not None or "input_token_logprobs" in meta:
+                kept.update([(name, meta[name]) for name in _PROMPT_META if name in meta])
         if self._crossing is None or not _stopped(leg, self._crossing):
             return True
         if halt is None or leg.ended:
@@ -519,8 +520,13 @@ class LegReader:
         told = engine.gate_since <= handle.last_event  # else the gap holds a pause of the gate
         if handle.tokens:
             if told:
-                step, live = (now - handle.last_event) / new, engine.occupied
-                self._fleet.learn_speed(engine, methodcaller("saw_step", step, live=live))
+                engine.gaps += 1
+                since = now - engine.learned_at
+                if engine.speed is None or engine.speed.says_more(since):
+                    step, weight = (now - handle.last_event) / new, weight_of(engine.gaps)
+                    engine.gaps, engine.learned_at = 0, now
+                    learn = methodcaller("saw_step", step, weight, engine.occupied)
+                    self._fleet.learn_speed(engine, learn)
             return
         meta = event.meta
         uncached = meta.get("prompt_tokens", 0) - meta.get("cached_tokens", 0)

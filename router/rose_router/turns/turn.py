@@ -214,10 +214,13 @@ class Turn(msgspec.Struct, eq=False):
         )
 
     def shown(self) -> VisibleOutput:
-        """What may be shown now."""
+        """What may be shown now; its lists grow when more is taken, so use it at once."""
         held, leg = self.transcript, self.leg
         if leg is None or not leg.placed:
             return VisibleOutput(held.tokens, held.per_token, held.spans, held.text)
+        if not leg.offset and leg.placed == len(leg.ids) and self.request.pin.exact is None:
+            # The usual case, and asked in every event of every stream: nothing is copied.
+            return VisibleOutput(leg.ids, leg.per_token, leg.spans, leg.placed_text)
         until = self._visible(leg)
         per_token = {
             name: held.per_token.get(name, []) + values[:until]

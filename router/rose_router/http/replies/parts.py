@@ -35,9 +35,12 @@ _OWN_KV = Kv.OWN  # named once: an enum's member is slow to find
 
 def spans_json(spans: Sequence[TokenSpan], labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """Ordered spans as they stand in replies; ``label`` where the trainer has its own name."""
-    told: list[dict[str, Any]] = [
-        {"version": s.version, "start": s.start, "end": s.end, "kv": s.kv} for s in spans
-    ]
+    told: list[dict[str, Any]]
+    if len(spans) == 1:  # the usual case: no call for a list
+        span = spans[0]
+        told = [{"version": span.version, "start": span.start, "end": span.end, "kv": span.kv}]
+    else:
+        told = [{"version": s.version, "start": s.start, "end": s.end, "kv": s.kv} for s in spans]
     if labels:
         for one in told:
             if one["version"] in labels:
@@ -47,21 +50,25 @@ def spans_json(spans: Sequence[TokenSpan], labels: Mapping[str, str]) -> list[di
 
 def rose_json(turn: Turn, spans: Sequence[TokenSpan]) -> dict[str, Any]:
     """What only the router knows; made for every event of every stream."""
-    legs = turn.transcript.legs
-    if turn.leg is not None:
-        legs = [*legs, turn.leg]
-    scales = [(leg.offset, leg.meta.get(SCALE, "")) for leg in legs if leg.placed]
-    terms = turn.request.asks.logprob_terms
-    own = all([span.kv is _OWN_KV for span in spans])  # noqa: C419  # a generator costs twice that
+    legs, leg, terms = turn.transcript.legs, turn.leg, turn.request.asks.logprob_terms
+    if leg is not None and not legs and len(spans) == 1:  # the usual case: no calls for lists
+        engines = [{"engine": leg.engine, "kind": leg.kind, "tokens": leg.placed}]
+        own, meant = spans[0].kv is _OWN_KV, terms.formula(leg.meta.get(SCALE, ""))
+    else:
+        legs = legs if leg is None else [*legs, leg]
+        engines = [{"engine": one.engine, "kind": one.kind, "tokens": one.placed} for one in legs]
+        scales = [(one.offset, one.meta.get(SCALE, "")) for one in legs if one.placed]
+        own = all([span.kv is _OWN_KV for span in spans])  # noqa: C419  # generators cost twice that
+        meant = semantics(scales, spans[-1].end if spans else 0, terms)
     return {
         "borrowed": turn.borrowed,
-        "engines": [{"engine": leg.engine, "kind": leg.kind, "tokens": leg.placed} for leg in legs],
+        "engines": engines,
         "moves": turn.moves and [_move(moved) for moved in turn.moves],
         "redone_tokens": turn.redone_tokens,
         "kv": _OWN_KV if own else Kv.MIXED,
         "queue_seconds": turn.queue_seconds and round(turn.queue_seconds, 6),
         "exact_text": turn.transcript.exact_text,
-        "logprob_semantics": semantics(scales, spans[-1].end if spans else 0, terms),
+        "logprob_semantics": meant,
     }
 
 

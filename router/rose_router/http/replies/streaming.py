@@ -11,22 +11,21 @@ Next step: the events come from ``routes.turns`` and the modules named ``..._rep
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion11, web
 
+from rose_router.http.replies.bare_reply import BareReply
 from rose_router.turns.turn import Turn
 
 # What a turn has to say, in a caller's dialect: what is new at every ``next``, and its last events
 # once the turn is over.
 Events = Iterator[Any]
 
-# Whoever has taken everything before can be written so much without waiting (half of what asyncio
-# buffers), and no timer is needed.
-_SMALL = 32 * 1024
 _ENCODE = msgspec.json.Encoder().encode
 
 
@@ -60,10 +59,52 @@ NAMED = Framing(_named, b"")
 """Several at a time, each with its type before it; the last one says that it is the last."""
 
 
-class _Response(web.StreamResponse):
-    """A stream whose head travels with its first event, in one write."""
+class _EventReply(BareReply):
+    """The answer under the events; all but its end is written by ``Stream``.
 
-    _send_headers_immediately = False
+    Attributes:
+        open: its head is written, and its end is not.
+        ended: its end is written.
+        in_chunks: each event stands in a chunk; HTTP/1.0 has none.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        super().__init__()
+        self._answered = request
+        self.open = self.ended = False
+        self.in_chunks = request.version >= HttpVersion11
+
+    def answer(self, request: web.BaseRequest) -> None:
+        """Answer that request, whose connection ends with a body of no known length."""
+        if not self.in_chunks:
+            self.force_close()
+        super().answer(request)
+
+    def framed(self, line: bytes) -> bytes:
+        """What stands on the wire for an event: before the first one the head."""
+        if line and self.in_chunks:
+            line = b"%x\r\n%b\r\n" % (len(line), line)
+        if self.open:
+            return line
+        self.open = True
+        said = b"Transfer-Encoding: chunked\r\n" if self.in_chunks else b""
+        return b"%b%b\r\n%b" % (self.head(self._answered, "text/event-stream"), said, line)
+
+    def last(self, line: bytes) -> bytes:
+        """The same for the last one, and the end."""
+        framed = self.framed(line)
+        self.open, self.ended = False, True
+        return framed + b"0\r\n\r\n" if self.in_chunks else framed
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """The end is written by then, or the connection has ended.
+
+        Raises:
+            ConnectionResetError: the caller has hung up.
+        """
+        if not self.ended or data:
+            message = "the caller hung up before the answer was written"
+            raise ConnectionResetError(message)
 
 
 class Stream:
@@ -71,8 +112,8 @@ class Stream:
 
     Args:
         request: the caller's.
-        turn: has a token to show, or is over with something to say.
-        events: what it says.
+        turn: what is streamed.
+        events: what it says, from its first token on or once it is over.
         write_seconds: until the caller must have taken an event.
         framing: how they are written.
     """
@@ -90,50 +131,74 @@ class Stream:
         self._events = events
         self._framing = framing
         self._write_seconds = write_seconds
-        self._response = _Response(headers={"Content-Type": "text/event-stream"})
-        self._chunked = request.version >= HttpVersion11
-        if self._chunked:
-            self._response.enable_chunked_encoding()
+        self._reply = _EventReply(request)
+        self._socket = _plain_socket(request.transport)
+
+    async def wait_begun(self) -> bool:
+        """Wait until there is something to say, and say it if nothing must be waited for.
+
+        Returns:
+            Whether the answer has begun: until then it can still be an error.
+        """
+        turn = self._turn
+        while not turn.is_over and not turn.first_token_at:
+            await turn.changed.wait(self._at_once)
+        return self._reply.open or self._reply.ended
 
     async def run(self) -> web.StreamResponse:
         """Write until the turn is over; a caller that hangs up or does not read is cut off."""
         try:
-            await self._response.prepare(self._request)
+            self._reply.answer(self._request)
             await self._write()
         except (ConnectionResetError, TimeoutError):
             # Its turn ends with the request.
             if self._request.transport is not None:
                 self._request.transport.abort()
-        return self._response
+        return self._reply
 
     async def _write(self) -> None:
-        turn, response, lines = self._turn, self._response, self._framing.lines
+        turn, reply, lines = self._turn, self._reply, self._framing.lines
         while not turn.is_over:
-            await self._send(lines(next(self._events)), response.write)
+            if (line := lines(next(self._events))) or not reply.open:
+                await self._send(reply.framed(line))
             if not turn.is_over:  # it may have ended while the caller was waited for
                 await turn.changed.wait(self._at_once)
-        # Nothing more is waited for: the end goes out in one piece.
-        last = b"".join(lines(event) for event in self._events)
-        await self._send(last + self._framing.end, response.write_eof)
+        if not reply.ended:
+            await self._send(self._end())
+
+    def _end(self) -> bytes:
+        """All that is left to say: nothing more is waited for, and it goes out in one piece."""
+        last = b"".join([self._framing.lines(event) for event in self._events])
+        return self._reply.last(last + self._framing.end)
 
     def _at_once(self) -> bool:
         """Write what is new, if it can be written without waiting."""
-        transport = self._request.transport
-        if self._turn.is_over or transport is None or transport.is_closing() or _behind(transport):
+        transport, turn, reply = self._request.transport, self._turn, self._reply
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
             return False
+        if turn.is_over:
+            if reply.open:
+                _write_at_once(transport, self._socket, self._end())
+            return False  # its task has to end
+        if not turn.first_token_at:
+            return False
+        if not reply.open:
+            reply.answer(self._request)
         line = self._framing.lines(next(self._events))
-        if not line:
-            return True  # an empty chunk would end the reply
-        transport.write(b"%x\r\n%b\r\n" % (len(line), line) if self._chunked else line)
+        if line or not reply.open:  # an empty chunk would end the reply
+            _write_at_once(transport, self._socket, reply.framed(line))
         return True
 
-    async def _send(self, line: bytes, write: Callable[[bytes], Awaitable[None]]) -> None:
-        transport = self._request.transport
-        if len(line) > _SMALL or (transport is not None and _behind(transport)):
+    async def _send(self, data: bytes) -> None:
+        protocol = self._request.protocol
+        transport = protocol.transport
+        if transport is None or transport.is_closing():
+            message = "the caller hung up before the event was written"
+            raise ConnectionResetError(message)
+        transport.write(data)
+        if protocol.writing_paused:
             async with asyncio.timeout(self._write_seconds):
-                await write(line)
-        else:
-            await write(line)
+                await self._request.writer.drain()
 
 
 class MergedStream:
@@ -185,6 +250,25 @@ class MergedStream:
             await self._response.write(line)
 
 
-def _behind(transport: asyncio.Transport) -> bool:
-    """Whether the caller has not taken yet what was written before."""
-    return transport.get_write_buffer_size() > 0
+def _plain_socket(transport: asyncio.BaseTransport | None) -> int:
+    """Descriptor of a caller's socket; -1 where what is written must be encrypted first."""
+    if transport is None or transport.get_extra_info("sslcontext") is not None:
+        return -1
+    caller = transport.get_extra_info("socket")
+    return -1 if caller is None else int(caller.fileno())
+
+
+def _write_at_once(transport: asyncio.Transport, socket: int, data: bytes) -> None:
+    """Write now to a caller that has taken all before.
+
+    uvloop keeps what it is given until everything that has come is read: an event would wait for
+    all the others of its batch to be dealt with.
+    """
+    if socket >= 0:
+        try:
+            taken = os.write(socket, data)
+        except OSError:
+            taken = 0  # its buffer is full, or it is gone: its transport finds out which
+        data = data[taken:]
+    if data:
+        transport.write(data)

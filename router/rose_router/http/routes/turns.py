@@ -407,10 +407,11 @@ class TurnHandlers:
         framing: Framing = PLAIN,
     ) -> web.StreamResponse:
         # The status is decided by the first thing there is to say.
-        await _wait_begun(turn)
-        _raise_if_all_failed([turn])
         limit = self._service.settings.limits.write_seconds
-        return await Stream(request, turn, events(turn), limit, framing).run()
+        stream = Stream(request, turn, events(turn), limit, framing)
+        if not await stream.wait_begun():
+            _raise_if_all_failed([turn])
+        return await stream.run()
 
     async def _stream_answers(
         self,

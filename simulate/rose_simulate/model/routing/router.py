@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.capacity.admission import rank
-from rose_core.rollouts.engines.estimates import Speed
+from rose_core.rollouts.engines.estimates import Speed, weight_of
 from rose_core.rollouts.placement.dispatch import DispatchState, next_turn
 from rose_core.rollouts.placement.residency import Residents
 from rose_core.rollouts.placement.selection import (
@@ -353,8 +353,8 @@ class Router:
         if leg.engine.gate_ns > leg.first_ns or steps < 1:
             return
         step = (self._clock.now_ns - leg.first_ns) / SECOND / steps
-        # Production learns from every token with a weight of 0.1; here once for all of them.
-        weight, live = 1.0 - 0.9**steps, len(leg.engine.legs)
+        # Production learns step by step; here once for all of a turn.
+        weight, live = weight_of(steps), len(leg.engine.legs)
         self._sight.learn(leg.engine, lambda speed: speed.saw_step(step, weight, live))
 
     def _end(self, leg: RoutedLeg, *, kept: bool, inside: bool) -> None:

@@ -1,0 +1,72 @@
+"""An answer of a turn: what aiohttp's responses ask of each answer is not asked of these.
+
+aiohttp's response can be compressed, chunked, prepared by signals and given cookies, and asks about
+each of them for every answer. A turn's has none of that, and what its head says is known. Errors
+and pages stay aiohttp's.
+
+Next step: ``json_reply`` is one that is whole, ``streaming`` writes one event after the other.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from aiohttp import HttpVersion, HttpVersion11, web
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import SERVER_SOFTWARE
+
+
+@lru_cache(64)
+def _head(version: HttpVersion, date: str, content: str, said: str) -> bytes:
+    """The same for all answers of a second."""
+    status = f"HTTP/{version.major}.{version.minor} 200 OK"
+    known = f"Content-Type: {content}\r\nDate: {date}\r\nServer: {SERVER_SOFTWARE}\r\n{said}"
+    return f"{status}\r\n{known}".encode("ascii")
+
+
+class BareReply(web.StreamResponse):
+    """Status 200 and a body that whoever inherits from it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._closes = False
+        self._stays = False
+        self._request: web.BaseRequest | None = None
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection is used again."""
+        return self._stays
+
+    @property
+    def prepared(self) -> bool:
+        """Whether it is known whom it answers."""
+        return self._request is not None
+
+    def force_close(self) -> None:
+        """Have the caller come over another connection the next time."""
+        self._closes = True
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Answer that request; nothing is written yet."""
+        self.answer(request)
+
+    def answer(self, request: web.BaseRequest) -> None:
+        """The same for those who do not wait."""
+        if self._request is None:
+            self._request, self._stays = request, request.keep_alive and not self._closes
+
+    def head(self, request: web.BaseRequest, content: str) -> bytes:
+        """All of its head but for the length of its body and the empty line.
+
+        Args:
+            request: whom it answers.
+            content: its type.
+        """
+        said = ""
+        if request.version >= HttpVersion11:
+            if not self._stays:
+                said = "Connection: close\r\n"
+        elif self._stays:
+            said = "Connection: keep-alive\r\n"
+        return _head(request.version, rfc822_formatted_time(), content, said)
