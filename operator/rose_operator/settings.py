@@ -215,8 +215,8 @@ def _parser() -> argparse.ArgumentParser:
         "a token; off: anybody, where no other tokens are given",
     )
     add("--lent-weight", type=flags.amount, default=Policy().lent_weight,
-        help="of routers: seconds of cost per second for which a lent GPU computes more; "
-        "0 = its time has no price")  # fmt: skip
+        help="of routers: seconds of cost per second for which a lent GPU computes more, where "
+        "serving is twice as slow beside it; 0 = its time has no price")  # fmt: skip
     add("--router-service-account", default="rose-router")
     add(
         "--router-user",

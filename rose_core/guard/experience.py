@@ -9,6 +9,7 @@ that at its end it is known for which share of its time it ran beside rollouts:
 | latency / SLO, and what rollouts account for of it, when it met an open gate | the margin |
 | over the SLO or not | the error budget of its pool (``budget``), which opens the breaker |
 | TTFT on an empty replica, how soon rollouts stopped for it | the certificate (``certificate``) |
+| the same | what co-running costs where only gaps are lent (``StopCost``) |
 | longer than an open gate's certificate said, or not | how often that is exceeded |
 
 The guard of a node and the simulator both learn by this. Next step: ``gate`` is judged on it.
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 
 from rose_core.guard.certificate import CertificateCount, Envelope, TtftCertificate
 from rose_core.guard.margin import Margin
-from rose_core.guard.predictor import Predictor
+from rose_core.guard.predictor import Predictor, StopCost
 from rose_core.guard.shares import LEAST_SHARE, OpenTime
 from rose_core.guard.slack import LatencyObjective
 from rose_core.telemetry.book import FinishedRequest
@@ -67,6 +68,7 @@ class Lessons:
     margin: Margin = field(default_factory=Margin)
     envelope: Envelope = field(default_factory=Envelope)
     certified: CertificateCount = field(default_factory=CertificateCount)
+    stopping: StopCost = field(default_factory=StopCost)
 
 
 @dataclass(slots=True)
@@ -120,6 +122,14 @@ class Experience:
     def margin(self) -> Margin:
         """How much of a budget is kept back, as learned."""
         return self.lessons.margin
+
+    @property
+    def slowdown(self) -> float:
+        """How many times slower serving is beside rollouts, as idle gaps have taught.
+
+        In tenths: routers are told of every change.
+        """
+        return round(self.lessons.stopping.slowdown(self.predictor.profile.shared_prefill), 1)
 
     @property
     def followed(self) -> int:
@@ -237,6 +247,9 @@ class Experience:
             return None
         seconds = ttft - mark.stop_s if mark.met_open else ttft + mark.behind_s
         taught.envelope.note_next(seconds)
+        predictor, stop_s = taught.predictor, mark.stop_s if mark.met_open else 0.0
+        scale_s = predictor.profile.prefill_s(done.size)
+        taught.stopping = taught.stopping.learn(done.size, ttft, stop_s, scale_s)
         return taught.certified.add(ttft, mark.promised) if mark.promised else None
 
     def _shares(self, done: FinishedRequest) -> tuple[float, float]:

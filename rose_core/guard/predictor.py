@@ -2,8 +2,8 @@
 
 A profile gives the shape (cost per prompt byte and per request in the batch) and how much slower
 each phase is beside a rollout engine; a ``Mixture`` for each phase corrects both from what the tap
-sees. What is predicted is a high *quantile* of the cost, not its mean. Next step: ``slack`` asks
-for predictions.
+sees. What is predicted is a high *quantile* of the cost, not its mean. ``StopCost`` tells routers
+what co-running costs where only idle gaps are lent. Next step: ``slack`` asks for predictions.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 _MEMORY = 0.98  # forgetting factor: 1 / (1 - 0.98) = the last fifty requests carry the weight
 _BELIEF = 4.0  # requests that the prior of the slope counts for: few, so that evidence wins soon
+_STOP_MEMORY = 0.995  # the last two hundred: what it costs is the device's, and seldom changes
+# Variance of a prefill, relative, over that of what is believed of the loss: (0.1 / 0.25)^2.
+_STOP_BELIEF = 0.16
 _SLOWEST = 10.0  # a loss of 1 would mean that nothing ever ends beside rollouts
 _FURTHEST = 100.0  # from the profile, by which one request may be off: one stall is no line
 
@@ -117,6 +120,66 @@ def _error(ratio: float, quantile: float, step: float) -> float:
     # The further off, the larger the step, so a wrong level is left within a few requests.
     scale = step * min(10.0, max(1.0, abs(math.log(ratio)) / 0.1))
     return scale * (quantile if ratio > 1 else quantile - 1.0)
+
+
+@dataclass(frozen=True)
+class StopCost:
+    """Learns what a second costs a prefill for which rollouts still compute, from idle gaps.
+
+    Whoever lends idle gaps shuts the gate at an arrival, so no request there has a share of *open*
+    time and ``Mixture`` never leaves its profile. But what is on the GPU by then runs on, for as
+    long as rollouts take to stop. A request that met the replica empty took
+
+        ttft = base + rate x size + loss x stop,        loss = 1 - 1 / slowdown
+
+    Least squares with exponential forgetting, each request weighted by its size, and a prior for
+    the loss alone (ridge regression). How long a stop takes hangs on where in its step the engine
+    was and not on the request, so a profile of the wrong shape makes the loss less sure, and biases
+    nothing. Where stops are short beside prompts the prior stays.
+
+    Attributes:
+        squares: sums of products of (1, size, stop): 11, 1s, 1t, ss, st, tt.
+        products: sums of their products with the time to first token.
+    """
+
+    squares: tuple[float, ...] = (0.0,) * 6
+    products: tuple[float, ...] = (0.0,) * 3
+
+    def learn(self, size: int, ttft_s: float, stop_s: float, scale_s: float) -> StopCost:
+        """Learn from a time to first token on an empty replica.
+
+        Args:
+            size: bytes of its body; less than 0 = unknown, which teaches nothing.
+            ttft_s: the time.
+            stop_s: of it, how long rollouts took to stop; 0 = none computed.
+            scale_s: what a body of this size takes, roughly: errors are relative to it.
+        """
+        if size < 0 or ttft_s <= 0 or scale_s <= 0:
+            return self
+        one, kilobytes, stop = 1 / scale_s, size / 1024 / scale_s, min(stop_s, ttft_s) / scale_s
+        row, seen = (one, kilobytes, stop), ttft_s / scale_s
+        pairs = (row[i] * row[j] for i in range(3) for j in range(i, 3))
+        return StopCost(
+            tuple(_STOP_MEMORY * old + new for old, new in zip(self.squares, pairs, strict=True)),
+            tuple(_STOP_MEMORY * old + x * seen for old, x in zip(self.products, row, strict=True)),
+        )
+
+    def slowdown(self, believed: float) -> float:
+        """How many times slower serving is beside rollouts; ``believed`` = before it was seen."""
+        prior = 1 - 1 / max(1.0, believed)
+        aa, ab, ac, bb, bc, cc = self.squares
+        ya, yb, yc = self.products
+        if not aa:
+            return max(1.0, believed)
+        # Base and rate are eliminated; all sizes alike leave only the base.
+        spread = bb - ab * ab / aa
+        known = spread > 1e-9 * bb
+        bc, yb = bc - ab * ac / aa, yb - ab * ya / aa
+        rest, seen = cc - ac * ac / aa, yc - ac * ya / aa
+        if known:
+            rest, seen = rest - bc * bc / spread, seen - bc * yb / spread
+        loss = (seen + _STOP_BELIEF * prior) / (max(0.0, rest) + _STOP_BELIEF)
+        return 1 / (1 - min(1 - 1 / _SLOWEST, max(0.0, loss)))
 
 
 @dataclass(frozen=True)

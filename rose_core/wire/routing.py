@@ -64,6 +64,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
             that asks with one is never sent here.
         relayed: passed on by another replica of the router, not said by the owner itself.
         leaving: the engine will not come back; continue its turns elsewhere now.
+        slowdown: how many times slower serving is while a borrowed engine computes, as its guard
+            has measured; 0 = nobody has.
         adapters: of each run that it has one of, the lease's first run first; empty = it follows
             one run, and what is said above is of that.
         run: it is one adapter of an engine, as ``each_adapter`` tells them apart.
@@ -95,6 +97,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     adapters: tuple[AdapterVersion, ...] = ()
     run: str = ""
     named: bool = False
+    slowdown: float = 0.0
 
 
 def each_adapter(update: EngineUpdate) -> tuple[EngineUpdate, ...]:

@@ -136,8 +136,8 @@ def _about_placement(add: Add, defaults: Settings) -> None:
     add("--tail-reserve", type=share, default=defaults.tuning.reserve,
         help="share of dedicated places kept for the longest trajectories")  # fmt: skip
     add("--lent-weight", type=amount, default=defaults.tuning.lent_weight,
-        help="seconds of cost per second for which a lent GPU computes more; "
-        "0 = its time has no price")  # fmt: skip
+        help="seconds of cost per second for which a lent GPU computes more, times what its guard "
+        "has measured of serving's slowdown, less 1; 0 = its time has no price")  # fmt: skip
     add("--explore", type=share, default=defaults.tuning.explore,
         help="share of trajectories that begin on an engine drawn at random")  # fmt: skip
     add("--control-share", type=share, default=defaults.tuning.control,

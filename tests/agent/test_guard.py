@@ -442,6 +442,22 @@ async def test_the_router_hears_whether_keys_are_reused(
     await slot.detach()
 
 
+async def test_the_router_hears_what_co_running_has_cost_on_this_node(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, _ = guard
+    slot = made.slots[KEY.uid]
+    slot.grant = msgspec.structs.replace(GRANT, router="127.0.0.1:1")
+    lessons = made.replicas[POD].outcomes.experience.lessons
+    for number in range(100):
+        stop_s = 0.01 * (number % 2)
+        lessons.stopping = lessons.stopping.learn(1024, 0.02 + 0.2 * stop_s, stop_s, 0.02)
+    made.step_all()
+    assert slot._router.last_update is not None
+    assert slot._router.last_update.slowdown == pytest.approx(1.25, abs=0.1)
+    await slot.detach()
+
+
 async def test_what_became_of_the_engine_is_in_the_flight_recorder_once(
     guard: tuple[Guard, Permit],
 ) -> None:

@@ -70,6 +70,19 @@ class World:
         return found
 
 
+@pytest.mark.parametrize(("added_ms", "expected"), [(20, 2.0), (5, 1.1)])
+def test_a_gate_that_shuts_at_each_arrival_still_learns_what_co_running_costs(
+    added_ms: int, expected: float
+) -> None:
+    world = World()
+    for number in range(100):
+        met = number % 2
+        world.request(100 + added_ms * met, is_open=bool(met), stop_ms=40 * met)
+    assert world.experience.slowdown == pytest.approx(expected, abs=0.1)
+    predictor = world.experience.predictor
+    assert predictor.loss(decoding=False) > 0.4, "it is told by no share of open time"
+
+
 def test_the_conformal_quantile_covers_what_it_says() -> None:
     draw = random.Random(5)
     for level, count in ((0.9, 9), (0.9, 40), (0.99, 99)):

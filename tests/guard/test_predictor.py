@@ -18,7 +18,7 @@ from rose_core.guard.crossover import (
     floor,
     judge,
 )
-from rose_core.guard.predictor import CostProfile, Predictor
+from rose_core.guard.predictor import CostProfile, Predictor, StopCost
 from rose_core.guard.slack import LatencyObjective, duty, measure
 from rose_core.telemetry.book import LiveRequest
 from tests.guard.worlds import MS, NOW
@@ -58,6 +58,32 @@ def test_a_wrong_profile_is_left_within_a_few_dozen_requests(true_s: float) -> N
     for _ in range(80):
         predictor = predictor.learn_decode(1, true_s, share=1.0)
     assert predictor.decode_s(1, shared=True) == pytest.approx(true_s, rel=0.5)
+
+
+@pytest.mark.parametrize("true", [1.0, 1.15, 2.0, 3.0])
+@pytest.mark.parametrize("profile", [PROFILE, CostProfile()], ids=["of the device", "of another"])
+def test_what_co_running_costs_is_learned_from_how_long_rollouts_took_to_stop(
+    true: float, profile: CostProfile
+) -> None:
+    draw = random.Random(4)
+    learned = StopCost()
+    assert learned.slowdown(2.0) == 2.0, "as believed, until it is measured"
+    for _ in range(600):
+        size = round(1024 * draw.lognormvariate(0, 1))
+        alone = (0.004 + 0.01 * size / 1024) * draw.lognormvariate(0, 0.05)
+        stop = draw.choice((0.0, draw.uniform(0.001, 0.010)))
+        seconds = alone + stop * (1 - 1 / true)
+        learned = learned.learn(size, seconds, stop, profile.prefill_s(size))
+    assert learned.slowdown(2.0) == pytest.approx(true, rel=0.15)
+
+
+def test_stops_that_are_short_beside_prompts_leave_what_was_believed() -> None:
+    draw = random.Random(4)
+    learned = StopCost()
+    for _ in range(600):
+        alone = 0.3 * draw.lognormvariate(0, 0.2)
+        learned = learned.learn(30_000, alone, draw.choice((0.0, 0.004)), 0.3)
+    assert learned.slowdown(2.0) == pytest.approx(2.0, abs=0.3)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])

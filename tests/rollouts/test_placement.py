@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.engines.estimates import Hazard, Speed
-from rose_core.rollouts.placement.scoring import lent_seconds
+from rose_core.rollouts.placement.scoring import lent_price, lent_seconds
 from rose_core.rollouts.placement.selection import (
     EngineView,
     Obstacle,
@@ -200,6 +200,26 @@ def test_an_idle_lent_engine_is_not_woken_for_what_another_does_nearly_as_soon()
     for weight, expected in ((0.0, "idle"), (POLICY.lent_weight, "busy")):
         policy = dataclasses.replace(POLICY, lent_weight=weight)
         chosen = place(turn, [idle, busy], HEAD, policy, NOW)
+        assert isinstance(chosen, Placement)
+        assert chosen.engine == expected
+
+
+def test_a_lent_gpus_time_costs_what_its_guard_has_measured() -> None:
+    def price(slowdown: float) -> float:
+        return lent_price(replace(GOOD, slowdown=slowdown), POLICY)
+
+    assert price(0.0) == price(2.0) == POLICY.lent_weight, "taking turns, until it is measured"
+    assert price(1.15) == pytest.approx(0.15 * POLICY.lent_weight)
+    assert price(1.0) == 0.0
+    assert price(9.0) == 2 * POLICY.lent_weight, "no more was tried"
+
+
+def test_where_co_running_costs_little_an_idle_lent_engine_is_woken() -> None:
+    speed = Speed(0.02, 0.0002, usual_live=4, spread=1.0, joint=0.001)
+    turn = TurnView(context=500, expected=300)
+    for slowdown, expected in ((2.0, "busy"), (1.0, "idle")):
+        idle = replace(GOOD, name="idle", cap=8, speed=speed, slowdown=slowdown)
+        chosen = place(turn, [idle, replace(idle, name="busy", live=2)], HEAD, POLICY, NOW)
         assert isinstance(chosen, Placement)
         assert chosen.engine == expected
 

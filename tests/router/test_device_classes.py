@@ -101,3 +101,16 @@ async def test_an_engine_that_was_never_seen_is_expected_to_be_as_its_class(stag
         expected = {one.name: fleet.expected(one).step_seconds for one in fleet}
         assert expected["new"] == fleet.by_class["l4"].step_seconds
         assert expected["other"] == fleet.usual.step_seconds
+
+
+async def test_what_a_guard_has_measured_of_co_running_is_placements_and_on_the_page(
+    stage: Make,
+) -> None:
+    async with stage() as s:
+        await s.engine("old")
+        await s.engine("measured", slowdown=1.3)
+        views = {one.name: one.slowdown for one in s.router.service.fleet.views()}
+        page = (await s.get("/engines"))["engines"]
+    assert views == {"old": 0.0, "measured": 1.3}
+    said = {one["engine"]: one["serving_slowdown"] for one in page}
+    assert said == {"old": None, "measured": 1.3}

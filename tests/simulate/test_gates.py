@@ -18,15 +18,17 @@ from rose_simulate.model.gpus.gates import ServingRequest
 from rose_simulate.model.gpus.guarded import GuardedGate
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.scenarios.costs import costs_of
-from rose_simulate.model.scenarios.scenario import Regime
+from rose_simulate.model.scenarios.scenario import Interference, Regime
 from tests.simulate.worlds import scenario
 
 
 class Bench:
-    def __init__(self, regime: Regime) -> None:
+    def __init__(self, regime: Regime, slower: Interference | None = None) -> None:
         self.clock = VirtualClock()
         self.moves: list[tuple[float, bool]] = []
         told = scenario()
+        if slower is not None:
+            told = told.model_copy(update={"interference": slower})
         ears = ReplicaCallbacks(self._gate, lambda _replica, _lost: None, self._served)
         self.replica = LentReplica(
             self.clock, 0, told.services[0], told, rules=RULES[regime], ears=ears
@@ -66,6 +68,16 @@ def test_ours_stops_for_a_request_and_reopens_after_it() -> None:
     assert opened[0] < 10
     assert ended + 0.05 <= opened[1] <= ended + 0.2
     assert 0 < bench.replica.device.shared_ns < 0.1 * SECOND
+
+
+@pytest.mark.parametrize("slower", [1.15, 2.0])
+def test_a_guard_that_lends_gaps_learns_what_co_running_costs(slower: float) -> None:
+    bench = Bench(Regime.OURS, Interference(serving_slowdown=slower, rollout_slowdown=1.4))
+    for number in range(150):
+        bench.serve(30.0 + 1.37 * number, prompt=300 + 10 * number, output=4)
+    bench.run(260)
+    assert bench.replica.gate.slowdown == pytest.approx(slower, abs=0.1)
+    assert Bench(Regime.UNGUARDED).replica.gate.slowdown == 0.0, "nobody measures it there"
 
 
 def _gate_of(bench: Bench) -> GuardedGate:

@@ -420,6 +420,7 @@ class Guard:
         for slot in self.slots.values():
             if slot.grant is not None and slot.grant.pod_uid == uid:
                 own = self.whole.judge(uid, facts) if slot.grant.whole else verdict
+                slot.slowdown = replica.outcomes.experience.slowdown
                 slot.step(own, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
                 slot.totals.note_replica(counters.finished, counters.exposed)
                 for after_ns, chunk_divisor in slot.take_stops():

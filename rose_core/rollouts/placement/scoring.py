@@ -7,7 +7,7 @@
             + (1 - exp(-h_e T_e)) * (loss)   risk that e is taken back during the turn
             + late_weight * max(0, W_e - F)  the tail of what the trajectory still needs, less the
                                              time until it is too old to train on
-            + lent_weight * B_e              time in which a lent GPU computes that would not
+            + lent_weight * (k_e - 1) * B_e  time in which a lent GPU computes that would not
             + crowding * live/cap            spreads equal engines
 
 ``T_e`` holds the price of leaving the session's home (its cached prefix), so affinity is not a rule
@@ -17,7 +17,8 @@ so a turn's own tokens are not all that hangs on the choice: ``ahead`` counts wh
 the rest, up to ``Policy.horizon_tokens``, at the step that the engine has with one turn more.
 What serving feels of lending is a request that finds the GPU computing, so ``B_e`` has a price: on
 a borrowed engine that has turns a turn adds to the steps of all, on an idle one it has every step
-computed that it takes. Numbers: ``estimates``.
+computed that it takes. ``k_e`` is how many times slower serving is meanwhile, as measured by the
+guard. Numbers: ``estimates``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ import math
 
 from rose_core.rollouts.placement.views import EngineView, Policy, TurnView
 from rose_core.wire.routing import EngineKind
+
+_UNMEASURED = 2.0  # slowdown; taking turns, which the guard starts from as well
+_DEAREST = 3.0  # the price is twice that at 2.0 there: no larger one was tried
 
 
 def _prefill(turn: TurnView, engine: EngineView) -> float:
@@ -68,6 +72,12 @@ def lent_seconds(turn: TurnView, engine: EngineView, policy: Policy) -> float:
     return _prefill(turn, engine) + tokens * step
 
 
+def lent_price(engine: EngineView, policy: Policy) -> float:
+    """Seconds of cost per second for which the lent GPU computes more."""
+    slowdown = engine.slowdown or _UNMEASURED
+    return policy.lent_weight * (min(max(1.0, slowdown), _DEAREST) - 1.0)
+
+
 def late(turn: TurnView, engine: EngineView, policy: Policy) -> float:
     """What it costs that the whole trajectory may end too old, judged by its tail."""
     if math.isinf(turn.budget_seconds):
@@ -81,7 +91,8 @@ def cost(turn: TurnView, engine: EngineView, policy: Policy) -> float:
     time = seconds(turn, engine)
     crowding = policy.crowding_seconds * engine.live / max(engine.cap, 1)
     total = time + stall(turn, engine) + crowding + late(turn, engine, policy)
-    total += ahead(turn, engine, policy) + policy.lent_weight * lent_seconds(turn, engine, policy)
+    total += ahead(turn, engine, policy)
+    total += lent_price(engine, policy) * lent_seconds(turn, engine, policy)
     if engine.kind is EngineKind.DEDICATED:
         return total
     again = (turn.context + turn.expected / 2) * engine.speed.prefill_seconds_per_token

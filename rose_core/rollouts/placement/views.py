@@ -53,6 +53,8 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
         head: newest version of its run, where that is not the lease's first.
         named: it takes only turns that name its run.
         refuses: parameters that it does not take.
+        slowdown: how many times slower serving is while a borrowed one computes, as its guard has
+            measured; 0 = nobody has.
     """
 
     name: str
@@ -70,6 +72,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     head: WeightVersion | None = None
     named: bool = False
     refuses: tuple[str, ...] = ()
+    slowdown: float = 0.0
 
 
 class TurnView(msgspec.Struct, frozen=True, gc=False):
@@ -160,8 +163,8 @@ class Policy:
         name: the rule; what follows belongs to ``joint``.
         move_every: turns of a session between two moves by choice.
         horizon_tokens: output of later turns that the choice of an engine looks ahead to.
-        lent_weight: seconds of cost per second for which a lent GPU computes more: serving's
-            requests meet it.
+        lent_weight: seconds of cost per second for which a lent GPU computes more, where serving
+            is twice as slow beside it: its requests meet that. Elsewhere times ``slowdown`` - 1.
         late_weight: seconds of cost per second that a trajectory is expected to be late.
         quota: the borrowed share of a stratum stays this close to that of all turns.
         reserve: share of dedicated places kept for the tail while a borrowed engine has room.

@@ -245,6 +245,7 @@ class Engine:
             head=self.head,
             named=update.named,
             refuses=update.refuses,
+            slowdown=update.slowdown,
         )
 
     def back_off(self, now: float) -> None:

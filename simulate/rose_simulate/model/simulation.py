@@ -336,8 +336,10 @@ class Simulation:
             return
         self.gate_moves.append((self.clock.now_s, 1 if is_open else -1))
         router = self.routers[replica.job.name]
+        gate, engine = replica.gate, router.engines.get(replica.name)
+        if engine is not None:
+            engine.slowdown = gate.slowdown
         router.on_gate(replica.name, is_open)
-        gate = replica.gate
         if isinstance(gate, PaperGate) and replica.name in router.engines:
             router.cut_to(replica.name, min(gate.cap, router.engines[replica.name].cap))
 
@@ -353,6 +355,7 @@ class Simulation:
         engine = AttachedEngine(
             replica.name, EngineKind.BORROWED, batch, None, replica.gate.is_open, cap, now
         )
+        engine.slowdown = replica.gate.slowdown
         self.routers[job.name].attach(engine)
         self._send(job, engine, share=1.0)
 

@@ -112,6 +112,7 @@ def _replica(replica: GuardedReplica, now_ns: int) -> dict[str, Any]:
         "coolDownSeconds": replica.gaps.cool_down_ns / 1e9,
         "margin": outcomes.margin.value,
         "slowdown": outcomes.predictor.slowdown(),
+        "slowdownInGaps": outcomes.experience.slowdown,
         "finished": outcomes.counters.finished,
         "slow": outcomes.counters.slow,
         "devices": _devices(replica),

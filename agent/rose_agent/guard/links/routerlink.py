@@ -144,6 +144,7 @@ def update_of(
     leaving: bool,
     cap: int,
     device_class: str = "",
+    slowdown: float = 0.0,
     certificates: tuple[str, ...] = (),
 ) -> EngineUpdate:
     """What a router learns of the engine of a grant.
@@ -156,6 +157,7 @@ def update_of(
         leaving: the engine is being taken back for good.
         cap: most turns at a time.
         device_class: kind of its GPU, for the router's estimates.
+        slowdown: of serving beside it, as measured; 0 = unknown.
         certificates: SHA-256 of each that the data route may show, hex.
     """
     serving = status is not None and status.state is EngineState.SERVING
@@ -169,6 +171,7 @@ def update_of(
         gate_open=gate_open and serving,
         cap=cap,
         device_class=device_class,
+        slowdown=slowdown,
         kv_tokens=grant.engine.kv_tokens,
         vocabulary=status.vocabulary if status else 0,
         context_tokens=grant.engine.context_tokens,

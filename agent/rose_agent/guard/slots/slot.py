@@ -313,6 +313,7 @@ class GuardedSlot:
         self.message = ""
         self.budget = Budget()
         self.device_class = ""
+        self.slowdown = 0.0
         self.room = self._ordered_room = Lendable(None, "")
         self.reserve: MemorySum | None = None
         self._host = host
@@ -596,6 +597,7 @@ class GuardedSlot:
                 leaving=self.machine.phase is SlotPhase.RELEASING,
                 cap=self.budget.cap(grant.max_concurrent_turns),
                 device_class=self.device_class,
+                slowdown=self.slowdown,
                 certificates=self._host.certificates,
             )
             self._router.publish(grant, update)

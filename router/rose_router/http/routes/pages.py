@@ -108,6 +108,7 @@ def _engine(service: Service, engine: Engine) -> dict[str, Any]:
             round(engine.speed.prefill_seconds_per_token * 1000, 4) if engine.speed else None
         ),
         "open_share": round(engine.hazard.open_share, 4),
+        "serving_slowdown": engine.update.slowdown or None,
         "reclaims_per_minute": round(engine.hazard.per_second * 60, 3),
         "pending_aborts": len(engine.fences),
         "backing_off_seconds": round(max(0.0, engine.backing_off_until - now), 3),

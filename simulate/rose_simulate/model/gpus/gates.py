@@ -142,6 +142,11 @@ class ReplicaGate:
         self.granted = False
         host.on_serving = self.on_engine_ready
 
+    @property
+    def slowdown(self) -> float:
+        """Of serving beside rollouts, as measured; 0 = nobody measures it."""
+        return 0.0
+
     def set_open(self, is_open: bool) -> None:
         """Tell the router."""
         if is_open != self.is_open:

@@ -282,6 +282,11 @@ class GuardedGate(ReplicaGate):
         )
 
     @property
+    def slowdown(self) -> float:
+        """As learned from requests that met rollouts."""
+        return self._experience.slowdown
+
+    @property
     def certified(self) -> CertificateCount:
         """Requests that met an open gate under a certificate."""
         return self._experience.lessons.certified

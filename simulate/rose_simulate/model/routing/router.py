@@ -534,6 +534,7 @@ class RouterView:
             live=len(engine.legs),
             speed=engine.speed or self._usual_speed,
             hazard=engine.hazard,
+            slowdown=engine.slowdown,
         )
 
     def _label(self, version: int) -> WeightVersion:

@@ -20,6 +20,7 @@ class AttachedEngine:
         version: publishes it has; None before its first weights are attested.
         gate_ns: when the gate last moved.
         ready_s: when everything that was sent to it so far is applied.
+        slowdown: of serving beside it, as its guard has measured; 0 = nobody has.
     """
 
     name: str
@@ -36,6 +37,7 @@ class AttachedEngine:
     reclaims: int = 0
     full_cap: int = 0
     ready_s: float = 0.0
+    slowdown: float = 0.0
 
     def __post_init__(self) -> None:
         """A cap that was cut may come back."""

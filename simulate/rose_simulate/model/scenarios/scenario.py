@@ -263,7 +263,8 @@ class Placement(Strict):
         pause_seconds: what a reclaim costs a turn beside its re-prefill.
         crowding_seconds: added for an engine that is full, in proportion below.
         move_margin: a session leaves home when it gains this share of the re-prefill on top.
-        lent_weight: seconds of cost per second for which a lent GPU computes more.
+        lent_weight: seconds of cost per second for which a lent GPU computes more, times what its
+            guard has measured of serving's slowdown, less 1.
     """
 
     pause_seconds: Annotated[float, Field(ge=0)] = Policy().pause_seconds
