@@ -75,10 +75,10 @@ def main() -> None:
     add("--seconds", type=float, default=600.0, help="of each load of the table")
     add("--derate", type=float, default=0.5)
     options = parser.parse_args()
-    told, material = scenario("tight")
-    rows = [] if options.only == "table" else _adversary(told, material, options)
+    setup, material = scenario("tight")
+    rows = [] if options.only == "table" else _adversary(setup, material, options)
     if options.only != "adversary":
-        rows += _table(told, material, options)
+        rows += _table(setup, material, options)
     record("bound", rows, notes=("virtual time, H100 costs of the simulator; no GPU took part",))
 
 
@@ -86,7 +86,9 @@ def _number(text: str) -> int:
     return int(float(text))
 
 
-def _table(told: Scenario, material: SimulationInputs, options: argparse.Namespace) -> list[Figure]:
+def _table(
+    setup: Scenario, material: SimulationInputs, options: argparse.Namespace
+) -> list[Figure]:
     rows: list[Figure] = []
     promised = CertificateCount()
     for name in TRACES:
@@ -94,7 +96,7 @@ def _table(told: Scenario, material: SimulationInputs, options: argparse.Namespa
         for load in LOADS[name]:
             draw = random.Random(f"{name}/{load:g}")  # a model's randomness
             asked = poisson(load, trace, draw, options.seconds)
-            service, job = told.services[0], told.jobs[0]
+            service, job = setup.services[0], setup.jobs[0]
             one = _Replica(service, job, asked, material, options.seconds, options.derate)
             rows += _near(f"{name} {load:g}/s", one, promised)
     share = mixture_sequence(promised.exceeded, promised.requests)
@@ -111,12 +113,12 @@ def _table(told: Scenario, material: SimulationInputs, options: argparse.Namespa
 
 
 def _adversary(
-    told: Scenario, material: SimulationInputs, options: argparse.Namespace
+    setup: Scenario, material: SimulationInputs, options: argparse.Namespace
 ) -> list[Figure]:
     # Without a TPOT slack is never measured, so the gate uses idle gaps alone, as the bound says.
     loose: dict[str, object] = {"ttft_ms": _FOREVER_MS, "tpot_ms": 0.0}
-    service = told.services[0].model_copy(update=loose)
-    attack = Adversary(service, told.jobs[0], material.episodes, options.derate)
+    service = setup.services[0].model_copy(update=loose)
+    attack = Adversary(service, setup.jobs[0], material.episodes, options.derate)
     found, began = Findings(), time.monotonic()
     each = math.ceil(options.requests / options.seeds)
     rounds = math.ceil(options.seeds / options.processes)

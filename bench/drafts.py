@@ -125,9 +125,9 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="rose-drafts-") as name:
         folder = Path(name)
         with lease(folder, drafts=True) as running:
-            told = figures(train(running, given, folder))
+            measured = figures(train(running, given, folder))
     notes = (f"seed {given.seed}; {given.seconds:g} s; one dedicated SGLang on CPU, 16 turns",)
-    record("drafts", told, notes=notes)
+    record("drafts", measured, notes=notes)
     return 0
 
 

@@ -76,7 +76,7 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
-def _say_under_way() -> None:
+def _print_under_way() -> None:
     """Importing takes a second of the cores, and what connecting costs ``connections`` measures."""
     sys.stdout.write(f"{_UNDER_WAY}\n")
     sys.stdout.flush()
@@ -92,7 +92,7 @@ async def _posts(url: str, body: bytes, at_once: int) -> None:
                     await reply.read()
 
     async with aiohttp.ClientSession(timeout=_PATIENT) as http:
-        _say_under_way()
+        _print_under_way()
         await asyncio.gather(*(one(http) for _ in range(at_once)))
 
 
@@ -104,8 +104,8 @@ async def bodies(url: str) -> None:
 
 async def answers(url: str) -> None:
     """A prompt of a million ids, four thousand times."""
-    words = ",".join(str(100_000 + number % 1000) for number in range(1_000_000))
-    body = f'{{"input_ids":[{words}],"sampling_params":{{"max_new_tokens":1,"n":4096}}}}'
+    ids = ",".join(str(100_000 + number % 1000) for number in range(1_000_000))
+    body = f'{{"input_ids":[{ids}],"sampling_params":{{"max_new_tokens":1,"n":4096}}}}'
     await _posts(url, body.encode(), 2)
 
 
@@ -126,7 +126,7 @@ async def loris(url: str) -> None:
     head = b"POST /generate HTTP/1.1\r\nHost: x\r\n"
     for number, writer in enumerate(opened):
         writer.write(head + (b"Content-Length: 9999\r\n\r\n" if number % 2 else b"X-A: "))
-    _say_under_way()
+    _print_under_way()
     while True:
         await asyncio.sleep(1)
         for writer in opened:
@@ -139,7 +139,7 @@ async def connections(url: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     most = min(10_000, max(soft, hard) - _SPARE_FILES)
-    _say_under_way()
+    _print_under_way()
     while True:
         opened = await _open(url, most)
         await asyncio.sleep(_PAST_SECONDS)
@@ -301,8 +301,8 @@ async def _during(name: str, victim: Route, route: Route, given: argparse.Namesp
     """Turns over ``route`` while a flood goes to ``victim``."""
     command = (sys.executable, "-m", "bench.flood", f"--flood={name}", f"--url={victim.url}")
     with process(*command, speaks=True) as child:
-        said = "" if child.stdout is None else await asyncio.to_thread(child.stdout.readline)
-        if said.strip() != _UNDER_WAY:
+        line = "" if child.stdout is None else await asyncio.to_thread(child.stdout.readline)
+        if line.strip() != _UNDER_WAY:
             raise RuntimeError(f"the flood {name} ended before it began")
         await asyncio.sleep(_PAST_SECONDS)
         found = await _window(route, given)

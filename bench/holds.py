@@ -56,8 +56,8 @@ for line in sys.stdin:
 
 def _chat(size: int) -> dict[str, Any]:
     """A conversation of so many bytes, in messages as an agent with tools sends them."""
-    word = "the file has a line that says so and another one; "
-    texts = (word * 40 for _ in range(size // (40 * len(word)) + 1))
+    line = "the file has a line that says so and another one; "
+    texts = (line * 40 for _ in range(size // (40 * len(line)) + 1))
     roles = ("user", "assistant")
     talk = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
     return {"messages": [*talk, {"role": "user", "content": "go on"}], "max_tokens": 1}
@@ -113,12 +113,12 @@ class Client:
     def __init__(self, child: asyncio.subprocess.Process) -> None:
         if child.stdin is None or child.stdout is None:
             raise RuntimeError("no pipes to the child")
-        self._said, self._told = child.stdin, child.stdout
+        self._input, self._output = child.stdin, child.stdout
 
     async def send(self, port: int, path: str, file: str) -> str:
         """Post a file; status and the beginning of the answer."""
-        self._said.write(f"127.0.0.1:{port} {path} {file}\n".encode())
-        return (await self._told.readline()).decode().strip()
+        self._input.write(f"127.0.0.1:{port} {path} {file}\n".encode())
+        return (await self._output.readline()).decode().strip()
 
 
 async def measure(repeats: int) -> list[tuple[str, float, float, str]]:
@@ -133,25 +133,25 @@ async def measure(repeats: int) -> list[tuple[str, float, float, str]]:
     client = Client(child)
     with stub(0.0) as engine:
         async with running(settings) as router:
-            said = EngineUpdate(
+            update = EngineUpdate(
                 *("engine", EngineKind.DEDICATED, LEASE, engine.url),
                 gate_open=True,
                 cap=64,
                 version=VERSION,
             )
-            async with owner(router.attach_port, said):
+            async with owner(router.attach_port, update):
                 spare_collections()
                 for name, path, raw in kinds():
                     with _body(raw) as file:
-                        holds, clock, told = [], [], ""
+                        holds, clock, answer = [], [], ""
                         for _ in range(repeats):
                             ticker = Ticker()
                             ticking = asyncio.create_task(ticker.run())
-                            told = await client.send(router.http_port, path, file)
+                            answer = await client.send(router.http_port, path, file)
                             ticking.cancel()
                             holds.append(ticker.longest)
                             clock.append(ticker.longest_by_clock)
-                    found.append((name, min(holds) * 1000, min(clock) * 1000, told))
+                    found.append((name, min(holds) * 1000, min(clock) * 1000, answer))
     child.terminate()
     await child.wait()
     return found
@@ -164,7 +164,7 @@ def main() -> int:
     given = flags.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found = runner.run(measure(given.repeats))
-    notes = [f"{name}: {told[:100]}" for name, _, _, told in found]
+    notes = [f"{name}: {answer[:100]}" for name, _, _, answer in found]
     figures = [
         one
         for name, hold, clock, _ in found

@@ -18,8 +18,8 @@ def scenario(name: str, folder: Path = SCENARIOS) -> tuple[Scenario, SimulationI
         SimulationError: it, or a trace, is missing or wrong.
     """
     path = folder / f"{name}.yaml"
-    told = read_scenario(path)
-    if not isinstance(told, Scenario):
+    setup = read_scenario(path)
+    if not isinstance(setup, Scenario):
         message = f"{path} is a fleet"
         raise TypeError(message)
-    return told, read_material(path, told)
+    return setup, read_material(path, setup)

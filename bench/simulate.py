@@ -78,16 +78,16 @@ def saturated(derate: float, prompt: int, output: int, *, attention: bool) -> fl
     return (engine.tokens + engine.prefilled) / 120
 
 
-def speed(told: Scenario, material: SimulationInputs) -> list[Figure]:
+def speed(setup: Scenario, material: SimulationInputs) -> list[Figure]:
     """Virtual GPU-seconds per second, and whether equal seeds give equal bytes."""
-    short = told.model_copy(update={"seconds": 200.0})
+    short = setup.model_copy(update={"seconds": 200.0})
     began = time.process_time()
     first = run(short, Regime.OURS, 1, material, {})[0]
     spent = time.process_time() - began
     again = run(short, Regime.OURS, 1, material, {})[0]
     same = msgspec.json.encode(first) == msgspec.json.encode(again)
-    gpus = sum(one.replicas * one.gpus_per_replica for one in told.services)
-    gpus += sum(one.dedicated * one.gpus_per_engine for one in told.jobs)
+    gpus = sum(one.replicas * one.gpus_per_replica for one in setup.services)
+    gpus += sum(one.dedicated * one.gpus_per_engine for one in setup.jobs)
     return [
         figure("event level: virtual GPU-seconds per CPU second", 200 * gpus / spent, "1"),
         figure("event level: events per CPU second", first.events / spent, "1/s"),
@@ -124,14 +124,14 @@ def studies(names: list[str], options: argparse.Namespace) -> list[Figure]:
     """Headlines of every study at every derate."""
     rows: list[Figure] = []
     for name in names:
-        told, material = scenario(name)
+        setup, material = scenario(name)
         changes: dict[str, object] = {"regimes": tuple(Regime(one) for one in options.regimes)}
         if options.seconds:
             changes["seconds"] = options.seconds
         if options.seeds:
             changes["seeds"] = tuple(options.seeds)
         found = study(
-            told.model_copy(update=changes), material, options.derate, lambda _outcome: None
+            setup.model_copy(update=changes), material, options.derate, lambda _outcome: None
         )
         for row in found.rows:
             if row.regime != Regime.FIXED:
@@ -225,9 +225,9 @@ def _one(size: Size, bins_s: float, once_s: float) -> list[Figure]:
     ]
 
 
-def _bins_s(told: FleetScenario, material: SimulationInputs, curves: tuple[Curve, ...]) -> float:
+def _bins_s(setup: FleetScenario, material: SimulationInputs, curves: tuple[Curve, ...]) -> float:
     began = time.process_time()
-    run_bins(told, Regime.OURS, _SEED, material, curves)
+    run_bins(setup, Regime.OURS, _SEED, material, curves)
     return time.process_time() - began
 
 

@@ -134,9 +134,9 @@ async def first_version(
         await control.stage(bundle)
         staged = time.monotonic()
         await control.commit(str(version))
-        said = await control.attest()
-    if said.digest != digest:
-        raise StartFailed(f"the engine attests {said.digest}, the publisher {digest}")
+        attested = await control.attest()
+    if attested.digest != digest:
+        raise StartFailed(f"the engine attests {attested.digest}, the publisher {digest}")
     return {STAGED: staged - began, ATTESTED: time.monotonic() - staged}
 
 

@@ -99,12 +99,12 @@ async def measure(
                 for condition in order:
                     window = await _play(lease, load, condition, number, options.seconds)
                     windows.append(window)
-                    say(f"round {number + 1} {condition}: {len(window.measured)} requests")
+                    log(f"round {number + 1} {condition}: {len(window.measured)} requests")
                     if condition == "beside":
                         left.append(options.lines - await lease.done())
                         if not lease.kills:
                             await lease.kill()
-                            say("killed the lent engine; another one works")
+                            log("killed the lent engine; another one works")
             await lease.node.guarded_anew(tuple(SignalSource), (0, 0))
             return windows, await lease.ended(), left, lease.kills
 
@@ -152,7 +152,7 @@ def notes(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """To whoever waits for the run."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 when a line has not its one answer."""
     options = flags().parse_args(argv)
     if not engine_environment.is_ready():
-        say("bench.batches: skipped, SGLang is not installed here: run `make engine`")
+        log("bench.batches: skipped, SGLang is not installed here: run `make engine`")
         return 0
     windows, ended, left, kills = asyncio.run(measure(options, LOADS[options.load]))
     record("batches", figures(windows, ended, left, kills), notes=notes(options))

@@ -67,12 +67,12 @@ def main(argv: list[str]) -> int:
     for name in arguments.models:
         figures, noise, wrong = model_figures(name, not arguments.no_engines)
         caught = sum(one > LIMIT for one in wrong.values())
-        told = sum(one > NOTICE for one in wrong.values())
+        noticed = sum(one > NOTICE for one in wrong.values())
         found += [
             *figures,
             figure(f"{name}: largest of the right ones, of the limit", noise / LIMIT, ""),
             figure(f"{name}: wrong ones quarantined, of {len(wrong)}", caught, ""),
-            figure(f"{name}: wrong ones that people are told of", told, ""),
+            figure(f"{name}: wrong ones that people are told of", noticed, ""),
         ]
     record("drift", found, notes=NOTES)
     return 0

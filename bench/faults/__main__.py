@@ -56,8 +56,8 @@ class CaseOutcome:
         stopped = "goes on" if self.stopped_ms is None else f"{self.stopped_ms:.1f} ms"
         back = "never" if self.recovered_s is None else f"{self.recovered_s:.1f} s"
         verdict = f"WRONG: {self.note}" if self.note else "good"
-        words = " ".join(self.reasons) or "-"
-        return f"{self.case:<32} {stopped:>10} {back:>8}  {words:<44} {verdict}"
+        listed = " ".join(self.reasons) or "-"
+        return f"{self.case:<32} {stopped:>10} {back:>8}  {listed:<44} {verdict}"
 
 
 HEADER = f"{'fault':<32} {'stopped':>10} {'back':>8}  {'reasons in the flight recorder':<44}"

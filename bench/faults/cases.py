@@ -101,10 +101,10 @@ async def _again(world: FaultNode, names: tuple[str, ...], number: signal.Signal
 
 
 def _death(names: tuple[str, ...], number: signal.Signals, *reasons: str) -> Case:
-    words = {"agent": "guard", "host": "engine host", "tap": "tap", "serving": "serving engine"}
+    names_of = {"agent": "guard", "host": "engine host", "tap": "tap", "serving": "serving engine"}
     how = "killed" if number is signal.SIGKILL else "stopped"
     return Case(
-        f"{' and '.join(words[name] for name in names)} {how}",
+        f"{' and '.join(names_of[name] for name in names)} {how}",
         functools.partial(_signalled, names=names, number=number),
         functools.partial(_again, names=names, number=number),
         frozenset(reasons),
@@ -147,8 +147,8 @@ async def _interface_down(world: FaultNode) -> float:
     return struck
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(*argv: str) -> None:
+    subprocess.run(["ip", *argv], check=True, capture_output=True)
 
 
 async def _burst(world: FaultNode) -> None:

@@ -91,8 +91,10 @@ async def burn(given: argparse.Namespace) -> list[Burnt]:
                 chance = random.Random(given.seed * 10 + number)
                 work.append(_one(made_lease, Plan(turns, given.at_once), chance))
             if real:
-                words, folder = vocabulary(make_named(MODEL)), Path(name) / "real"
-                made = lease("fire/real", folder, start_real, given.real, vocabulary=words)
+                vocabulary_size, folder = vocabulary(make_named(MODEL)), Path(name) / "real"
+                made = lease(
+                    "fire/real", folder, start_real, given.real, vocabulary=vocabulary_size
+                )
                 burning = await stack.enter_async_context(made)
                 burning.reference = await reference(burning)
                 chance = random.Random(given.seed * 10 + 9)
@@ -137,7 +139,7 @@ async def _one(made: Lease, plan: Plan, chance: random.Random) -> Burnt:
     if totals["turns"] != out.begun or totals["failed_turns"]:
         burnt.wrong.append(f"{out.begun} turns were begun, the router ended {totals}")
     if made.vocabulary:
-        burnt.wrong += await poisoned(made.http, made.url, made.word, made.ended)
+        burnt.wrong += await poisoned(made.http, made.url, made.secret, made.ended)
     return burnt
 
 

@@ -121,7 +121,7 @@ class Callers:
         self._lease = lease
         self._chance = chance
         self._at_once = at_once
-        self._headers = {"Authorization": f"Bearer {lease.word}"}
+        self._headers = {"Authorization": f"Bearer {lease.secret}"}
         self.outcome = CallerOutcome()
 
     async def run(self, numbers: range) -> None:

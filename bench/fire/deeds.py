@@ -83,7 +83,7 @@ class Fire:
         await engine.kill()
         await asyncio.sleep(self._chance.uniform(0, 0.5))
         if engine.owner:
-            engine.owner.say(gate_open=False, version="")
+            engine.owner.send(gate_open=False, version="")
         await self._back(engine)
 
     async def _back(self, engine: Engine) -> None:
@@ -97,16 +97,16 @@ class Fire:
         if engine.process is None or engine.owner is None:
             return
         engine.process.holder.close()
-        engine.owner.say(gate_open=False)
+        engine.owner.send(gate_open=False)
         await asyncio.sleep(self._chance.choice([0.1, 0.5, 2.5]))
         engine.process.holder.open()
-        engine.owner.say(gate_open=True)
+        engine.owner.send(gate_open=True)
 
     async def revoke(self, engine: Engine) -> None:
         """The engine is taken back for good; later there is another in its place."""
         if engine.owner is None or engine.kind is EngineKind.DEDICATED:
             return
-        engine.owner.say(gate_open=False, leaving=True)
+        engine.owner.send(gate_open=False, leaving=True)
         await asyncio.sleep(0.2)
         await self._lease.detach(engine)
         await engine.kill()
@@ -122,19 +122,19 @@ class Fire:
             LOG.info("%s did not take %s: %s", engine.name, version, error)
             return
         if engine.owner:
-            engine.owner.say(version=version, head=version)
+            engine.owner.send(version=version, head=version)
 
     async def cut_cap(self, engine: Engine) -> None:
         """The engine may hold fewer turns for a while."""
         if engine.owner:
-            engine.owner.say(cap=1)
+            engine.owner.send(cap=1)
             await asyncio.sleep(0.7)
-            engine.owner.say(cap=engine.cap)
+            engine.owner.send(cap=engine.cap)
 
     async def hold(self, _engine: Engine) -> None:
         """A trainer pauses its lease, and goes on."""
         lease = self._lease
-        headers = {"Authorization": f"Bearer {lease.word}"}
+        headers = {"Authorization": f"Bearer {lease.secret}"}
         body = {"mode": "keep"}
         for path, seconds in (("/pause_generation", 0.3), ("/continue_generation", 0.0)):
             async with lease.http.post(lease.url + path, json=body, headers=headers) as reply:

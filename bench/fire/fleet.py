@@ -26,7 +26,7 @@ class Lease:
     """A lease with everything that belongs to it.
 
     Attributes:
-        word: bearer token of its callers; another lease has another.
+        secret: bearer token of its callers; another lease has another.
         head: number of the newest version.
         vocabulary: of its engines' model; 0 = stubs, which take any id.
         reference: what an undisturbed engine answers to each prompt; empty for stubs.
@@ -35,7 +35,7 @@ class Lease:
     name: str
     url: str
     attach_port: int
-    word: str
+    secret: str
     pid: int
     bundles: Bundles
     http: aiohttp.ClientSession
@@ -53,7 +53,7 @@ class Lease:
     async def attach(self, engine: Engine) -> None:
         """Bring an engine to the newest version and let its owner dial the router."""
         await self.catch_up(engine)
-        said = EngineUpdate(
+        update = EngineUpdate(
             engine=engine.name,
             kind=engine.kind,
             lease=self.name,
@@ -65,7 +65,9 @@ class Lease:
             head=version_of(self.run, self.head),
         )
         holding = AsyncExitStack()
-        engine.owner = await holding.enter_async_context(owner(self.attach_port, said, self.word))
+        engine.owner = await holding.enter_async_context(
+            owner(self.attach_port, update, self.secret)
+        )
         self._owners[engine.name] = holding
 
     async def detach(self, engine: Engine) -> None:
@@ -86,7 +88,7 @@ class Lease:
 
     async def page(self, path: str) -> Any:  # noqa: ANN401  # JSON
         """A page of the router."""
-        headers = {"Authorization": f"Bearer {self.word}"}
+        headers = {"Authorization": f"Bearer {self.secret}"}
         async with self.http.get(self.url + path, headers=headers) as reply:
             reply.raise_for_status()
             return await reply.json()
@@ -118,10 +120,10 @@ class Lease:
             await engine.kill()
 
 
-def _written(folder: Path, word: str) -> Path:
+def _written(folder: Path, secret: str) -> Path:
     folder.mkdir(parents=True)
     token = folder / "token"
-    token.write_text(word)
+    token.write_text(secret)
     return token
 
 
@@ -145,8 +147,8 @@ async def lease(
         vocabulary: of the engines' model; 0 = stubs, which take any id.
         options: further ones of ``rose router``.
     """
-    word = f"word-of-{name}"
-    token = _written(folder, word)
+    secret = f"word-of-{name}"
+    token = _written(folder, secret)
     http, attach = free_ports(2)
     command = [sys.executable, "-m", "rose_cli.main", "router", "--lease", name]
     command += ["--http-address", f"127.0.0.1:{http}", "--attach-address", f"127.0.0.1:{attach}"]
@@ -165,7 +167,7 @@ async def lease(
                 name,
                 f"http://127.0.0.1:{http}",
                 attach,
-                word,
+                secret,
                 router.pid,
                 Bundles(folder / "bundles", name.replace("/", "-")),
                 session,

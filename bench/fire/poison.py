@@ -62,17 +62,17 @@ def ordinary(path: str = "/generate") -> Body:
 
 
 async def poisoned(
-    http: aiohttp.ClientSession, url: str, word: str, ended: Callable[[], list[str]]
+    http: aiohttp.ClientSession, url: str, secret: str, ended: Callable[[], list[str]]
 ) -> list[str]:
     """Send each; complaints about what came of it.
 
     Args:
         http: for the requests.
         url: the lease's.
-        word: its callers' bearer token.
+        secret: its callers' bearer token.
         ended: names of engines whose process is gone.
     """
-    headers = {"Authorization": f"Bearer {word}"}
+    headers = {"Authorization": f"Bearer {secret}"}
     wrong = []
     for name, (path, body) in POISON.items():
         async with http.post(url + path, json=ordinary(path) | body, headers=headers) as reply:

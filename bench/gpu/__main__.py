@@ -300,17 +300,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--limit", type=float, default=suite.BOUND_SECONDS, help="of a run, s")
     parser.add_argument("--aims", action="store_true", help="print what would refute what, and end")
     parser.add_argument("--extra", action="store_true", help="the longer checks instead")
-    words = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     try:
-        suite.chosen(words.only, words.run)
+        suite.chosen(options.only, options.run)
     except ValueError as error:
         parser.error(str(error))
-    names = suite.chosen(words.only, words.run)
-    if words.aims:
+    names = suite.chosen(options.only, options.run)
+    if options.aims:
         sys.stdout.write("".join(f"{row}\n" for row in aims.table_of_aims(names)))
         return 0
-    if words.rehearse:
-        return _rehearse(words)
+    if options.rehearse:
+        return _rehearse(options)
     driver, why = _devices()
     if driver is None:
         sys.stderr.write(
@@ -319,60 +319,63 @@ def main(argv: list[str]) -> int:
         )
         return 1
     os.environ["CUDA_VISIBLE_DEVICES"] = driver.gpus()[0].uuid  # of every process
-    return _measure(words, driver, rehearse=False)
+    return _measure(options, driver, rehearse=False)
 
 
-def _rehearse(words: argparse.Namespace) -> int:
+def _rehearse(options: argparse.Namespace) -> int:
     """Everything on the stand-ins, also where there is a GPU."""
     sys.stdout.write("a rehearsal: checks and report on the CPU, NVML by a stand-in\n")
     try:
         with gpu_that_is_not_there() as driver:
-            return _measure(words, driver, rehearse=True)
+            return _measure(options, driver, rehearse=True)
     except DevelopmentError as error:
         sys.stderr.write(f"{error}\n")
         return 1
 
 
-def _measure(words: argparse.Namespace, driver: DeviceDriver, *, rehearse: bool) -> int:
+def _measure(options: argparse.Namespace, driver: DeviceDriver, *, rehearse: bool) -> int:
     """The suite, or the longer checks; returns the exit code."""
     gpu = driver.gpus()[0]
     about = {
         "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
         "machine": machine(driver, gpu, importlib.import_module("pynvml")),
     }
-    if not words.extra:
-        runs = [words.run] if words.run else ["only"] if words.only else [1, 2]
-        results = [_judge(words, run, about, rehearse=rehearse) for run in runs]
-        return _keep(results, words.results, rehearse=rehearse)
-    plan = Plan(fake=rehearse, seconds=words.seconds)
+    if not options.extra:
+        runs = [options.run] if options.run else ["only"] if options.only else [1, 2]
+        results = [_judge(options, run, about, rehearse=rehearse) for run in runs]
+        return _keep(results, options.results, rehearse=rehearse)
+    plan = Plan(fake=rehearse, seconds=options.seconds)
     if rehearse:
-        plan = replace(plan, seconds=min(0.1, words.seconds), cycles=2, lends=2)
+        plan = replace(plan, seconds=min(0.1, options.seconds), cycles=2, lends=2)
     result = {**about, "run": "extra", "checks": run(plan, driver, gpu)}
-    return _keep([result], words.results, rehearse=rehearse)
+    return _keep([result], options.results, rehearse=rehearse)
 
 
 def _judge(
-    words: argparse.Namespace, run: int | str, about: Mapping[str, Any], *, rehearse: bool
+    options: argparse.Namespace, run: int | str, about: Mapping[str, Any], *, rehearse: bool
 ) -> dict[str, Any]:
     """One run of the suite."""
-    names = suite.chosen(words.only, run if isinstance(run, int) else None)
+    names = suite.chosen(options.only, run if isinstance(run, int) else None)
 
     def measure(check: suite.Check) -> list[tuple[str, float, str]]:
         sys.stdout.write(f"{check.name} (at most {check.budget_s:.0f} s)\n")
         sys.stdout.flush()
         return suite.apart(check, rehearse=rehearse)
 
-    limit = words.limit * (suite.REHEARSAL_PATIENCE if rehearse else 1)
+    limit = options.limit * (suite.REHEARSAL_PATIENCE if rehearse else 1)
     outcome = suite.carry_out(names, measure, limit)
     figures = aims.judged(outcome.measured)
-    said = aims.verdicts(figures, names)
-    rows = [*aims.lines(figures, said), *(f"{k}: not run: {v}" for k, v in outcome.not_run.items())]
+    verdict_of = aims.verdicts(figures, names)
+    rows = [
+        *aims.lines(figures, verdict_of),
+        *(f"{k}: not run: {v}" for k, v in outcome.not_run.items()),
+    ]
     sys.stdout.write("".join(f"{row}\n" for row in rows))
     return {
         **about,
         "run": run,
         "figures": [figure.as_dict() for figure in figures],
-        "verdicts": said,
+        "verdicts": verdict_of,
         "settings": [dataclasses.asdict(one) for one in aims.settings(figures)],
         "not_run": outcome.not_run,
         "seconds": outcome.seconds,

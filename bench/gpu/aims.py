@@ -193,19 +193,19 @@ def verdicts(figures: Sequence[Figure], checks: Sequence[str]) -> dict[str, dict
         checks: those that were to run; aims of others do not count.
     """
     by_name = {figure.name: figure for figure in figures}
-    said: dict[str, dict[str, object]] = {}
+    verdict_of: dict[str, dict[str, object]] = {}
     for promise in Promise:
         aims = [aim for aim in AIMS if aim.promise is promise and aim.check in checks]
         missed = [aim for aim in aims if aim.name in by_name and not by_name[aim.name].met]
         absent = [aim.name for aim in aims if aim.name not in by_name]
         unknown = bool(absent) or not aims
         verdict = Verdict.REFUTED if missed else Verdict.UNKNOWN if unknown else Verdict.KEPT
-        said[promise.value] = {
+        verdict_of[promise.value] = {
             "verdict": verdict.value,
             "missed": {aim.name: aim.refutes for aim in missed},
             "not_measured": absent,
         }
-    return said
+    return verdict_of
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ def table_of_aims(checks: Sequence[str]) -> list[str]:
     ]
 
 
-def lines(figures: Sequence[Figure], said: Mapping[str, Mapping[str, object]]) -> list[str]:
+def lines(figures: Sequence[Figure], verdict_of: Mapping[str, Mapping[str, object]]) -> list[str]:
     """The result for people: figures, verdicts, what a missed aim refutes, what to set where."""
     marks = {True: "met", False: "MISSED", None: ""}
     falls = {aim.name: aim.refutes for aim in AIMS}
@@ -325,5 +325,5 @@ def lines(figures: Sequence[Figure], said: Mapping[str, Mapping[str, object]]) -
         for one in settings(figures)
         if one.asks != one.now
     ]
-    verdict = [f"{name}: {one['verdict']}" for name, one in said.items()]
+    verdict = [f"{name}: {one['verdict']}" for name, one in verdict_of.items()]
     return [*table, *verdict, *missed, *asked]

@@ -87,7 +87,7 @@ class Neighbour:
         )
         if self._process.stdin is None or self._process.stdout is None:
             raise OSError("no pipe to the worker")
-        self._orders, self._said = self._process.stdin, self._process.stdout
+        self._orders, self._output = self._process.stdin, self._process.stdout
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read_all, daemon=True).start()
         self.hello = self._read()
@@ -97,7 +97,7 @@ class Neighbour:
         """Process number of the neighbour."""
         return self._process.pid
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """An order without an answer."""
         self._orders.write(f"{line}\n")
         self._orders.flush()
@@ -108,7 +108,7 @@ class Neighbour:
         Raises:
             EOFError: the process has ended, or does not answer.
         """
-        self.tell(line)
+        self.send(line)
         return self._read()
 
     def freeze(self) -> None:
@@ -128,18 +128,18 @@ class Neighbour:
         """In order where it can."""
         with contextlib.suppress(OSError):
             self.thaw()
-            self.tell("quit")
+            self.send("quit")
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
             self.kill()
-        for stream in (self._orders, self._said):
+        for stream in (self._orders, self._output):
             with contextlib.suppress(OSError):
                 stream.close()
 
     def _read_all(self) -> None:
         with contextlib.suppress(ValueError):  # closed at its end
-            for line in self._said:
+            for line in self._output:
                 self._lines.put(line)
         self._lines.put("")
 
@@ -184,9 +184,9 @@ def periods(steps: Sequence[Step]) -> list[float]:
 
 def _window(serving: Neighbour, kind: str, seconds: float) -> list[float]:
     serving.ask("take")
-    serving.tell(f"loop {kind}")
+    serving.send(f"loop {kind}")
     time.sleep(seconds)
-    serving.tell("pause")
+    serving.send("pause")
     found = periods(serving.ask("take"))
     return found or lengths(serving.ask(f"once {kind} 2"))
 
@@ -238,7 +238,7 @@ class Nvml:
 def nvml(scale: Scale) -> Measured:
     """How long the guard's questions take while the GPU computes."""
     with neighbour(scale, "decode32") as serving:
-        serving.tell("loop decode32")
+        serving.send("loop decode32")
         return Nvml().times(300 if scale.gpu else 20)
 
 
@@ -324,7 +324,7 @@ def _order(rollout: Neighbour, how: str) -> threading.Timer:
     if how == "freeze":
         rollout.freeze()
     else:
-        rollout.tell("pause")
+        rollout.send("pause")
     late = threading.Timer(_GRACE_SECONDS, rollout.freeze if how == "grace" else lambda: None)
     late.start()
     return late
@@ -337,7 +337,7 @@ def _stopped(
     alone = statistics.median(lengths(serving.ask("once prefill2k 3")))
     last, paid = [], []
     for _ in range(scale.stops):
-        rollout.tell(f"loop {kind}")
+        rollout.send(f"loop {kind}")
         time.sleep(random.uniform(0.05, 0.15))  # a moment, no secret
         rollout.ask("take")
         time.sleep(random.uniform(0.005, 0.05))
@@ -350,7 +350,7 @@ def _stopped(
         rollout.thaw()
         ends = [step[1] for step in rollout.ask("take") if step[1] < resumed]
         last.append(max(0, max(ends, default=ordered) - ordered) / 1e6)
-        rollout.tell("pause")
+        rollout.send("pause")
     return last, paid
 
 
@@ -381,9 +381,9 @@ def corun(scale: Scale) -> Measured:
         for kind in kinds:
             by_itself = statistics.median(lengths(rollout.ask(f"once {kind} 5")))
             rollout.ask("take")
-            rollout.tell(f"loop {kind}")
+            rollout.send(f"loop {kind}")
             beside = statistics.median(_window(serving, "decode32", scale.seconds))
-            rollout.tell("pause")
+            rollout.send("pause")
             rollouts = statistics.median(periods(rollout.ask("take")) or [by_itself])
             found += [
                 (f"corun.{kind}.serving_over_alone", beside / alone, "ratio"),
@@ -413,11 +413,11 @@ def storm(scale: Scale) -> Measured:
     with neighbour(scale, "decode32") as serving, neighbour(scale, "decode1") as rollout:
         alone = _newcomer(scale)
         found.append(("storm.newcomer_alone", alone, "s"))
-        serving.tell("loop decode32")
+        serving.send("loop decode32")
         for how in ("freeze", "boundary"):
             found += _storm(scale, serving, rollout, how, alone)
-        serving.tell("pause")
-        rollout.tell("pause")
+        serving.send("pause")
+        rollout.send("pause")
         worst = rollout.ask("worst")
     return found + [(f"storm.neighbour_{name}", took, "s") for name, took in worst.items()]
 
@@ -431,11 +431,11 @@ def _storm(
     starts: list[float] = []
     until = time.monotonic() + scale.storm_seconds / 2
     while not took or time.monotonic() < until:
-        rollout.tell("loop churn")
+        rollout.send("loop churn")
         time.sleep(random.uniform(0.001, 0.03))
         if how == "boundary":
             ordered = time.monotonic()
-            rollout.tell("pause")
+            rollout.send("pause")
             rollout.ask("rest")
             waits.append((time.monotonic() - ordered) * 1e3)
         rollout.freeze()
@@ -469,7 +469,7 @@ def killed(scale: Scale) -> Measured:
         rollout.ask("queue 4000")
         rollout.freeze()
         time.sleep(0.2 if scale.gpu else 0.01)
-        serving.tell("loop decode32")
+        serving.send("loop decode32")
         driver = Nvml()
         listed = driver.held(rollout.pid) is not None
         full = driver.used()
@@ -482,7 +482,7 @@ def killed(scale: Scale) -> Measured:
             time.sleep(0.005)
         free = time.monotonic() - began
         time.sleep(scale.seconds / 3)
-        serving.tell("pause")
+        serving.send("pause")
         steps = periods(serving.ask("take")) or [0.0]
     return [
         ("killed.process_gone", gone, "s"),

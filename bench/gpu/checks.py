@@ -65,7 +65,7 @@ def step_ms(steps: Sequence[tuple[int, int]]) -> dict[str, float | int]:
 def alone(plan: Plan) -> dict[str, float | int]:
     """Serving's steps with nobody beside it."""
     with worker(fake=plan.fake) as serving:
-        serving.tell("run")
+        serving.send("run")
         return step_ms(serving.steps(plan.seconds))
 
 
@@ -73,10 +73,10 @@ def time_slicing(plan: Plan) -> list[dict[str, Any]]:
     """Serving's steps beside rollouts of growing batches that take turns with it."""
     found = []
     with worker(fake=plan.fake) as serving:
-        serving.tell("run")
+        serving.send("run")
         for batch in BATCHES:
             with worker(fake=plan.fake, batch=batch) as rollout:
-                rollout.tell("run")
+                rollout.send("run")
                 steps = serving.steps(plan.seconds)
                 made = len(rollout.ask("take"))
                 found.append(
@@ -89,11 +89,11 @@ def mps(plan: Plan, daemon: Daemon, whole: int | None) -> list[dict[str, Any]]:
     """Serving's steps beside rollouts of several shares, and whether the shares were given."""
     found = []
     with worker(fake=plan.fake, environment=daemon.environment) as serving:
-        serving.tell("run")
+        serving.send("run")
         for share in SHARES:
             environment = client_environment(str(daemon.pipes.pipe), str(daemon.pipes.log), share)
             with worker(fake=plan.fake, environment=environment) as rollout:
-                rollout.tell("run")
+                rollout.send("run")
                 steps = serving.steps(plan.seconds)
                 seen = rollout.seen["multiprocessors"]
                 found.append(
@@ -114,12 +114,12 @@ def priority(plan: Plan, daemon: Daemon) -> list[dict[str, Any]]:
     """Serving's steps beside a rollout of the largest share, at serving's priority and below it."""
     found = []
     with worker(fake=plan.fake, environment=daemon.environment) as serving:
-        serving.tell("run")
+        serving.send("run")
         for level in (NORMAL, BELOW_NORMAL):
             share = client_environment(str(daemon.pipes.pipe), str(daemon.pipes.log), SHARES[-1])
             given = {**share, "CUDA_MPS_CLIENT_PRIORITY": str(level)}
             with worker(fake=plan.fake, batch=64, environment=given) as rollout:
-                rollout.tell("run")
+                rollout.send("run")
                 steps = serving.steps(plan.seconds)
                 made = len(rollout.ask("take"))
                 found.append({"priority": level, "serving": step_ms(steps), "rollout_steps": made})
@@ -129,16 +129,16 @@ def priority(plan: Plan, daemon: Daemon) -> list[dict[str, Any]]:
 def fault(plan: Plan, daemon: Daemon) -> dict[str, Any]:
     """A client crashes on the GPU: what serving has of it, and who can connect afterwards."""
     with worker(fake=plan.fake, environment=daemon.environment) as serving:
-        serving.tell("run")
+        serving.send("run")
         limited = client_environment(str(daemon.pipes.pipe), str(daemon.pipes.log), 30)
         with worker(fake=plan.fake, environment=limited) as rollout:
-            rollout.tell("fault")
+            rollout.send("fault")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rollout.process.wait(_LOST_SECONDS * 5)
         found = _aftermath(daemon, serving)
     after = worker(fake=plan.fake, environment=daemon.environment)
     with contextlib.suppress(EOFError), after as fresh:
-        fresh.tell("run")
+        fresh.send("run")
         found["new_clients_afterwards"] = bool(fresh.steps(plan.seconds))
     return {"new_clients_afterwards": False, **found}
 
@@ -185,13 +185,13 @@ def kills(plan: Plan, daemon: Daemon) -> list[dict[str, Any]]:
     found = []
     for how in ("terminate_client", "kill"):
         with worker(fake=plan.fake, environment=daemon.environment) as serving:
-            serving.tell("run")
+            serving.send("run")
             limited = client_environment(str(daemon.pipes.pipe), str(daemon.pipes.log), 30)
             with worker(fake=plan.fake, batch=64, environment=limited) as rollout:
-                rollout.tell("run")
+                rollout.send("run")
                 time.sleep(0.5)
-                said = _end(daemon, rollout, how)
-                found.append({"how": how, **said, **_aftermath(daemon, serving)})
+                ended = _end(daemon, rollout, how)
+                found.append({"how": how, **ended, **_aftermath(daemon, serving)})
     return found
 
 

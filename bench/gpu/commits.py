@@ -33,11 +33,11 @@ def shapes(model: str, *, tiny: bool) -> Iterator[tuple[int, ...]]:
         hidden, inner, layers, queries, keys, experts = 4096, 12288, 36, 4096, 1024, 0
     else:
         hidden, inner, layers, queries, keys, experts = 2048, 768, 48, 4096, 512, 128
-    words = 151936
+    vocabulary = 151936
     if tiny:
-        hidden, inner, layers, queries, keys, words = 64, 32, 2, 64, 32, 256
+        hidden, inner, layers, queries, keys, vocabulary = 64, 32, 2, 64, 32, 256
         experts = min(experts, 4)
-    yield from ((words, hidden), (words, hidden), (hidden,))
+    yield from ((vocabulary, hidden), (vocabulary, hidden), (hidden,))
     for _ in range(layers):
         yield from ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
         yield from ((hidden,), (hidden,), (128,), (128,))

@@ -73,9 +73,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu.kvcached_pool")
     parser.add_argument("--name", required=True)
     parser.add_argument("--bundles", type=int, default=64)
-    words = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     os.environ |= {
-        "KVCACHED_IPC_NAME": words.name,
+        "KVCACHED_IPC_NAME": options.name,
         "KVCACHED_MIN_RESERVED_PAGES": "1",
         "KVCACHED_MAX_RESERVED_PAGES": "1",
         "KVCACHED_LOG_LEVEL": "ERROR",
@@ -83,23 +83,23 @@ def main(argv: list[str]) -> int:
     # What the library prints must not get between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    pool = RealPool(words.bundles)
+    pool = RealPool(options.bundles)
     time.sleep(1.0)  # its thread maps the first pages ahead
 
-    def say(answer: object) -> None:
+    def reply(answer: object) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
-    say({"bundle": 2 * _LAYERS * _PAGE, "bundles": words.bundles})
+    reply({"bundle": 2 * _LAYERS * _PAGE, "bundles": options.bundles})
     for line in sys.stdin:
         order, _, count = line.strip().partition(" ")
         if order == "quit":
             break
         if order == "alloc":
-            say(pool.alloc(int(count)))
+            reply(pool.alloc(int(count)))
         elif order == "free":
             pool.free(int(count))
-            say(True)
+            reply(True)
     pool.close()
     return 0
 

@@ -145,13 +145,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu-pack")
     parser.add_argument("--python", default="3.11", help="of the machine with the GPU")
     parser.add_argument("--light", action="store_true", help="for a machine that has torch")
-    words = parser.parse_args(argv)
-    words.out.parent.mkdir(parents=True, exist_ok=True)
-    names = LIGHT if words.light else WHOLE
-    with tempfile.TemporaryDirectory(dir=words.out.parent) as wheels:
-        download(Path(wheels), names, words.python, light=words.light)
-        pieces = pack(words.out, Path(wheels), light=words.light)
-    sys.stdout.write(f"{len(pieces)} pieces in {words.out}; start unpack.sh there\n")
+    options = parser.parse_args(argv)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    names = LIGHT if options.light else WHOLE
+    with tempfile.TemporaryDirectory(dir=options.out.parent) as wheels:
+        download(Path(wheels), names, options.python, light=options.light)
+        pieces = pack(options.out, Path(wheels), light=options.light)
+    sys.stdout.write(f"{len(pieces)} pieces in {options.out}; start unpack.sh there\n")
     return 0
 
 

@@ -47,7 +47,7 @@ class Worker:
             self._answers.put(line)
         self._answers.put("")
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Send a line."""
         if self.process.stdin is not None:
             self.process.stdin.write(f"{line}\n")
@@ -69,7 +69,7 @@ class Worker:
 
     def ask(self, line: str) -> Any:  # noqa: ANN401  # any JSON
         """Send a line and read its answer."""
-        self.tell(line)
+        self.send(line)
         return self.read()
 
     def steps(self, seconds: float) -> list[tuple[int, int]]:
@@ -81,7 +81,7 @@ class Worker:
     def end(self) -> None:
         """Quit, or be killed."""
         with contextlib.suppress(OSError, ValueError):
-            self.tell("quit")
+            self.send("quit")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
         self.process.kill()

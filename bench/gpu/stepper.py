@@ -268,15 +268,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--kinds", default="decode1")
     parser.add_argument("--tiny", action="store_true")
-    words = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     torch: Any = importlib.import_module("torch")
-    if words.device == "cpu":
+    if options.device == "cpu":
         torch.set_num_threads(1)
-    model = Model(torch, words.device, words.kinds.split(","), tiny=words.tiny)
+    model = Model(torch, options.device, options.kinds.split(","), tiny=options.tiny)
     reserved = int(torch.cuda.memory_reserved()) if model.gpu else model.bytes
     sys.stdout.write(json.dumps({"pid": os.getpid(), "reserved": reserved}) + "\n")
     sys.stdout.flush()
-    Stepper(torch, model, 1 << (16 if words.tiny else 28)).serve()
+    Stepper(torch, model, 1 << (16 if options.tiny else 28)).serve()
     os._exit(0)  # what was queued on the GPU is nobody's any more
 
 

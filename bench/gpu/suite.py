@@ -138,16 +138,16 @@ def apart(check: Check, *, rehearse: bool = False) -> Measured:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=budget_s)
+        output, _ = process.communicate(timeout=budget_s)
     except subprocess.TimeoutExpired as error:
         raise OSError(f"no end within its {budget_s:.0f} s") from error
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # frozen workers too
         process.communicate()  # reaps it and closes the pipe
-    if process.returncode != 0 or not said.strip():
+    if process.returncode != 0 or not output.strip():
         raise OSError(f"ended with {process.returncode}")
-    return [(name, float(value), unit) for name, value, unit in json.loads(said.splitlines()[-1])]
+    return [(name, float(value), unit) for name, value, unit in json.loads(output.splitlines()[-1])]
 
 
 def main(argv: list[str]) -> int:

@@ -167,7 +167,7 @@ class TorchLoop:
         torch.zeros(1, device="cuda")[where].sum().item()
 
 
-def _say(value: object) -> None:
+def _print(value: object) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
@@ -179,8 +179,10 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=8)
-    words = parser.parse_args()
-    loop: Loop = (FakeLoop if words.fake else TorchLoop)(words.layers, words.width, words.batch)
+    options = parser.parse_args()
+    loop: Loop = (FakeLoop if options.fake else TorchLoop)(
+        options.layers, options.width, options.batch
+    )
     loop.step()
     loop.take()
     lock, running, ended = threading.Lock(), threading.Event(), threading.Event()
@@ -197,7 +199,7 @@ def main() -> int:
         running.set()
 
     threading.Thread(target=obey, daemon=True).start()
-    _say({"ready": True, **loop.info()})
+    _print({"ready": True, **loop.info()})
     while not ended.is_set():
         running.wait()
         if asked.is_set():
@@ -209,24 +211,24 @@ def main() -> int:
     return 0
 
 
-def _obey(words: list[str], loop: Loop, lock: threading.Lock, running: threading.Event) -> None:
-    if words[0] in {"run", "pause"}:
-        running.set() if words[0] == "run" else running.clear()
+def _obey(command: list[str], loop: Loop, lock: threading.Lock, running: threading.Event) -> None:
+    if command[0] in {"run", "pause"}:
+        running.set() if command[0] == "run" else running.clear()
         return
     with lock:
         began = time.monotonic()
         answer: object = None
-        if words[0] == "take":
+        if command[0] == "take":
             answer = loop.take()
-        elif words[0] == "info":
+        elif command[0] == "info":
             answer = loop.info()
-        elif words[0] == "hold":
-            loop.hold(int(words[1]))
-        elif words[0] == "drop":
+        elif command[0] == "hold":
+            loop.hold(int(command[1]))
+        elif command[0] == "drop":
             loop.drop()
-        elif words[0] == "fault":
+        elif command[0] == "fault":
             loop.fault()
-        _say(time.monotonic() - began if answer is None else answer)
+        _print(time.monotonic() - began if answer is None else answer)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from bench.guard import run_record
 from bench.guard.load import LOADS
 from bench.guard.pace import Plan
 from bench.guard.report import MANY, MANY_AT_TAIL, figures
-from bench.guard.run import measure, say
+from bench.guard.run import log, measure
 from bench.guard.serving import SERVING
 from bench.guard.table import table
 from bench.guard.windows import CONDITIONS
@@ -77,20 +77,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = planned(argv)
     missing = plan.serving.missing()
     if missing:
-        say(f"bench.guard: skipped, {missing}")
+        log(f"bench.guard: skipped, {missing}")
         return 0
     try:
         before = run_record.again(plan) if arguments().parse_args(argv).resume else None
     except run_record.NotTheSame as error:
-        say(f"bench.guard: {error}")
+        log(f"bench.guard: {error}")
         return 2
     results = asyncio.run(
         measure(plan, before, lambda now: run_record.keep(plan, now, notes(plan)))
     )
-    say("\n" + table(results))
+    log("\n" + table(results))
     name = run_record.name_of(plan)
     record(name, figures(results), notes=notes(plan))
-    say(f"written to {FOLDER}/{name}.svg, {name}.txt, {name}-windows.json, guard-trace.json")
+    log(f"written to {FOLDER}/{name}.svg, {name}.txt, {name}-windows.json, guard-trace.json")
     return 1 if results.crashes else 0
 
 

@@ -168,14 +168,14 @@ class Bench:
                     return file.url
             await asyncio.sleep(0.5)
 
-    def last_words(self, characters: int = 4000) -> str:
+    def last_output(self, characters: int = 4000) -> str:
         """Where each log of the node ends, and which processes have ended by themselves."""
-        told = []
+        parts = []
         for log in sorted(self.root.glob("*.log")):
             process = self.processes.get(log.stem)
             ended = "" if process is None or process.returncode is None else " (ended)"
-            told.append(f"== {log.stem}{ended}\n{log.read_text(errors='replace')[-characters:]}")
-        return "\n".join(told)
+            parts.append(f"== {log.stem}{ended}\n{log.read_text(errors='replace')[-characters:]}")
+        return "\n".join(parts)
 
     async def page(self, name: str) -> dict[str, Any]:
         """A page of the guard."""

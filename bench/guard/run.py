@@ -47,7 +47,7 @@ def goal_of(window: Window) -> Goal | None:
     return Goal(2 * quantile(ttft, 0.99), 2 * quantile(tpot, 0.99)) if ttft and tpot else None
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """To whoever waits for the run."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -79,7 +79,7 @@ async def measure(plan: Plan, before: Results | None, keep: Keep) -> Results:
             if results is None:
                 solo = await runner.solo(_PROBE_SECONDS)
                 results = Results([], {}, solo)
-                say(
+                log(
                     f"rollouts alone {solo.rollout_rate:.0f} tokens/s, serving saturated "
                     f"{solo.serving_rate:.0f}"
                 )
@@ -87,7 +87,7 @@ async def measure(plan: Plan, before: Results | None, keep: Keep) -> Results:
                 await _warm_up(runner, plan, results)
                 await _rounds(runner, plan, results, pace, keep)
                 return results
-        say("starting the engines anew")
+        log("starting the engines anew")
 
 
 async def _warm_up(runner: Runner, plan: Plan, results: Results) -> None:
@@ -95,7 +95,7 @@ async def _warm_up(runner: Runner, plan: Plan, results: Results) -> None:
     for load in plan.loads:
         cell = Cell(load, "alone", plan.rounds)
         if load.name not in results.goals and not results.knows(cell.key):
-            say(f"warm-up {load.name}")
+            log(f"warm-up {load.name}")
             window = _window(runner, plan, results, cell)
             goal = goal_of(await _patiently(plan, results, cell, window))
             if goal is not None:
@@ -110,7 +110,7 @@ async def _rounds(runner: Runner, plan: Plan, results: Results, pace: Pace, keep
             cells = [cell for cell in group if not results.knows(cell.key)]
             if number and not pace.fits(cells, time.monotonic()):
                 name = group[0].load.name
-                say(f"round {number + 1}, {name}, would not end within {plan.minutes:g} min")
+                log(f"round {number + 1}, {name}, would not end within {plan.minutes:g} min")
                 return
             later = [cell for one in left for cell in one]
             while cells:
@@ -118,8 +118,8 @@ async def _rounds(runner: Runner, plan: Plan, results: Results, pace: Pace, keep
                     await _cell(runner, plan, results, pace, cells.pop(0))
                 finally:
                     keep(results)
-                said = clock(pace.left_s(plan, number, cells + later, time.monotonic()))
-                say(f"  {said} left")
+                time_left = clock(pace.left_s(plan, number, cells + later, time.monotonic()))
+                log(f"  {time_left} left")
 
 
 async def _cell(runner: Runner, plan: Plan, results: Results, pace: Pace, cell: Cell) -> None:
@@ -133,15 +133,15 @@ async def _cell(runner: Runner, plan: Plan, results: Results, pace: Pace, cell: 
         raise
     results.windows.append(window)
     pace.took(cell, time.monotonic() - began)
-    say(f"{cell.name}: {len(window.measured)} requests")
+    log(f"{cell.name}: {len(window.measured)} requests")
 
 
 async def _keep_logs(runner: Runner) -> None:
     """What the node's processes said, before their folder goes."""
     target = FOLDER / "guard-crash.log"
-    words = await asyncio.to_thread(runner.bench.last_words)
-    await asyncio.to_thread(target.write_text, words)
-    say(f"what the node's processes said: {target}")
+    output = await asyncio.to_thread(runner.bench.last_output)
+    await asyncio.to_thread(target.write_text, output)
+    log(f"what the node's processes said: {target}")
 
 
 async def _window(runner: Runner, plan: Plan, results: Results, cell: Cell) -> Window:
@@ -156,7 +156,7 @@ async def _window(runner: Runner, plan: Plan, results: Results, cell: Cell) -> W
         await keep_trace(runner, FOLDER / "guard-trace.json")
     rollouts, file = runner.rollouts, runner.bench.engine()
     if file is None or file.url != rollouts.url:
-        say("the rollout engine has ended in this window; waiting for the next")
+        log("the rollout engine has ended in this window; waiting for the next")
         rollouts.url = await runner.bench.rollouts_ready()
         results.ended += 1
     return window
@@ -177,7 +177,7 @@ async def _patiently(
     except Exception as error:  # whatever one window meets must not cost the others: it is told
         what = repr(error) if str(error) else f"{type(error).__name__} within {limit:g} s"
         results.crashes.append(Crash(*cell.key, what))
-        say(f"{cell.name}: CRASHED, {what}")
+        log(f"{cell.name}: CRASHED, {what}")
         raise Crashed(what) from error
 
 

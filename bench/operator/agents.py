@@ -77,7 +77,7 @@ class Agent:
     node: str
     replicas: list[tuple[str, str, int]]
     addresses: list[str]
-    say: Callable[[Event], None]
+    emit: Callable[[Event], None]
     seed: int
     uids: dict[str, str] = field(default_factory=dict)
     held: dict[str, tuple[Grant, float]] = field(default_factory=dict)
@@ -94,12 +94,13 @@ class Agent:
         self._generation[pod] += 1
         self.soon.set()
 
-    def replace(self, told: Replaced) -> None:
+    def replace(self, replaced: Replaced) -> None:
         """A serving pod has another in its place, on the same GPUs."""
         self.replicas = [
-            (pool, told.new if pod == told.old else pod, gpus) for pool, pod, gpus in self.replicas
+            (pool, replaced.new if pod == replaced.old else pod, gpus)
+            for pool, pod, gpus in self.replicas
         ]
-        self.uids[told.new] = told.uid
+        self.uids[replaced.new] = replaced.uid
         self.soon.set()
 
     async def run(self) -> None:
@@ -181,22 +182,22 @@ class Agent:
         now = time.monotonic()
         if reply.term != self.term:
             self.term = reply.term
-            self.say(Event(now, "term", self.node, term=reply.term))
+            self.emit(Event(now, "term", self.node, term=reply.term))
         grants = {grant.slot_name: grant for grant in reply.grants}
         for name, (grant, deadline) in self.held.items():
             if deadline < now:
-                self.say(Event(deadline, "lapsed", self.node, name, grant.lease))
+                self.emit(Event(deadline, "lapsed", self.node, name, grant.lease))
             if name not in grants:
-                self.say(Event(now, "ended", self.node, name, grant.lease))
+                self.emit(Event(now, "ended", self.node, name, grant.lease))
                 self.soon.set()
         for name, grant in grants.items():
             if name not in self.held:
-                self.say(Event(now, "granted", self.node, name, grant.lease, reply.term))
+                self.emit(Event(now, "granted", self.node, name, grant.lease, reply.term))
                 self.soon.set()
         self.held = {name: (grant, sent + grant.ttl_seconds) for name, grant in grants.items()}
 
 
-def say(event: Event) -> None:
+def emit(event: Event) -> None:
     """One line."""
     sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
     sys.stdout.buffer.flush()
@@ -204,7 +205,7 @@ def say(event: Event) -> None:
 
 async def _main(fleet: Fleet, addresses: list[str], uids: dict[str, str]) -> None:
     agents = [
-        Agent(node, replicas, addresses, say, seed, {pod: uids[pod] for _, pod, _ in replicas})
+        Agent(node, replicas, addresses, emit, seed, {pod: uids[pod] for _, pod, _ in replicas})
         for seed, (node, replicas) in enumerate(fleet.nodes_by_name().items())
     ]
     hosts = {pod: agent for agent in agents for _, pod, _ in agent.replicas}
@@ -214,9 +215,9 @@ async def _main(fleet: Fleet, addresses: list[str], uids: dict[str, str]) -> Non
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
     while line := await reader.readline():
-        told = msgspec.json.decode(line, type=Replaced)
-        hosts[told.new] = hosts.pop(told.old)
-        hosts[told.new].replace(told)
+        replaced = msgspec.json.decode(line, type=Replaced)
+        hosts[replaced.new] = hosts.pop(replaced.old)
+        hosts[replaced.new].replace(replaced)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

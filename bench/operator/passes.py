@@ -141,10 +141,10 @@ class Inside:
         """Agents report (all of them by default); every slot that is lent runs."""
         running = self._running()
         for node in self.agents if nodes is None else nodes:
-            said = msgspec.structs.replace(
+            sent = msgspec.structs.replace(
                 self.agents[node].request(), slots=tuple(running.get(node, ()))
             )
-            self.telemetry.record(said, self.now)
+            self.telemetry.record(sent, self.now)
 
     def _running(self) -> dict[str, list[SlotReport]]:
         found: dict[str, list[SlotReport]] = defaultdict(list)

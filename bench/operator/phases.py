@@ -118,8 +118,10 @@ class Bench:
                 f"lease {key} is granted",
             ).at
         except StartFailed as error:
-            told = dict(self.client.get(_LEASE, name, namespace=NAMESPACE)).get("status")
-            message = f"{error}; its status: {told}; the operator's log ends: {self.first.said()}"
+            status = dict(self.client.get(_LEASE, name, namespace=NAMESPACE)).get("status")
+            message = (
+                f"{error}; its status: {status}; the operator's log ends: {self.first.log_tail()}"
+            )
             raise StartFailed(message) from error
 
     def churn(self) -> None:
@@ -180,8 +182,8 @@ class Bench:
 
         def reasons() -> bool:
             found = self.client.list(_LEASE, namespace=NAMESPACE, chunk_size=250)
-            told = [one for one in map(dict, found) if one.get("status")]
-            return count == sum("poison-" in one["metadata"]["name"] for one in told)
+            failed = [one for one in map(dict, found) if one.get("status")]
+            return count == sum("poison-" in one["metadata"]["name"] for one in failed)
 
         wait_for_answer(reasons, f"{count} poison leases have their reasons", 300, pause=1.0)
         self.add("poison: applied first -> last has its reason", time.monotonic() - started, "s")
@@ -205,8 +207,10 @@ class Bench:
         nodes = {self.agents.granted()[slot].node for slot in held}
 
         def renewed() -> bool:
-            told = {e.node for e in list(self.agents.events) if e.what == "term" and e.at > killed}
-            return nodes <= told
+            reported = {
+                e.node for e in list(self.agents.events) if e.what == "term" and e.at > killed
+            }
+            return nodes <= reported
 
         wait_for_answer(renewed, "every node with a grant obeys the second operator")
         self.add("failover: killed -> all grants renewed", time.monotonic() - killed, "s")
@@ -257,6 +261,6 @@ class Bench:
             phase()
 
     def _all_dialled(self) -> bool:
-        told = {event.node for event in list(self.agents.events) if event.what == "term"}
+        reported = {event.node for event in list(self.agents.events) if event.what == "term"}
         listening = self.first.samples("rose_operator_listening_agents ")
-        return bool(listening) and len(told) >= self.scale.fleet.nodes
+        return bool(listening) and len(reported) >= self.scale.fleet.nodes

@@ -105,7 +105,7 @@ class Operator:
                 return sync, http
         return None
 
-    def said(self) -> str:
+    def log_tail(self) -> str:
         """The end of its log."""
         return self.log.read_text()[-2000:]
 
@@ -173,8 +173,8 @@ class Agents:
         self, fleet: Fleet, addresses: Sequence[str], folder: Path, pods: Mapping[str, str]
     ) -> None:
         self.events: list[Event] = []
-        told = folder / "pods.json"
-        told.write_bytes(msgspec.json.encode(dict(pods)))
+        file = folder / "pods.json"
+        file.write_bytes(msgspec.json.encode(dict(pods)))
         with (folder / "agents.log").open("wb") as log:
             self.process = subprocess.Popen(
                 [
@@ -183,7 +183,7 @@ class Agents:
                     "bench.operator.agents",
                     msgspec.json.encode(fleet).decode(),
                     ",".join(addresses),
-                    str(told),
+                    str(file),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -197,11 +197,11 @@ class Agents:
         for line in self.process.stdout or ():
             self.events.append(decoder.decode(line))
 
-    def replace(self, told: Replaced) -> None:
+    def replace(self, replaced: Replaced) -> None:
         """A serving pod was replaced; its node's agent sees it."""
         if self.process.stdin is None:
             raise RuntimeError("no pipe to the agents")
-        self.process.stdin.write(msgspec.json.encode(told) + b"\n")
+        self.process.stdin.write(msgspec.json.encode(replaced) + b"\n")
         self.process.stdin.flush()
 
     def granted(self) -> dict[str, Event]:

@@ -35,7 +35,7 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
-def _told(name: str, found: killed.Killed, wrong: tuple[str, ...]) -> list[Figure]:
+def _figures(name: str, found: killed.Killed, wrong: tuple[str, ...]) -> list[Figure]:
     for reason, times in found.reasons.most_common():
         sys.stderr.write(f"{name}: {times} x {reason}\n")
     kills = [figure(f"{name}: killed {what}", n, "times") for what, n in found.kills.items()]
@@ -48,17 +48,17 @@ def _told(name: str, found: killed.Killed, wrong: tuple[str, ...]) -> list[Figur
 
 
 def _burst(found: bursts.Burst) -> list[Figure]:
-    told = "lines under bursts: "
+    title = "lines under bursts: "
     return [
-        figure(f"{told}asked", found.asked, "times"),
+        figure(f"{title}asked", found.asked, "times"),
         *(
-            figure(f"{told}{how}", found.wrong[how], "times", at_most=0)
+            figure(f"{title}{how}", found.wrong[how], "times", at_most=0)
             for how in ("lost", "doubled")
         ),
-        figure(f"{told}gates shut", found.closures, "times"),
-        figure(f"{told}gates shut, of the engines' time", found.shut_share, "share"),
-        figure(f"{told}iterations begun behind a shut gate", found.begun_shut, "times", at_most=0),
-        figure(f"{told}took", found.seconds, "s"),
+        figure(f"{title}gates shut", found.closures, "times"),
+        figure(f"{title}gates shut, of the engines' time", found.shut_share, "share"),
+        figure(f"{title}iterations begun behind a shut gate", found.begun_shut, "times", at_most=0),
+        figure(f"{title}took", found.seconds, "s"),
     ]
 
 
@@ -70,11 +70,11 @@ def main(argv: list[str] | None = None) -> int:
     if given.rewards:
         found = asyncio.run(killed.rewards(given.rewards, given.seed))
         wrong += found.wrong.total()
-        figures += _told("rewards", found, ("lost", "masked", "doubled", "zero"))
+        figures += _figures("rewards", found, ("lost", "masked", "doubled", "zero"))
     if given.lines:
         found = asyncio.run(killed.batch(given.lines, given.seed))
         wrong += found.wrong.total()
-        figures += _told("lines", found, ("lost", "doubled"))
+        figures += _figures("lines", found, ("lost", "doubled"))
         met = asyncio.run(bursts.batch(given.lines, given.seed))
         wrong += met.wrong.total() + met.begun_shut
         figures += _burst(met)

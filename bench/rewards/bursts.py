@@ -67,8 +67,8 @@ class Burst:
 
 def gates(seed: int) -> list[Moves]:
     """When production's guard opens and shuts the gates of the busiest replicas that lend."""
-    told, material = scenario("normal")
-    world = Simulation(told, RULES[Regime.OURS], seed, material)
+    chosen, material = scenario("normal")
+    world = Simulation(chosen, RULES[Regime.OURS], seed, material)
     world.clock.run(round(_WARM_S * SECOND))
     found: list[Moves] = [[(0.0, one.gate.is_open)] for one in world.replicas]
     for look in range(1, round(_PLAYED_S / _LOOK_S)):
@@ -90,7 +90,7 @@ async def _engine(attach: int, name: str, moves: Moves, burst: Burst) -> AsyncIt
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    said = EngineUpdate(
+    update = EngineUpdate(
         name, EngineKind.BORROWED, LEASE, url, gate_open=is_open, cap=64, version=VERSION
     )
 
@@ -111,10 +111,10 @@ async def _engine(attach: int, name: str, moves: Moves, burst: Burst) -> AsyncIt
                 else:
                     shut_at = scheduler.counters.iterations
                     burst.closures += 1
-                mine.say(gate_open=opens)
+                mine.send(gate_open=opens)
             began += _PLAYED_S
 
-    async with owner(attach, said, "secret") as mine:
+    async with owner(attach, update, "secret") as mine:
         task = asyncio.create_task(play())
         try:
             yield

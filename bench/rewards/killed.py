@@ -25,7 +25,7 @@ import psutil
 import yaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from rose_dev.scripted import END, byte_words
+from rose_dev.scripted import END, byte_tokens
 from rose_wire.ports import free_ports
 from tests.batches.helpers import Caller
 from tests.batches.processes import (
@@ -88,8 +88,8 @@ class _Judge:
 
     def next_token(self, context: Sequence[int]) -> int:
         """One more digit behind the prompt's end, or the end."""
-        said = len(context) - bytes(one % END for one in context).rindex(_ASSISTANT.encode())
-        return END if said == len(_ASSISTANT) + _DIGITS else self.draw.choice(b"123456789")
+        answer = len(context) - bytes(one % END for one in context).rindex(_ASSISTANT.encode())
+        return END if answer == len(_ASSISTANT) + _DIGITS else self.draw.choice(b"123456789")
 
     def text(self, tokens: Sequence[int]) -> str:
         """The digits."""
@@ -124,13 +124,13 @@ class _Asking:
         while True:
             with contextlib.suppress(aiohttp.ClientError):
                 async with self.session.post(self.url, json=body) as reply:
-                    said = await reply.json()
+                    answer = await reply.json()
                     self.answers[name] += 1
-                    if said.get("outcome") == "scored":
-                        return float(said["reward"])
-                    if "outcome" in said:
-                        self.found.wrong[said["outcome"]] += 1
-                        self.found.reasons[f"{name}: {said['reason']}"] += 1
+                    if answer.get("outcome") == "scored":
+                        return float(answer["reward"])
+                    if "outcome" in answer:
+                        self.found.wrong[answer["outcome"]] += 1
+                        self.found.reasons[f"{name}: {answer['reason']}"] += 1
             await asyncio.sleep(0.02)
 
     async def ask_all(self, numbers: Iterator[int]) -> None:
@@ -160,7 +160,7 @@ class _Asking:
 
 def _judge_router(folder: Path, http_port: int, attach: int) -> Process:
     """The router of the judge's lease; it has a tokenizer, as judges are asked in words."""
-    letters = {letter: byte for byte, letter in enumerate(byte_words())}
+    letters = {letter: byte for byte, letter in enumerate(byte_tokens())}
     made = Tokenizer(models.BPE(vocab=letters, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()

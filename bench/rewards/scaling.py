@@ -284,19 +284,21 @@ def figures(seconds: float, seeds: Sequence[int]) -> list[Figure]:
             shown = parts[steps.LAST_REWARD]
             added.append(shown / (sum(parts.values()) - shown))
             hidden.append(1 - shown / statistics.fmean(pool.latencies))
-        told = f"{name}: "
+        title = f"{name}: "
         rows += [
-            steps.mean(f"{told}workers busy", [p.busy_share for p in pools], "share", at_least=0.9),
             steps.mean(
-                f"{told}a fixed pool with the same p99 wait, busy",
+                f"{title}workers busy", [p.busy_share for p in pools], "share", at_least=0.9
+            ),
+            steps.mean(
+                f"{title}a fixed pool with the same p99 wait, busy",
                 [p.busy_share for p in fixed_ones],
                 "share",
             ),
-            steps.mean(f"{told}added to a step", added, "share", at_most=0.01),
-            steps.mean(f"{told}hidden, of a reward's latency", hidden, "share", at_least=0.9),
-            steps.mean(f"{told}wait of a reward, p99", [p.wait_p99_s for p in pools], "s"),
-            steps.mean(f"{told}most workers at a time", [p.most for p in pools], "workers"),
-            steps.mean(f"{told}fixed pool", [p.most for p in fixed_ones], "workers"),
+            steps.mean(f"{title}added to a step", added, "share", at_most=0.01),
+            steps.mean(f"{title}hidden, of a reward's latency", hidden, "share", at_least=0.9),
+            steps.mean(f"{title}wait of a reward, p99", [p.wait_p99_s for p in pools], "s"),
+            steps.mean(f"{title}most workers at a time", [p.most for p in pools], "workers"),
+            steps.mean(f"{title}fixed pool", [p.most for p in fixed_ones], "workers"),
         ]
     return rows
 

@@ -109,11 +109,11 @@ def played(
     trainer: str, seconds: float, seed: int, reward_s: float, begin: Begin | None = None
 ) -> JobCounts:
     """One run of ``tail-whole``'s job; ``trainer`` as in the table above."""
-    told, material = scenario("tail-whole")
+    setup, material = scenario("tail-whole")
     changes = {**TRAINERS[trainer], "reward_s": reward_s}
-    jobs = tuple(job.model_copy(update=changes) for job in told.jobs)
-    told = told.model_copy(update={"jobs": jobs, "seconds": seconds})
-    world = Simulation(told, RULES[Regime.OURS], seed, material)
+    jobs = tuple(job.model_copy(update=changes) for job in setup.jobs)
+    setup = setup.model_copy(update={"jobs": jobs, "seconds": seconds})
+    world = Simulation(setup, RULES[Regime.OURS], seed, material)
     job = world.jobs[jobs[0].name]
     if begin is not None:
         begin(world.clock, job, jobs[0].group)
@@ -171,36 +171,36 @@ def figures(
             after.append(given.step_parts)
             found.append(compared(without.step_parts, given.step_parts, stale_share(given)))
         whole = whole or [one.before_s for one in found]
-        told = f"{trainer}, rewards of {REWARD_S:g} s: "
+        title = f"{trainer}, rewards of {REWARD_S:g} s: "
         rows += [
-            mean(f"{told}added to a step", [one.share for one in found], "share", at_most=_AIM),
+            mean(f"{title}added to a step", [one.share for one in found], "share", at_most=_AIM),
             mean(
-                f"{told}the last reward alone, of the step without it",
+                f"{title}the last reward alone, of the step without it",
                 [one.last_reward for one in found],
                 "share",
                 at_most=_AIM,
             ),
             mean(
-                f"{told}hidden, of the last reward",
+                f"{title}hidden, of the last reward",
                 [one.hidden for one in found],
                 "share",
                 at_least=0.9,
             ),
-            mean(f"{told}a version old or more", [one.stale for one in found], "share"),
+            mean(f"{title}a version old or more", [one.stale for one in found], "share"),
             *(
-                mean(f"{told}added by {part}", [one.parts[part] for one in found], "s")
+                mean(f"{title}added by {part}", [one.parts[part] for one in found], "s")
                 for part in _PARTS
             ),
             mean(f"{trainer}: a step without rewards", [one.before_s for one in found], "s"),
-            mean(f"{told}a step", [one.after_s for one in found], "s"),
+            mean(f"{title}a step", [one.after_s for one in found], "s"),
             mean(
-                f"{told}a step, x the whole batch without rewards",
+                f"{title}a step, x the whole batch without rewards",
                 [one.after_s / base for one, base in zip(found, whole, strict=True)],
                 "x",
             ),
         ]
         for other in _comparable(trainer, waited):
-            rows += _beyond(told, other, waited[other], after)
+            rows += _beyond(title, other, waited[other], after)
         waited[trainer] = after
     step_s = sum(whole) / len(whole)
     name = "whole: a last reward as long as this adds 1 %"
@@ -214,14 +214,17 @@ def _comparable(trainer: str, others: Collection[str]) -> list[str]:
 
 
 def _beyond(
-    told: str, other: str, base: Sequence[Sequence[StepParts]], after: Sequence[Sequence[StepParts]]
+    title: str,
+    other: str,
+    base: Sequence[Sequence[StepParts]],
+    after: Sequence[Sequence[StepParts]],
 ) -> list[Figure]:
     """Steps beside another trainer's with the same rewards, paired by seed."""
     found = [compared(*pair) for pair in zip(base, after, strict=True)]
     return [
-        mean(f"{told}a step, x {other} with them", [1 + one.share for one in found], "x"),
+        mean(f"{title}a step, x {other} with them", [1 + one.share for one in found], "x"),
         *(
-            mean(f"{told}{part}, beyond {other}", [one.parts[part] for one in found], "s")
+            mean(f"{title}{part}, beyond {other}", [one.parts[part] for one in found], "s")
             for part in _PARTS
         ),
     ]

@@ -54,15 +54,15 @@ def makespans(seeds: list[int], names: list[str], steps: int) -> list[Figure]:
     Raises:
         SystemExit: a policy does not make so many steps in the scenario's time.
     """
-    told, material = scenario("step", FOLDER)
+    setup, material = scenario("step", FOLDER)
     means: dict[str, list[float]] = {}
     rows: list[Figure] = []
     for name in names:
-        found = [simulate(told, POLICIES[name], seed, material, steps) for seed in seeds]
+        found = [simulate(setup, POLICIES[name], seed, material, steps) for seed in seeds]
         if any(len(one.makespans) < steps for one in found):
-            sys.exit(f"{name} makes fewer than {steps} steps in {told.seconds:.0f} s")
+            sys.exit(f"{name} makes fewer than {steps} steps in {setup.seconds:.0f} s")
         means[name] = [statistics.fmean(one.makespans[:steps]) for one in found]
-        apart = [_steps(told, one, steps) for one in found]
+        apart = [_steps(setup, one, steps) for one in found]
         bound = [statistics.fmean(step.bound for step in one) for one in apart]
         redone = statistics.fmean(one.redone_share for one in found)
         rows.append(figure(f"makespan, {name}", statistics.fmean(means[name]), "s"))
@@ -84,8 +84,8 @@ def makespans(seeds: list[int], names: list[str], steps: int) -> list[Figure]:
     return rows
 
 
-def _steps(told: Scenario, one: RunResult, steps: int) -> list[spent.Step]:
-    return spent.steps(one.lives, one.makespans[:steps], told.jobs[0].train_s)
+def _steps(setup: Scenario, one: RunResult, steps: int) -> list[spent.Step]:
+    return spent.steps(one.lives, one.makespans[:steps], setup.jobs[0].train_s)
 
 
 def _parts(name: str, apart: list[list[spent.Step]]) -> list[Figure]:
@@ -105,17 +105,17 @@ def drafts(seeds: list[int], steps: int, nodes: int, per_step: list[float]) -> l
         nodes: tokens that a step verifies for each trajectory.
         per_step: tokens that it gives, one case each; how many they are depends on the task.
     """
-    told, material = scenario("step", FOLDER)
+    setup, material = scenario("step", FOLDER)
 
     def means(one: Scenario) -> list[float]:
         found = (simulate(one, POLICIES["joint"], seed, material, steps) for seed in seeds)
         return [statistics.fmean(run.makespans[:steps]) for run in found]
 
-    without = means(told)
+    without = means(setup)
     rows = [figure("makespan, no drafts", statistics.fmean(without), "s")]
     for tokens in per_step:
-        job = told.jobs[0].model_copy(update={"draft_nodes": nodes, "tokens_per_step": tokens})
-        found = means(told.model_copy(update={"jobs": (job,)}))
+        job = setup.jobs[0].model_copy(update={"draft_nodes": nodes, "tokens_per_step": tokens})
+        found = means(setup.model_copy(update={"jobs": (job,)}))
         head = f"drafts, {nodes} nodes, {tokens:g} tokens a step"
         ratio = paired_ratio(found, without)
         rows.append(figure(f"makespan, {head}", statistics.fmean(found), "s"))
@@ -133,19 +133,23 @@ def inclusion(seeds: list[int], few: list[int]) -> list[Figure]:
         seeds: for the aim; the rarest stratum needs many.
         few: for what is shown beside it.
     """
-    told, material = scenario("stream", FOLDER)
-    oldest = taking_the_oldest(told)
+    setup, material = scenario("stream", FOLDER)
+    oldest = taking_the_oldest(setup)
     rows = _inclusion("oldest first", oldest, ("joint",), seeds, material)
     rows += _inclusion("oldest first", oldest, DEGENERATE, few, material)
-    return rows + _inclusion("as finished", told, ("joint", *DEGENERATE), few, material)
+    return rows + _inclusion("as finished", setup, ("joint", *DEGENERATE), few, material)
 
 
 def _inclusion(
-    order: str, told: Scenario, names: tuple[str, ...], seeds: list[int], material: SimulationInputs
+    order: str,
+    setup: Scenario,
+    names: tuple[str, ...],
+    seeds: list[int],
+    material: SimulationInputs,
 ) -> list[Figure]:
-    joint = [simulate(told, POLICIES["joint"], seed, material) for seed in seeds]
+    joint = [simulate(setup, POLICIES["joint"], seed, material) for seed in seeds]
     steps = [len(one.makespans) for one in joint]
-    long = told.model_copy(update={"seconds": _PATIENCE * told.seconds})
+    long = setup.model_copy(update={"seconds": _PATIENCE * setup.seconds})
     cases = list(zip(seeds, steps, strict=True))
     alone = _counted(_runs(long, "alone", cases, material), seeds)
     rows: list[Figure] = []
@@ -171,21 +175,21 @@ def _inclusion(
 
 def _correlations(title: str, runs: list[RunResult]) -> list[Figure]:
     """Means over the seeds: a diagnostic beside the inclusion, without an aim."""
-    told = sorted({dimension for one in runs for dimension in one.correlations})
+    dimensions = sorted({dimension for one in runs for dimension in one.correlations})
     return [
         figure(
             f"{title}, {dimension}",
             statistics.fmean(one.correlations.get(dimension, 0.0) for one in runs),
             "",
         )
-        for dimension in told
+        for dimension in dimensions
     ]
 
 
 def _runs(
-    told: Scenario, name: str, cases: list[tuple[int, int]], material: SimulationInputs
+    setup: Scenario, name: str, cases: list[tuple[int, int]], material: SimulationInputs
 ) -> list[RunResult]:
-    return [simulate(told, POLICIES[name], seed, material, steps) for seed, steps in cases]
+    return [simulate(setup, POLICIES[name], seed, material, steps) for seed, steps in cases]
 
 
 def _counted(found: list[RunResult], seeds: list[int]) -> Strata:
@@ -198,12 +202,12 @@ def _counted(found: list[RunResult], seeds: list[int]) -> Strata:
 def vanish(seeds: list[int]) -> list[Figure]:
     """What is lost when every borrowed engine vanishes in the middle."""
     streaming, material = scenario("stream", FOLDER)
-    told = taking_the_oldest(streaming)
-    gone = vanishing(told, told.warmup_s + told.seconds / 3)
+    setup = taking_the_oldest(streaming)
+    gone = vanishing(setup, setup.warmup_s + setup.seconds / 3)
     found = [simulate(gone, POLICIES["joint"], seed, material) for seed in seeds]
-    kept = [simulate(told, POLICIES["joint"], seed, material) for seed in seeds]
+    kept = [simulate(setup, POLICIES["joint"], seed, material) for seed in seeds]
     paper = [simulate(gone, POLICIES["rose-paper"], seed, material) for seed in seeds]
-    members = told.jobs[0].group
+    members = setup.jobs[0].group
     return [
         figure("all borrowed vanish: trajectories lost", _sum(found, "lost"), "", at_most=0),
         figure(

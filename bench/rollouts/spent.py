@@ -127,9 +127,9 @@ class Observed(Router):
 
     def _end(self, leg: RoutedLeg, *, kept: bool, inside: bool) -> None:
         super()._end(leg, kept=kept, inside=inside)
-        life, told = self._lives[leg.turn.session], leg.sequence
+        life, work = self._lives[leg.turn.session], leg.sequence
         life.shut += self._shut(leg.engine) - self._shut_before.pop(leg)
-        life.worked += self._alone(told.uncached, told.context, told.produced)
+        life.worked += self._alone(work.uncached, work.context, work.produced)
         life.ended = self._clock.now_s
 
     def _shut(self, engine: AttachedEngine) -> float:

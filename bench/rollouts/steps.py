@@ -94,11 +94,13 @@ def simulate(
         material: traces.
         steps: stop once so many steps of training were made; None = at the scenario's end.
     """
-    told, lives = scenario.jobs[0], dict[str, Life]()
-    alone = costs(told.device, told.model, scenario.derate, attention=scenario.prefill_attention)
+    settings, lives = scenario.jobs[0], dict[str, Life]()
+    alone = costs(
+        settings.device, settings.model, scenario.derate, attention=scenario.prefill_attention
+    )
     observed = partial(Observed, costs=alone, lives=lives)
     world = Simulation(scenario, rules, seed, material, observed)
-    job, router = world.jobs[told.name], world.routers[told.name]
+    job, router = world.jobs[settings.name], world.routers[settings.name]
     counts = job.counts
     end = scenario.warmup_s + scenario.seconds
     now = end if steps is None else 0.0
@@ -107,7 +109,7 @@ def simulate(
         world.clock.run(round(now * SECOND))
     world.clock.run(round(now * SECOND))
     return RunResult(
-        makespans=tuple(step - told.train_s for step in counts.step_s),
+        makespans=tuple(step - settings.train_s for step in counts.step_s),
         fates=tuple(counts.fates),
         begun=counts.started,
         ended=counts.finished,

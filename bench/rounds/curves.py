@@ -68,13 +68,13 @@ def curve_of(arm: str, seed: int, records: Iterable[Mapping[str, Any]]) -> Curve
     Raises:
         ValueError: it was never evaluated.
     """
-    told = list(records)
-    found = [one for one in told if one["event"] == "evaluation"]
+    events = list(records)
+    found = [one for one in events if one["event"] == "evaluation"]
     if not found:
         message = f"the run {arm}, seed {seed}, was never evaluated; give it more --seconds"
         raise ValueError(message)
-    rounds = [one for one in told if one["event"] == "round"]
-    end: Mapping[str, Any] = next((one for one in reversed(told) if one["event"] == "end"), {})
+    rounds = [one for one in events if one["event"] == "round"]
+    end: Mapping[str, Any] = next((one for one in reversed(events) if one["event"] == "end"), {})
     return Curve(
         arm,
         seed,

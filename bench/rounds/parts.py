@@ -65,10 +65,10 @@ def trainer_command(running: RunningLease, out: Path, seed: int, seconds: float)
 @contextmanager
 def process(folder: Path, *command: str) -> Iterator[None]:
     """One command of ``rose``; its output goes to a file in the folder."""
-    name = "-".join(word for word in command[:2] if not word.startswith("-"))
-    words = [*_guard(), sys.executable, "-m", "rose_cli.main", *command]
+    name = "-".join(part for part in command[:2] if not part.startswith("-"))
+    argv = [*_guard(), sys.executable, "-m", "rose_cli.main", *command]
     with (folder / f"{name}.log").open("wb") as log:
-        child = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+        child = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
     try:
         yield
     finally:

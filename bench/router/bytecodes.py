@@ -95,13 +95,13 @@ async def call(url: str, turns: int, tokens: int, *, stream: bool) -> None:
 async def measure(given: argparse.Namespace) -> BytecodeCount:
     """Count a run of turns."""
     with stub(given.token_seconds) as engine:
-        said = EngineUpdate(
+        update = EngineUpdate(
             *("stub", EngineKind.DEDICATED, LEASE, engine.url),
             gate_open=True,
             cap=4096,
             version=VERSION,
         )
-        async with running(Settings(lease=LEASE)) as router, owner(router.attach_port, said):
+        async with running(Settings(lease=LEASE)) as router, owner(router.attach_port, update):
             spare_collections()
             url = f"http://127.0.0.1:{router.http_port}"
             command = [sys.executable, "-m", "bench.router.bytecodes", f"--call={url}"]

@@ -23,7 +23,7 @@ from rose_wire.rpc import connect, converse
 from rose_wire.services import ATTACH
 
 LEASE = "bench/router"
-_WORD = "bench"  # the bearer token between our own children
+_SECRET = "bench"  # noqa: S105  # the bearer token between our own children
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def stub(token_seconds: float, *, cumulative: bool = False, tls: bool = False) -
     command = [sys.executable, "-m", "bench.router.stub", f"--token-seconds={token_seconds}"]
     command += ["--cumulative"] * cumulative + ["--tls"] * tls
     with process(*command, speaks=True) as child:
-        yield Stub(*_said(child).split())
+        yield Stub(*_first_line(child).split())
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def passer(engine: str) -> Iterator[Route]:
     """A proxy in Python that only passes bytes on."""
     command = [sys.executable, "-m", "bench.router.passer", engine]
     with process(*command, speaks=True) as child:
-        yield Route(_said(child), child.pid)
+        yield Route(_first_line(child), child.pid)
 
 
 @contextmanager
@@ -94,10 +94,10 @@ def reader(engine: str, server: str, *, python: str = sys.executable) -> Iterato
     """A router that reads all and decides nothing, on that Python and behind that server."""
     command = [python, "-m", "bench.router.reader", engine, f"--server={server}"]
     with process(*command, speaks=True) as child:
-        yield Route(_said(child), child.pid)
+        yield Route(_first_line(child), child.pid)
 
 
-def _said(child: subprocess.Popen[str]) -> str:
+def _first_line(child: subprocess.Popen[str]) -> str:
     if child.stdout is None:
         raise RuntimeError("no pipe to the child")
     return child.stdout.readline().strip()
@@ -139,7 +139,7 @@ async def rose(
 
     with tempfile.TemporaryDirectory() as folder:
         token = Path(folder) / "token"
-        token.write_text(_WORD)
+        token.write_text(_SECRET)
         command = [python, "-m", "rose_cli.main", "router", f"--lease={LEASE}"]
         command += [f"--http-address=127.0.0.1:{http}", f"--attach-address=127.0.0.1:{attach}"]
         command += [f"--token-file={token}", "--log-level=WARNING", "--drain-seconds=0"]
@@ -151,7 +151,7 @@ async def rose(
 
             async def stay() -> None:
                 with suppress(Unavailable):
-                    async for _ in converse(channel, ATTACH, updates(), token=_WORD):
+                    async for _ in converse(channel, ATTACH, updates(), token=_SECRET):
                         pass
 
             attached = asyncio.create_task(stay())

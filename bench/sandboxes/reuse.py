@@ -79,7 +79,7 @@ class Agents:
         return [self.draw.randrange(3, self.made.vocabulary) for _ in range(count)]
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        headers = {"Authorization": f"Bearer {self.made.word}"}
+        headers = {"Authorization": f"Bearer {self.made.secret}"}
         async with self.made.http.post(self.made.url + path, json=body, headers=headers) as reply:
             answer: dict[str, Any] = await reply.json()
             if not reply.ok:

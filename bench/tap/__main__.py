@@ -62,15 +62,15 @@ def agreement(name: str, watched: Watched) -> list[Figure]:
         lambda t: 1e3 * (t.tpot_s or 0),
         lambda c: (c.last - c.first) / 1e6 / max(1, c.tokens - 1),
     )
-    heard = [
-        (watched.heard_ns[watched.tap[c.path].arrived_ns] - c.sent) / 1e6 for c in watched.client
+    delays = [
+        (watched.received_ns[watched.tap[c.path].arrived_ns] - c.sent) / 1e6 for c in watched.client
     ]
     counted = sum(watched.tap[c.path].tokens for c in watched.client)
     return [
         figure(f"{name}: tokens counted", counted / watched.tokens, "ratio"),
         figure(f"{name}: arrival stamped after the client's send, p50", _mid(arrival), "ms"),
-        figure(f"{name}: arrival known to the guard, p50", _mid(heard), "ms"),
-        figure(f"{name}: arrival known to the guard, p99", quantile(heard, 0.99), "ms"),
+        figure(f"{name}: arrival known to the guard, p50", _mid(delays), "ms"),
+        figure(f"{name}: arrival known to the guard, p99", quantile(delays, 0.99), "ms"),
         figure(f"{name}: TTFT, tap - client, p50", _mid(ttft), "ms"),
         figure(f"{name}: TPOT, tap - client, p50", _mid(tpot), "ms"),
         figure(f"{name}: requests compared", len(watched.client), "count"),

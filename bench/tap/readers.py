@@ -45,8 +45,8 @@ class Blasts:
 
     async def stream(self, seconds: float) -> tuple[int, int]:
         """Stream; returns tokens and requests."""
-        said = await asyncio.gather(*(self._one(process, seconds) for process in self._processes))
-        return sum(tokens for tokens, _ in said), sum(requests for _, requests in said)
+        counts = await asyncio.gather(*(self._one(process, seconds) for process in self._processes))
+        return sum(tokens for tokens, _ in counts), sum(requests for _, requests in counts)
 
     @staticmethod
     async def _one(process: asyncio.subprocess.Process, seconds: float) -> tuple[int, int]:

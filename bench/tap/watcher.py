@@ -30,14 +30,14 @@ class Watched:
     Attributes:
         client: as the client saw it.
         tap: as the tap saw it, by path.
-        heard_ns: when this process heard of each arrival.
+        received_ns: when this process heard of each arrival.
         cpu_s: of the tap's parser, while the order lasted.
         grown_bytes: of its memory.
     """
 
     client: list[Seen]
     tap: dict[str, FinishedRequest] = field(default_factory=dict)
-    heard_ns: dict[int, int] = field(default_factory=dict)
+    received_ns: dict[int, int] = field(default_factory=dict)
     health: Health | None = None
     cpu_s: float = 0.0
     grown_bytes: int = 0
@@ -82,7 +82,7 @@ class Listener:
                 if done is not None:
                     self.watched.tap[self._key(done)] = done
                 if isinstance(event, Arrived):
-                    self.watched.heard_ns[event.time_ns] = now
+                    self.watched.received_ns[event.time_ns] = now
                 elif isinstance(event, Health):
                     beat = event
             if beat is not None and beat.time_ns >= until_ns:

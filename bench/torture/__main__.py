@@ -304,18 +304,18 @@ def _two_publishers(world: TortureRig) -> str:
     first = world["publisher"]
     second = TortureRig._process(world, "publisher", " ".join(first.command))  # noqa: SLF001
     second.start()
-    until(lambda: second.heard("opened"), "the second publisher takes the run over")
+    until(lambda: second.has_printed("opened"), "the second publisher takes the run over")
     world.publish()
-    until(lambda: first.heard("failed"), "the first publisher is told")
+    until(lambda: first.has_printed("failed"), "the first publisher is told")
     if not any(
         "Fenced" in line["failed"] or "refused" in line["failed"]
-        for line in first.said
+        for line in first.lines
         if "failed" in line
     ):
-        raise Violation(f"the first publisher heard {first.said[-1]}")
+        raise Violation(f"the first publisher heard {first.lines[-1]}")
     first.kill()
     world.processes["publisher"] = second
-    second.tell(str(world.step))
+    second.write(str(world.step))
     return "the first one was fenced"
 
 

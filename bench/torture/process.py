@@ -42,14 +42,14 @@ class Process:
     """One process of the world.
 
     Attributes:
-        said: what it wrote on standard output, one JSON object a line (the publisher only).
+        lines: what it wrote on standard output, one JSON object a line (the publisher only).
         ever: the same of all its lives, also what was read only after the next one had begun.
     """
 
     name: str
     command: list[str]
     log: Path
-    said: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
     ever: list[dict[str, Any]] = field(default_factory=list)
     _child: subprocess.Popen[str] | None = None
 
@@ -59,7 +59,7 @@ class Process:
         environment.pop(VARIABLE, None)
         if fault:
             environment[VARIABLE] = fault
-        self.said = []
+        self.lines = []
         with self.log.open("a") as log:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", *self.command],
@@ -69,8 +69,8 @@ class Process:
                 env=environment,
                 text=True,
             )
-        heard = (self.said, self.ever)
-        threading.Thread(target=self._read, args=(self._child, *heard), daemon=True).start()
+        kept = (self.lines, self.ever)
+        threading.Thread(target=self._read, args=(self._child, *kept), daemon=True).start()
 
     @property
     def code(self) -> int | None:
@@ -113,22 +113,22 @@ class Process:
                     with contextlib.suppress(OSError):
                         pipe.close()
 
-    def tell(self, line: str) -> None:
+    def write(self, line: str) -> None:
         """Write a line to its standard input; a process that died meanwhile reads nothing."""
         if self._child is not None and self._child.stdin is not None:
             with contextlib.suppress(OSError):
                 self._child.stdin.write(f"{line}\n")
                 self._child.stdin.flush()
 
-    def heard(self, key: str, value: object = None) -> bool:
+    def has_printed(self, key: str, value: object = None) -> bool:
         """Whether it has said ``key`` (with that value)."""
-        return any(key in line and (value is None or line[key] == value) for line in self.said)
+        return any(key in line and (value is None or line[key] == value) for line in self.lines)
 
     @staticmethod
-    def _read(child: subprocess.Popen[str], *heard: list[dict[str, Any]]) -> None:
+    def _read(child: subprocess.Popen[str], *kept: list[dict[str, Any]]) -> None:
         with contextlib.suppress(ValueError, OSError):  # the pipe is closed when it is killed
             for line in child.stdout or ():
                 if line.startswith("{"):
-                    said = json.loads(line)
-                    for one in heard:
-                        one.append(said)
+                    lines = json.loads(line)
+                    for one in kept:
+                        one.append(lines)

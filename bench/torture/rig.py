@@ -209,7 +209,7 @@ class TortureRig:
             "store": lambda: self._described(self.store_address) is not None,
             "relay": lambda: self._answers(self.relay_address),
             "engine": lambda: self.status() is not None,
-            "publisher": lambda: process.heard("opened"),
+            "publisher": lambda: process.has_printed("opened"),
         }
         check = ready.get(name, lambda: True)
         until(lambda: check() or not process.alive or process.stopped, f"{name} is up")
@@ -217,7 +217,7 @@ class TortureRig:
     def publish(self, step: int | None = None) -> None:
         """Ask the publisher for the next step, or for this one."""
         self.step = self.step + 1 if step is None else step
-        self["publisher"].tell(str(self.step))
+        self["publisher"].write(str(self.step))
         self.asked = True
 
     def durable(self) -> None:
@@ -226,9 +226,9 @@ class TortureRig:
         Raises:
             Violation: it does not get there.
         """
-        step, said = self.step, self["publisher"].said
+        step, lines = self.step, self["publisher"].lines
         until(
-            lambda: any(line.get("step") == step and "durable" in line for line in said),
+            lambda: any(line.get("step") == step and "durable" in line for line in lines),
             f"step {step} is durable",
         )
 
@@ -239,7 +239,7 @@ class TortureRig:
             Violation: it does not get there, or its weights are not that version's.
         """
         if not self.asked:
-            self["publisher"].tell(str(self.step))
+            self["publisher"].write(str(self.step))
             self.asked = True
         try:
             until(self._there, f"step {self.step} is attested")
@@ -254,13 +254,13 @@ class TortureRig:
         """How far the newest step has come, for whoever must find out why it went no further."""
         dead = [f"{one.name} ended with {one.code}" for one in self.processes.values()]
         states = "; ".join(one for one in dead if not one.endswith("None"))
-        said = self["publisher"].said
+        lines = self["publisher"].lines
         heads = {
             name: self._described(address)
             for name, address in (("store", self.store_address), ("relay", self.relay_address))
         }
         return (
-            f"{self.weights}; {states or 'all run'}; the publisher said {said[-2:]}; heads {heads}"
+            f"{self.weights}; {states or 'all run'}; the publisher said {lines[-2:]}; heads {heads}"
         )
 
     def look(self) -> str:
@@ -314,8 +314,8 @@ class TortureRig:
 
     def newest(self) -> set[str]:
         """Labels of the step that is being published: it may be live already."""
-        said = self["publisher"].said
-        return {one["taken"] for one in said if one.get("step") == self.step and "taken" in one}
+        lines = self["publisher"].lines
+        return {one["taken"] for one in lines if one.get("step") == self.step and "taken" in one}
 
     def same_step(self, label: str, other: str) -> bool:
         """Both name one step: a publisher that starts again publishes its last one anew."""

@@ -74,12 +74,12 @@ class Model:
     kv_heads: int
     inner: int
     experts: int
-    words: int
+    vocabulary: int
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape of every tensor."""
         for name in ("embed_tokens", "lm_head"):
-            yield name, (self.words, self.hidden)
+            yield name, (self.vocabulary, self.hidden)
         yield "norm", (self.hidden,)
         for layer in range(self.layers):
             for name, shape in self._layer():

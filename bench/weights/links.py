@@ -164,11 +164,11 @@ async def _round(  # noqa: PLR0917
     return live - began, sent / delta.block_bytes
 
 
-def _line(process: subprocess.Popen[str], word: str) -> str:
+def _line(process: subprocess.Popen[str], state: str) -> str:
     for line in process.stdout or ():
-        if line.startswith(word):
-            return line.removeprefix(word).strip()
-    message = f"a receiver ended before it was {word}"
+        if line.startswith(state):
+            return line.removeprefix(state).strip()
+    message = f"a receiver ended before it was {state}"
     raise RuntimeError(message)
 
 

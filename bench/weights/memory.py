@@ -78,8 +78,8 @@ def publish(address: str) -> HeldBytes:
 
 
 def _status(field: str) -> int:
-    words = Path("/proc/self/status").read_text().split()
-    return int(words[words.index(field) + 1]) * 1024
+    fields = Path("/proc/self/status").read_text().split()
+    return int(fields[fields.index(field) + 1]) * 1024
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ async def _rounds(control: Path, bundles: tuple[Path, Path]) -> dict[str, Any]:
             for bundle in bundles:
                 staged = await client.stage(bundle)
                 found.append(await client.commit(staged.version, _WAIT_SECONDS))
-    return _said(found)
+    return _figures(found)
 
 
 def stand_in() -> dict[str, Any]:
@@ -83,7 +83,7 @@ def stand_in() -> dict[str, Any]:
     session = WeightSession(live, "gap@1.0")
     with tempfile.TemporaryDirectory() as text, _passing(session.on_boundary):
         bundles = _bundles(Path(text), before, after)
-        return _said([_commit(session, bundle) for _ in range(ROUNDS) for bundle in bundles])
+        return _figures([_commit(session, bundle) for _ in range(ROUNDS) for bundle in bundles])
 
 
 def _commit(session: WeightSession, bundle: Path) -> Committed:
@@ -122,7 +122,7 @@ def _passing(boundary: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-def _said(commits: list[Committed]) -> dict[str, Any]:
+def _figures(commits: list[Committed]) -> dict[str, Any]:
     pauses = [commit.pause_microseconds / 1000 for commit in commits]
     return {
         "changes": commits[0].changed_elements,

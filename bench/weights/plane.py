@@ -78,8 +78,10 @@ def served(*arguments: str, inside: str = "", host: str = "127.0.0.1") -> Iterat
     try:
         for line in process.stderr or ():
             if "gRPC port" in line:
-                words = line.replace(",", "").split()
-                port, http = (words[words.index("port", at) + 1] for at in (0, words.index("HTTP")))
+                fields = line.replace(",", "").split()
+                port, http = (
+                    fields[fields.index("port", at) + 1] for at in (0, fields.index("HTTP"))
+                )
                 yield Served(f"{host}:{port}", f"http://{host}:{http}", process)
                 return
         message = "the store ended before it served"

@@ -64,20 +64,22 @@ class _Answer(msgspec.Struct):
     output_ids: list[int]
 
 
-class _Told(msgspec.Struct):
+class _SessionState(msgspec.Struct):
     turn: int
 
 
 class _Restored(msgspec.Struct):
-    told: _Told
+    told: _SessionState
     ids: list[int]
 
 
-def _read(said: Json, kind: type[T]) -> T:
+def _read(document: Json, kind: type[T]) -> T:
     try:
-        return msgspec.convert(said, kind)
+        return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
-        raise SandboxError(f"the router answers something else: {error}; {said!r:.300}") from error
+        raise SandboxError(
+            f"the router answers something else: {error}; {document!r:.300}"
+        ) from error
 
 
 @dataclass
@@ -143,8 +145,8 @@ class Agent:
         prompt = self._prompt(self.turn + 1)
         sampling = {"max_new_tokens": _TOKENS, "temperature": 0}
         body = {"input_ids": prompt, "session_id": self.session, "sampling_params": sampling}
-        said = await self._post("/generate", body)
-        self.ids.append([*prompt, *_read(said, _Answer).output_ids])
+        document = await self._post("/generate", body)
+        self.ids.append([*prompt, *_read(document, _Answer).output_ids])
 
     async def _restore(self) -> None:
         """Sandbox and session back at another host; the agent goes on from their turn."""
@@ -152,13 +154,13 @@ class Agent:
         deadline = time.monotonic() + BACK_SECONDS
         while True:
             try:
-                said = await self._post(f"/sessions/{self.session}/restore", {})
+                document = await self._post(f"/sessions/{self.session}/restore", {})
                 break
             except NotYet:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.5)
-        back = _read(said, _Restored)
+        back = _read(document, _Restored)
         turn = back.told.turn
         if not 0 <= turn <= self.turn:
             raise SandboxError(f"it is given back at turn {turn}, and has had {self.turn}")
@@ -215,7 +217,7 @@ class Counted:
             else:
                 self.sums[name] += value
 
-    def told(self) -> Json:
+    def as_json(self) -> Json:
         """The figures of ``Agents``."""
         return {
             "saved": dict(self.saved),
@@ -352,7 +354,7 @@ async def play(
         failed=tuple(f"{session}: {what}" for session, what in run.failed.items()),
         stopped="; ".join(f"{whose}: {what}" for whose, what in run.stopped.items()),
         seconds=time.monotonic() - began,
-        **counted.told(),
+        **counted.as_json(),
     )
 
 

@@ -52,13 +52,13 @@ def classes(text: str) -> dict[str, ClassFigures]:
                 found.setdefault(str(one.labels["device"]), {})[key] = one.value
     return {
         device: ClassFigures(
-            int(told.get("tokens_total read", 0)),
-            int(told.get("tokens_total written", 0)),
-            int(told.get("turns_total", 0)),
-            told.get("step_seconds"),
-            told.get("prefill_seconds"),
+            int(figures.get("tokens_total read", 0)),
+            int(figures.get("tokens_total written", 0)),
+            int(figures.get("turns_total", 0)),
+            figures.get("step_seconds"),
+            figures.get("prefill_seconds"),
         )
-        for device, told in sorted(found.items())
+        for device, figures in sorted(found.items())
     }
 
 

@@ -44,7 +44,7 @@ def costs(recording: Recording, attainments: Mapping[str, Attainment]) -> CostBr
         return None
     # Tokens, steps and the gate count from before the first turn, and so does the bill.
     seconds = recording.before_s + recording.samples[-1].at_s - recording.samples[0].at_s
-    accepted, correct, trained = (_sum(steps, word) for word in ("trained", "correct", "kept"))
+    accepted, correct, trained = (_sum(steps, field) for field in ("trained", "correct", "kept"))
     served = recording.settings.seconds / _HOUR_S  # the requests are those of the measurement
     violation = violation_price(DEDICATED_HOUR, REPLICAS * served, len(recording.requests))
     late = late_requests(attainments)
@@ -74,8 +74,8 @@ def markdown(found: CostBreakdown | None) -> str:
     return f"| | figure | |\n|---|---|---|\n{rows}"
 
 
-def _sum(steps: Sequence[Mapping[str, Any]], word: str) -> int:
-    return sum(int(one.get(word, 0)) for one in steps)
+def _sum(steps: Sequence[Mapping[str, Any]], field: str) -> int:
+    return sum(int(one.get(field, 0)) for one in steps)
 
 
 def section(found: CostBreakdown | None) -> str:

@@ -43,7 +43,7 @@ FAILED = 2
 INTERRUPTED = 130
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """One line of progress."""
     print(line, flush=True)
 
@@ -62,8 +62,8 @@ def conclusion(findings: Findings, out: Path, found: CostBreakdown | None = None
     """Last lines of the run."""
     lines = []
     for verdict in findings.verdicts:
-        lines.append(f"{verdict.word:<9} {verdict.promise}")
-        lines += [f"          {check.word:<9} {check.text}" for check in verdict.checks]
+        lines.append(f"{verdict.result:<9} {verdict.promise}")
+        lines += [f"          {check.result:<9} {check.text}" for check in verdict.checks]
     if found is not None and found.factors is not None:
         lines.append(
             f"a correct answer cost {money(found.factors.total)} of a GPU-hour: {found.correct} of "
@@ -78,7 +78,7 @@ def run(options: Options, node: Node, scratch: Path) -> int:
     Raises:
         DemoError, DevelopmentError: a part did not come up.
     """
-    stack = Stack(node, options, scratch, say)
+    stack = Stack(node, options, scratch, log)
     stack.refuse_to_share()
     with Reaper() as reaper, _cluster(stack):
         stack.up()
@@ -94,7 +94,7 @@ def run(options: Options, node: Node, scratch: Path) -> int:
     findings = judge(recording)
     write(recording, findings, options.out)
     found = costs(recording, findings.attainments)
-    say("\n".join(conclusion(findings, options.out, found)))
+    log("\n".join(conclusion(findings, options.out, found)))
     return findings.exit_code
 
 
@@ -136,9 +136,9 @@ def _cluster(stack: Stack) -> Iterator[None]:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         if stack.options.keep:
-            say(f"[demo] left running: KUBECONFIG={stack.node.kubeconfig}; end it: rose dev down")
+            log(f"[demo] left running: KUBECONFIG={stack.node.kubeconfig}; end it: rose dev down")
         else:
-            stack.node.down(say=say)
+            stack.node.down(log=log)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:

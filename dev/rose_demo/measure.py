@@ -29,7 +29,7 @@ from rose_demo.options import Options
 from rose_demo.pieces import DEDICATED, Engines
 from rose_demo.reaper import Reaper
 from rose_demo.records import Recording, Request, Sample
-from rose_demo.spans import SpanRecord, most_telling, since
+from rose_demo.spans import SpanRecord, most_eventful, since
 from rose_demo.stack import Addresses, Stack
 from rose_demo.table import Screen, frame
 from rose_demo.trace import Scale
@@ -115,8 +115,8 @@ def trainer_command(
         "publish-every": options.publish_every,
         "out": out,
     }
-    words = [f"--{name}={value}" for name, value in flags.items()]
-    return [sys.executable, "-m", "examples.grpo.train", "--quiet", *words]
+    arguments = [f"--{name}={value}" for name, value in flags.items()]
+    return [sys.executable, "-m", "examples.grpo.train", "--quiet", *arguments]
 
 
 @dataclass
@@ -170,7 +170,7 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
     fresh(out, "requests.jsonl", "progress.jsonl", "trainer.log", "load.log")
     model = stack.engines.models / stack.engines.rollout
     stack.place_processes()
-    scale, told = await _calibrate(stack, at.lent)
+    scale, title = await _calibrate(stack, at.lent)
     options = stack.options
     seen = Measurement()
     turns = stack.turn_token()
@@ -205,9 +205,9 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         seen.inclusion = await collector.inclusion()
         await asyncio.sleep(_EXPORT_SECONDS)  # a trajectory ends with the trainer's report of it
         epoch = time.time() - time.monotonic() + collector.origin
-        seen.trajectory = since(most_telling(await collector.spans()), epoch)
+        seen.trajectory = since(most_eventful(await collector.spans()), epoch)
     (out / "flight-record.json").write_bytes(msgspec.json.encode(record))
-    return _recording(stack, seen, record, int(collector.origin * 1e9), told)
+    return _recording(stack, seen, record, int(collector.origin * 1e9), title)
 
 
 async def _until_paired(stack: Stack, scale: Scale, reaper: Reaper, collector: Collector) -> None:
@@ -273,16 +273,16 @@ async def _calibrate(stack: Stack, url: str) -> tuple[Scale, str]:
     unscaled = Scale(length_divisor=1.0, longest_prompt=sys.maxsize, longest_output=sys.maxsize)
     load = burst(options.trace, span, unscaled)
     scale = calibrate.fit(load, Scale(), speed, seconds=span, share=options.load)
-    told = (
+    title = (
         f"live traffic: {scale.keep:.1%} of the trace's requests, lengths divided by "
         f"{scale.length_divisor:g}, for a replica busy {options.load:.0%} of the time: alone it "
         f"takes {speed.request_s * 1e3:.0f} ms a request, {speed.prefill_s * 1e3:.2f} ms a prompt "
         f"token, {speed.decode_s * 1e3:.0f} ms an output token"
     )
     stack.promise(calibrate.objective(scale, speed))
-    told += f"; promised: TTFT {stack.promised.ttft_ms} ms, TPOT {stack.promised.tpot_ms} ms"
-    stack.step(told)
-    return scale, told
+    title += f"; promised: TTFT {stack.promised.ttft_ms} ms, TPOT {stack.promised.tpot_ms} ms"
+    stack.step(title)
+    return scale, title
 
 
 async def _until_published(stack: Stack, collector: Collector) -> None:

@@ -28,10 +28,10 @@ def watch(lines: Iterable[str], clean_up: Callable[[list[int]], None]) -> bool:
     """
     children: list[int] = []
     for line in lines:
-        word, _, rest = line.strip().partition(" ")
-        if word == "bye":
+        verb, _, rest = line.strip().partition(" ")
+        if verb == "bye":
             return False
-        if word == "child":
+        if verb == "child":
             children.append(int(rest))
     clean_up(children)
     return True
@@ -42,7 +42,7 @@ def end_everything(children: list[int]) -> None:
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    Node().down(say=lambda _line: None)
+    Node().down(log=lambda _line: None)
 
 
 class Reaper:
@@ -58,9 +58,9 @@ class Reaper:
 
     def child(self, pid: int) -> None:
         """A process that must not outlive the demo."""
-        self._tell(f"child {pid}")
+        self._send(f"child {pid}")
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         with suppress(BrokenPipeError):
             if self._process.stdin is not None:
                 self._process.stdin.write(line + "\n")
@@ -76,7 +76,7 @@ class Reaper:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._tell("bye")
+        self._send("bye")
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait(timeout=60)

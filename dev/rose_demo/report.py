@@ -31,15 +31,15 @@ UNKNOWN = "unknown"
 
 
 def summary(recording: Recording, findings: Findings) -> dict[str, Any]:
-    """The machine-readable result; ``verdicts`` maps each promise to its word."""
+    """The machine-readable result; ``verdicts`` maps each promise to its result."""
     figures = asdict(findings)
-    verdicts = {verdict.promise: verdict.word.value for verdict in findings.verdicts}
+    verdicts = {verdict.promise: verdict.result.value for verdict in findings.verdicts}
     evaluations = of_event(recording.training, "evaluation")
     publishes = of_event(recording.training, "publish")
     return figures | {
         "verdicts": verdicts,
         "evidence": {
-            verdict.promise: [f"{check.word}: {check.text}" for check in verdict.checks]
+            verdict.promise: [f"{check.result}: {check.text}" for check in verdict.checks]
             for verdict in findings.verdicts
         },
         "costs": costs(recording, findings.attainments),
@@ -104,11 +104,11 @@ def _header(recording: Recording) -> str:
 
 def _verdict(verdict: PromiseVerdict) -> str:
     checks = "".join(
-        f"<li class='{_MARKS[check.word]}'>{escape(check.text)}</li>" for check in verdict.checks
+        f"<li class='{_MARKS[check.result]}'>{escape(check.text)}</li>" for check in verdict.checks
     )
     return (
-        f"<article class='{_MARKS[verdict.word]}'><h3>{escape(verdict.promise)}</h3>"
-        f"<p class='word'>{verdict.word}</p><ul>{checks}</ul></article>"
+        f"<article class='{_MARKS[verdict.result]}'><h3>{escape(verdict.promise)}</h3>"
+        f"<p class='word'>{verdict.result}</p><ul>{checks}</ul></article>"
     )
 
 

@@ -74,7 +74,7 @@ def _plain(value: AnyValue) -> Any:  # noqa: ANN401  # of any kind
     return getattr(value, kind) if kind else None
 
 
-def most_telling(spans: Iterable[SpanRecord]) -> tuple[SpanRecord, ...]:
+def most_eventful(spans: Iterable[SpanRecord]) -> tuple[SpanRecord, ...]:
     """The spans of the trajectory that shows most: whole, moved, with commits, a reward, turns.
 
     Returns:

@@ -59,7 +59,7 @@ from rose_sandbox.runtimes.parts import find_parts
 from rose_weights.serve import tenants
 from rose_wire.bearer import lease_token
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 _READY_SECONDS = 420.0
 _TRACES_SECONDS = 30.0
@@ -150,14 +150,14 @@ class Stack:
         node: the one-node Kubernetes.
         options: knobs.
         scratch: folder for files that helm and the trainer read.
-        say: receives a line per step.
+        log: receives a line per step.
     """
 
-    def __init__(self, node: Node, options: Options, scratch: Path, say: Say) -> None:
+    def __init__(self, node: Node, options: Options, scratch: Path, log: Log) -> None:
         self.node = node
         self.options = options
         self._scratch = scratch
-        self._say = say
+        self._log = log
         self._began = time.monotonic()
         self.engines = self._engines()
         self.sandbox_parts, self.no_sandboxes = _sandbox_parts()
@@ -183,7 +183,7 @@ class Stack:
         Raises:
             DevelopmentError: a tool failed; says what it said.
         """
-        self.node.up(gpus=2, say=self._say)
+        self.node.up(gpus=2, log=self._log)
         self._apply([*manifests.namespaces(), manifests.trainer_account()])
         self._apply([self._grant_tenants(), *self._sandbox_secrets()])
         self._apply([manifests.serving(self.engines)])
@@ -453,4 +453,4 @@ class Stack:
 
     def step(self, text: str) -> None:
         """Say that a step is done."""
-        self._say(f"[demo] {time.monotonic() - self._began:5.0f} s  {text}")
+        self._log(f"[demo] {time.monotonic() - self._began:5.0f} s  {text}")

@@ -57,7 +57,7 @@ def _ms(seconds: float | None) -> str:
     return _UNKNOWN if seconds is None else f"{seconds * 1e3:.0f}"
 
 
-def gate_word(sample: Sample | None) -> str:
+def gate_state(sample: Sample | None) -> str:
     """The gate in one word."""
     if sample is None or sample.gate_open is None:
         return "unknown"
@@ -74,7 +74,7 @@ def _lending(samples: Sequence[Sample]) -> list[str]:
     )
     opened = getattr(last, "open_s", None)
     return [
-        f"  gate {gate_word(last):<10} open {_count(opened, '{:.0f}')} s in all; "
+        f"  gate {gate_state(last):<10} open {_count(opened, '{:.0f}')} s in all; "
         f"lag {_count(getattr(last, 'lag', None))} versions",
         f"  tokens: borrowed {borrowed}, dedicated {dedicated}",
         f"  engines: {versions or 'none attached'}"[:_WIDTH],

@@ -60,7 +60,7 @@ class CheckResult(StrEnum):
 class Check:
     """One piece of evidence."""
 
-    word: CheckResult
+    result: CheckResult
     text: str
 
 
@@ -69,7 +69,7 @@ class PromiseVerdict:
     """One promise and everything that speaks for or against it."""
 
     promise: str
-    word: CheckResult
+    result: CheckResult
     checks: tuple[Check, ...]
 
 
@@ -89,7 +89,7 @@ class Findings:
     @property
     def exit_code(self) -> int:
         """0 when every promise was kept, else 1."""
-        return int(any(verdict.word is not CheckResult.KEPT for verdict in self.verdicts))
+        return int(any(verdict.result is not CheckResult.KEPT for verdict in self.verdicts))
 
 
 def judge(recording: Recording) -> Findings:
@@ -132,11 +132,11 @@ def _whole(value: float | None) -> int | None:
 
 
 def _verdict(promise: str, checks: Sequence[Check]) -> PromiseVerdict:
-    words = {check.word for check in checks}
-    word = next(
-        (w for w in (CheckResult.BROKEN, CheckResult.UNPROVEN) if w in words), CheckResult.KEPT
+    results = {check.result for check in checks}
+    result = next(
+        (w for w in (CheckResult.BROKEN, CheckResult.UNPROVEN) if w in results), CheckResult.KEPT
     )
-    return PromiseVerdict(promise, word, tuple(checks))
+    return PromiseVerdict(promise, result, tuple(checks))
 
 
 def borrowed_share(recording: Recording) -> float | None:
@@ -165,10 +165,10 @@ def serving_checks(
         checks.append(Check(CheckResult.MEASURED, text))
     failed = [request for request in recording.requests if request.error]
     if recording.requests:
-        word = CheckResult.BROKEN if failed else CheckResult.KEPT
+        result = CheckResult.BROKEN if failed else CheckResult.KEPT
         first = f"; first: {failed[0].error}" if failed else ""
         text = f"{len(failed)} of {len(recording.requests)} live requests failed{first}"
-        checks.append(Check(word, text))
+        checks.append(Check(result, text))
     return checks
 
 

@@ -40,8 +40,8 @@ def waterfall(spans: Sequence[SpanRecord], gate: Sequence[Point] = ()) -> str:
     low, high = min(one.began_s for one in acting), max(one.ended_s for one in acting)
     high = max(high, low + 0.001)
     height = _TOP + _ROW * len(rows) + _BOTTOM
-    told = [_told(one) for _, one in rows]
-    width = _LEFT + _PLOT + 2 * _GAP + _LETTER * max(map(len, told))
+    labels = [_label(one) for _, one in rows]
+    width = _LEFT + _PLOT + 2 * _GAP + _LETTER * max(map(len, labels))
 
     def px(at: float) -> float:
         share = (min(max(at, low), high) - low) / (high - low)
@@ -59,7 +59,7 @@ def waterfall(spans: Sequence[SpanRecord], gate: Sequence[Point] = ()) -> str:
         parts += _bar(one, px(one.began_s), px(one.ended_s), y, px)
         parts += [_mark(event, px(event.at_s), y) for event in one.events]
         beside = f'<text x="{_LEFT + _PLOT + _GAP}" y="{y + 13}" class="tick">'
-        parts.append(f"{beside}{escape(told[number])}</text>")
+        parts.append(f"{beside}{escape(labels[number])}</text>")
     bottom = _TOP + _ROW * len(rows)
     parts += [
         f'<text x="{px(low + at)}" y="{bottom + 14}" class="tick" text-anchor="middle">'
@@ -106,7 +106,7 @@ def _name(one: SpanRecord) -> str:
     return one.name.removeprefix("rose.")
 
 
-def _told(one: SpanRecord) -> str:
+def _label(one: SpanRecord) -> str:
     """What stands beside a row."""
     known = one.attributes
     if one.name == REWARD:
@@ -157,8 +157,8 @@ def _colour(one: SpanRecord) -> tuple[str, float]:
 
 def _mark(event: SpanEvent, x: float, y: float) -> str:
     middle = y + 9.5
-    told = ", ".join(f"{name} {value}" for name, value in event.attributes.items())
-    title = f"<title>{escape(f'{event.name}: {told}')}</title>"
+    labels = ", ".join(f"{name} {value}" for name, value in event.attributes.items())
+    title = f"<title>{escape(f'{event.name}: {labels}')}</title>"
     if event.name == MOVE:
         edge = f"{x},{middle - 6} {x + 6},{middle} {x},{middle + 6} {x - 6},{middle}"
         return f'<polygon points="{edge}" fill="var(--bad)" data-event="{MOVE}">{title}</polygon>'

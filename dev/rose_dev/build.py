@@ -40,7 +40,7 @@ _FLAGS = "-mod=mod -buildvcs=false"
 _BUILD_SECONDS = 1800.0
 _STAGING = re.compile(r"^\s*(k8s\.io/[a-z-]+) v0\.0\.0$", re.MULTILINE)
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Result = TypeVar("Result")
 
 
@@ -75,7 +75,7 @@ def link_flags(kubernetes: str = KUBERNETES) -> str:
     return " ".join(["-s", "-w", *sets])
 
 
-def build(parts: Iterable[Part] = EVERYTHING, say: Say = print) -> dict[str, Path]:
+def build(parts: Iterable[Part] = EVERYTHING, log: Log = print) -> dict[str, Path]:
     """Find the parts, and build those that are missing.
 
     Returns:
@@ -86,13 +86,13 @@ def build(parts: Iterable[Part] = EVERYTHING, say: Say = print) -> dict[str, Pat
     """
     wanted = tuple(parts)
     if any(find(part) is None for part in wanted):
-        with _lock(say):
-            _build_missing([part for part in wanted if find(part) is None], say)
+        with _lock(log):
+            _build_missing([part for part in wanted if find(part) is None], log)
     found = {part.name: find(part) for part in wanted}
     return {name: path for name, path in found.items() if path is not None}
 
 
-def fetch_kinds(say: Say = print) -> None:
+def fetch_kinds(log: Log = print) -> None:
     """Definitions of other projects' kinds, from their Go modules; data, nothing is built.
 
     Raises:
@@ -100,7 +100,7 @@ def fetch_kinds(say: Say = print) -> None:
     """
     for kinds in (GATEWAY_KINDS, CERT_MANAGER_KINDS):
         if not kinds.place.is_dir():
-            _timed(f"kinds of {kinds.name}", kinds.version, partial(_fetch_kinds, kinds), say)
+            _timed(f"kinds of {kinds.name}", kinds.version, partial(_fetch_kinds, kinds), log)
 
 
 def downloaded(module: str, version: str, cwd: Path, seconds: float = _BUILD_SECONDS) -> Path:
@@ -130,12 +130,12 @@ def _fetch_kinds(kinds: Kinds) -> None:
     making.replace(folder)
 
 
-def _lock(say: Say) -> AbstractContextManager[None]:
+def _lock(log: Log) -> AbstractContextManager[None]:
     busy = "[cluster] another build is running; waiting for it"
-    return locked(cache_root() / "kube" / "lock", lambda: say(busy))
+    return locked(cache_root() / "kube" / "lock", lambda: log(busy))
 
 
-def _build_missing(missing: list[Part], say: Say) -> None:
+def _build_missing(missing: list[Part], log: Log) -> None:
     if not missing:
         return
     if shutil.which("go") is None:
@@ -145,22 +145,22 @@ def _build_missing(missing: list[Part], say: Say) -> None:
             "or point KUBEBUILDER_ASSETS at ready-made binaries"
         )
         raise BuildFailed(message)
-    say(f"[cluster] building {len(missing)} parts into {bin_directory()} (once; minutes)")
+    log(f"[cluster] building {len(missing)} parts into {bin_directory()} (once; minutes)")
     workspace = None
     if any(part.in_kubernetes for part in missing):
-        workspace = _timed("Kubernetes modules", KUBERNETES, _kubernetes_workspace, say)
+        workspace = _timed("Kubernetes modules", KUBERNETES, _kubernetes_workspace, log)
     for part in missing:
-        _timed(part.name, part.version, partial(_build_one, part, workspace), say)
+        _timed(part.name, part.version, partial(_build_one, part, workspace), log)
 
 
-def _timed(name: str, version: str, action: Callable[[], Result], say: Say) -> Result:
+def _timed(name: str, version: str, action: Callable[[], Result], log: Log) -> Result:
     start = time.monotonic()
     try:
         result = action()
     except CommandFailed as error:
         message = f"{name} {version} could not be built: {error}"
         raise BuildFailed(message) from error
-    say(f"[cluster]   {name} {version}: {time.monotonic() - start:.0f} s")
+    log(f"[cluster]   {name} {version}: {time.monotonic() - start:.0f} s")
     return result
 
 

@@ -74,5 +74,5 @@ def values(chart: Path) -> Iterator[tuple[str, Any, str]]:
 
 
 def _default(value: object) -> str:
-    said = json.dumps(value)
-    return f"`{said}`" if len(said) <= _LONGEST else "see values.yaml"
+    encoded = json.dumps(value)
+    return f"`{encoded}`" if len(encoded) <= _LONGEST else "see values.yaml"

@@ -121,13 +121,13 @@ class Cluster:
         patch = ["patch", "node", name, "--subresource=status", "--type=json"]
         self.kubectl(*patch, f"--patch={json.dumps(changes)}")
 
-    def build(self, say: Callable[[str], None] = print) -> None:
+    def build(self, log: Callable[[str], None] = print) -> None:
         """Build the parts that are missing.
 
         Raises:
             DevelopmentError: one could not be built.
         """
-        self._binaries = build(CONTROL_PLANE + NODE, say)
+        self._binaries = build(CONTROL_PLANE + NODE, log)
 
     def binaries(self) -> dict[str, Path]:
         """The parts by name; those that are missing are built."""

@@ -56,7 +56,7 @@ def run(argv: list[str], limit: float = 0.0) -> int:
         except TimeoutError:
             status = _LIMIT_STATUS
             sys.stderr.write(f"not over after {limit:g} s, ended: {' '.join(argv)}\n")
-            _say_what_runs(Path(notes))
+            _print_what_runs(Path(notes))
         signal.setitimer(signal.ITIMER_REAL, 0)
         end_children()
     return status if status >= 0 else 128 - status
@@ -70,7 +70,7 @@ def _wait_for(command: int) -> int:
             return os.waitstatus_to_exitcode(status)
 
 
-def _say_what_runs(notes: Path) -> None:
+def _print_what_runs(notes: Path) -> None:
     """Each living test process: the test it began last, then its stacks by itself."""
     for note in sorted(notes.iterdir()):
         with suppress(ProcessLookupError):

@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose_dev.environments import cache_folder, say
+from rose_dev.environments import cache_folder, log
 from rose_dev.sandbox_parts import Impossible, Packages, run
 
 SUITE = "trixie"
@@ -95,7 +95,7 @@ def install(cache: Path) -> Path:
     stamp, wanted = folder / ".stamp", "\n".join((SUITE, *_PACKAGES, *_EARLY, _INIT))
     if stamp.exists() and stamp.read_text() == wanted:
         return folder
-    say("the kernel and QEMU for an emulated machine")
+    log("the kernel and QEMU for an emulated machine")
     (folder / "bin").mkdir(parents=True, exist_ok=True)
     packages = Packages(folder / "packages", SUITE)
     packages.refresh()
@@ -153,7 +153,7 @@ def start_script(
         copied: folders that are put into its memory; their paths have no blanks.
     """
     root = folder / "packages" / "root"
-    words = {
+    variables = {
         "PATH": os.environ["PATH"],
         "modules": str(root / "usr" / "lib" / "modules"),
         "modprobe": str(folder / "bin" / "modprobe"),
@@ -161,7 +161,7 @@ def start_script(
         "folder": str(place),
         "command": shlex.join(command),
     }
-    return "".join(f"{name}={shlex.quote(word)}\n" for name, word in words.items()) + _START
+    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items()) + _START
 
 
 def accelerator(flags: str, *, device: bool) -> tuple[str, ...]:
@@ -209,12 +209,12 @@ def play(folder: Path, command: Sequence[str], mebibytes: int, copied: Sequence[
         )
         with machine:
             try:
-                return _told(machine)
+                return _exit_code(machine)
             finally:
                 machine.kill()
 
 
-def _told(machine: subprocess.Popen[str]) -> int:
+def _exit_code(machine: subprocess.Popen[str]) -> int:
     for line in machine.stdout or ():
         if ended := _ENDED.search(line):
             return int(ended[1])

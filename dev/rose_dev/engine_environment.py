@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import rose_engines
-from rose_dev.environments import PYTHON_VERSION, Environment, Steps, say
+from rose_dev.environments import PYTHON_VERSION, Environment, Steps, log
 
 SGLANG_VERSION = "0.5.23"
 CONSTRAINTS = Path(__file__).with_name("engine_constraints.txt")
@@ -49,7 +49,7 @@ def _fill(steps: Steps) -> None:
     # Once, for all engine starts: without byte code every start compiles SGLang anew (30 s). Some
     # files of the wheels are templates that do not compile, so the exit code says nothing.
     packages = [str(path) for path in _packages(steps.site)]
-    say("byte code of the engine (once)")
+    log("byte code of the engine (once)")
     subprocess.run(
         [steps.python, "-m", "compileall", "-qq", "-j", "0", *packages],
         env=steps.environment,

@@ -114,11 +114,11 @@ class ForkedEngine:
         returncode: exit status; the negative number of the signal that ended it; None before.
     """
 
-    def __init__(self, title: str, pid: int, word: socket.socket) -> None:
+    def __init__(self, title: str, pid: int, link: socket.socket) -> None:
         self.pid = pid
         self._title = title
         self.returncode: int | None = None
-        self._word = word
+        self._link = link
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
@@ -135,12 +135,12 @@ class ForkedEngine:
         """
         with self._lock:
             if self.returncode is None:
-                if not select.select([self._word], [], [], timeout)[0]:
+                if not select.select([self._link], [], [], timeout)[0]:
                     raise subprocess.TimeoutExpired(self._title, timeout or 0.0)
-                told = self._word.recv(64)
+                received = self._link.recv(64)
                 # Without a word the template is gone, and the kernel kills its engines.
-                self.returncode = int(told) if told else -signal.SIGKILL
-                self._word.close()
+                self.returncode = int(received) if received else -signal.SIGKILL
+                self._link.close()
             return self.returncode
 
 
@@ -201,7 +201,7 @@ class Template:
         Raises:
             ConnectionError: the template could not import the engine; its output says why.
         """
-        word, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         wanted = {"argv": list(argv), "environment": dict(environment)}
         message = json.dumps(wanted | {"program": program and str(program)}).encode()
         with theirs, self._lock:
@@ -211,11 +211,11 @@ class Template:
             except OSError:  # its end, or ours, is closed; or it took too long
                 answer = b""
         if not answer:
-            word.close()
+            link.close()
             self.close()  # a late answer would be taken for the next one's
             title = self._stock.title
             raise ConnectionError(f"the process that imports {title} for engines has ended")
-        return ForkedEngine(self._stock.title, int(answer), word)
+        return ForkedEngine(self._stock.title, int(answer), link)
 
     def close(self) -> None:
         """End the template, and with it what it has forked."""
@@ -245,22 +245,22 @@ def _serve(channel: socket.socket, stock: Stock) -> None:
         for ready, _ in poll.poll():
             if ready in running:
                 poll.unregister(ready)
-                pid, word = running.pop(ready)
+                pid, link = running.pop(ready)
                 os.close(ready)
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with word, suppress(OSError):  # a test that asks no more
-                    word.send(str(status).encode())
+                with link, suppress(OSError):  # a test that asks no more
+                    link.send(str(status).encode())
                 continue
             message, handles = _receive(channel)
             if not message:
                 return
-            log, word = handles[0], socket.socket(fileno=handles[1])
+            log, link = handles[0], socket.socket(fileno=handles[1])
             template, pid = os.getpid(), os.fork()
             if pid == 0:
                 _become(stock, json.loads(message), log, template)
             os.close(log)
             ended = os.pidfd_open(pid)
-            running[ended] = (pid, word)
+            running[ended] = (pid, link)
             poll.register(ended, select.POLLIN)
             channel.send(str(pid).encode())
 

@@ -47,7 +47,7 @@ def find_uv(cache: Path) -> Path:
     return Path(found)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """To whoever waits for the installer."""
     print(f"[set-up] {text}", file=sys.stderr, flush=True)
 
@@ -82,13 +82,13 @@ class Steps:
         Raises:
             SetupFailed: it failed.
         """
-        say(step)
+        log(step)
         started = time.monotonic()
         # Its output goes to the terminal.
         result = subprocess.run(command, env=self.environment | (more or {}), check=False)
         if result.returncode:
             raise SetupFailed(f"{step}: exit code {result.returncode} from {' '.join(command)}")
-        say(f"{step}: done in {time.monotonic() - started:.0f} s")
+        log(f"{step}: done in {time.monotonic() - started:.0f} s")
 
     def install(self, step: str, *arguments: str) -> None:
         """Install packages."""
@@ -160,7 +160,7 @@ class Environment:
         try:
             python = self.python() if print_only else self.install()
         except SetupFailed as error:
-            say(f"FAILED: {error}")
+            log(f"FAILED: {error}")
             return 1
         print(python)
         return 0

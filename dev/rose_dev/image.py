@@ -57,7 +57,7 @@ _FOREIGN_LIBRARIES = ("libseccomp.so.2", "libelf.so.1", "libz.so.1")
 """What runc and the inspector's library need, which come from a folder of the node."""
 _LIBRARY = re.compile(r"(?:=> )?(/\S+) \(0x")
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def checkout() -> Path:
@@ -97,7 +97,7 @@ def distributions(name: str, extras: tuple[str, ...]) -> dict[str, importlib.met
     return found
 
 
-def archive(say: Say = print) -> Path:
+def archive(log: Log = print) -> Path:
     """ROSE's image as a docker archive, up to date with the checkout.
 
     Raises:
@@ -106,17 +106,17 @@ def archive(say: Say = print) -> Path:
     """
     folder = cache_root() / "images"
     with locked(folder / "lock"):  # two nodes may start at once
-        return _archive(folder, say)
+        return _archive(folder, log)
 
 
-def _archive(folder: Path, say: Say) -> Path:
+def _archive(folder: Path, log: Log) -> Path:
     needed = distributions("rose-gpu", EXTRAS)
     versions = sorted(f"{name} {found.version}" for name, found in needed.items())
     key = _digest(repr([sys.version, sys.base_prefix, versions, _LINKS, _recipe()]))
     base = folder / f"base-{key}.tar"
     if not base.exists():
         _forget(folder, "base-*.tar", keep=1)
-        say("[cluster] making the image's base layer (once per set of versions)")
+        log("[cluster] making the image's base layer (once per set of versions)")
         _write_layer(base, lambda root: _fill_base(root, needed.values()))
     sources = [*code_files(checkout(), DEMO), *kernel_programs()]
     code = folder / f"code-{key}-{_digest_files(sources)}.tar"

@@ -33,7 +33,7 @@ _PROGRAMS = {"keda": "operator", "keda-adapter": "adapter"}
 _BUILD_SECONDS = 7200.0
 _WEBHOOKS = "keda-admission"
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def folder() -> Path:
@@ -46,7 +46,7 @@ def built() -> bool:
     return all(os.access(folder() / name, os.X_OK) for name in (*_PROGRAMS, "config"))
 
 
-def provide(say: Say = print) -> Path:
+def provide(log: Log = print) -> Path:
     """Build it once per version.
 
     Raises:
@@ -57,7 +57,7 @@ def provide(say: Say = print) -> Path:
     if shutil.which("go") is None:
         message = "no Go compiler on PATH, needed to build KEDA; install Go >= 1.26"
         raise BuildFailed(message)
-    say(f"[keda] building {KEDA} into {folder()} (once; 2 GB of modules, many minutes)")
+    log(f"[keda] building {KEDA} into {folder()} (once; 2 GB of modules, many minutes)")
     making = folder().with_name(f".making-{KEDA}")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
@@ -106,9 +106,9 @@ def manifests() -> list[dict[str, Any]]:
         CommandFailed: kubectl cannot read it.
     """
     kubectl = build(CONTROL_PLANE)["kubectl"]
-    said = run([str(kubectl), "kustomize", str(folder() / "config" / "default")], seconds=60)
+    made = run([str(kubectl), "kustomize", str(folder() / "config" / "default")], seconds=60)
     objects = []
-    for item in yaml.safe_load_all(said.stdout):
+    for item in yaml.safe_load_all(made.stdout):
         if "Webhook" in item["kind"] or item["metadata"]["name"].startswith(_WEBHOOKS):
             continue
         if item["kind"] == "Deployment":

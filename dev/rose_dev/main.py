@@ -30,7 +30,7 @@ from rose_dev.parts import CONTROL_PLANE, EVERYTHING, find
 from rose_wire.flags import amount, count
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, flush=True)
 
 
@@ -85,60 +85,60 @@ def _existing_cluster() -> str:
 
 
 def _build(options: argparse.Namespace) -> int:
-    build(CONTROL_PLANE if options.control_plane else EVERYTHING, _say)
-    fetch_kinds(_say)
+    build(CONTROL_PLANE if options.control_plane else EVERYTHING, _log)
+    fetch_kinds(_log)
     if options.control_plane:
         return 0
     if can_run_node():
-        install_packages(_say)
+        install_packages(_log)
     try:
-        prometheus.provide(_say)
+        prometheus.provide(_log)
     except DevelopmentError as error:  # tests of alerts and dashboards are skipped without it
-        _say(f"[cluster] no prometheus: {error}")
+        _log(f"[cluster] no prometheus: {error}")
     return 0
 
 
 def _up(options: argparse.Namespace) -> int:
     if existing := _existing_cluster():
-        _say(f"[cluster] no root on Linux: using the cluster of KUBECONFIG={existing}")
+        _log(f"[cluster] no root on Linux: using the cluster of KUBECONFIG={existing}")
         return 0
-    Node().up(gpus=options.gpus, driver=options.driver, say=_say)
+    Node().up(gpus=options.gpus, driver=options.driver, log=_log)
     return 0
 
 
 def _down(_options: argparse.Namespace) -> int:
     if existing := _existing_cluster():
-        _say(f"[cluster] the cluster of KUBECONFIG={existing} is not ours; nothing to do")
+        _log(f"[cluster] the cluster of KUBECONFIG={existing} is not ours; nothing to do")
         return 0
-    Node().down(say=_say)
+    Node().down(log=_log)
     return 0
 
 
 def _status(_options: argparse.Namespace) -> int:
     """Exit code 0 when the node is ready, else 1."""
     missing = [part.name for part in EVERYTHING if find(part) is None]
-    _say(f"parts not built: {', '.join(missing) or 'none'}")
-    _say(f"packages missing: {', '.join(missing_packages()) or 'none'}")
+    _log(f"parts not built: {', '.join(missing) or 'none'}")
+    _log(f"packages missing: {', '.join(missing_packages()) or 'none'}")
     if existing := _existing_cluster():
-        _say(f"cluster: KUBECONFIG={existing}")
+        _log(f"cluster: KUBECONFIG={existing}")
         return 0
     node = Node()
     if not node.sandbox.alive():
-        _say("node: absent (rose dev up)")
+        _log("node: absent (rose dev up)")
         return 1
     for name, runs in node.components().items():
-        _say(f"{name:<24} {'running' if runs else 'DEAD'}")
+        _log(f"{name:<24} {'running' if runs else 'DEAD'}")
     for name, runs in node.second().components().items():
-        _say(f"second {name:<17} {'running' if runs else 'DEAD'}")
+        _log(f"second {name:<17} {'running' if runs else 'DEAD'}")
     ready = node.healthy()
-    _say(f"node: {'ready' if ready else 'broken (rose dev down, rose dev up)'}")
-    _say(f"KUBECONFIG={node.kubeconfig}")
+    _log(f"node: {'ready' if ready else 'broken (rose dev down, rose dev up)'}")
+    _log(f"KUBECONFIG={node.kubeconfig}")
     return 0 if ready else 1
 
 
 def _kubectl(options: argparse.Namespace) -> int:
     existing = _existing_cluster()
-    binary = build(CONTROL_PLANE, _say)["kubectl"]
+    binary = build(CONTROL_PLANE, _log)["kubectl"]
     kubeconfig = existing or str(Node().kubeconfig)
     command = [str(binary), f"--kubeconfig={kubeconfig}", *options.arguments]
     return subprocess.run(command, check=False).returncode
@@ -155,21 +155,21 @@ def _running() -> Node:
 def _gpu(options: argparse.Namespace) -> int:
     node = _running()
     if options.action == "show":
-        _say(ask_smi(node, *options.words))
+        _log(ask_smi(node, *options.words))
         return 0
     with state_of(node) as state:
-        _say(f"[gpus] {act(state, options.action, options.words)}")
+        _log(f"[gpus] {act(state, options.action, options.words)}")
     return 0
 
 
 def _second(_options: argparse.Namespace) -> int:
-    _running().second().up(say=_say)
+    _running().second().up(log=_log)
     return 0
 
 
 def _nodes(options: argparse.Namespace) -> int:
     _running().add_kwok_nodes(options.count)
-    _say(f"[cluster] {options.count} nodes kwok-N; pods name them, and tolerate {ANNOTATION}")
+    _log(f"[cluster] {options.count} nodes kwok-N; pods name them, and tolerate {ANNOTATION}")
     return 0
 
 
@@ -179,7 +179,7 @@ def _load(options: argparse.Namespace) -> int:
         if not archive.is_file():
             raise DevelopmentError(f"{archive} is no file; load takes docker archives")
         node.load(archive.resolve())
-        _say(f"[cluster] loaded {archive}; use it with imagePullPolicy: Never")
+        _log(f"[cluster] loaded {archive}; use it with imagePullPolicy: Never")
     return 0
 
 
@@ -188,7 +188,7 @@ def _dashboards(options: argparse.Namespace) -> int:
     for board in dashboards.ALL:
         target = options.out / f"{board.name}.svg"
         target.write_text(picture(board, last(options.prometheus, options.minutes * 60)))
-        _say(f"[dashboards] {target}")
+        _log(f"[dashboards] {target}")
     return 0
 
 

@@ -109,7 +109,7 @@ def scripted_recipe(name: str, *scripts: Script) -> Recipe:
     Raises:
         ValueError: two answers are equal, and the model could not tell them apart.
     """
-    words = len(scripted.words(scripts))
+    words = len(scripted.tokens(scripts))
     return replace(TINY, name=name, peaked=True, scripts=scripts, vocabulary=words)
 
 
@@ -250,10 +250,10 @@ def _write_tokenizer(recipe: Recipe, folder: Path) -> None:
         pre_tokenizers,
     )
 
-    alphabet = scripted.byte_words()
+    alphabet = scripted.byte_tokens()
     vocabulary = {word: i for i, word in enumerate(alphabet)}
     if recipe.scripts:
-        vocabulary = scripted.words(recipe.scripts)
+        vocabulary = scripted.tokens(recipe.scripts)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -43,7 +43,7 @@ from rose_dev.waiting import wait_until
 
 _START_SECONDS = 180.0
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 """Takes one line per step."""
 _CLAIMED = 8
 
@@ -57,11 +57,11 @@ class Start:
 
     Args:
         cluster: nothing of it runs.
-        say: receives one line per step.
+        log: receives one line per step.
     """
 
-    def __init__(self, cluster: Cluster, say: Say) -> None:
-        self._cluster, self._say = cluster, say
+    def __init__(self, cluster: Cluster, log: Log) -> None:
+        self._cluster, self._log = cluster, log
         self._gpus: GpuNode | None = None
 
     def run(self, gpus: int | str, driver: int = DRIVERS[0]) -> None:
@@ -74,17 +74,17 @@ class Start:
         Raises:
             DevelopmentError: a part did not start.
         """
-        cluster, place, say = self._cluster, self._cluster.place, self._say
+        cluster, place, log = self._cluster, self._cluster.place, self._log
         began = time.monotonic()
-        step = Step(say)
-        archives = [image.pause_archive(node_files.PAUSE_IMAGE), image.archive(say)]
+        step = Step(log)
+        archives = [image.pause_archive(node_files.PAUSE_IMAGE), image.archive(log)]
         step("images")
         self._gpus = GpuNode(cluster, gpus, driver) if isinstance(gpus, str) else None
         cluster.sandbox.open()
         layout = self._write_files()
         step("namespaces, network, certificates")
         if self._gpus is not None:
-            self._gpus.prepare(say)
+            self._gpus.prepare(log)
             step(f"driver of {self._gpus.profile}, CDI")
         commands = self._commands(layout)
         (place.run / "commands.json").write_text(json.dumps(commands))
@@ -107,7 +107,7 @@ class Start:
         if self._gpus is not None:
             self._gpus.join()
             step("device plugin, NRI plugin, runtime classes")
-        say(f"[cluster] up in {time.monotonic() - began:.1f} s; KUBECONFIG={cluster.kubeconfig}")
+        log(f"[cluster] up in {time.monotonic() - began:.1f} s; KUBECONFIG={cluster.kubeconfig}")
 
     def _write_files(self) -> Layout:
         folder, seat = self._cluster.place.run / "control-plane", self._cluster.place.seat
@@ -174,14 +174,14 @@ class Start:
 class Step:
     """Says what took how long."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, log: Log) -> None:
+        self._log = log
         self._since = time.monotonic()
 
     def __call__(self, name: str) -> None:
         """The step ``name`` is done."""
         now = time.monotonic()
-        self._say(f"[cluster]   {name}: {now - self._since:.1f} s")
+        self._log(f"[cluster]   {name}: {now - self._since:.1f} s")
         self._since = now
 
 
@@ -192,7 +192,7 @@ class Node(Cluster):
         super().__init__(at or place())
 
     def up(
-        self, *, gpus: int | str | None = None, driver: int = DRIVERS[0], say: Say = print
+        self, *, gpus: int | str | None = None, driver: int = DRIVERS[0], log: Log = print
     ) -> None:
         """Bring the node up; a node that runs stays as it is, with a fresh image of ROSE.
 
@@ -201,32 +201,32 @@ class Node(Cluster):
                 ``rose_dev.gpu.profiles``, whose GPUs NVIDIA's own programs can see; None = what
                 runs will do, else a claim.
             driver: branch of NVIDIA's driver, of such a machine.
-            say: receives one line per step.
+            log: receives one line per step.
 
         Raises:
             NotSupported: not Linux, or not root.
             DevelopmentError: a part could not be built or did not start.
         """
         require_root()
-        with self._lock(say):
-            self.build(say)
-            install_packages(say)
+        with self._lock(log):
+            self.build(log)
+            install_packages(log)
             if self.healthy() and (gpus is None or _machine(gpus) == profile_of(self)):
-                archive = image.archive(say)
+                archive = image.archive(log)
                 for sandbox in self._sandboxes():
                     machinery.load_once(sandbox, archive)
-                say(f"[cluster] runs already; KUBECONFIG={self.kubeconfig}")
+                log(f"[cluster] runs already; KUBECONFIG={self.kubeconfig}")
                 return
             try:
                 self._sweep()
-                Start(self, say).run(_CLAIMED if gpus is None else gpus, driver)
+                Start(self, log).run(_CLAIMED if gpus is None else gpus, driver)
             except DevelopmentError as error:
                 logs = self._keep_logs()
                 self._sweep()
                 message = f"the node did not come up: {error}\nlogs are kept in {logs}"
                 raise StartFailed(message) from error
 
-    def down(self, *, say: Say = print) -> None:
+    def down(self, *, log: Log = print) -> None:
         """End the node and remove every trace of it; also of one that was killed half-way.
 
         Raises:
@@ -234,9 +234,9 @@ class Node(Cluster):
             DevelopmentError: something would not go.
         """
         require_root()
-        with self._lock(say):
+        with self._lock(log):
             self._sweep()
-        say("[cluster] down")
+        log("[cluster] down")
 
     def components(self) -> dict[str, bool]:
         """Each component's name, and whether it runs."""
@@ -295,9 +295,9 @@ class Node(Cluster):
         second = self.second()
         return [self.sandbox, *([second.sandbox] if second.sandbox.alive() else [])]
 
-    def _lock(self, say: Say) -> AbstractContextManager[None]:
+    def _lock(self, log: Log) -> AbstractContextManager[None]:
         busy = "[cluster] somebody else brings the node up or down; waiting"
-        return locked(self.place.run.with_suffix(".lock"), lambda: say(busy))
+        return locked(self.place.run.with_suffix(".lock"), lambda: log(busy))
 
 
 def _machine(gpus: int | str) -> str:

@@ -93,5 +93,5 @@ def _configure(place: Path, archive: str, suite: str) -> list[str]:
         "Dir::Cache": place / "cache",
     }
     # As ourselves: apt's user may not enter a folder of a test.
-    words = [f"-o{name}={value}" for name, value in chosen.items()]
-    return [*words, "-oAPT::Sandbox::User=root"]
+    flags = [f"-o{name}={value}" for name, value in chosen.items()]
+    return [*flags, "-oAPT::Sandbox::User=root"]

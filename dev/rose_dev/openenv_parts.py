@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 import rose_dev
-from rose_dev.environments import cache_folder, find_uv, say
+from rose_dev.environments import cache_folder, find_uv, log
 from rose_dev.sandbox_parts import Impossible, run
 
 VERSION = "0.10.0"
@@ -53,14 +53,14 @@ def install(cache: Path) -> Path:
 
 
 def _client(uv: str, folder: Path) -> None:
-    say(f"OpenEnv {VERSION}: its client (480 MB)")
+    log(f"OpenEnv {VERSION}: its client (480 MB)")
     run([uv, "venv", "--quiet", "-p", "3.11", str(folder)])
     python = str(folder / "bin" / "python")
     run([uv, "pip", "install", "--quiet", "-p", python, "-r", str(CONSTRAINTS)])
 
 
 def _image(uv: str, base: Path, python: str, image: Path) -> None:
-    say(f"OpenEnv {VERSION}: an image with its server (320 MB)")
+    log(f"OpenEnv {VERSION}: an image with its server (320 MB)")
     image.parent.mkdir(parents=True)
     run(["cp", "-al", str(base), str(image)])
     venv = image / "app" / ".venv"

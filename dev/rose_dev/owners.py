@@ -31,7 +31,7 @@ class Owner:
     queue: asyncio.Queue[EngineUpdate] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] = field(init=False)
 
-    def say(self, **changes: object) -> None:
+    def send(self, **changes: object) -> None:
         """Send the update with these fields changed."""
         self.update = msgspec.structs.replace(self.update, **changes)
         self.queue.put_nowait(self.update)

@@ -34,7 +34,7 @@ COMMANDS = {
 _INSTALL_SECONDS = 600.0
 _SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def missing_packages() -> list[str]:
@@ -50,7 +50,7 @@ def missing_packages() -> list[str]:
     )
 
 
-def install_packages(say: Say = print) -> None:
+def install_packages(log: Log = print) -> None:
     """Install what is missing.
 
     Raises:
@@ -64,7 +64,7 @@ def install_packages(say: Say = print) -> None:
     if shutil.which("apt-get") is None:
         message = f"the node needs these packages (Debian's names): {names}; install them"
         raise NotSupported(message)
-    say(f"[cluster] installing {names}")
+    log(f"[cluster] installing {names}")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     wait = "-oDPkg::Lock::Timeout=300"
     run(["apt-get", wait, "-qq", "update"], seconds=_INSTALL_SECONDS, env=environment)

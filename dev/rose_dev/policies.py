@@ -76,10 +76,10 @@ def removal(saved: str) -> str:
     """
     chains, jumps = [], []
     for line in saved.splitlines():
-        words = line.split()
-        if line.startswith(":") and words[0][1:].startswith(_OWN):
-            chains.append(words[0][1:])
-        elif _jumps_in(words):
+        fields = line.split()
+        if line.startswith(":") and fields[0][1:].startswith(_OWN):
+            chains.append(fields[0][1:])
+        elif _jumps_in(fields):
             jumps.append("-D" + line.removeprefix("-A"))
     # A chain that is named is emptied; it goes when nothing jumps to it any more.
     emptied = [f":{chain} - [0:0]" for chain in chains]
@@ -87,11 +87,11 @@ def removal(saved: str) -> str:
     return "\n".join(["*filter", *emptied, *jumps, *gone, "COMMIT", ""])
 
 
-def _jumps_in(words: list[str]) -> bool:
+def _jumps_in(fields: list[str]) -> bool:
     """Whether a rule of somebody else's chain leads into kube-router's."""
-    if words[:1] != ["-A"] or words[1].startswith(_OWN):
+    if fields[:1] != ["-A"] or fields[1].startswith(_OWN):
         return False
-    return any(word.startswith(_OWN) for word in words[2:])
+    return any(field.startswith(_OWN) for field in fields[2:])
 
 
 def _there(node: Node) -> bool:

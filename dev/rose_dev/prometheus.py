@@ -18,7 +18,7 @@ from rose_dev.shell import run
 TOOLS = ("prometheus", "promtool")
 _SECONDS = 300.0
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def find(tool: str) -> Path | None:
@@ -28,7 +28,7 @@ def find(tool: str) -> Path | None:
     return Path(on_path) if on_path else cached if cached.exists() else None
 
 
-def provide(say: Say = print) -> None:
+def provide(log: Log = print) -> None:
     """Unpack what is missing into the cache.
 
     Raises:
@@ -40,7 +40,7 @@ def provide(say: Say = print) -> None:
     if shutil.which("apt-get") is None:
         message = "prometheus and promtool are missing; put them on PATH to test alerts"
         raise NotSupported(message)
-    say("[cluster] unpacking prometheus and promtool into the cache")
+    log("[cluster] unpacking prometheus and promtool into the cache")
     folder = cache_root() / "prometheus"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:

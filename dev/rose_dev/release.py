@@ -197,8 +197,8 @@ class Releaser:
             self._helm("package", str(folder), f"--destination={scratch}")
             (package,) = Path(scratch).iterdir()
             plain = ["--plain-http"] if self.plain_http else []
-            told = self._helm("push", str(package), f"oci://{self.registry}/charts", *plain)
-        return Released(name, _digest(told, name))
+            output = self._helm("push", str(package), f"oci://{self.registry}/charts", *plain)
+        return Released(name, _digest(output, name))
 
     def image(self, archive: Path, version: str) -> Released:
         """Push a docker archive ``TARGET.tar`` as ``rose-TARGET``.
@@ -257,8 +257,8 @@ class Releaser:
             for kind, predicate in (("cyclonedx", bill), ("slsaprovenance1", provenance)):
                 file = Path(scratch) / f"{kind}.json"
                 file.write_text(json.dumps(predicate))
-                said = [f"--type={kind}", f"--predicate={file}"]
-                self._cosign("attest", *offline, *plain, *said, what.exact)
+                predicate_flags = [f"--type={kind}", f"--predicate={file}"]
+                self._cosign("attest", *offline, *plain, *predicate_flags, what.exact)
 
     def _refuse_again(self, name: str) -> None:
         insecure = ["--insecure"] if self.plain_http else []
@@ -266,16 +266,16 @@ class Releaser:
             message = f"{name} is there already; a release is never changed: raise the version"
             raise ReleaseFailed(message)
 
-    def _helm(self, *words: str) -> str:
-        done = run([self.tools["helm"], *words], seconds=_PUSH_SECONDS)
+    def _helm(self, *given: str) -> str:
+        done = run([self.tools["helm"], *given], seconds=_PUSH_SECONDS)
         return done.stdout + done.stderr  # where helm tells the digest differs by version
 
-    def _crane(self, *words: str, seconds: float = _STEP_SECONDS) -> str:
+    def _crane(self, *given: str, seconds: float = _STEP_SECONDS) -> str:
         insecure = ["--insecure"] if self.plain_http else []
-        return run([self.tools["crane"], *words, *insecure], seconds=seconds).stdout
+        return run([self.tools["crane"], *given, *insecure], seconds=seconds).stdout
 
-    def _cosign(self, *words: str) -> None:
-        run([self.tools["cosign"], *words], seconds=_STEP_SECONDS)
+    def _cosign(self, *given: str) -> None:
+        run([self.tools["cosign"], *given], seconds=_STEP_SECONDS)
 
 
 def released_version(chart: Path) -> str:
@@ -419,10 +419,10 @@ def source_of(checkout: Path) -> Source:
     return Source(asked.stdout.strip() or "https://rose-gpu.dev/", commit)
 
 
-def _digest(told: str, name: str) -> str:
-    found = _DIGEST.search(told)
+def _digest(output: str, name: str) -> str:
+    found = _DIGEST.search(output)
     if found is None:
-        raise ReleaseFailed(f"nothing tells the digest of {name}: {told.strip()!r}")
+        raise ReleaseFailed(f"nothing tells the digest of {name}: {output.strip()!r}")
     return found[0]
 
 

@@ -245,7 +245,7 @@ def _children(pid: int) -> list[int]:
         text = Path("/proc", str(pid), "task", str(pid), "children").read_text()
     except OSError:
         return []
-    return [int(word) for word in text.split() if _alive(int(word))]
+    return [int(pid) for pid in text.split() if _alive(int(pid))]
 
 
 def _on_machine(argv: list[str]) -> None:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import rose_sandbox.inspector
-from rose_dev.environments import cache_folder, say
+from rose_dev.environments import cache_folder, log
 
 NEWER = "forky"
 GVISOR = "trixie"
@@ -159,8 +159,8 @@ def run(
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Impossible(f"{command[0]}: {error}") from error
     if result.returncode:
-        words = result.stdout.decode(errors="replace").strip()[-1500:]
-        raise Impossible(f"exit code {result.returncode} from {' '.join(command)}:\n{words}")
+        output = result.stdout.decode(errors="replace").strip()[-1500:]
+        raise Impossible(f"exit code {result.returncode} from {' '.join(command)}:\n{output}")
 
 
 def install(cache: Path) -> Path:
@@ -180,7 +180,7 @@ def install(cache: Path) -> Path:
     try:
         _once(folder, "runsc", f"gVisor ({GVISOR})", GVISOR, lambda: _gvisor(folder))
     except Impossible as error:  # runc's sandboxes need none of it
-        say(f"sandbox: gVisor is skipped: {error}")
+        log(f"sandbox: gVisor is skipped: {error}")
     wanted = f"{IMAGE} {' '.join(IMAGE_PACKAGES)}"
     _once(folder, "image", "the image base (about 650 MB)", wanted, lambda: _image(folder))
     source = Path(rose_sandbox.inspector.__file__).with_name("effects.bpf.c")
@@ -195,11 +195,11 @@ def _once(folder: Path, name: str, title: str, made_of: str, make: Callable[[], 
     wanted = hashlib.sha256(made_of.encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    say(f"sandbox: {title}")
+    log(f"sandbox: {title}")
     started = time.monotonic()
     make()
     stamp.write_text(wanted)
-    say(f"sandbox: {title}: done in {time.monotonic() - started:.0f} s")
+    log(f"sandbox: {title}: done in {time.monotonic() - started:.0f} s")
 
 
 def _own(packages: Packages, folder: Path) -> None:

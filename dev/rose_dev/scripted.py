@@ -63,7 +63,7 @@ def template(scripts: Sequence[Script]) -> str:
     return f"{{%- set scripts = {json.dumps(known)} -%}}{_TEMPLATE.strip()}"
 
 
-def words(scripts: Sequence[Script]) -> dict[str, int]:
+def tokens(scripts: Sequence[Script]) -> dict[str, int]:
     """All words and their ids: bytes, end, padding, what begins a message, then the answers.
 
     An answer's pieces follow the special word that asks for it. No two pieces are equal.
@@ -71,29 +71,29 @@ def words(scripts: Sequence[Script]) -> dict[str, int]:
     Raises:
         ValueError: two answers are equal, or one has less than two bytes.
     """
-    found = [*byte_words(), "<|end|>", "<|pad|>", _START]
+    found = [*byte_tokens(), "<|end|>", "<|pad|>", _START]
     for number, script in enumerate(scripts):
         for turn, answer in enumerate(script.answers):
             found += [f"{_ASKS}{number}.{turn}|>", *_cut(answer.encode(), found)]
-    return {word: place for place, word in enumerate(found)}
+    return {token: place for place, token in enumerate(found)}
 
 
-def is_mark(word: str) -> bool:
+def is_mark(token: str) -> bool:
     """Whether the word is a special one of a scripted model."""
-    return word == _START or word.startswith(_ASKS)
+    return token == _START or token.startswith(_ASKS)
 
 
 def successors(scripts: Sequence[Script]) -> list[int]:
     """Successor of every id: along an answer to its end."""
-    known = words(scripts)
-    asks = [place for word, place in known.items() if word.startswith(_ASKS)]
+    known = tokens(scripts)
+    asks = [place for token, place in known.items() if token.startswith(_ASKS)]
     lasts = {place - 1 for place in asks} | {len(known) - 1}
     return [
         place + 1 if place >= asks[0] and place not in lasts else END for place in range(len(known))
     ]
 
 
-def byte_words() -> list[str]:
+def byte_tokens() -> list[str]:
     """The word that stands for each byte in byte-level tokenizers, so that id = byte.
 
     Visible Latin-1 characters stand for themselves; the others follow from U+0100 on.
@@ -105,7 +105,7 @@ def byte_words() -> list[str]:
 
 def _cut(text: bytes, taken: Sequence[str]) -> list[str]:
     """The text in words that are not taken, each as short as can be but of two bytes at least."""
-    letters = byte_words()
+    letters = byte_tokens()
     pieces: list[str] = []
     piece = ""
     for byte in text:

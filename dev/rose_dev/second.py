@@ -34,7 +34,7 @@ class SecondNode:
         self.name = self.place.seat.name
         self.sandbox = Sandbox(self.place)
 
-    def up(self, *, gpus: int = 8, say: Callable[[str], None] = print) -> None:
+    def up(self, *, gpus: int = 8, log: Callable[[str], None] = print) -> None:
         """Start it beside the first, which must run; one that runs stays as it is.
 
         Raises:
@@ -48,7 +48,7 @@ class SecondNode:
         sweep(self.place)
         self.sandbox.open(beside=self._first.sandbox)
         self._start(gpus)
-        say(f"[cluster] {self.name} is ready")
+        log(f"[cluster] {self.name} is ready")
 
     def down(self) -> None:
         """End it, and take its Node object and its pods away."""

@@ -36,23 +36,23 @@ def run(
     Raises:
         CommandFailed: it cannot be started, took too long, or (with ``check``) failed.
     """
-    words = [str(word) for word in argv]
+    command = [str(part) for part in argv]
     try:
         done = subprocess.run(  # noqa: PLW1510  # the exit code is judged below
-            words, input=stdin or b"", capture_output=True, timeout=seconds, env=env, cwd=cwd
+            command, input=stdin or b"", capture_output=True, timeout=seconds, env=env, cwd=cwd
         )
     except subprocess.TimeoutExpired as error:
-        message = f"{' '.join(words)}: no end after {seconds:.0f} s"
+        message = f"{' '.join(command)}: no end after {seconds:.0f} s"
         raise CommandFailed(message) from error
     except OSError as error:
-        message = f"{words[0]}: cannot be started: {error}"
+        message = f"{command[0]}: cannot be started: {error}"
         raise CommandFailed(message) from error
     out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
     if check and done.returncode != 0:
-        said = (err.strip() or out.strip())[-_SHOWN:]
-        message = f"{' '.join(words)}: exit code {done.returncode}\n{said}"
+        output = (err.strip() or out.strip())[-_SHOWN:]
+        message = f"{' '.join(command)}: exit code {done.returncode}\n{output}"
         raise CommandFailed(message)
-    return subprocess.CompletedProcess(words, done.returncode, out, err)
+    return subprocess.CompletedProcess(command, done.returncode, out, err)
 
 
 def ending_with_us(argv: Sequence[str | Path]) -> list[str]:

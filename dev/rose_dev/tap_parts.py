@@ -12,7 +12,7 @@ from pathlib import Path
 
 import rose_agent.tap
 from rose_agent.tap.kernel_program import FOLDER
-from rose_dev.environments import say
+from rose_dev.environments import log
 from rose_dev.sandbox_parts import NEWER, Packages, compile_bpf, provide, put_clang, put_libbpf
 
 
@@ -35,7 +35,7 @@ def install(cache: Path) -> Path:
 
 
 def _fetch(tools: Path) -> None:
-    say(f"tap: clang ({NEWER}) and libbpf")
+    log(f"tap: clang ({NEWER}) and libbpf")
     (tools / "bpf").mkdir(parents=True, exist_ok=True)
     own, newer = Packages(tools / "own", None), Packages(tools / "newer", NEWER)
     own.refresh()

@@ -215,7 +215,7 @@ class LeaseClient:
             cut: keys of those that were too late for their group: dropped, with no reward known.
             correct: keys of those trained on whose answers were correct.
         """
-        said = {
+        payload = {
             "trained": list(trained or ()),
             "dropped": [*(dropped or ()), *cut],
             "withdrawn": list(withdrawn),
@@ -229,7 +229,7 @@ class LeaseClient:
             try:
                 async with self.session.post(
                     self.url.rstrip("/") + "/trajectories",
-                    json=said,
+                    json=payload,
                     headers=self._shown(),
                     timeout=patience,
                 ) as reply:

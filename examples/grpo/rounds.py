@@ -37,7 +37,7 @@ from rose_core.identity import WeightVersion
 from rose_trainer.rounds import Batch, Batches, RoundKind, RoundShape
 
 
-class Tell(Protocol):
+class Write(Protocol):
     """``Progress.write``."""
 
     def __call__(self, event: str, **fields: object) -> None:
@@ -73,7 +73,7 @@ class RoundSampler:
         bound: highest age at consumption, in publishes.
         head: returns the version last published.
         seed: of the task sequence.
-        tell: is given a record of every round.
+        write: is given a record of every round.
         score: gives an episode its rewards, given its group too; None = it has them.
     """
 
@@ -85,10 +85,10 @@ class RoundSampler:
         bound: int,
         head: Callable[[], WeightVersion | None],
         seed: int,
-        tell: Tell,
+        write: Write,
         score: Callable[[Trajectory, str], Awaitable[Trajectory]] | None = None,
     ) -> None:
-        self._client, self._bound, self._head, self._tell = client, bound, head, tell
+        self._client, self._bound, self._head, self._write = client, bound, head, write
         self._random = random.Random(seed)
         self._episodes = itertools.count()
         self._score = score
@@ -127,7 +127,7 @@ class RoundSampler:
         """Say what became of the episodes of this round and of those before that gave no group."""
         trained = {member.key: member.reward for group in groups for member in group}
         self._correct = [member.key for group in groups for member in group if member.correct]
-        await self._say(trained)
+        await self._report_trained(trained)
 
     async def close(self) -> None:
         """End everything in flight; what its turns had sampled is counted by nobody here."""
@@ -135,9 +135,9 @@ class RoundSampler:
         await self._iterator.aclose()
         self._withdrawn += sorted(key for keys in self._open.values() for key in keys)
         self._open.clear()
-        await self._say({})
+        await self._report_trained({})
 
-    async def _say(self, trained: dict[str, float]) -> None:
+    async def _report_trained(self, trained: dict[str, float]) -> None:
         stale, self._stale = self._stale, {}
         correct, self._correct = self._correct, []
         cut, self._cut = self._cut, []
@@ -204,7 +204,7 @@ class RoundSampler:
         ]
         self._withdrawn += put_off
         every = counts.trained + counts.cut + counts.stale + counts.unscored
-        self._tell(
+        self._write(
             "round",
             kind=str(kind),
             groups=counts.groups,

@@ -74,12 +74,12 @@ class RewardClient:
         }
         lost = attempt = 0
         while True:
-            said, pause = await self._attempt(body, attempt)
-            if said.get("outcome") == "scored":
-                return float(said["reward"])
-            lost += said.get("outcome") == "lost"
-            if said.get("outcome") == "masked" or lost >= _TRIES:
-                message = f"{body['trajectory']}: {said['outcome']}: {said['reason']}"
+            answer, pause = await self._attempt(body, attempt)
+            if answer.get("outcome") == "scored":
+                return float(answer["reward"])
+            lost += answer.get("outcome") == "lost"
+            if answer.get("outcome") == "masked" or lost >= _TRIES:
+                message = f"{body['trajectory']}: {answer['outcome']}: {answer['reason']}"
                 raise Unscored(message)
             attempt += 1
             if self.clock() + pause >= self.deadline:
@@ -103,7 +103,7 @@ class RewardClient:
                 if reply.status >= 300:
                     message = f"{self.url}: {reply.status}: {(await reply.text())[:500]}"
                     raise RewardRefused(message)
-                said: dict[str, Any] = await reply.json()
-                return said, pause
+                answer: dict[str, Any] = await reply.json()
+                return answer, pause
         except (aiohttp.ClientError, TimeoutError, OSError):
             return {}, pause_before_retry(attempt, None)

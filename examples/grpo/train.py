@@ -126,7 +126,7 @@ def _source(
             bound=settings.max_age,
             head=lambda: run.head,
             seed=settings.seed,
-            tell=run.progress.write,
+            write=run.progress.write,
             score=score,
         )
     return Sampler(
@@ -286,9 +286,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         evaluation = asyncio.run(_run(arguments))
     except (TrainerError, TrainerLibraryError, OSError) as error:
-        words = sys.argv[1:] if argv is None else argv
-        said = flags.complaint(error, words)
-        sys.stderr.write(f"examples.grpo.train: {type(error).__name__}: {said}\n")
+        given = sys.argv[1:] if argv is None else argv
+        message = flags.complaint(error, given)
+        sys.stderr.write(f"examples.grpo.train: {type(error).__name__}: {message}\n")
         return 1
     print(
         f"reward on fixed tasks: trained {evaluation.trained:.3f}, frozen {evaluation.frozen:.3f}, "

@@ -35,12 +35,12 @@ class Tally:
     correct: int = 0
     rewards: list[float] = field(default_factory=list)
 
-    def add(self, said: dict[str, Any]) -> None:
+    def add(self, verdict: dict[str, Any]) -> None:
         """One more result of ``rose rewards``."""
-        self.outcomes[said["outcome"]] += 1
-        if said["outcome"] == "scored":
-            self.rewards.append(said["reward"])
-            self.correct += said["correct"]
+        self.outcomes[verdict["outcome"]] += 1
+        if verdict["outcome"] == "scored":
+            self.rewards.append(verdict["reward"])
+            self.correct += verdict["correct"]
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Player:
         url, headers = f"{self.url}/v1/chat/completions", {"X-Rose-Session": session}
         async with self.session.post(url, json=body, headers=headers) as reply:
             reply.raise_for_status()
-            said = await reply.json()
-        return str(said["choices"][0]["message"]["content"])
+            verdict = await reply.json()
+        return str(verdict["choices"][0]["message"]["content"])
 
     async def _reward(self, **fields: object) -> dict[str, Any]:
         while True:
@@ -133,8 +133,8 @@ async def _main(given: argparse.Namespace) -> None:
             given.dataset, seed=given.seed, questions=given.questions, members=given.members
         )
     mean = sum(found.rewards) / len(found.rewards) if found.rewards else float("nan")
-    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.outcomes.items()))
-    print(f"{given.dataset}: {told}; {found.correct} correct, mean reward {mean:.3f}")
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.outcomes.items()))
+    print(f"{given.dataset}: {counts}; {found.correct} correct, mean reward {mean:.3f}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import pytest
 
 from rose_dev.environments import cache_folder
 from rose_dev.models import Recipe, scripted_recipe
-from rose_dev.scripted import Script, is_mark, words
+from rose_dev.scripted import Script, is_mark, tokens
 from rose_dev.waiting import until
 from rose_router.http.tokenizer.tokenization import Tokenizer
 from tests.clients.alone import join
@@ -134,7 +134,7 @@ class Watched(Follows):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.prompts: set[tuple[int, ...]] = set()
-        self._marks = {i for word, i in words(recipe.scripts).items() if is_mark(word)}
+        self._marks = {i for token, i in tokens(recipe.scripts).items() if is_mark(token)}
 
     def next_token(self, context: Sequence[int]) -> int:
         """The script's next token; a prompt that ends with a mark is noted."""

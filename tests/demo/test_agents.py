@@ -267,7 +267,7 @@ def test_figures_of_two_hosts_are_added() -> None:
             "rose_sandbox_record_bytes_total 10.0\nrose_sandbox_state_bytes_total 40.0\n"
             "rose_sandbox_held_seconds_total 0.5\nother_total 1.0\n"
         )
-    told = counted.told()
+    told = counted.as_json()
     assert told["saved"] == {"none": 5, "full": 2}
     assert (told["written_bytes"], told["state_bytes"], told["held_s"]) == (20, 80, 1.0)
 
@@ -293,7 +293,7 @@ def test_a_lost_world_breaks_a_promise_and_a_machine_without_any_decides_nothing
 ) -> None:
     found = judge(of(synthetic, agents))
     (honest,) = [one for one in found.verdicts if one.promise == "Exact and honest"]
-    assert honest.word is word
+    assert honest.result is word
 
 
 def test_the_report_shows_turns_by_class_bytes_saved_and_time_hidden(

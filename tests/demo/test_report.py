@@ -14,7 +14,7 @@ from rose_demo.main import conclusion, write
 from rose_demo.plots import Chart, cumulative, steps
 from rose_demo.records import ClassFigures, Recording, Sample
 from rose_demo.report import page, summary
-from rose_demo.table import Screen, frame, gate_word
+from rose_demo.table import Screen, frame, gate_state
 from rose_demo.verdicts import judge
 from rose_demo.waterfall import MOST_ROWS, waterfall
 
@@ -123,9 +123,9 @@ def test_the_table_fits_a_terminal(recording: Recording) -> None:
 
 
 def test_gate_words() -> None:
-    assert gate_word(None) == gate_word(Sample(at_s=0)) == "unknown"
-    assert gate_word(Sample(at_s=0, gate_open=True)) == "OPEN"
-    assert gate_word(Sample(at_s=0, gate_open=False, withheld=True)) == "withheld"
+    assert gate_state(None) == gate_state(Sample(at_s=0)) == "unknown"
+    assert gate_state(Sample(at_s=0, gate_open=True)) == "OPEN"
+    assert gate_state(Sample(at_s=0, gate_open=False, withheld=True)) == "withheld"
 
 
 def test_the_screen_redraws_in_place_and_logs_in_plain_mode() -> None:

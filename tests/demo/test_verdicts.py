@@ -11,7 +11,7 @@ from rose_demo.verdicts import CheckResult, Findings, judge, serving_checks
 
 
 def words(findings: Findings) -> dict[str, CheckResult]:
-    return {verdict.promise: verdict.word for verdict in findings.verdicts}
+    return {verdict.promise: verdict.result for verdict in findings.verdicts}
 
 
 def test_a_good_run_keeps_every_promise(synthetic: ModuleType) -> None:
@@ -55,19 +55,19 @@ def test_harm_is_judged_by_both_ratios_and_kept_only_where_neither_shows_it(
     findings = judge(recording)
     slower = replace(findings.comparisons[0], ratio=ratio, excess=excess)
     _, harm, *_ = serving_checks(recording, [slower], findings.attainments)
-    assert harm.word is word
+    assert harm.result is word
 
 
 def test_a_figure_without_a_limit_decides_nothing(synthetic: ModuleType) -> None:
     serving = judge(synthetic.recording(stops_s=(0.5, 9.0))).verdicts[0]
     (figure,) = [check for check in serving.checks if "stood still" in check.text]
-    assert figure.word is CheckResult.MEASURED
-    assert serving.word is CheckResult.KEPT
+    assert figure.result is CheckResult.MEASURED
+    assert serving.result is CheckResult.KEPT
 
 
 def test_a_missed_slo_in_lent_windows_breaks_it(synthetic: ModuleType) -> None:
     findings = judge(synthetic.recording(requests=synthetic.requests(harm=12.0)))
-    texts = [c.text for c in findings.verdicts[0].checks if c.word is CheckResult.BROKEN]
+    texts = [c.text for c in findings.verdicts[0].checks if c.result is CheckResult.BROKEN]
     assert any(text.startswith("SLO") for text in texts)
 
 

@@ -86,7 +86,7 @@ def sampler(
         bound=1,
         head=lambda: HEAD,
         seed=0,
-        tell=tell,
+        write=tell,
         score=score,
     )
 

@@ -140,7 +140,7 @@ def test_what_a_process_said_in_an_earlier_life_is_not_forgotten(
         for number in range(2):
             process.start()
             until(partial(spoke, number + 1), "it speaks")
-            lives.append(process.said)
+            lives.append(process.lines)
             process.kill()
     finally:
         process.kill()

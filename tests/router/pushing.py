@@ -49,7 +49,7 @@ class FakeIngest:
     @staticmethod
     def bring(engine: Fake, version: str) -> None:
         engine.scheduler.session._version = version
-        engine.owner.say(version=version, head=version)
+        engine.owner.send(version=version, head=version)
 
 
 async def json_of(call: Any, status: int = 200) -> Any:  # noqa: ANN401  # aiohttp's, JSON

@@ -153,13 +153,13 @@ async def test_a_long_stop_moves_the_turn_and_its_old_leg_is_aborted(
         turn = asyncio.create_task(ask(n.router))
         slot = await n.engine_of()
         n.guards[slot].close()
-        n.owners[slot].say(gate_open=False)
+        n.owners[slot].send(gate_open=False)
         judge(await turn, "Paused")
 
         (left,) = [engine for engine in n.router.service.fleet if engine.name == slot]
         assert (await helpers.status_of(n.host, slot)).generated_tokens < TOKENS
         n.guards[slot].open()
-        n.owners[slot].say(gate_open=True)
+        n.owners[slot].send(gate_open=True)
         await until(lambda: left.gate_open and not left.fences)
 
         async def aborted() -> bool:

@@ -41,12 +41,12 @@ async def writes(s: Stage, seed: int) -> str:
 
 async def learned(s: Stage, engine: Fake, seed: int) -> None:
     """Turns of both sizes on this engine alone, so that the router measures it."""
-    engine.owner.say(gate_open=True)
+    engine.owner.send(gate_open=True)
     await until(s.router.service.fleet.has_room)
     for number in range(LESSONS):
         await reads(s, seed + number)
         await writes(s, seed + number)
-    engine.owner.say(gate_open=False)
+    engine.owner.send(gate_open=False)
     await until(lambda: not s.router.service.fleet.has_room())
 
 
@@ -69,7 +69,7 @@ async def test_reading_goes_to_fast_prefill_and_writing_to_fast_steps(stage: Mak
         await learned(s, compute, 0)
         await learned(s, memory, 100)
         for one in (compute, memory):
-            one.owner.say(gate_open=True)
+            one.owner.send(gate_open=True)
         await until(lambda: all(engine.gate_open for engine in s.router.service.fleet))
         read = Counter([await reads(s, 200 + number) for number in range(TURNS)])
         written = Counter([await writes(s, 300 + number) for number in range(TURNS)])

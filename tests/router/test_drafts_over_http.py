@@ -45,7 +45,7 @@ async def test_an_answer_reaches_the_plugin_of_the_engine_that_its_sibling_runs_
             slots["slot-1"] = Target(
                 engine.url, "secret", lambda _: None, control=short_dir / "plugin.sock"
             )
-            engine.owner.say(url=f"{base}/slot-1", token="secret", drafts=True)
+            engine.owner.send(url=f"{base}/slot-1", token="secret", drafts=True)
             await until(lambda: s.router.service.fleet.bounds().drafts)
             async with s.post("/generate", asking(40)) as reply:
                 said = (await reply.json())["output_ids"]

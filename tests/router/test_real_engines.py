@@ -222,12 +222,12 @@ async def follow(
     ):
         async for head in client.watch("run"):
             if head_first:
-                ours.say(head=str(head.version))
+                ours.send(head=str(head.version))
             folder = bundle / str(head.version)
             await client.pull("run", folder, want=head.version)
             await control.stage(folder)
             await control.commit(str(head.version))
-            ours.say(version=str(head.version), head=str(head.version))
+            ours.send(version=str(head.version), head=str(head.version))
 
 
 def write_changed(model: Path, folder: Path) -> None:
@@ -304,7 +304,7 @@ async def test_when_all_borrowed_engines_die_what_is_long_is_kept_as_often_as_wh
             os.killpg(engine.process.pid, signal.SIGKILL)
         await asyncio.sleep(MOVE_SECONDS)
         for name in ("first", "second"):
-            owners[name].say(gate_open=False, leaving=True)
+            owners[name].send(gate_open=False, leaving=True)
         await training
         shown = await json_of(http.get(f"{url}/trajectories"))
         redone = router.service.ledger.totals.redone_tokens

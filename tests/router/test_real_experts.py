@@ -134,8 +134,8 @@ class Lease:
             async with asyncio.timeout(60):
                 while await self._used(engine) < len(PROMPT) + 30:  # noqa: ASYNC110  # a process
                     await asyncio.sleep(0.02)
-            first.say(gate_open=False)
-            second.say(gate_open=True)
+            first.send(gate_open=False)
+            second.send(gate_open=True)
             await self._post(f"{engine}/abort_request", {"abort_all": True})
             return await asked
         finally:

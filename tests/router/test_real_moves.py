@@ -108,15 +108,15 @@ async def slowly(lease: Lease) -> AsyncIterator[None]:
 
 async def aborted(lease: Lease) -> None:
     """The engine ends the turn by itself and tells what it has held back."""
-    lease.first.say(gate_open=False)
-    lease.second.say(gate_open=True)
+    lease.first.send(gate_open=False)
+    lease.second.send(gate_open=True)
     await lease.post(f"{lease.engine.url}/abort_request", {"abort_all": True})
 
 
 async def taken_back(lease: Lease) -> None:
     """The engine leaves the lease; what it has held back is lost."""
-    lease.second.say(gate_open=True)
-    lease.first.say(gate_open=False, leaving=True)
+    lease.second.send(gate_open=True)
+    lease.first.send(gate_open=False, leaving=True)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ async def moved_once(
     url = f"http://127.0.0.1:{router.http_port}/generate"
     asked = asyncio.create_task(json_of(http.post(url, json=turn())))
     await until(lambda: written(router) > 20)
-    second.say(gate_open=True)
-    first.say(gate_open=False, leaving=True)
+    second.send(gate_open=True)
+    first.send(gate_open=False, leaving=True)
     return await asked
 
 
@@ -74,11 +74,11 @@ async def test_a_turn_that_vllm_refuses_waits_for_an_sglang(engines: Engines) ->
     body = turn(max_new_tokens=8, temperature=1.0, sampling_seed=3)
     async with before_two(engines["vllm"], engines["sglang"]) as (router, http, owners):
         url = f"http://127.0.0.1:{router.http_port}/generate"
-        owners[0].say(refuses=tuple(NOT_IN_VLLM))
+        owners[0].send(refuses=tuple(NOT_IN_VLLM))
         await until(lambda: any(one.update.refuses for one in router.service.fleet))
         asked = asyncio.create_task(json_of(http.post(url, json=body)))
         await until(lambda: len(router.service.queue) == 1)
-        owners[1].say(gate_open=True)
+        owners[1].send(gate_open=True)
         answer = await asked
     assert [leg["engine"] for leg in answer["meta_info"]["rose"]["engines"]] == ["second"]
     assert len(answer["output_ids"]) == 8

@@ -118,7 +118,7 @@ async def test_an_engine_that_attached_to_one_replica_serves_both_and_closes_for
         await known(two, "e", 2)
         answer = await generate(two, session_id=key_of("two"))
         assert answer["output_ids"] == continuation(PROMPT, 12, VERSION)
-        engine.owner.say(gate_open=False)
+        engine.owner.send(gate_open=False)
         relayed = two.router.service.fleet.get("e")
         assert relayed is not None
         await until(lambda: not relayed.gate_open)

@@ -88,7 +88,7 @@ async def test_what_verls_actors_are_given_is_in_the_meter_with_its_rewards(stag
             verl.SESSIONS: [row.extra_fields[verl.SESSIONS] for row in rows[:2]],
             "token_level_scores": torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
         }
-        updated = verl.telling(len, dict.get, lambda t: report(s.url, t))
+        updated = verl.reporting(len, dict.get, lambda t: report(s.url, t))
         assert await asyncio.to_thread(updated, batch) == 2
         counts, inferred = await meter(s)
         assert counts == {"trained": 2, "dropped": 0, "lost": 0}
@@ -169,13 +169,13 @@ async def test_a_loop_of_verls_that_fails_has_ended_too(stage: Make) -> None:
 
 def test_a_batch_of_verls_without_sessions_reports_nothing() -> None:
     said: list[dict[str, float | None]] = []
-    verl.telling(lambda _: None, dict.get, said.append)({})
+    verl.reporting(lambda _: None, dict.get, said.append)({})
     assert said == [{}]
 
 
 def test_a_batch_that_cannot_be_read_is_trained_on_all_the_same() -> None:
     said: list[dict[str, float | None]] = []
-    actors = verl.telling(len, dict.get, said.append)
+    actors = verl.reporting(len, dict.get, said.append)
     assert actors({verl.SESSIONS: ["a", "b"], "token_level_scores": torch.ones(1, 4)}) == 2
     convert = skyrl.reporting_conversion(lambda _, output, uids: len(uids), said.append)
     assert convert(None, {"rewards": [object()]}, ["7"]) == 1

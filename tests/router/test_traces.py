@@ -21,7 +21,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from rose_core.wire.routing import EngineKind
 from rose_demo.receiver import Receiver, receiving
-from rose_demo.spans import SpanRecord, most_telling, since
+from rose_demo.spans import SpanRecord, most_eventful, since
 from rose_demo.waterfall import waterfall
 from rose_dev.waiting import until
 from rose_engines.weights.session import WeightSession
@@ -169,7 +169,7 @@ async def test_the_demos_report_draws_what_a_router_exported(stage: Make) -> Non
         ):
             spans = msgspec.json.decode(await page.read(), type=list[SpanRecord])
     assert len(spans) == 7 + 4
-    shown = since(most_telling(spans), began)
+    shown = since(most_eventful(spans), began)
     assert {one.attributes.get("rl.trajectory.id", "moves") for one in shown} == {"moves"}
     assert len(shown) == 7
     middle = (shown[0].began_s + shown[0].ended_s) / 2

@@ -37,14 +37,14 @@ async def test_when_all_borrowed_engines_die_what_is_long_is_kept_as_often_as_wh
         async def publish(step: int) -> None:
             version = f"run@1.{step}"
             for engine in alive:
-                engine.owner.say(head=version)
+                engine.owner.send(head=version)
                 asyncio.get_running_loop().call_later(COMMIT_SECONDS, committed, engine, version)
             await until(lambda: str(fleet.head) == version)
 
         def committed(engine: Fake, version: str) -> None:
             if engine in alive:
                 engine.scheduler.session._version = version
-                engine.owner.say(version=version)
+                engine.owner.send(version=version)
 
         trainer = Trainer(s.url, publish, ConsumptionBound(BATCH, staleness=1), MEMBERS, GROUPS)
         training = asyncio.create_task(trainer.train())
@@ -52,7 +52,7 @@ async def test_when_all_borrowed_engines_die_what_is_long_is_kept_as_often_as_wh
         del alive[1:]
         for engine in borrowed:
             await engine.die()
-            engine.owner.say(gate_open=False, leaving=True)
+            engine.owner.send(gate_open=False, leaving=True)
         await training
         counts, _ = await meter(s)
     short, long = trainer.cells[SHORT], trainer.cells[LONG]

@@ -81,7 +81,7 @@ async def follow(store: RunningStore, engines: list[Fake]) -> None:
         async for head in client.watch("run"):
             for engine in engines:
                 engine.scheduler.session._version = str(head.version)
-                engine.owner.say(version=str(head.version), head=str(head.version))
+                engine.owner.send(version=str(head.version), head=str(head.version))
 
 
 def pace(engines: list[Fake], seconds: float) -> None:

@@ -54,7 +54,7 @@ async def test_a_turn_in_mid_flight_sees_the_first_publish(stage: Make) -> None:
         turn = asyncio.create_task(answer(s, ask(60)))
         await until(lambda: any(len(run.output) >= 10 for run in engine.scheduler.running))
         engine.scheduler.session._version = FIRST
-        engine.owner.say(version=FIRST)
+        engine.owner.send(version=FIRST)
         body = await turn
     before, after = body["meta_info"]["weight_versions"]
     assert (before["version"], before["kv"]) == (BASE, "own")
@@ -91,7 +91,7 @@ async def test_engines_with_different_checkpoints_do_not_count_as_one_version(st
         lags = {one["engine"]: one["lag"] for one in (await s.get("/engines"))["engines"]}
         assert lags == {"first": 0, "other": None}
         # When none is left that has it, another checkpoint takes the turns, under its own name.
-        first.owner.say(leaving=True)
+        first.owner.send(leaving=True)
         await until(lambda: str(s.router.service.fleet.head) == OTHER)
         assert used(await answer(s, ask())) == ("other", OTHER)
 
@@ -104,10 +104,10 @@ async def test_a_turn_goes_on_with_another_checkpoint_only_when_its_own_is_gone_
         other = await on_base(s, "other", OTHER)
         turn = asyncio.create_task(answer(s, ask(60)))
         await until(lambda: any(len(run.output) >= 10 for run in first.scheduler.running))
-        first.owner.say(gate_open=False)
+        first.owner.send(gate_open=False)
         await until(lambda: not any(e.gate_open for e in s.router.service.fleet if e.legs))
         assert other.scheduler.counters.requests == 0
-        first.owner.say(leaving=True)
+        first.owner.send(leaving=True)
         body = await turn
     before, after = body["meta_info"]["weight_versions"]
     assert (before["version"], after["version"]) == (BASE, OTHER)
@@ -121,7 +121,7 @@ async def test_a_turn_that_is_pinned_to_its_checkpoint_ends_with_it(stage: Make)
         await on_base(s, "other", OTHER)
         turn = asyncio.create_task(answer(s, ask(60, rose={"version": BASE})))
         await until(lambda: any(len(run.output) >= 10 for run in first.scheduler.running))
-        first.owner.say(leaving=True)
+        first.owner.send(leaving=True)
         body = await turn
     assert used(body) == ("first", BASE)
     assert body["meta_info"]["finish_reason"]["type"] == "abort"
@@ -130,13 +130,13 @@ async def test_a_turn_that_is_pinned_to_its_checkpoint_ends_with_it(stage: Make)
 async def test_from_the_first_publish_on_no_turn_begins_with_the_checkpoint(stage: Make) -> None:
     async with stage(queue=QueueLimits(seconds=0.3)) as s:
         engine = await on_base(s, kind=EngineKind.DEDICATED)
-        engine.owner.say(head=FIRST)
+        engine.owner.send(head=FIRST)
         await until(lambda: str(s.router.service.fleet.head) == FIRST)
         async with s.post("/generate", ask()) as reply:
             assert reply.status == 503
             assert "Stale" in await reply.text()
         engine.scheduler.session._version = FIRST
-        engine.owner.say(version=FIRST)
+        engine.owner.send(version=FIRST)
         assert used(await answer(s, ask())) == ("a", FIRST)
 
 

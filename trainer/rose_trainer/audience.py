@@ -135,12 +135,12 @@ def refer_answer(
         PublishFailed: the store cannot be reached.
     """
 
-    async def tell() -> bool:
+    async def send() -> bool:
         async with WeightsClient(address, token=token, holder="trainer") as client:
             return (await client.compare(version, digest, answer, trainer=True)).known
 
     try:
-        return _apart(tell())
+        return _apart(send())
     except (WeightsError, WireError) as error:
         message = f"the store could not be told what {version} computes: {error}"
         raise PublishFailed(message) from error

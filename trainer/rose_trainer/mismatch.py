@@ -148,9 +148,9 @@ class MismatchMeter:
             raise ValueError(message)
         difference = own - engine
         distances = _distances(engine.size, splices)
-        for word in np.unique(distances):
-            place = SamplingPlace(pool, version, str(word))
-            self._sums[place].add(difference[distances == word], self._clip)
+        for label in np.unique(distances):
+            place = SamplingPlace(pool, version, str(label))
+            self._sums[place].add(difference[distances == label], self._clip)
 
     def rows(self) -> dict[SamplingPlace, Mismatch]:
         """The figures by place."""
@@ -179,10 +179,10 @@ class MismatchMeter:
 
 
 def _distances(tokens: int, splices: Sequence[int]) -> npt.NDArray[np.str_]:
-    words = np.full(tokens, WHOLE, dtype="<U8")
+    labels = np.full(tokens, WHOLE, dtype="<U8")
     index = np.arange(tokens)
     for splice in sorted(splices):
         behind = index - splice
         for edge in SPLICE_EDGES:
-            words[behind >= edge] = f"{edge}+"
-    return words
+            labels[behind >= edge] = f"{edge}+"
+    return labels

@@ -108,8 +108,8 @@ class Batches(Generic[Prompt, Sample]):
             )
             raise InvalidRound(message)
         self._prompts, self._rollout, self._reward = iter(prompts), rollout, reward
-        self._told_s = 0.0  # when what the rounds are told of has happened
-        self._rounds = Rounds(shape, lambda: self._told_s)
+        self._now_s = 0.0  # when what the rounds are told of has happened
+        self._rounds = Rounds(shape, lambda: self._now_s)
         self._groups: dict[str, _Group[Prompt, Sample]] = {}
         self._names = map(str, itertools.count(1))
         for prompt in put_off:
@@ -148,7 +148,7 @@ class Batches(Generic[Prompt, Sample]):
         loop = asyncio.get_running_loop()
         try:
             while True:
-                self._told_s = loop.time()
+                self._now_s = loop.time()
                 opening = self._rounds.open(last=self._last)
                 if opening is None:
                     break
@@ -190,9 +190,9 @@ class Batches(Generic[Prompt, Sample]):
         starts = (self._member(name, group.prompt, member) for member in range(self._members))
         group.tasks = {asyncio.ensure_future(start): False for start in starts}
         for task in group.tasks:
-            task.add_done_callback(lambda task: self._tell(name, task, ended=True))
+            task.add_done_callback(lambda task: self._report(name, task, ended=True))
 
-    def _tell(self, name: str, task: asyncio.Task[Sample], *, ended: bool) -> None:
+    def _report(self, name: str, task: asyncio.Task[Sample], *, ended: bool) -> None:
         self._ends.put_nowait((name, task, ended, asyncio.get_running_loop().time()))
 
     async def _member(self, name: str, prompt: Prompt, member: int) -> Sample:
@@ -200,24 +200,24 @@ class Batches(Generic[Prompt, Sample]):
         task = asyncio.current_task()
         if self._reward is None or task is None:
             return sample
-        self._tell(name, task, ended=False)
+        self._report(name, task, ended=False)
         return await self._reward(prompt, sample)
 
     async def _next(self) -> Closing | None:
         """Wait for a trajectory; tell the rounds of what has happened."""
-        closing = await self._heard(*await self._ends.get())
+        closing = await self._record(*await self._ends.get())
         while closing is None and not self._ends.empty():
-            closing = await self._heard(*self._ends.get_nowait())
+            closing = await self._record(*self._ends.get_nowait())
         return closing
 
-    async def _heard(
+    async def _record(
         self,
         name: str,
         task: asyncio.Task[Sample],
         ended: bool,
         at_s: float,
     ) -> Closing | None:
-        self._told_s = at_s
+        self._now_s = at_s
         group = self._groups.get(name)
         if group is None or task not in group.tasks:
             return None  # it was stopped, or ended after its round would have

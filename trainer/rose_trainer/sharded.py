@@ -263,7 +263,7 @@ class ShardedPublisher:
                 patience_seconds=self._patience,
             )
 
-        return self._told(part, send).digest
+        return self._asked(part, send).digest
 
     def _continued(self, bare: RankPart) -> VersionInfo | None:
         """This state as an empty delta from a kept version that it is; None = it must be sent."""
@@ -271,10 +271,10 @@ class ShardedPublisher:
         def ask(writer: WeightsWriter) -> Awaitable[VersionInfo | None]:
             return writer.continue_part(bare, self._head, patience_seconds=self._patience)
 
-        return self._told(bare, ask)
+        return self._asked(bare, ask)
 
-    def _told(
-        self, part: RankPart, tell: Callable[[WeightsWriter], Awaitable[_ResultT]]
+    def _asked(
+        self, part: RankPart, question: Callable[[WeightsWriter], Awaitable[_ResultT]]
     ) -> _ResultT:
         """What the store answers.
 
@@ -284,7 +284,7 @@ class ShardedPublisher:
 
         async def talk() -> _ResultT:
             async with WeightsWriter(self._address, token=self._token) as writer:
-                return await tell(writer)
+                return await question(writer)
 
         try:
             return self._loop.run_until_complete(talk())

@@ -22,7 +22,7 @@ from rose_core.delta.bits import Bits
 from rose_core.delta.parts import PartBuilder
 from rose_core.delta.tiles import as_matrix
 from rose_trainer.errors import BadState
-from rose_trainer.staging import WORDS, bits_of
+from rose_trainer.staging import DTYPE_NAMES, bits_of
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,13 @@ def shards_of(
     found = []
     for name, tensor in tensors:
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        word = WORDS.get(kind)
-        if word is None or tensor.is_meta or tensor.is_sparse:
-            message = f"{name} is {kind}, {tensor.layout}; publishable: {', '.join(WORDS.values())}"
+        dtype_name = DTYPE_NAMES.get(kind)
+        if dtype_name is None or tensor.is_meta or tensor.is_sparse:
+            message = (
+                f"{name} is {kind}, {tensor.layout}; publishable: {', '.join(DTYPE_NAMES.values())}"
+            )
             raise BadState(message)
-        spec = TensorSpec(name, word, tuple(tensor.shape))
+        spec = TensorSpec(name, dtype_name, tuple(tensor.shape))
         if isinstance(tensor, DTensor):
             found.append(_sharded(spec, tensor, kind))
         else:

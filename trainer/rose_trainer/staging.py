@@ -26,7 +26,7 @@ from rose_trainer.errors import BadState
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """Hugging Face names and tensors, for example ``model.state_dict()``."""
 
-WORDS: dict[torch.dtype, str] = {
+DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float32: "F32",
@@ -76,11 +76,13 @@ class Layout:
             if first != name:
                 self.tied[name] = first
                 continue
-            word = WORDS.get(self.target(tensor))
-            if word is None:
-                message = f"{name} is {tensor.dtype}; publishable: {', '.join(WORDS.values())}"
+            dtype_name = DTYPE_NAMES.get(self.target(tensor))
+            if dtype_name is None:
+                message = (
+                    f"{name} is {tensor.dtype}; publishable: {', '.join(DTYPE_NAMES.values())}"
+                )
                 raise BadState(message)
-            specs[name] = TensorSpec(name, word, tuple(tensor.shape))
+            specs[name] = TensorSpec(name, dtype_name, tuple(tensor.shape))
         if not specs:
             message = "no tensors; pass model.state_dict() or pairs of name and tensor"
             raise BadState(message)
@@ -97,7 +99,7 @@ class Layout:
         if name in self.tied:
             return None
         spec = self._known.get(name)
-        found = TensorSpec(name, WORDS.get(self.target(tensor), "?"), tuple(tensor.shape))
+        found = TensorSpec(name, DTYPE_NAMES.get(self.target(tensor), "?"), tuple(tensor.shape))
         if spec is None or spec != found:
             message = f"{name} is {found[1:]}, was {spec[1:] if spec else 'not there'} at first"
             raise BadState(message)

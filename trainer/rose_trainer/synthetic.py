@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _publish(arguments)
     except TrainerLibraryError as error:
-        _say(failed=str(error))
+        _print(failed=str(error))
         return 1
     return 0
 
@@ -53,7 +53,7 @@ def _publish(arguments: argparse.Namespace) -> None:
         name="synthetic",
         patience_seconds=arguments.patience_seconds,
     )
-    _say(opened=publisher.incarnation)
+    _print(opened=publisher.incarnation)
     for line in sys.stdin:
         step = int(line)
         tensors = {
@@ -61,7 +61,7 @@ def _publish(arguments: argparse.Namespace) -> None:
             for spec, bits in zip(synthetic.SPECS, synthetic.state_at(step).values(), strict=True)
         }
         version = publisher.publish(step, tensors)
-        _say(taken=str(version), step=step)
+        _print(taken=str(version), step=step)
         threading.Thread(target=_follow, args=(publisher, version), daemon=True).start()
     publisher.close(drain=False)
 
@@ -70,12 +70,12 @@ def _follow(publisher: Publisher, version: WeightVersion) -> None:
     try:
         done = publisher.wait(version)
     except TrainerLibraryError as error:
-        _say(failed=f"{error}: {error.__cause__}")
+        _print(failed=f"{error}: {error.__cause__}")
         return
-    _say(durable=str(version), step=done.step, digest=done.digest)
+    _print(durable=str(version), step=done.step, digest=done.digest)
 
 
-def _say(**what: object) -> None:
+def _print(**what: object) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 

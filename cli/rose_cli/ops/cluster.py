@@ -111,7 +111,7 @@ class Cluster:
             CommandError: as everywhere in this class.
         """
         namespace = "*" if everywhere else self.namespace or "*"
-        with self._told():
+        with self._reporting():
             found = [dict(one) for one in self._client.list(_resource(kind), namespace=namespace)]
         good = [parsed for raw in found if (parsed := _parse(kind, raw)) is not None]
         return sorted(good, key=lambda one: one.metadata.key)
@@ -122,7 +122,7 @@ class Cluster:
         Raises:
             NotAllowed: the person may not read them.
         """
-        with self._told():
+        with self._reporting():
             found = [dict(one) for one in self._client.list(_POLICIES)]
         return [TenantPolicy.model_validate(raw) for raw in found]
 
@@ -144,7 +144,7 @@ class Cluster:
 
     def patch(self, kind: type[KindT], name: str, changes: dict[str, Any]) -> None:
         """Merge changes into an object of the namespace."""
-        with self._told():
+        with self._reporting():
             self._client.patch(
                 _resource(kind),
                 name,
@@ -155,13 +155,13 @@ class Cluster:
 
     def pods_of(self, node: str) -> list[dict[str, Any]]:
         """Pods of a node, of all namespaces."""
-        with self._told():
+        with self._reporting():
             listed = self._client.list(_Pod, namespace="*", fields={"spec.nodeName": node})
             return [dict(pod) for pod in listed]
 
     def annotate_pod(self, namespace: str, name: str, annotations: dict[str, str | None]) -> None:
         """Set annotations of a pod; None removes one."""
-        with self._told():
+        with self._reporting():
             self._client.patch(
                 _Pod,
                 name,
@@ -179,13 +179,13 @@ class Cluster:
     def _placed(self) -> Iterator[None]:
         """Say where a name was looked for: a forgotten namespace is the usual mistake."""
         try:
-            with self._told():
+            with self._reporting():
                 yield
         except NotFound as error:
             raise NotFound(f"{error} in namespace {self.namespace}; give --namespace") from error
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reporting(self) -> Iterator[None]:
         try:
             yield
         except ApiError as error:

@@ -37,10 +37,10 @@ def _drain(cluster: Cluster, given: argparse.Namespace) -> int:
     if not found:
         raise NotFound(f"no pod runs on {given.node}: is that its name? (kubectl get nodes)")
     serving = [pod for pod in found if _serves(pod, pools)]
-    word = None if given.undo else "true"
+    value = None if given.undo else "true"
     for pod in serving:
         metadata = pod["metadata"]
-        cluster.annotate_pod(metadata["namespace"], metadata["name"], {STOP_ANNOTATION: word})
+        cluster.annotate_pod(metadata["namespace"], metadata["name"], {STOP_ANNOTATION: value})
     done = "may be lent from again" if given.undo else "are stopped for rollouts"
     sys.stdout.write(f"{len(serving)} serving pods of {given.node} {done}\n")
     if not given.undo and not given.no_wait:

@@ -67,8 +67,8 @@ def _explain(cluster: Cluster, given: argparse.Namespace) -> int:
     thing = cluster.get(KINDS[given.kind], given.name)
     answer = _ask(cluster, given)
     if given.output == "json":
-        said = answer.as_dict() if answer else {"conditions": _conditions(thing)}
-        sys.stdout.write(json.dumps(said, indent=2) + "\n")
+        shown = answer.as_dict() if answer else {"conditions": _conditions(thing)}
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return 0
     thing = cluster.get(KINDS[given.kind], given.name)
     sys.stdout.write(_text(given, thing, answer))
@@ -194,10 +194,10 @@ def _calling(thing: RolloutLease | ServingPool) -> str:
     )
 
 
-def _not_twice(row: Row, told: str) -> Row:
+def _not_twice(row: Row, shown: str) -> Row:
     """The condition without a message that stands above it already."""
     message = str(row["message"])
-    return {**row, "message": "(above)"} if message and message in told else row
+    return {**row, "message": "(above)"} if message and message in shown else row
 
 
 def _conditions(thing: RolloutLease | ServingPool) -> list[Row]:

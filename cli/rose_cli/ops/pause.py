@@ -52,13 +52,13 @@ def _pause(cluster: Cluster, given: argparse.Namespace) -> int:
     pools = _chosen(cluster, given)
     for pool in pools:
         if pool.spec.mode is PoolMode.PAUSED:
-            _say(f"{pool.metadata.key} is paused already")
+            _print(f"{pool.metadata.key} is paused already")
             continue
         before = {"metadata": {"annotations": {RESUME_ANNOTATION: pool.spec.mode.value}}}
         cluster.patch(
             ServingPool, pool.metadata.name, before | {"spec": {"mode": PoolMode.PAUSED.value}}
         )
-        _say(f"{pool.metadata.key} paused; it was in mode {pool.spec.mode.value}")
+        _print(f"{pool.metadata.key} paused; it was in mode {pool.spec.mode.value}")
     if not given.no_wait:
         _wait(cluster, pools, given.timeout)
     return 0
@@ -77,13 +77,13 @@ def _wait(cluster: Cluster, pools: list[ServingPool], seconds: float) -> None:
         f"slots are left after {seconds:.0f} s: kubectl get rolloutslots -A; the guard protects "
         "serving meanwhile, and `rose agent stop` on a node ends its engines at once",
     )
-    _say("nothing is lent any more")
+    _print("nothing is lent any more")
 
 
 def _resume(cluster: Cluster, given: argparse.Namespace) -> int:
     for pool in _chosen(cluster, given):
         if pool.spec.mode is not PoolMode.PAUSED:
-            _say(f"{pool.metadata.key} is not paused: mode {pool.spec.mode.value}")
+            _print(f"{pool.metadata.key} is not paused: mode {pool.spec.mode.value}")
             continue
         mode = pool.metadata.annotations.get(RESUME_ANNOTATION, "")
         if mode not in {PoolMode.LEND.value, PoolMode.OBSERVE.value}:
@@ -94,9 +94,9 @@ def _resume(cluster: Cluster, given: argparse.Namespace) -> int:
             raise CommandError(message)
         forget = {"metadata": {"annotations": {RESUME_ANNOTATION: None}}}
         cluster.patch(ServingPool, pool.metadata.name, forget | {"spec": {"mode": mode}})
-        _say(f"{pool.metadata.key} resumed in mode {mode}")
+        _print(f"{pool.metadata.key} resumed in mode {mode}")
     return 0
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(f"{text}\n")

@@ -43,7 +43,7 @@ from rose_simulate.pages.statement_page import html
 from rose_wire.flags import amount
 
 _HOUR_MS = 3_600_000
-_TOLD = {
+_LABELS = {
     "accepted": "trajectories trained on",
     "correct": "correct answers among them",
     "dedicated-gpu-hours": "held by dedicated engines beside the lease",
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
         ),
     ):
         parser.add_argument(f"--{name}", type=amount, default=default, help=what)
-    for name, what in _TOLD.items():
+    for name, what in _LABELS.items():
         parser.add_argument(
             f"--{name}", type=_named, nargs="+", default=[], metavar="LEASE=N", help=what
         )
@@ -152,10 +152,10 @@ def _show(cluster: Cluster, given: argparse.Namespace) -> int:
 
 def _taken_apart(lease: str, found: CostBreakdown) -> str:
     """A lease's bill and what drives it, as lines."""
-    told = lines(found)
-    width = max(len(what) for what, _, _ in told)
+    costs = lines(found)
+    width = max(len(what) for what, _, _ in costs)
     body = "".join(
-        f"  {what:<{width}}  {value:<16}  {of}".rstrip() + "\n" for what, value, of in told
+        f"  {what:<{width}}  {value:<16}  {of}".rstrip() + "\n" for what, value, of in costs
     )
     return f"\n{lease}\n{body}"
 
@@ -163,12 +163,12 @@ def _taken_apart(lease: str, found: CostBreakdown) -> str:
 def _write_page(
     path: Path,
     leases: int,
-    told: list[CostStatement],
+    costs: list[CostStatement],
     idle: list[CostStatement],
     parts: Mapping[str, CostBreakdown],
 ) -> None:
-    path.write_text(html([*told, *idle], parts))
-    if left_out := leases - len(told):
+    path.write_text(html([*costs, *idle], parts))
+    if left_out := leases - len(costs):
         sys.stderr.write(
             f"{left_out} of the leases are not on the page: their pool is gone, and with it its "
             "price\n"

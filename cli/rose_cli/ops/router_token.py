@@ -49,10 +49,10 @@ def main(argv: list[str]) -> int:
     try:
         token = flags.token(given.token_file)
         if given.service:
-            word = service_token(token, given.lease, given.service)
+            made = service_token(token, given.lease, given.service)
         else:
-            word = lease_token(token, given.lease)
-        sys.stdout.write(word + "\n")
+            made = lease_token(token, given.lease)
+        sys.stdout.write(made + "\n")
     except OSError as error:
         sys.stderr.write(f"rose router token: {flags.complaint(error, argv)}\n")
         return 1

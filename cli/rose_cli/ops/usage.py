@@ -26,7 +26,7 @@ from rose_core.accounting.statement import CostStatement, statement
 from rose_core.api import RolloutLease, ServingPool
 
 _FREE: Final = Prices(0, 0)
-_UNTOLD: Final[Mapping[str, OutsideLeases]] = {}
+_NOTHING_OUTSIDE: Final[Mapping[str, OutsideLeases]] = {}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def usages(
     leases: Sequence[RolloutLease],
     pools: Mapping[str, ServingPool],
     asked: Prices = _FREE,
-    beside: Mapping[str, OutsideLeases] = _UNTOLD,
+    beside: Mapping[str, OutsideLeases] = _NOTHING_OUTSIDE,
     *,
     price_violations: bool = False,
 ) -> list[Usage]:
@@ -116,10 +116,10 @@ def _usage(
     lease: RolloutLease,
     pools: Mapping[str, ServingPool],
     asked: Prices,
-    told: OutsideLeases | None,
+    outside: OutsideLeases | None,
     price_violations: bool,  # see ``usages``
 ) -> Usage:
-    totals, beside = lease.status.totals, told or OutsideLeases()
+    totals, beside = lease.status.totals, outside or OutsideLeases()
     # What was typed counts before what the lease's router was told.
     beside = replace(
         beside,
@@ -214,10 +214,10 @@ def usage_rows(
         | (_made([one]) | _compared(one) if made else {})
         for one in found
     ]
-    untold = {"saved": None, "break_even_lent_hour": None}
+    unknown = {"saved": None, "break_even_lent_hour": None}
     for own in idle or ():
         row = {"lease": UNLENT, "pool": own.pool, "slots": 0} | _figures([], [own])
-        rows.append(row | (_made([]) | untold if made else {}))
+        rows.append(row | (_made([]) | unknown if made else {}))
     return rows
 
 
@@ -311,10 +311,10 @@ def _made(group: Sequence[Usage]) -> dict[str, object]:
 
 def _compared(one: Usage) -> dict[str, object]:
     """Against the same work without borrowing, where somebody has run it."""
-    told = statements([one])
+    outside = statements([one])
     return {
-        "saved": _rounded(told[0].saved, 4) if told else None,
-        "break_even_lent_hour": _money(told[0].break_even) if told else None,
+        "saved": _rounded(outside[0].saved, 4) if outside else None,
+        "break_even_lent_hour": _money(outside[0].break_even) if outside else None,
     }
 
 

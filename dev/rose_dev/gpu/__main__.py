@@ -28,23 +28,23 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rose_dev.gpu", description=__doc__)
     parser.add_argument("verb", choices=[*_VERBS, "create", "library"])
     parser.add_argument("words", nargs="*", help="STATE, then what the verb takes")
-    words = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     try:
-        _run(words.verb, words.words)
+        _run(options.verb, options.options)
     except (DevelopmentError, OSError, ValueError, LookupError) as error:
-        sys.stderr.write(f"{words.verb}: {error or type(error).__name__}\n")
+        sys.stderr.write(f"{options.verb}: {error or type(error).__name__}\n")
         return 1
     return 0
 
 
-def _run(verb: str, words: list[str]) -> None:
+def _run(verb: str, options: list[str]) -> None:
     if verb == "library":
         sys.stdout.write(f"{library()}\n")
         return
-    if not words:
+    if not options:
         message = "name a state file"
         raise DevelopmentError(message)
-    path, *rest = words
+    path, *rest = options
     if verb == "create":
         profile = rest[0] if rest else next(iter(PROFILES))
         made = State.create(Path(path), profile, seed=rest[1] if len(rest) > 1 else "")

@@ -80,7 +80,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
 }
 
 
-def act(state: State, action: str, words: Sequence[str]) -> str:
+def act(state: State, action: str, operands: Sequence[str]) -> str:
     """Do it.
 
     Returns:
@@ -89,13 +89,13 @@ def act(state: State, action: str, words: Sequence[str]) -> str:
     Raises:
         DevelopmentError: there is no such GPU, or a word is missing or is no number.
     """
-    if not words:
+    if not operands:
         message = f"{action}: name a GPU by its index or UUID"
         raise DevelopmentError(message)
-    gpu = state.gpu(words[0])
+    gpu = state.gpu(operands[0])
     try:
-        ACTIONS[action](gpu, *words[1:])
+        ACTIONS[action](gpu, *operands[1:])
     except (TypeError, ValueError) as error:
-        message = f"{action} {' '.join(words)}: {error}"
+        message = f"{action} {' '.join(operands)}: {error}"
         raise DevelopmentError(message) from error
-    return f"{action} {' '.join(words)}: {gpu.uuid}"
+    return f"{action} {' '.join(operands)}: {gpu.uuid}"

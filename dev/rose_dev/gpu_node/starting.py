@@ -26,7 +26,7 @@ NAMESPACES = "rose-system,gpu-managed"
 """Those that NVIDIA's NRI plugin lets have management devices; the operator has a value for it."""
 _SECONDS = 60.0
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class GpuNode:
@@ -49,20 +49,20 @@ class GpuNode:
     def _folder(self) -> Path:
         return self._cluster.place.run / "nvidia"
 
-    def prepare(self, say: Say) -> None:
+    def prepare(self, log: Log) -> None:
         """Lay out the driver, write CDI specifications and the runtime's configuration.
 
         Raises:
             DevelopmentError: a step failed.
         """
-        binaries = build(GPU_NODE, say)
+        binaries = build(GPU_NODE, log)
         try:
             trees = driver_root.programs_of(self._driver)
         except NotSupported as error:
             trees = []
             self.missing.append(f"NVIDIA's programs of driver {self._driver}: {error}")
         for what in self.missing:
-            say(f"[gpus] left out: {what}")
+            log(f"[gpus] left out: {what}")
         root = self._cluster.root()
         driver = root / driver_root.ROOT.relative_to("/")
         driver_root.lay_out(driver, self.profile, trees).close()
@@ -143,11 +143,11 @@ class GpuNode:
             cluster_sandbox = self._cluster.sandbox
             cluster_sandbox.pid(name)
         path = "{.status.allocatable.nvidia\\.com/gpu}"
-        said = self._cluster.kubectl("get", "node", NODE_NAME, f"--output=jsonpath={path}")
+        allocatable = self._cluster.kubectl("get", "node", NODE_NAME, f"--output=jsonpath={path}")
         devices = "--output=jsonpath={.items[*].spec.devices[*].name}"
         sliced = self._cluster.kubectl("get", "resourceslices", devices)
         count = PROFILES[self.profile].count
-        return said.strip() == str(count) and len(sliced.split()) == count
+        return allocatable.strip() == str(count) and len(sliced.split()) == count
 
 
 def profile_of(cluster: Cluster) -> str:

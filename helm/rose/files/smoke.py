@@ -83,13 +83,13 @@ def operator(namespace: str, deadline: float) -> str:
     while True:
         try:
             with urllib.request.urlopen(url, timeout=10) as answer:
-                said: str = answer.read().decode().strip()
+                state: str = answer.read().decode().strip()
         except OSError as error:
             if time.monotonic() >= deadline:
                 return f"{url}: {error}"
             time.sleep(1)
         else:
-            return said
+            return state
 
 
 def main(namespace: str) -> int:
@@ -97,8 +97,8 @@ def main(namespace: str) -> int:
     lending = {"mode": "Lend"}
     deadline = time.monotonic() + PATIENCE_SECONDS
     late = patiently(namespace, deadline)
-    said = operator(namespace, deadline)
-    ready = said in {"Leader", "Follower", "Offline"}
+    state = operator(namespace, deadline)
+    ready = state in {"Leader", "Follower", "Offline"}
     checks = {
         "a pool is accepted": create(namespace, "ServingPool", POOL) == 201,
         "a lease is accepted": create(namespace, "RolloutLease", LEASE) == 201,
@@ -106,7 +106,7 @@ def main(namespace: str) -> int:
             namespace, "ServingPool", POOL | lending
         )
         == 422,
-        f"an operator is ready {'' if ready else said}".rstrip(): ready,
+        f"an operator is ready {'' if ready else state}".rstrip(): ready,
         f"every node is ready {' '.join(late)}".rstrip(): not late,
     }
     for name, good in checks.items():

@@ -51,7 +51,7 @@ class Master:
         if self._publisher is None:
             self._publisher = await asyncio.to_thread(self._make)
         version = self._publisher.publish(step, self.host.tensors)
-        await self._tell(version, step)
+        await self._send(version, step)
         if self._durable_seconds is not None:
             await asyncio.to_thread(self._publisher.wait, version, self._durable_seconds)
 
@@ -61,7 +61,7 @@ class Master:
             self._publisher.close()
             self._publisher = None
 
-    async def _tell(self, version: WeightVersion, step: int) -> None:
+    async def _send(self, version: WeightVersion, step: int) -> None:
         if not self._router:
             return
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}

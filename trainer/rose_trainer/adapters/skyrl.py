@@ -242,14 +242,14 @@ def install(
         return
     _wrap(client, "RemoteInferenceClient", "_post", grouping)
 
-    def tell(trained: dict[str, float | None]) -> None:
+    def report_outcomes(trained: dict[str, float | None]) -> None:
         report(url, trained, token=read_token(os.environ.get("ROSE_TURN_TOKEN_FILE", "")))
 
     _wrap(
         trainer,
         "RayPPOTrainer",
         "convert_to_training_input",
-        lambda own: reporting_conversion(own, tell),
+        lambda own: reporting_conversion(own, report_outcomes),
     )
 
 

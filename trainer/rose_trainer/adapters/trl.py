@@ -157,7 +157,7 @@ class SessionSample(Sample, Protocol):
     metrics: Mapping[str, float]
 
 
-_SAID = 65536  # sessions whose fate is remembered, so that none is reported twice
+_REMEMBERED = 65536  # sessions whose fate is remembered, so that none is reported twice
 
 
 class Reporting:
@@ -180,7 +180,7 @@ class Reporting:
     ) -> None:
         self._samples, self._trains_on, self._report = samples, trains_on, report
         self._fates: dict[str, tuple[bool, float | None]] = {}
-        self._said: OrderedDict[str, None] = OrderedDict()
+        self._reported: OrderedDict[str, None] = OrderedDict()
         self._last = ""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Sample:
@@ -206,9 +206,9 @@ class Reporting:
         finished = {name: one for name, one in self._fates.items() if ended or name != self._last}
         for name in finished:
             del self._fates[name]
-            self._said[name] = None
-        while len(self._said) > _SAID:
-            self._said.popitem(last=False)
+            self._reported[name] = None
+        while len(self._reported) > _REMEMBERED:
+            self._reported.popitem(last=False)
         if finished:
             self._report(
                 {name: reward for name, (trained, reward) in finished.items() if trained},
@@ -218,7 +218,7 @@ class Reporting:
     def _note(self, sample: SessionSample) -> None:
         name, reward = sample.session, sample.metrics.get("reward", math.nan)
         self._last = name
-        if name in self._said:
+        if name in self._reported:
             return
         before, _ = self._fates.get(name, (False, None))
         known = None if math.isnan(reward) else reward

@@ -8,7 +8,7 @@ verl lets three of its parts be named in its configuration; ``verl_hooks`` hands
 | checkpoint engine of the actors (``send_weights``) | ``CheckpointEngine``: the master publishes |
 | checkpoint manager (``update_weights``) | ``published`` |
 | worker of agent loops (``_run_agent_loop``) | ``reported``: names the group, says its end |
-| the actors' ``update_actor`` | ``telling``: says what was trained on, with its rewards |
+| the actors' ``update_actor`` | ``reporting``: says what was trained on, with its rewards |
 
 Its order in every step: training, then ``update_weights``, which has every actor rank call
 ``send_weights`` with a generator that all must drain, then turns. No engine of a lease is slept,
@@ -274,17 +274,17 @@ async def reported(client: Client, group: str, run: Awaitable[Any], *, validate:
         await client.end(list(rollout.sessions), withdrawn=validate)
 
 
-def telling(
+def reporting(
     update: Callable[..., Any],
     get: Callable[[Any, str], Any],
-    tell: Callable[[dict[str, float | None]], object],
+    send: Callable[[dict[str, float | None]], object],
 ) -> Callable[..., Any]:
     """The actors' ``update_actor``, which then says what it was given to train on.
 
     Args:
         update: verl's.
         get: reads a field of its batch, ``None`` where there is none; verl's.
-        tell: takes session keys and rewards.
+        send: takes session keys and rewards.
     """
 
     def updated(batch: Any, *others: Any, **named: Any) -> Any:  # noqa: ANN401  # verl's
@@ -294,7 +294,7 @@ def telling(
             LOG.warning("what this step trains on is not reported: %r", error)
             trained = {}
         answer = update(batch, *others, **named)
-        tell(trained)
+        send(trained)
         return answer
 
     return updated

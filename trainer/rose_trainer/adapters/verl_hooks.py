@@ -29,7 +29,7 @@ from rose_trainer.adapters.verl import (
     Done,
     published,
     reported,
-    telling,
+    reporting,
 )
 
 __all__ = ["AgentLoopManager", "AgentLoopManagerV1", "AgentLoopWorker", "CheckpointManager"]
@@ -101,7 +101,7 @@ class CheckpointManager(checkpoint_engine.CheckpointEngineManager):  # type: ign
     def __init__(self, *others: Any, **named: Any) -> None:  # noqa: ANN401  # verl's
         super().__init__(*others, **named)
         url, token = os.environ["ROSE_ROUTER_URL"], os.environ.get("ROSE_TURN_TOKEN", "")
-        self.actor_wg.update_actor = telling(
+        self.actor_wg.update_actor = reporting(
             self.actor_wg.update_actor,
             tensordict_utils.get,
             lambda trained: report(url, trained, token=token),
