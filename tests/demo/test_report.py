@@ -122,7 +122,7 @@ def test_the_table_fits_a_terminal(recording: Recording) -> None:
     assert any("reward" in line or "waiting" in line for line in lines)
 
 
-def test_gate_words() -> None:
+def test_states_of_the_gate() -> None:
     assert gate_state(None) == gate_state(Sample(at_s=0)) == "unknown"
     assert gate_state(Sample(at_s=0, gate_open=True)) == "OPEN"
     assert gate_state(Sample(at_s=0, gate_open=False, withheld=True)) == "withheld"

@@ -70,7 +70,7 @@ class Node:
     async def page(self, name: str) -> dict[str, str]:
         return {"page": name}
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         return "== agent (ended)\nwhat it said last"
 
     def engine(self) -> Node:
