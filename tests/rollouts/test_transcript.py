@@ -272,16 +272,18 @@ _EVENTS = st.builds(
 @given(
     events=st.lists(_EVENTS, min_size=1, max_size=6),
     plain=st.lists(st.integers(1, 3), max_size=3),
+    cumulative=st.booleans(),
     version=st.sampled_from([V0, "run@0.0"]),
     reused=st.booleans(),
 )
 def test_an_event_taken_in_one_go_is_taken_as_any_other(
-    events: list[StreamEvent], plain: list[int], version: str, reused: bool
+    events: list[StreamEvent], plain: list[int], cumulative: bool, version: str, reused: bool
 ) -> None:
     count, usual = 0, list[StreamEvent]()
     for size in plain:  # what engines of ours send
         count += size
-        usual.append(event([7] * size, count, spans=[(version, 0, count)]))
+        ids = list(range(count if cumulative else size))
+        usual.append(event(ids, count, spans=[(version, 0, count)]))
     found = []
     for kind in (Leg, _SlowLeg):
         one, said = kind("e", EngineKind.BORROWED, "rid", version, 0, reused=reused), list[object]()

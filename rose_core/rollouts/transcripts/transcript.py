@@ -161,29 +161,27 @@ class Leg:
         return count - held
 
     def _fresh(self, event: StreamEvent, held: int) -> int:
-        """Take the usual event in one go: nothing but new tokens, all of the attested version.
+        """Take the usual event in one go: new tokens, all of them of the attested version.
 
         Returns:
             The number of new tokens; 0 = it is another one, and nothing of it was taken.
         """
         ids, spans, text, count = event.ids, event.spans, event.text, event.count
-        fresh = count - held
-        if len(ids) != fresh or (held and not self._only_new) or not spans or len(spans) > 1:
+        fresh, only_new = count - held, self._only_new
+        begin = 0 if only_new or not held else held  # of what is new in its lists
+        if len(ids) - begin != fresh or not spans or len(spans) > 1 or (begin and only_new is None):
             return 0
         version, start, end = spans[0]
         if version != self.version or start or end < count or text is None:
             return 0
         for values in event.per_token.values():
-            if len(values) != fresh:
+            if len(values) - begin != fresh:
                 return 0
-        self.ids.extend(ids)
+        self.ids.extend(ids[begin:] if begin else ids)
         kept = self.per_token
         for name, values in event.per_token.items():
-            if name in kept:
-                kept[name].extend(values)
-            else:
-                kept[name] = list(values)
-        self._text = self.placed_text = self._text + text if held else text
+            kept.setdefault(name, []).extend(values[begin:] if begin else values)
+        self._text = self.placed_text = self._text + text if only_new else text
         self.meta, self.finish = event.meta, event.finish
         self.ended = event.finish is not None
         self.spans = (TokenSpan(version, 0, count, _MIXED if self.reused else _OWN),)

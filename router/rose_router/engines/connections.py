@@ -147,7 +147,12 @@ class Connection(asyncio.Protocol):
 
     def _hand_over(self, take: Take) -> bool:
         """Whether more will come and is wanted, after all that has come."""
-        wanted = take(self._drain()) if self._chunks else True
+        chunks, wanted = self._chunks, True
+        if len(chunks) == 1 and self._size <= _MOST_BYTES:  # the usual case, for each event
+            self._size = 0
+            wanted = take(chunks.pop())
+        elif chunks:
+            wanted = take(self._drain())
         return wanted and not self._whole
 
     def _drain(self) -> bytes:

@@ -23,6 +23,7 @@ from rose_router.errors import EngineRefused, LegLost, Unreachable
 
 _DATA = b"data:"
 _DONE = b"[DONE]"
+_EVENT, _LAST_FRAME = b"data: {", b"data: [DONE]"
 # Statuses by which a gateway says that nobody is behind it: nothing is left to abort there.
 _NOBODY = frozenset({404, 410, 502})
 # Statuses that say something of the engine or its host at this moment, and not of the request.
@@ -261,7 +262,15 @@ class _Events:
     def feed(self, data: bytes) -> bool:
         """Hand on the events that are whole now; false when nothing more is to come."""
         *frames, self._rest = (self._rest + data if self._rest else data).split(b"\n\n")
-        if frames:
+        if not frames:
+            return self.wanted
+        if len(frames) > 1 and frames[-1] == _LAST_FRAME:
+            frames.pop()
+        if len(frames) == 1 and frames[0].startswith(_EVENT):  # the usual case
+            event = read_event(frames[0][len(_DATA) :])
+            self.ended = event.finish is not None
+            self.wanted = self._take((event,)) and not self.ended
+        else:
             self.wanted = self._take(self._read(frames)) and not self.ended
         return self.wanted
 

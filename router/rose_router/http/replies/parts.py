@@ -30,6 +30,7 @@ _OWN = frozenset(
     | {"input_token_logprobs", "input_top_logprobs", SCALE, EXPERTS, *PER_TOKEN}
 )
 
+_NOTHING: Mapping[str, Any] = {}
 _OWN_KV = Kv.OWN  # named once: an enum's member is slow to find
 
 
@@ -193,7 +194,9 @@ def _experts(turn: Turn) -> dict[str, Any]:
 def _engine_meta(turn: Turn) -> Mapping[str, Any]:
     """What the engine of the last leg that ended said, where it is true of the whole turn."""
     last = turn.last_meta
-    return {name: last[name] for name in last if name not in _OWN} if last else last
+    if _OWN.issuperset(last):  # asked in C, and what engines say without anything special
+        return _NOTHING
+    return {name: last[name] for name in last if name not in _OWN}
 
 
 def finish_word(finish: Mapping[str, Any] | None) -> str | None:

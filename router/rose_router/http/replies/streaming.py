@@ -2,8 +2,10 @@
 
 Nearly every event is written in the moment in which the turn holds its tokens, by whoever read them
 from the engine: engines send the tokens of a whole batch at once, and an event that waited for
-another task's turn would wait for all the others of its batch. Only what cannot go out at once (the
-head, the end, a caller that has not taken what was written before) is left to the caller's task.
+another task's turn would wait for all the others of its batch. For the same reason it is given to
+the caller's socket and not to uvloop, which writes when everything that has come is read. Only what
+cannot go out at once (errors, encryption, a caller that has not taken what was written before) is
+left to the caller's task.
 
 Next step: the events come from ``routes.turns`` and the modules named ``..._replies``.
 """
