@@ -180,7 +180,9 @@ def _turns(kind: str, finish: str) -> metrics.SeriesTally:
 def summary(turn: Turn) -> dict[str, Any]:
     """A turn in a few words, for ``/turns``."""
     transcript, leg = turn.transcript, turn.leg
-    engines = [one.engine for one in transcript.legs]
+    legs, spans = transcript.legs, transcript.spans
+    # Made of every turn that ends, which usually has one of each: no calls for lists.
+    engines = [legs[0].engine] if len(legs) == 1 else [one.engine for one in legs]
     if leg is not None:
         engines.append(leg.engine)
     return {
@@ -192,12 +194,12 @@ def summary(turn: Turn) -> dict[str, Any]:
         "engines": engines,
         "prompt_tokens": len(transcript.prompt),
         "tokens": len(transcript.tokens) + (leg.placed if leg is not None else 0),
-        "versions": [span.version for span in transcript.spans],
+        "versions": [spans[0].version] if len(spans) == 1 else [one.version for one in spans],
         "moves": turn.moves
         and [{"reason": m.reason.value, "at_token": m.at_token} for m in turn.moves],
         "redone_tokens": turn.redone_tokens,
         "finish": turn.finish["type"] if turn.finish else None,
         "error": str(turn.error) if turn.error else "",
         "queue_seconds": turn.queue_seconds and round(turn.queue_seconds, 4),
-        "seconds": round(turn.ended - turn.began, 4) if turn.ended else None,
+        "seconds": turn.ended - turn.began if turn.ended else None,
     }

@@ -186,7 +186,8 @@ def body_at_once(request: web.Request) -> dict[str, Any] | None:
     Raises:
         BadRequest: it is none.
     """
-    if _ARRIVED in request or not request.content.is_eof():
+    content = request.content
+    if not content.is_eof() or content.at_eof():  # it is still coming; it is empty, or was read
         return None
     try:
         raw = _came_with_head(request)

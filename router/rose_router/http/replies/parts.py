@@ -165,7 +165,7 @@ def _meta(turn: Turn, shown: VisibleOutput) -> dict[str, Any]:
         "rose": rose_json(turn, shown.spans),
     }
     if turn.is_over:
-        meta["e2e_latency"] = round(turn.ended - turn.began, 6)
+        meta["e2e_latency"] = turn.ended - turn.began
         if asked.passed.get("return_routed_experts"):
             meta |= _experts(turn)
     if "output_token_sampling_mask" in shown.per_token:

@@ -120,7 +120,7 @@ def turns_json(service: Service) -> dict[str, Any]:
     return {
         "totals": dataclasses.asdict(service.ledger.totals),
         "live": [summary(turn) for turn in service.ledger],
-        "recent": list(service.ledger.recent),
+        "recent": [one | {"seconds": round(one["seconds"], 4)} for one in service.ledger.recent],
     }
 
 
