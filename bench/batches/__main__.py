@@ -47,7 +47,7 @@ def flags() -> argparse.ArgumentParser:
     add(
         "--lines",
         type=int,
-        default=2000,
+        default=10_000,
         help="of the batch; too few end before the windows do: 150 a round and more",
     )
     add("--seed", type=int, default=7, help="of the order of conditions")

@@ -41,6 +41,9 @@ class _Sleeping:
     def room(self, _name: str, verifying: Counter[str]) -> bool:
         return verifying.total() < _WORKERS
 
+    def free(self, _team: str, verifying: Counter[str]) -> int:
+        return _WORKERS - verifying.total()
+
     async def verify(
         self, _name: str, _body: bytes, seconds: float, _apart: set[object]
     ) -> tuple[object, float]:

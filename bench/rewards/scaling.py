@@ -7,16 +7,19 @@ KEDA and the horizontal autoscaler, with the chart's settings:
 
 | workers | become | when |
 |---|---|---|
-| none | one | a reward waits: the gateway pushes |
+| none | one | somebody is wished for: the gateway pushes |
 | some | as many as are wished for, or one | the autoscaler looks; the youngest go, once done |
-| some | none | KEDA polls, and for the cool-down none was wished for |
+| some | none | nobody is wished for and the cool-down is over: the gateway pushes, or KEDA polls |
 
-A worker is ready after its cold start, and counts from the moment it is asked for.
+A worker is ready after its cold start, and counts from the moment it is asked for until it is done.
+So KEDA 2.21 does it: a push that says inactive brings a target to zero once ``cooldownPeriod`` is
+over since it was last seen active (``RequestScale``, ``scaleToZeroOrIdle``).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import statistics
 from collections import deque
@@ -27,14 +30,15 @@ from typing import Final
 
 from bench.record import Figure
 from bench.rewards import steps
+from rose_core.rewards.demand import RewardDemand, Scaling, wished
 from rose_core.rewards.groups import GroupProgress
 from rose_core.rewards.order import WaitingReward, first
 from rose_core.rewards.results import Scored
-from rose_core.rewards.scale import promised_age, wish
 from rose_simulate.model.clock import VirtualClock
 from rose_simulate.model.jobs.job import Job, JobCounts, RunningGroup
 
-_REMEMBERED = 256  # as the gateway
+_PUSH_S = 0.2  # between two looks of the gateway's own, which pushes what has changed
+_P99 = 2.326  # standard deviations of a normal one
 _SPREAD = 0.2  # of the lengths of rewards, log-normal
 _TRAINER = "streams, late as learned"
 
@@ -47,9 +51,9 @@ class Autoscaler:
         target_s: within which a reward shall have its result.
         patience_s: more for one whose group lacks others that are rolled out.
         look_s: between two looks of the autoscaler.
-        poll_s: between two of KEDA's, which alone brings a pool to zero.
-        cooldown_s: until it does.
-        cold_s: until a new worker is ready.
+        poll_s: between two of KEDA's.
+        cooldown_s: from when KEDA last saw it active until it brings a pool to zero.
+        cold_s, cold_p99_s: until a new worker is ready, median and 99th percentile; log-normal.
         most: workers at a time.
     """
 
@@ -57,20 +61,21 @@ class Autoscaler:
     patience_s: float = 0.0
     look_s: float = 15.0
     poll_s: float = 15.0
-    cooldown_s: float = 15.0
-    cold_s: float = 3.0
+    cooldown_s: float = 0.0
+    cold_s: float = 1.5  # as it took where KEDA itself started thirty, the image being there
+    cold_p99_s: float = 2.0
     most: int = 64
 
 
 CHART: Final = Autoscaler()
 SETTINGS: Final[Mapping[str, Autoscaler]] = {
     "the chart's": CHART,
-    # As long as it took at most where KEDA itself started one, the image being there.
-    "the chart's, a cold start of 1.4 s": replace(CHART, cold_s=1.4),
-    "the chart's, a look every second": replace(CHART, look_s=1.0),
+    "patience of 5 s": replace(CHART, patience_s=5.0),
     "patience of 15 s": replace(CHART, patience_s=15.0),
+    "a cool-down of 15 s": replace(CHART, cooldown_s=15.0),
+    "a cold start of 3 s": replace(CHART, cold_s=3.0, cold_p99_s=3.0),
+    "a look every second": replace(CHART, look_s=1.0),
     "target 30 s": replace(CHART, target_s=30.0),
-    "target 120 s": replace(CHART, target_s=120.0),
 }
 
 
@@ -82,11 +87,13 @@ class Pool:
         busy_share: of the time for which workers were held.
         wait_p99_s: from a trajectory's end to the start of its reward.
         most: workers at a time.
+        starts: of workers.
     """
 
     busy_share: float
     wait_p99_s: float
     most: int
+    starts: int
 
 
 @dataclass(eq=False)
@@ -129,6 +136,7 @@ class FollowingPool:
         clock: virtual.
         scaler: makes workers of the wish.
         takes: seconds of the next reward.
+        cold: draws cold starts.
 
     Attributes:
         ends: when trajectories ended that it was given, in order, and what their rewards take.
@@ -138,6 +146,7 @@ class FollowingPool:
     clock: VirtualClock
     scaler: Autoscaler
     takes: Callable[[], float]
+    cold: random.Random = field(default_factory=lambda: random.Random(1))
     ends: list[float] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
@@ -146,60 +155,75 @@ class FollowingPool:
     _running: dict[int, float] = field(default_factory=dict)  # since when
     _workers: list[_Worker] = field(default_factory=list)
     _groups: dict[str, GroupProgress] = field(default_factory=dict)
-    _times: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _demand: RewardDemand = field(default_factory=RewardDemand)
     _held_s: float = 0.0
     _busy_s: float = 0.0
     _most: int = 0
-    _wished_s: float = 0.0  # the last time that anybody was wished for
+    _starts: int = 0
+    _active: bool = False  # as pushed last
+    _active_s: float = -math.inf  # when KEDA last saw it so
 
     def start(self) -> None:
         """Begin to look."""
         self.clock.after(self.scaler.look_s, self._look)
         self.clock.after(self.scaler.poll_s, self._poll)
+        self.clock.after(_PUSH_S, self._push)
 
     def verify(self, group: str, shape: GroupProgress, end: Callable[[], None]) -> None:
         """Take a reward; ``shape`` is what its group was begun as."""
         now = self.clock.now_s
         self._groups[group] = self._groups.get(group, shape).taking(now)
+        self._demand.taking(now, group, self._groups[group])
         number, takes = len(self.ends), self.takes()
         self.ends.append(now)
         self.lengths.append(takes)
         self._waiting[number] = _Taken(number, group, now, takes, end)
-        if not self._staying():
-            self._scale(1)
         self._fill()
 
     def found(self) -> Pool:
         """What came of it; workers that are still held count until now."""
         held = self._held_s + sum(self.clock.now_s - one.since_s for one in self._workers)
-        return Pool(self._busy_s / held, _p99(self._waits), self._most)
+        return Pool(self._busy_s / held, _p99(self._waits), self._most, self._starts)
 
     def _staying(self) -> list[_Worker]:
         return [one for one in self._workers if not one.leaves]
 
     def _wish(self) -> int:
         now = self.clock.now_s
-        ages = []
+        waiting = []
         for one in self._waiting.values():
             complete = self._groups[one.group].complete
-            since = None if complete is None else now - complete
-            ages.append(promised_age(now - one.since_s, since, self.scaler.patience_s))
-        p50 = statistics.median(self._times) if self._times else None
+            waiting.append((now - one.since_s, None if complete is None else now - complete))
         running = [now - began for began in self._running.values()]
-        return wish(ages, p50, self.scaler.target_s, self.scaler.most, running)
+        told = self.scaler
+        scaling = Scaling(told.target_s, told.patience_s, told.cold_s, told.most)
+        free = sum(one.ready and not one.busy for one in self._staying())
+        return wished([self._demand], scaling, now, waiting, running, free=free)
 
     def _look(self) -> None:
         if self._staying():
             self._scale(max(1, self._wish()))
         self.clock.after(self.scaler.look_s, self._look)
 
+    def _push(self) -> None:
+        active = self._wish() > 0
+        if active != self._active:
+            self._active = active
+            self._request(active)
+        self.clock.after(_PUSH_S, self._push)
+
     def _poll(self) -> None:
-        now = self.clock.now_s
-        if self._waiting or self._running:
-            self._wished_s = now
-        elif now - self._wished_s >= self.scaler.cooldown_s:
-            self._scale(0)
+        self._request(self._wish() > 0)
         self.clock.after(self.scaler.poll_s, self._poll)
+
+    def _request(self, active: bool) -> None:
+        now = self.clock.now_s
+        if active:
+            self._active_s = now
+            if not self._staying():
+                self._scale(1)
+        elif now - self._active_s >= self.scaler.cooldown_s:
+            self._scale(0)
 
     def _scale(self, wanted: int) -> None:
         staying = self._staying()
@@ -213,8 +237,14 @@ class FollowingPool:
         for _ in range(wanted - len(staying)):
             one = _Worker(self.clock.now_s)
             self._workers.append(one)
-            self.clock.after(self.scaler.cold_s, partial(self._ready, one))
+            self._starts += 1
+            self.clock.after(self._cold_start(), partial(self._ready, one))
         self._most = max(self._most, len(self._workers))
+
+    def _cold_start(self) -> float:
+        told = self.scaler
+        spread = math.log(told.cold_p99_s / told.cold_s) / _P99
+        return told.cold_s * self.cold.lognormvariate(0.0, spread)
 
     def _end(self, one: _Worker) -> None:
         one.gone = True
@@ -241,10 +271,11 @@ class FollowingPool:
     def _done(self, worker: _Worker, taken: _Taken) -> None:
         worker.busy = False
         self._busy_s += taken.takes_s
-        self._times.append(taken.takes_s)
+        self._demand.times.append(taken.takes_s)
         self.latencies.append(self.clock.now_s - taken.since_s)
         del self._running[taken.number]
         self._groups[taken.group] = self._groups[taken.group].after(Scored(1.0, True, 0.0))
+        self._demand.progressed(taken.group, self._groups[taken.group])
         if worker.leaves:
             self._end(worker)
         taken.end()
@@ -257,7 +288,8 @@ def played(scaler: Autoscaler, seconds: float, seed: int) -> tuple[FollowingPool
     pools: list[FollowingPool] = []
 
     def follow(clock: VirtualClock, job: Job, keep: int) -> None:
-        pool = FollowingPool(clock, scaler, lambda: _length(draw, steps.REWARD_S))
+        cold = random.Random(f"{seed}/cold starts")
+        pool = FollowingPool(clock, scaler, lambda: _length(draw, steps.REWARD_S), cold)
 
         def verify(one: RunningGroup, end: Callable[[], None]) -> None:
             begun = len(one.members) + len(one.under_way)
@@ -275,11 +307,14 @@ def figures(seconds: float, seeds: Sequence[int]) -> list[Figure]:
     """How busy workers are under each setting, and what their rewards add to a step."""
     rows: list[Figure] = []
     for name, scaler in SETTINGS.items():
-        pools, fixed_ones, added, hidden = [], [], [], []
+        pools, fixed_ones, peaks = list[Pool](), list[Pool](), list[Pool]()
+        added, hidden, per_start = list[float](), list[float](), list[float]()
         for seed in seeds:
             pool, counts = played(scaler, seconds, seed)
             pools.append(pool.found())
             fixed_ones.append(smallest(pool.ends, pool.lengths, pools[-1].wait_p99_s))
+            peaks.append(fixed(pool.ends, pool.lengths, pools[-1].most))
+            per_start.append(len(pool.ends) / pools[-1].starts)
             parts = steps.usual(counts.step_parts)
             shown = parts[steps.LAST_REWARD]
             added.append(shown / (sum(parts.values()) - shown))
@@ -294,10 +329,16 @@ def figures(seconds: float, seeds: Sequence[int]) -> list[Figure]:
                 [p.busy_share for p in fixed_ones],
                 "share",
             ),
+            steps.mean(
+                f"{title}a fixed pool of as many as it had at most, busy",
+                [p.busy_share for p in peaks],
+                "share",
+            ),
             steps.mean(f"{title}added to a step", added, "share", at_most=0.01),
             steps.mean(f"{title}hidden, of a reward's latency", hidden, "share", at_least=0.9),
             steps.mean(f"{title}wait of a reward, p99", [p.wait_p99_s for p in pools], "s"),
             steps.mean(f"{title}most workers at a time", [p.most for p in pools], "workers"),
+            steps.mean(f"{title}rewards per start", per_start, "rewards"),
             steps.mean(f"{title}fixed pool", [p.most for p in fixed_ones], "workers"),
         ]
     return rows
@@ -313,7 +354,7 @@ def fixed(ends: Sequence[float], takes: Sequence[float], size: int) -> Pool:
         waits.append(start - end)
         last = max(last, start + take)
     held = size * (last - ends[0])
-    return Pool(sum(takes) / held, _p99(waits), size)
+    return Pool(sum(takes) / held, _p99(waits), size, size)
 
 
 def smallest(ends: Sequence[float], takes: Sequence[float], wait_s: float) -> Pool:

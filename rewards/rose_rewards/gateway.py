@@ -19,22 +19,21 @@ import asyncio
 import hashlib
 import math
 import sqlite3
-import statistics
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol
 
 import aiohttp
 import msgspec
 
+from rose_core.rewards.demand import RewardDemand, Scaling, p50, wished
 from rose_core.rewards.groups import GroupProgress
 from rose_core.rewards.hedging import RunningReward, hedge, next_late
 from rose_core.rewards.limits import TimeLimits
 from rose_core.rewards.order import WaitingReward, first
 from rose_core.rewards.results import Lost, Masked, Result, Scored, result_of
-from rose_core.rewards.scale import promised_age, wish
 from rose_rewards import judge, metrics
 from rose_rewards.errors import BadReward, Busy, WorkerEnded, WorkerKilled
 from rose_rewards.functions import RewardFunction
@@ -42,7 +41,6 @@ from rose_rewards.journal import KnownResult, ResultJournal
 
 # Results that are remembered, and groups of which members are missing: some steps of a large run.
 REMEMBERED = 200_000
-_REMEMBERED_TIMES = 256
 # Below it a clock's rounding would have a reward that is just not late looked at for ever.
 _LEAST_LOOK_SECONDS = 0.001
 # Deaths by SIGKILL are nobody's fault as a rule and use up no try. What does kill its workers, or
@@ -55,6 +53,9 @@ class Pool(Protocol):
 
     def room(self, name: str, verifying: Counter[str]) -> bool:
         """Whether one more of this function may begin; ``verifying`` counts by owner's team."""
+
+    def free(self, team: str, verifying: Counter[str]) -> int:
+        """How many of this team's verifications may begin."""
 
     async def verify(
         self, name: str, body: bytes, seconds: float, apart: set[object]
@@ -177,6 +178,7 @@ class Gateway:
         journal: keeps results; None = they end with this process.
         patience: seconds beyond the wish's target for a reward whose group lacks others that are
             still rolled out.
+        cold_start: seconds until a worker that is wished for is ready.
     """
 
     functions: Mapping[str, RewardFunction]
@@ -186,6 +188,7 @@ class Gateway:
     clock: Callable[[], float] = time.monotonic
     journal: ResultJournal | None = None
     patience: float = 0.0
+    cold_start: float = 1.5
     limits: TimeLimits = field(default_factory=TimeLimits)
     _known: OrderedDict[tuple[str, str], _Known] = field(default_factory=OrderedDict)
     _groups: OrderedDict[tuple[str, str], GroupProgress] = field(default_factory=OrderedDict)
@@ -203,8 +206,8 @@ class Gateway:
     _unwritten: list[tuple[KnownResult, asyncio.Future[None]]] = field(default_factory=list)
     _writing: asyncio.Task[None] | None = None
     # By the functions' team: what one team sends must not decide how many workers another has.
-    _times: defaultdict[str, deque[float]] = field(
-        default_factory=lambda: defaultdict(lambda: deque(maxlen=_REMEMBERED_TIMES))
+    _demand: defaultdict[str, RewardDemand] = field(
+        default_factory=lambda: defaultdict(RewardDemand)
     )
 
     @property
@@ -235,18 +238,36 @@ class Gateway:
             team: whose functions count, not who calls them; None = all.
         """
         now = self.clock()
-        ages = [
-            promised_age(now - one.since, self._complete(one, now), self.patience)
+        waiting = [
+            (now - one.since, self._complete(one, now))
             for one in self._waiting.values()
             if self._counts(one, team)
         ]
+        if self._hedge_wanted(team):
+            waiting.append((0.0, math.inf))
         running = [
             now - given.began
             for given in self._verifications.values()
             for _ in given.copies
             if self._counts(given.one, team)
         ]
-        return wish(ages, self.p50(team), target, self.queue_limit, running)
+        scaling = Scaling(target, self.patience, self.cold_start, self.queue_limit)
+        teams = {one.team for one in self.functions.values() if team in {None, one.team}}
+        free = sum(self.pool.free(one, self._verifying) for one in teams)
+        return wished(self._demands(team), scaling, now, waiting, running, free=free)
+
+    def _hedge_wanted(self, team: str | None) -> bool:
+        """Whether something late would be given to a second worker if there was one."""
+        return self._late and None is not hedge(
+            [
+                replace(one, free=True)
+                for one in self._running_rewards()
+                if self._counts(self._verifications[one.number].one, team)
+            ]
+        )
+
+    def _demands(self, team: str | None) -> list[RewardDemand]:
+        return [one for whose, one in self._demand.items() if team in {None, whose}]
 
     def _complete(self, one: _Waiting, now: float) -> float | None:
         """Seconds since its group lacks none but what was taken; of none, since for ever."""
@@ -261,8 +282,7 @@ class Gateway:
         Args:
             team: whose; None = all.
         """
-        times = [t for whose, these in self._times.items() if team in {None, whose} for t in these]
-        return statistics.median(times) if times else None
+        return p50(self._demands(team))
 
     def remember(self) -> None:
         """Know what the journal knows; before the first reward is taken."""
@@ -320,18 +340,20 @@ class Gateway:
         known = self._known[key] = _Known(digest, asyncio.get_running_loop().create_future())
         while len(self._known) > REMEMBERED and next(iter(self._known.values())).result.done():
             self._known.popitem(last=False)
+        now = self.clock()
+        group, progress = (key[0], reward.group), None
         if reward.group and reward.members:
-            group = key[0], reward.group
             begun = self._groups.get(group, GroupProgress(reward.members, reward.keep))
-            self._groups[group] = begun.taking(self.clock())
+            progress = self._groups[group] = begun.taking(now)
             while len(self._groups) > REMEMBERED:
                 self._groups.popitem(last=False)
         seconds = reward.deadline_seconds
-        now = self.clock()
         one = _Waiting(key, reward, None if seconds is None else now + seconds, now)
-        if self.functions[reward.function].judge is not None:
+        function = self.functions[reward.function]
+        if function.judge is not None:
             self._start(one)
         else:
+            self._demand[function.team].taking(now, group, progress)
             self._arrivals += 1
             self._waiting[self._arrivals] = one
             self.fill()
@@ -490,6 +512,9 @@ class Gateway:
         group = (one.key[0], one.reward.group)
         if group in self._groups:
             self._groups[group] = self._groups[group].after(result)
+            function = self.functions[one.reward.function]
+            if function.judge is None:
+                self._demand[function.team].progressed(group, self._groups[group])
             if self._groups[group].ended:
                 del self._groups[group]
 
@@ -524,7 +549,7 @@ class Gateway:
             try:
                 found, took = await self._verdict(_Verification(one, body, seconds, apart))
             except TimeoutError:
-                self._times[function.team].append(seconds)
+                self._demand[function.team].times.append(seconds)
                 return Masked(f"TimedOut: no verdict after {seconds:.3g} s", seconds)
             except (WorkerEnded, OSError) as error:
                 if isinstance(error, WorkerKilled):
@@ -533,7 +558,7 @@ class Gateway:
                     failed += 1
                 said = f"{error} (tried {failed + killed} times)"
                 continue
-            self._times[function.team].append(took)
+            self._demand[function.team].times.append(took)
             return result_of(found, function.correct_from, took)
         return Lost(f"WorkerEnded: {said}")
 

@@ -112,8 +112,17 @@ class LinkedWorkers:
 
     def room(self, name: str, verifying: Counter[str]) -> bool:
         """Whether one more of this function may begin; ``verifying`` counts by team."""
-        team = self.functions[name].team
-        return verifying[team] < self.places(team)
+        return self.free(self.functions[name].team, verifying) > 0
+
+    def free(self, team: str, verifying: Counter[str]) -> int:
+        """How many of the team's verifications may begin."""
+        # Those that leave take nothing more, and what they finish holds no place of the others.
+        held = sum(
+            len(one.running) if one.leaving else one.places
+            for one in self._links
+            if one.team == team
+        )
+        return max(0, held - verifying[team])
 
     async def verify(
         self, name: str, body: bytes, seconds: float, apart: set[object]

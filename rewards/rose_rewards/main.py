@@ -161,6 +161,7 @@ async def running(
     first_user: int = _FIRST_USER,
     target: float = 1.0,
     patience: float = 0.0,
+    cold_start: float = 1.5,
     folder: Path | None = None,
     work_token_file: Path | None = None,
     scaler_address: str | None = None,
@@ -193,7 +194,15 @@ async def running(
             pool = WorkerPool(listed, whose, workers, stack.enter_context(homes()))
         else:
             pool = linked = LinkedWorkers(listed)
-        gateway = Gateway(listed, pool, session, queue_limit, journal=journal, patience=patience)
+        gateway = Gateway(
+            listed,
+            pool,
+            session,
+            queue_limit,
+            journal=journal,
+            patience=patience,
+            cold_start=cold_start,
+        )
         gateway.remember()
         if linked is not None:
             linked.on_room = gateway.fill
@@ -257,6 +266,12 @@ def parser() -> argparse.ArgumentParser:
         "it yet",
     )
     add(
+        "--cold-start-seconds",
+        type=flags.amount,
+        default=1.5,
+        help="until a worker that is wished for is ready: some stay for rewards that come sooner",
+    )
+    add(
         _WORK,
         type=Path,
         help=f"with --workers 0: a line TEAM TOKEN for each team's workers, {SHARED} for functions "
@@ -282,6 +297,7 @@ async def _serve(given: argparse.Namespace) -> None:
         first_user=given.first_user,
         target=given.target_seconds,
         patience=given.patience_seconds,
+        cold_start=given.cold_start_seconds,
         folder=given.folder,
         work_token_file=given.work_token_file,
         scaler_address=given.scaler_address,

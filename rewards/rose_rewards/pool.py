@@ -194,6 +194,10 @@ class WorkerPool:
         """Whether one more verification may begin."""
         return verifying.total() < self.most
 
+    def free(self, _team: str, verifying: Counter[str]) -> int:
+        """How many verifications may begin, whosever they are."""
+        return max(0, self.most - verifying.total())
+
     async def verify(
         self, name: str, body: bytes, seconds: float, _apart: set[object] | None = None
     ) -> tuple[object, float]:

@@ -29,6 +29,7 @@ class GroupProgress:
         taken: rewards that were taken and have no result yet.
         complete: when so many had been taken that no other is needed to decide it; None = others
             are to come, or it is decided.
+        first: when its first was taken; None = none was.
     """
 
     members: int
@@ -37,6 +38,7 @@ class GroupProgress:
     masked: int = 0
     taken: int = 0
     complete: float | None = None
+    first: float | None = None
 
     @property
     def left(self) -> int:
@@ -45,13 +47,19 @@ class GroupProgress:
         return max(0, min((self.keep or self.members) - self.scored, unknown))
 
     @property
+    def to_come(self) -> int:
+        """Rewards that it needs and that were not taken yet: trajectories still rolled out."""
+        return max(0, self.left - self.taken)
+
+    @property
     def ended(self) -> bool:
         """Whether every member has a result."""
         return self.scored + self.masked >= self.members
 
     def taking(self, now: float) -> Self:
         """With one more reward that was taken."""
-        more = replace(self, taken=self.taken + 1)
+        first = now if self.first is None else self.first
+        more = replace(self, taken=self.taken + 1, first=first)
         if self.complete is None and 0 < more.left <= more.taken:
             return replace(more, complete=now)
         return more

@@ -9,9 +9,10 @@ and ends then, so workers that have nothing more to do are let go while they are
 not after they have stood idle until the next look. One that runs far beyond the median keeps its
 worker while others wait: where rewards are of two lengths the few that are left may all be busy.
 
-Nobody waits for the reward of a group that still lacks others which are rolled out. It may take
-``patience`` seconds more, or until it decides its group: then the target counts from there. So few
-workers do most of the work while rollouts hide it.
+Once nothing waits and a worker has nothing to do, nobody is wished for: those that work finish what
+they have and go. All stay where as many rewards are expected before a new worker could be ready
+(``demand``): to stand idle for that long costs what a cold start costs, so this is the break-even
+of renting skis.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
+# Rewards expected within a cold start, for each worker that has nothing to do: as likely as not.
+_LIKELY = 0.5
 # Of the median. What has run for longer is of another kind, of which the median says nothing: its
 # worker does not come back for what waits. Lengths that lie within a fifth of each other have none.
 _FAR_BEYOND = 2.0
@@ -42,6 +45,9 @@ def wish(
     target: float,
     most: int,
     running: Collection[float] = (),
+    *,
+    free: int = 0,
+    expected: float = 0.0,
 ) -> int:
     """Workers that finish what waits and runs, each within the target of when it was taken.
 
@@ -51,13 +57,16 @@ def wish(
         target: seconds in which a reward should have its result.
         most: never more.
         running: seconds for which each reward that runs has been verified.
+        free: workers that are there and have nothing to do.
+        expected: rewards that are to come before a new worker could be ready.
 
     Returns:
-        0 for an empty queue, otherwise 1 to ``most``. While nothing is known of the time, one
-        worker finds it out.
+        0 where nothing waits or runs, or workers have nothing to do and nothing is expected for
+        them; otherwise 1 to ``most``. While nothing is known of the time, one worker finds it out.
     """
     oldest = sorted(ages, reverse=True)
-    if not (oldest or running) or not most:
+    idle = not oldest and (free > 0 or not running)
+    if not most or (idle and (not free or expected < _LIKELY * free)):
         return 0
     if p50 is None:
         return 1

@@ -21,9 +21,10 @@ TAKES = [10.0] * 80
 
 def test_the_charts_setting_is_the_charts() -> None:
     values = yaml.safe_load(VALUES.read_text())["rewards"]
-    told = (values["targetSeconds"], values["patienceSeconds"], values["keda"]["cooldownSeconds"])
-    assert told == (CHART.target_s, CHART.patience_s, CHART.cooldown_s)
-    assert CHART.poll_s == CHART.cooldown_s, "the chart has KEDA poll as often"
+    names = ("targetSeconds", "patienceSeconds", "coldStartSeconds")
+    told = (*(values[name] for name in names), values["keda"]["cooldownSeconds"])
+    assert told == (CHART.target_s, CHART.patience_s, CHART.cold_s, CHART.cooldown_s)
+    assert CHART.poll_s == 15.0, "test_rewards of the chart says so"
     assert values["worker"]["most"] == CHART.most
 
 
@@ -80,8 +81,8 @@ def test_rewards_whose_groups_lack_others_hold_fewer_workers_and_wait_longer() -
 def test_a_worker_with_nothing_more_to_do_is_let_go_while_it_is_busy() -> None:
     """Told to go at the look at 30 s, it ends at 35 s, and is not idle until the look at 45 s."""
     clock = VirtualClock()
-    pool = FollowingPool(clock, replace(Autoscaler(), cold_s=0.0), lambda: 20.0)
-    pool._times.append(20.0)
+    pool = FollowingPool(clock, replace(Autoscaler(), cold_s=0.01, cold_p99_s=0.01), lambda: 20.0)
+    pool._demand.times.append(20.0)
     for number in range(8):
         end = partial(pool.verify, str(number), ALONE, lambda: None)
         clock.at(round((0.0 if number == 0 else 9.0) * SECOND), end)

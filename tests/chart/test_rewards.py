@@ -63,7 +63,7 @@ def test_the_list_is_one_that_a_gateway_reads(tmp_path: Path) -> None:
     assert set(functions.read(path)) == set(LIST)
 
 
-@pytest.mark.parametrize(("cooldown", "polls"), [(15, 15), (600, 30)])
+@pytest.mark.parametrize(("cooldown", "polls"), [(0, 15), (15, 15), (600, 30)])
 def test_keda_polls_as_often_as_a_cool_down_ends_and_no_less_than_it_does_by_itself(
     cooldown: int, polls: int
 ) -> None:

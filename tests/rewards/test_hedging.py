@@ -41,6 +41,9 @@ class ScriptedPool:
     def room(self, _name: str, verifying: Counter[str]) -> bool:
         return verifying.total() < self.places
 
+    def free(self, _team: str, verifying: Counter[str]) -> int:
+        return self.places - verifying.total()
+
     async def verify(
         self, _name: str, body: bytes, seconds: float, _apart: set[object]
     ) -> tuple[object, float]:

@@ -51,7 +51,7 @@ VALUES: dict[str, Any] = {
         "enabled": True,
         "targetSeconds": 20,
         "functions": {"score": {"module": "checks:score", "path": "/team", "team": "a"}},
-        "keda": {"enabled": True, "cooldownSeconds": 1},
+        "keda": {"enabled": True},
         "workers": [
             {
                 "name": "a",

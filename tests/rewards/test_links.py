@@ -148,6 +148,30 @@ async def test_a_worker_that_is_told_to_go_finishes_what_it_has(folder: Path) ->
         assert await child.wait() == 0
 
 
+async def test_what_one_that_goes_still_has_takes_no_place_of_one_that_came(folder: Path) -> None:
+    mark = folder / "out" / "go"
+    listed = {
+        "wait": own(folder, "wait", team="a", tries=1),
+        "sleep": own(folder, "sleep", team="a"),
+    }
+    async with gateway(folder, listed) as rewards, worker(rewards, folder, "a") as child:
+        await places(rewards.gateway, "a", 1)
+        asked = asyncio.create_task(rewards.ask("word-a", function="wait", data=str(mark)))
+
+        async def running_() -> bool:
+            return rewards.gateway.verifications == 1
+
+        await until(running_, "it runs")
+        child.terminate()
+        await places(rewards.gateway, "a", 0)
+        async with worker(rewards, folder, "a"):
+            said = await rewards.ask("word-a", function="sleep", trajectory="u", data=0.0)
+            assert said[1]["outcome"] == "scored"
+            assert not asked.done(), "it did not wait for the one that goes"
+            mark.touch()
+            assert (await asked)[1]["outcome"] == "scored"
+
+
 @contextlib.asynccontextmanager
 async def dialled(rewards: Rewards, team: str) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
     """A worker of this team that answers what the test says."""
@@ -176,7 +200,7 @@ async def test_times_that_a_worker_makes_up_stay_within_the_limit_and_within_its
         assert told is not None
         assert 0.0 <= told <= 5.0
         assert rewards.gateway.p50("") is None, "of nobody's functions nothing is known"
-        rewards.gateway._times["a"].extend([60.0] * 9)
+        rewards.gateway._demand["a"].times.extend([60.0] * 9)
         others = [
             asyncio.create_task(
                 rewards.ask("word-b", function="exact", trajectory=f"u{number}", answer="1")

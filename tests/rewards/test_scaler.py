@@ -39,7 +39,7 @@ async def test_keda_hears_of_the_first_reward_at_once_and_of_how_many_are_wished
         gateway,
         _,
     ):
-        gateway._times["a"].extend([0.5] * 9)  # as many have taken half a second
+        gateway._demand["a"].times.extend([0.5] * 9)  # as many have taken half a second
         reference = MESSAGES["ScaledObjectRef"](
             name="a", namespace="n", scalerMetadata={"team": "a", "places": "2"}
         )
@@ -112,7 +112,7 @@ async def test_few_workers_are_wished_for_until_a_group_has_all_its_members(
         return Reward(trajectory=f"t{number}", function="exact", answer="", group="g", members=9)
 
     async with running(tmp_path / "f.yaml", workers=0, patience=99.0) as (gateway, _):
-        gateway._times[""].extend([0.5] * 9)  # as many have taken half a second
+        gateway._demand[""].times.extend([0.5] * 9)  # as many have taken half a second
         asked = [asyncio.create_task(gateway.score(member(number))) for number in range(8)]
         await asyncio.sleep(0)
         assert gateway.wish(1.0) == 1
@@ -129,7 +129,8 @@ def test_the_chart_tells_the_gateway_how_patient_it_may_be() -> None:
     values = {"rewards": {"enabled": True, "functions": {"exact": {"rule": "exact"}}}}
     pod = render(values).one("Deployment", "rose-rewards")["spec"]["template"]["spec"]
     words = pod["containers"][0].get("args", []) + pod["containers"][0].get("command", [])
-    assert {"--target-seconds=10", "--patience-seconds=0"} <= set(words)
+    said = {"--target-seconds=10", "--patience-seconds=0", "--cold-start-seconds=1.5"}
+    assert said <= set(words)
 
 
 async def test_a_team_that_is_not_in_the_list_is_no_answer_and_no_series(tmp_path: Path) -> None:
