@@ -56,7 +56,7 @@ def _times() -> deque[float]:
 
 @dataclass
 class RewardDemand:
-    """One team's.
+    """What is known of the rewards of one team.
 
     Attributes:
         times: what its last verifications took, seconds.
