@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from rose_dev.errors import BuildFailed, CommandFailed
 from rose_dev.parts import (
+    AGENT_SANDBOX_KINDS,
     CERT_MANAGER_KINDS,
     EVERYTHING,
     GATEWAY_KINDS,
@@ -98,7 +99,7 @@ def fetch_kinds(log: Log = print) -> None:
     Raises:
         BuildFailed: no Go, or a module cannot be had.
     """
-    for kinds in (GATEWAY_KINDS, CERT_MANAGER_KINDS):
+    for kinds in (GATEWAY_KINDS, CERT_MANAGER_KINDS, AGENT_SANDBOX_KINDS):
         if not kinds.place.is_dir():
             _timed(f"kinds of {kinds.name}", kinds.version, partial(_fetch_kinds, kinds), log)
 

@@ -22,6 +22,7 @@ CONTAINERD = "v2.2.9"
 TOOLKIT = "v1.20.1"
 GATEWAY_API = "v1.4.1"
 CERT_MANAGER = "v1.18.2"
+AGENT_SANDBOX = "v0.5.6"
 KUBE_ROUTER = "v2.1.0"
 CRANE = "v0.22.1"
 COSIGN = "v2.6.5"
@@ -142,6 +143,15 @@ RELEASE = (
 CERT_MANAGER_PART = _own("cert-manager", ".", Path(__file__).with_name("cert_manager"))
 """Built by the one test that issues with it, of `make test-long`."""
 
+AGENT_SANDBOX_PART = Part(
+    "agent-sandbox-controller",
+    "sigs.k8s.io/agent-sandbox/cmd/agent-sandbox-controller",
+    AGENT_SANDBOX,
+    in_kubernetes=False,
+    link="-s -w",
+)
+"""Built by the one test of it, of `make test-long`."""
+
 EVERYTHING = CONTROL_PLANE + NODE + SCALE + POLICIES + GPU_NODE
 
 
@@ -190,6 +200,15 @@ CERT_MANAGER_KINDS = Kinds(
     CERT_MANAGER,
     "deploy/crds",
     "crd-*.yaml",
+)
+
+
+AGENT_SANDBOX_KINDS = Kinds(
+    "agent-sandbox",
+    "sigs.k8s.io/agent-sandbox",
+    AGENT_SANDBOX,
+    "k8s/crds",
+    "*agents.x-k8s.io_*.yaml",
 )
 
 

@@ -33,10 +33,11 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect
 from rose_core.sandboxes.policy import ModelWait
+from rose_core.sandboxes.templates import TemplateRefused
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_sandbox import errors
 from rose_sandbox.answers import Forked, Told
-from rose_sandbox.errors import CannotCheckpoint, HostAway
+from rose_sandbox.errors import CannotCheckpoint, HostAway, NoTemplates
 from rose_sandbox.host import COMMAND_SECONDS
 from rose_sandbox.http import REFUSAL
 from rose_sandbox.main import open_host
@@ -196,6 +197,19 @@ class RemoteHost:
             "folder": folder,
         }
         return Told(**await self._call("POST", "", body))
+
+    async def create_of_template(
+        self, session: str, template: str, environment: Mapping[str, str]
+    ) -> tuple[Told, tuple[str, ...]]:
+        """Start a sandbox of a template; also its fields that say nothing of a sandbox.
+
+        Raises:
+            NoTemplates, UnknownTemplate, TemplateRefused: there is none, or it asks for more.
+        """
+        body = {"session": session, "template": template, "environment": dict(environment)}
+        told = await self._call("POST", "", body)
+        passed_over = tuple(told.pop("template")["passed_over"])
+        return Told(**told), passed_over
 
     async def exec(
         self, session: str, command: str, within: float, *, name: str | None, shell: str | None
@@ -384,6 +398,7 @@ def _error(name: str, text: str) -> Exception:
         "NotAllowed": HostAway,
         "Fenced": Fenced,
         "OutOfTurn": OutOfTurn,
+        "TemplateRefused": TemplateRefused,
         "ValueError": ValueError,
     }
     made: Exception = others.get(name, getattr(errors, name, HostAway))(text)
@@ -407,6 +422,10 @@ class Sandbox:
         at: a folder for a host in this process.
         host: one that is there already, which this does not close.
         existing: the session has a sandbox: a child of ``fork``.
+        template: a ``SandboxTemplate`` of the host's namespace: image, limits and folder are its.
+
+    Attributes:
+        passed_over: fields of the template that say nothing of a sandbox.
     """
 
     def __init__(
@@ -424,7 +443,9 @@ class Sandbox:
         at: Path = Path("/var/lib/rose/sandboxes"),
         host: Sandboxes | None = None,
         existing: bool = False,
+        template: str = "",
     ) -> None:
+        self._template, self.passed_over = template, tuple[str, ...]()
         self.session = session or uuid.uuid4().hex
         self._limits, self._image, self._folder = limits or Limits(), image, folder
         self._environment = dict(environment or {})
@@ -446,17 +467,27 @@ class Sandbox:
             self._host = open_host(self._at, str(self._at / "store"), "embedded")
         if not self._existing:
             try:
-                await self._host.create(
-                    self.session,
-                    image=self._image,
-                    limits=self._limits,
-                    environment=self._environment,
-                    folder=self._folder,
-                )
+                await self._create(self._host)
             except BaseException:  # also when cancelled: ``__aexit__`` will not run
                 await self.leave()
                 raise
         return self
+
+    async def _create(self, host: Sandboxes) -> None:
+        if not self._template:
+            await host.create(
+                self.session,
+                image=self._image,
+                limits=self._limits,
+                environment=self._environment,
+                folder=self._folder,
+            )
+            return
+        if not isinstance(host, RemoteHost):
+            raise NoTemplates("a host in this process reads no templates; name one by url=")
+        _, self.passed_over = await host.create_of_template(
+            self.session, self._template, self._environment
+        )
 
     async def __aexit__(
         self,

@@ -27,8 +27,10 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rose_core.sandboxes.networks import Network, inner, may_reach
 from rose_core.sandboxes.outside import EgressEffect
 from rose_sandbox.runtimes import kernel
+from rose_sandbox.runtimes.runtime import Facts
 
 PORT = 3128
 MOST = 16
@@ -48,8 +50,6 @@ _OF_CLOUDS = tuple(
     )
 )
 """Where clouds serve a machine what only it may know, other than at its link (169.254.0.0/16)."""
-_NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
-"""What a translator makes of an IPv4 address, which stands in the last 32 bits."""
 
 Tell = Callable[[EgressEffect], Awaitable[None]]
 
@@ -60,13 +60,27 @@ class Egress:
     Args:
         allowed: hosts as shell patterns.
         tell: is told each request before it is sent; what it raises keeps the request in.
+        networks: where addresses must lie, too; None: anywhere.
     """
 
-    def __init__(self, allowed: Sequence[str], tell: Tell) -> None:
-        self._allowed, self._tell = tuple(allowed), tell
+    def __init__(
+        self, allowed: Sequence[str], tell: Tell, networks: Sequence[Network] | None = None
+    ) -> None:
+        self._allowed, self._tell, self._networks = tuple(allowed), tell, networks
         self._server: asyncio.Server | None = None
         self._free = asyncio.Semaphore(MOST)
         self._running: set[asyncio.Task[None]] = set()
+
+    async def open(self, facts: Facts) -> None:
+        """Listen where a sandbox of these facts finds it.
+
+        Raises:
+            OSError: it is gone, or something listens there.
+        """
+        if facts.door is not None:
+            await self.listen_at(facts.door)
+        elif facts.init is not None:
+            await self.listen(facts.init)
 
     async def listen(self, pid: int, port: int = PORT) -> None:
         """Listen in the network of a process.
@@ -132,7 +146,8 @@ class Egress:
         """The addresses of a host that was allowed.
 
         Raises:
-            _NearError: one is the node's, its link's or its cloud's, and was not allowed literally.
+            _NotReachable: one is the node's, its link's or its cloud's, and was not allowed
+                literally; or none lies where the sandbox may reach.
             OSError: the name is not known.
         """
         loop = asyncio.get_running_loop()
@@ -140,11 +155,19 @@ class Egress:
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         for one in addresses:
             if one not in self._allowed and is_near(one):
-                raise _NearError(
+                raise _NotReachable(
                     f"host {host!r} is {one}, the node's own, its link's or its cloud's; start "
                     f"the host with --egress {one} if sandboxes ought to reach it"
                 )
-        return addresses
+        if self._networks is None:
+            return addresses
+        kept = [one for one in addresses if may_reach(self._networks, one, port)]
+        if not kept:
+            raise _NotReachable(
+                f"host {host!r} is {', '.join(addresses)}, to whose port {port} the sandbox's "
+                "template does not let it"
+            )
+        return kept
 
     async def _answer(  # noqa: C901, PLR0911 - each refusal is one line
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -175,7 +198,7 @@ class Egress:
             )
         try:
             addresses = await self._reachable(host, port)
-        except _NearError as error:
+        except _NotReachable as error:
             return await _say(writer, 403, str(error))
         if "transfer-encoding" in fields:
             return await _say(writer, 411, "send a Content-Length")
@@ -209,8 +232,8 @@ class Egress:
         return None
 
 
-class _NearError(Exception):
-    """A name that leads to the node itself, to its link, or to where its cloud tells secrets."""
+class _NotReachable(Exception):
+    """A name that leads to the node, its link, its cloud, or out of a sandbox's networks."""
 
 
 async def _dialled(
@@ -229,13 +252,9 @@ def is_near(address: str) -> bool:
     The node's own are those of the network that this process is in: in a pod the pod's.
     """
     found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        # Whatever way an IPv4 address is written in, it is that address which is dialled.
-        inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
-        if any(found in one for one in _NAT64):
-            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
-        if inner is not None and is_near(str(inner)):
-            return True
+    # Whatever way an IPv4 address is written in, it is that address which is dialled.
+    if (within := inner(found)) is not None and is_near(str(within)):
+        return True
     if found.is_loopback or found.is_link_local or found.is_multicast or found.is_unspecified:
         return True
     if any(found in one for one in _OF_CLOUDS):

@@ -3,6 +3,8 @@
 SandboxError
 ├── Unavailable       this machine lacks a part that the runtime needs
 ├── UnknownImage      no such image here
+├── NoTemplates       this host reads no templates, or its cluster has none
+├── UnknownTemplate   no such template in the host's namespace
 ├── UnknownSandbox    no such sandbox here, or it has ended
 ├── AlreadyThere      a sandbox of that key runs or is suspended here
 ├── Suspended         the sandbox is suspended; resume it first
@@ -30,6 +32,7 @@ __all__ = [
     "CommandDiffers",
     "HeardLate",
     "HostAway",
+    "NoTemplates",
     "NotListening",
     "RuntimeFailed",
     "SandboxError",
@@ -40,6 +43,7 @@ __all__ = [
     "Unavailable",
     "UnknownImage",
     "UnknownSandbox",
+    "UnknownTemplate",
     "UnknownTurn",
 ]
 
@@ -54,6 +58,14 @@ class Unavailable(SandboxError):
 
 class UnknownImage(SandboxError):
     """No such image here; the text lists those that are."""
+
+
+class NoTemplates(SandboxError):
+    """This host reads no templates, or its cluster does not have them: none can be had."""
+
+
+class UnknownTemplate(SandboxError):
+    """There is no template of that name in the host's namespace."""
 
 
 class UnknownSandbox(SandboxError):

@@ -25,10 +25,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from rose_core.sandboxes import outside, policy
+from rose_core.sandboxes.networks import Network
 from rose_core.sandboxes.outside import EgressEffect
 from rose_core.sandboxes.policy import BoundaryAction, Decision, HostPressure, ModelWait
 from rose_core.sandboxes.tunnels import TunnelLimits
@@ -145,8 +147,9 @@ class Host:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         environment: Mapping[str, str] | None = None,
         folder: str = "/home",
+        networks: tuple[Network, ...] | None = None,
     ) -> Told:
-        """Start a session's sandbox.
+        """Start a session's sandbox, as ``SandboxSpec``.
 
         Raises:
             AlreadyThere: the session has one here, or has records: restore it, or end it.
@@ -157,10 +160,9 @@ class Host:
                 raise AlreadyThere(f"session {session} has a sandbox here; end it or restore it")
             seen = await self.fence(session)
             if await asyncio.to_thread(self._records.turns, session):
-                raise AlreadyThere(
-                    f"session {session} has records; restore it or end it with forget"
-                )
-            spec = SandboxSpec(key_of(session), image, limits, dict(environment or {}), folder)
+                raise AlreadyThere(f"session {session} has records; restore or forget it")
+            key, given = key_of(session), dict(environment or {})
+            spec = SandboxSpec(key, image, limits, given, folder, networks)
             await self._end_leftover(session)
             handle = await self._runtime.create(spec)
 
@@ -682,15 +684,12 @@ class Host:
         await self._inspector.watch(handle.key, await self._runtime.facts(handle))
 
     async def _let_out(self, box: Box) -> None:
-        if not self._allowed:
+        if not self._allowed or box.spec.networks == ():
             return
         facts = await self._runtime.facts(box.handle)
         if facts.init is not None or facts.door is not None:
-            box.egress = Egress(self._allowed, lambda effect: self._left(box, effect))
-            if facts.door is not None:
-                await box.egress.listen_at(facts.door)
-            elif facts.init is not None:
-                await box.egress.listen(facts.init)
+            box.egress = Egress(self._allowed, partial(self._left, box), box.spec.networks)
+            await box.egress.open(facts)
 
     async def _left(self, box: Box, effect: EgressEffect) -> None:
         """Write an effect down before it happens."""

@@ -3,6 +3,7 @@
 | route | body | answer |
 |---|---|---|
 | ``POST /sessions`` | ``session``, ``image``, ``limits``, ``environment``, ``folder`` | state |
+| the same | ``session``, ``template``, ``environment`` | state, ``template``: what it passed over |
 | ``GET /sessions``, ``GET /sessions/{key}`` | | keys; state, ``ETag``, ``Rose-Still-Seconds`` |
 | ``POST /sessions/{key}/exec`` | ``command``, ``within``, ``name``, ``shell`` | result |
 | ``GET``, ``PUT /sessions/{key}/files?path=`` | the file | the file |
@@ -40,6 +41,7 @@ from aiohttp.typedefs import Middleware
 
 from rose_core.sandboxes.outside import EffectsCrossed
 from rose_core.sandboxes.policy import HostPressure, ModelWait
+from rose_core.sandboxes.templates import TemplateRefused
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_core.unreadable import UNREADABLE
 from rose_sandbox import errors, metrics
@@ -47,6 +49,7 @@ from rose_sandbox.admission import memory_pressure
 from rose_sandbox.box import BoundTokens
 from rose_sandbox.host import COMMAND_SECONDS, Host
 from rose_sandbox.runtimes.runtime import FILE_BYTES, Limits
+from rose_sandbox.templates import Templates
 from rose_sandbox.tunnel import CHUNK, MESSAGE_BYTES, carry
 from rose_weights.errors import Fenced, WeightsError
 from rose_wire.bearer import is_bearer
@@ -56,6 +59,9 @@ STATUS: dict[type[Exception], int] = {
     errors.UnknownSandbox: 404,
     errors.UnknownImage: 404,
     errors.UnknownTurn: 404,
+    errors.UnknownTemplate: 404,
+    TemplateRefused: 422,
+    errors.NoTemplates: 501,
     errors.BadPath: 400,
     errors.AlreadyThere: 409,
     errors.Suspended: 409,
@@ -102,6 +108,7 @@ class _Create(msgspec.Struct, forbid_unknown_fields=True):
     limits: dict[str, float] = {}
     environment: dict[str, str] = {}
     folder: str = "/home"
+    template: str = ""
 
 
 class _Exec(msgspec.Struct, forbid_unknown_fields=True):
@@ -161,6 +168,7 @@ def application(
     traffic: ServingTraffic,
     token: Callable[[], str],
     traffic_token: Callable[[], str] = str,
+    templates: Templates = Templates(),  # noqa: B008 - frozen
 ) -> web.Application:
     """The routes over a host.
 
@@ -169,8 +177,9 @@ def application(
         traffic: what guards tell it.
         token: reads at each call what callers must show; empty: nobody is heard.
         traffic_token: reads what opens ``POST /traffic`` and nothing else; empty: nothing does.
+        templates: that sandboxes may be made of.
     """
-    api = _Api(host, traffic)
+    api = _Api(host, traffic, templates)
     guarded = _guarded(token, traffic_token)
     app = web.Application(client_max_size=FILE_BYTES, middlewares=[_named, guarded])
     app.add_routes(pages(metrics.REGISTRY))
@@ -247,8 +256,8 @@ async def _read(request: web.Request, kind: type[Body]) -> Body:
 
 
 class _Api:
-    def __init__(self, host: Host, traffic: ServingTraffic) -> None:
-        self._host, self._traffic = host, traffic
+    def __init__(self, host: Host, traffic: ServingTraffic, templates: Templates) -> None:
+        self._host, self._traffic, self._templates = host, traffic, templates
         self._tunnels: set[web.WebSocketResponse] = set()
 
     async def hang_up(self, _app: web.Application) -> None:
@@ -265,6 +274,8 @@ class _Api:
 
     async def create(self, request: web.Request) -> web.Response:
         asked = await _read(request, _Create)
+        if asked.template:
+            return await self._of_template(asked)
         known = asdict(Limits())
         if unknown := sorted(asked.limits.keys() - known.keys()):
             raise ValueError(f"limits: {', '.join(unknown)}; there are {', '.join(known)}")
@@ -277,6 +288,17 @@ class _Api:
             folder=asked.folder,
         )
         return _json(asdict(told), 201)
+
+    async def _of_template(self, asked: _Create) -> web.Response:
+        usual = _Create("")
+        own = [name for name in ("image", "limits", "folder") if _differs(asked, usual, name)]
+        if own:
+            raise ValueError(f"{', '.join(own)}: they are the template's; leave them out")
+        told, made = await self._templates.create(
+            self._host, asked.session, asked.template, asked.environment
+        )
+        passed_over = {"passed_over": made.passed_over}
+        return _json({**asdict(told), "template": passed_over}, 201)
 
     async def state(self, request: web.Request) -> web.Response:
         key = _key(request)
@@ -421,6 +443,10 @@ class _Api:
 
     async def resume(self, request: web.Request) -> web.Response:
         return _json(asdict(await self._host.resume(_key(request))))
+
+
+def _differs(one: object, other: object, name: str) -> bool:
+    return bool(getattr(one, name) != getattr(other, name))
 
 
 async def _body(request: web.Request) -> tuple[int, bytes]:

@@ -37,6 +37,7 @@ from rose_sandbox.runtimes.processes import delegate
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runsc import RunscRuntime
 from rose_sandbox.runtimes.volume import VOLUME_BYTES
+from rose_sandbox.templates import ClusterTemplates, Templates
 from rose_weights.errors import WeightsError
 from rose_weights.receive.record_client import RemoteRecords
 from rose_weights.store.open_store import open_store
@@ -153,13 +154,17 @@ async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
     )
     flags.token(given.token_file)  # one that cannot be read is told at once
     words = TokenFile(given.token_file), TokenFile(given.traffic_token_file)
-    app = application(host, traffic, *words)
+    source = ClusterTemplates(given.templates) if given.templates else None
+    templates = Templates(source, given.runtime, dict(given.template_image))
+    app = application(host, traffic, *words, templates)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
         yield await listen(runner, given.address)
     finally:
         await runner.cleanup()
+        if source is not None:
+            await source.close()
         await host.close()
 
 
@@ -224,8 +229,29 @@ def parser() -> argparse.ArgumentParser:
         default=IDLE_SECONDS,
         help="without a byte, after which one of them ends",
     )
+    add(
+        "--templates",
+        default="",
+        metavar="NAMESPACE",
+        help="of the cluster, whose SandboxTemplates (agent-sandbox) sandboxes may be made of",
+    )
+    add(
+        "--template-image",
+        action="append",
+        default=[],
+        type=_template_image,
+        metavar="REFERENCE=NAME",
+        help="the image of this host that an image of templates stands for; repeat",
+    )
     flags.add_log_level(made)
     return made
+
+
+def _template_image(text: str) -> tuple[str, str]:
+    reference, mark, name = text.rpartition("=")
+    if not mark or not reference or not name:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected REFERENCE=NAME")
+    return reference, name
 
 
 async def _serve(given: argparse.Namespace) -> None:

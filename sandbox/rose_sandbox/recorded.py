@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
+from rose_core.sandboxes.networks import Network
 from rose_core.sandboxes.outside import EgressEffect
 from rose_sandbox.errors import TokensDiffer
 from rose_sandbox.runtimes.runtime import ExecResult, Limits, SandboxSpec
@@ -32,8 +35,11 @@ def written_spec(spec: SandboxSpec) -> dict[str, Any]:
 
 def read_spec(told: Mapping[str, Any], key: str) -> SandboxSpec:
     """The specification of a record, for a sandbox of this key."""
-    limits = Limits(**told["limits"])
-    return SandboxSpec(key, told["image"], limits, dict(told["environment"]), told["folder"])
+    limits, networks = Limits(**told["limits"]), told.get("networks")
+    if networks is not None:
+        networks = msgspec.convert(networks, tuple[Network, ...])
+    environment = dict(told["environment"])
+    return SandboxSpec(key, told["image"], limits, environment, told["folder"], networks)
 
 
 def read_effect(one: OutsideEffect) -> EgressEffect:

@@ -26,6 +26,9 @@ PROFILES: dict[str, Object] = {
     "With lending": LENDING,
     "With lending, where `gpus.access` is `HostPath`": {**LENDING, "gpus": {"access": "HostPath"}},
     "With hosts of sandboxes": {"sandboxes": SANDBOXES},
+    "With `sandboxes.templates.enabled`": {
+        "sandboxes": {**SANDBOXES, "templates": {"enabled": True}}
+    },
     "With everything that values switch on": {
         **EVERYTHING,
         "agent": {"wholeReplica": {"enabled": True}},

@@ -162,6 +162,40 @@ def test_a_host_is_told_how_much_disk_it_may_take_and_the_node_gives_it() -> Non
     assert resources["limits"]["ephemeral-storage"] == "1Gi"
 
 
+TEMPLATES: Object = {"enabled": True, "images": {"registry.example/agent:1": "base"}}
+
+
+def test_hosts_read_templates_of_their_leases_namespace_and_nothing_else_once_it_is_asked_for() -> (
+    None
+):
+    rendered = render({"sandboxes": {**TWO, "templates": TEMPLATES}})
+    for name, namespace in ((NAME, "research"), (DAPO, "team-b")):
+        given = parser().parse_args(rendered.container("DaemonSet", name, "sandbox-host")["args"])
+        assert given.templates == namespace
+        assert given.template_image == [("registry.example/agent:1", "base")]
+        spec = rendered.one("DaemonSet", name)["spec"]["template"]["spec"]
+        assert (spec["serviceAccountName"], spec["automountServiceAccountToken"]) == (name, True)
+        role, binding = rendered.one("Role", name), rendered.one("RoleBinding", name)
+        assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == namespace
+        (rule,) = role["rules"]
+        assert (rule["resources"], rule["verbs"]) == (["sandboxtemplates"], ["get"])
+        assert [one["name"] for one in binding["subjects"]] == [name]
+        rendered.one("ServiceAccount", name)
+    without = render({"sandboxes": TWO})
+    assert not [one for one in without.all("Role") if one["metadata"]["name"] in {NAME, DAPO}]
+    left = render({"sandboxes": {**TWO, "templates": TEMPLATES}, "rbac": {"create": False}})
+    assert not [one for one in left.all("Role") if one["metadata"]["name"] in {NAME, DAPO}]
+
+
+def test_hosts_that_read_templates_may_reach_the_api_server_where_policies_are_enforced() -> None:
+    peer: Object = {"ipBlock": {"cidr": "192.0.2.1/32"}}
+    of = {**SANDBOXES, "templates": {**TEMPLATES, "apiServer": [peer]}}
+    policy = render({**CLOSED, "sandboxes": of}).one("NetworkPolicy", NAME)["spec"]
+    assert {"to": [peer]} in policy["egress"]
+    with pytest.raises(CommandFailed, match=r"sandboxes\.templates\.apiServer"):
+        Rendered({**CLOSED, "sandboxes": {**SANDBOXES, "templates": TEMPLATES}})
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from rose_core.sandboxes.networks import PUBLIC, Network, may_reach
 from rose_core.sandboxes.outside import EgressEffect
-from rose_sandbox.egress import Egress, _NearError, is_near
+from rose_sandbox.egress import Egress, _NotReachable, is_near
 
 
 @dataclass
@@ -158,9 +159,75 @@ async def test_an_address_of_the_cloud_is_reached_where_it_was_allowed_and_not_b
         pass
 
     with pytest.raises(
-        _NearError, match=r"its cloud's; start the host with --egress fd00:ec2::254"
+        _NotReachable, match=r"its cloud's; start the host with --egress fd00:ec2::254"
     ):
         await Egress(["*"], tell)._reachable("fd00:ec2::254", 80)
     assert await Egress(["fd00:ec2::254"], tell)._reachable("fd00:ec2::254", 80) == [
         "fd00:ec2::254"
     ]
+
+
+NETWORKS = (Network("192.0.2.0/24", ("192.0.2.7/32",), ((443, 443), (8000, 8080))),)
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "allowed"),
+    [
+        ("192.0.2.1", 443, True),
+        ("192.0.2.1", 8080, True),
+        ("192.0.2.1", 80, False),
+        ("192.0.2.7", 443, False),
+        ("192.0.3.1", 443, False),
+        ("::ffff:192.0.2.1", 443, True),
+        ("::ffff:192.0.2.7", 443, False),
+        ("64:ff9b::c000:201", 443, False),
+        ("2001:db8::1", 443, False),
+    ],
+)
+def test_a_network_has_addresses_and_ports_however_an_address_is_written(
+    address: str, port: int, *, allowed: bool
+) -> None:
+    assert may_reach(NETWORKS, address, port) is allowed
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("198.51.100.7", True),
+        ("10.0.0.1", False),
+        ("172.31.255.255", False),
+        ("192.168.1.1", False),
+        ("169.254.169.254", False),
+        ("2001:db8::1", True),
+        ("fd00::1", False),
+        ("64:ff9b::a00:1", False),
+        ("::ffff:10.0.0.1", False),
+    ],
+)
+def test_the_public_internet_is_nobodys_own_network(address: str, *, public: bool) -> None:
+    assert may_reach(PUBLIC, address, 443) is public
+
+
+@pytest.mark.parametrize("within", ["127.0.0.0/8", "192.0.2.0/24"])
+async def test_a_proxy_dials_only_where_its_sandboxs_template_lets_it(
+    way: Way, within: str
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    told: list[EgressEffect] = []
+
+    async def tell(effect: EgressEffect) -> None:
+        told.append(effect)
+
+    egress = Egress(["127.0.0.1"], tell, [Network(within)])
+    await egress.serve(listener)
+    way.proxy = listener.getsockname()[1]
+    answer = await way.ask(f"GET http://127.0.0.1:{way.server}/ HTTP/1.1\r\n\r\n")
+    await egress.close()
+    if within.startswith("127"):
+        assert answer.endswith(b"ok")
+        assert len(told) == len(way.sent) == 1
+    else:
+        assert b" 403 " in answer
+        assert b"template does not let it" in answer
+        assert not told
+        assert not way.sent

@@ -214,6 +214,7 @@ _BUILTINS: Mapping[str, Callable[[_Shell, list[str]], tuple[int, bytes]]] = {
     "exit": _exit,
     "export": _export,
     "false": lambda _shell, _words: (1, b""),
+    "mkdir": lambda _shell, _words: (0, b""),  # its files need no folders
     "pgrep": _pgrep,
     "pkill": _pkill,
     "pwd": _pwd,

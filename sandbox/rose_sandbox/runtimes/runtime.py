@@ -26,6 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from rose_core.sandboxes.networks import Network
 from rose_sandbox.errors import BadPath, TooLarge
 
 MIB = 1024 * 1024
@@ -90,6 +91,7 @@ class SandboxSpec:
         limits: what it may use.
         environment: variables of every command, over the image's own.
         folder: where commands start.
+        networks: that its host may dial for it; None: as the host's own rules say.
     """
 
     key: str
@@ -97,6 +99,7 @@ class SandboxSpec:
     limits: Limits = Limits()
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: str = "/home"
+    networks: tuple[Network, ...] | None = None
 
 
 @dataclass(frozen=True)
